@@ -1,0 +1,36 @@
+"""Reinforcement learning of language models on a mesh of actors.
+
+Everything exported here is light: importing `titan_rl` needs neither torch, vLLM, torchtitan nor Monarch.
+"""
+
+from titan_rl.environment.types import (
+    MessageEnv,
+    MessageObservation,
+    MessageStep,
+    TokenEnv,
+    TokenObservation,
+    TokenStep,
+)
+from titan_rl.rollout.types import Message, Rollout, RolloutGroup, RolloutStatus, Turn
+from titan_rl.training.sample import TrainingSample
+from titan_rl.types import Completion, FinishReason, GenerateFn, SamplingParams, VersionSpan
+
+__all__ = [
+    "Completion",
+    "FinishReason",
+    "GenerateFn",
+    "Message",
+    "MessageEnv",
+    "MessageObservation",
+    "MessageStep",
+    "Rollout",
+    "RolloutGroup",
+    "RolloutStatus",
+    "SamplingParams",
+    "TokenEnv",
+    "TokenObservation",
+    "TokenStep",
+    "TrainingSample",
+    "Turn",
+    "VersionSpan",
+]

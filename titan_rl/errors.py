@@ -1,0 +1,79 @@
+"""Every error titan_rl raises on purpose. Each has one owner; user code raises plain exceptions.
+
+    TitanRLError
+      ConfigError           the user's settings, found before any process starts
+      MissingExtraError     an optional dependency is not installed
+      ModelError            a model folder cannot be used
+      DataError             a dataset or environment gave something unusable
+      RewardError           a reward function failed or returned a non-finite value
+      RequestError          one generation request can never succeed; it fails alone
+      GenerationError       generation infrastructure failed; another replica may succeed
+        EngineDeadError     the engine loop has ended; later calls fail at once
+        NoReplicaError      no replica serves
+      StateDictError        weights could not be published or pulled
+        VerificationError   pulled weights do not reproduce the trainer's logprobs
+      TrainingError         the trainer cannot go on (non-finite loss, failed step)
+      CheckpointError       a checkpoint could not be written or read
+"""
+
+from __future__ import annotations
+
+
+class TitanRLError(Exception):
+    """Base of every error titan_rl raises on purpose."""
+
+
+class ConfigError(TitanRLError, ValueError):
+    """A setting is wrong. The message names the field, the value and the fix."""
+
+
+class MissingExtraError(TitanRLError, ImportError):
+    """An optional dependency is not installed. The message names the extra that brings it."""
+
+    def __init__(self, module: str, extra: str) -> None:
+        super().__init__(f"{module} is not installed; run: pip install 'titan-rl[{extra}]'", name=module)
+        self.extra = extra
+
+
+class ModelError(TitanRLError):
+    """A model folder lacks a file, or its config and weights do not fit together."""
+
+
+class DataError(TitanRLError):
+    """A dataset or environment gave something that cannot be used."""
+
+
+class RewardError(TitanRLError):
+    """A reward function raised, or returned something that is not a finite number."""
+
+
+class RequestError(TitanRLError, ValueError):
+    """This generation request can never succeed: too long, bad parameters, duplicate id."""
+
+
+class GenerationError(TitanRLError):
+    """The generation infrastructure failed. The same request may succeed on another replica."""
+
+
+class EngineDeadError(GenerationError):
+    """The engine loop has ended, by `close` or by an engine failure, which is the cause."""
+
+
+class NoReplicaError(GenerationError):
+    """No generator replica serves within the time limit."""
+
+
+class StateDictError(TitanRLError):
+    """Weights could not be published, found or read. The old weights stay loaded."""
+
+
+class VerificationError(StateDictError):
+    """Pulled weights do not reproduce the logprobs that the trainer published with them."""
+
+
+class TrainingError(TitanRLError):
+    """The trainer cannot continue."""
+
+
+class CheckpointError(TitanRLError):
+    """A checkpoint could not be written or read. The previous one stays valid."""

@@ -1,0 +1,79 @@
+"""What the engine loop drives: one batch of requests, advanced a token at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+from titan_rl.types import FinishReason, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """One prompt to continue. `sampling.max_tokens` counts new tokens only."""
+
+    request_id: str
+    prompt_token_ids: Sequence[int]  # [num_prompt_tokens]
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDelta:
+    """What one step added to one request. `finish_reason` is set on the request's last delta."""
+
+    request_id: str
+    token_ids: Sequence[int]  # [num_new_tokens], may be empty
+    logprobs: Sequence[float]  # [num_new_tokens]
+    finish_reason: FinishReason | None = None
+    routed_experts: Any = None
+    metrics: dict[str, float] = field(default_factory=dict[str, float])  # e.g. cached_prompt_tokens, once
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """A generation engine, owned and driven by one thread.
+
+    Nothing here blocks longer than one step. An exception from anything but `add` means the engine is broken.
+    """
+
+    @property
+    def has_work(self) -> bool: ...
+
+    def add(self, request: EngineRequest) -> None:
+        """Queue a request.
+
+        Raises:
+            RequestError: this request can never run (too long, bad parameters, duplicate id); others go on.
+        """
+        ...
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Forget requests; unknown ids are ignored. No further delta comes for them."""
+        ...
+
+    def step(self) -> list[TokenDelta]:
+        """Advance every running request, at most one token each."""
+        ...
+
+    def load_state_dict(self, items: Iterable[tuple[str, Any]], version: int) -> None:
+        """Swap weights in place between two steps. Running requests keep their KV cache.
+
+        Args:
+            items: (Hugging Face parameter name, tensor) pairs, each parameter once.
+        """
+        ...
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Logprobs at temperature 1 of each sequence's tokens after the first, under the loaded weights.
+
+        Running requests may advance meanwhile; what they gain is returned by the next `step`.
+
+        Returns:
+            [num_sequences][len(sequence) - 1]
+        """
+        ...
+
+    def reset_prefix_cache(self) -> None: ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,92 @@
+"""Rollouts and groups: what environments and generation produced, before it is training data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from titan_rl.types import Completion
+
+Message = Mapping[str, Any]
+"""One chat message: `{"role": "user", "content": "..."}`, plus what the chat template knows of."""
+
+
+class RolloutStatus(StrEnum):
+    """How a rollout ended. A bad rollout is data, not a crash."""
+
+    COMPLETED = "completed"
+    TRUNCATED_LENGTH = "truncated_length"  # a completion used up its token budget
+    TRUNCATED_PROMPT = "truncated_prompt"  # the next prompt leaves no room to answer
+    TRUNCATED_TURNS = "truncated_turns"  # the turn cap is reached and the environment has not ended
+    ABORTED = "aborted"
+    ERROR_PARSE = "error_parse"
+    ERROR_TIMEOUT = "error_timeout"
+    ERROR_ENV = "error_env"
+    ERROR_GENERATE = "error_generate"
+
+    @property
+    def is_truncated(self) -> bool:
+        return self.value.startswith("truncated")
+
+    @property
+    def is_error(self) -> bool:
+        return self.value.startswith("error")
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One request and its answer."""
+
+    prompt_token_ids: Sequence[int]  # [num_prompt_tokens], the whole context
+    completion: Completion
+    rewards: Mapping[str, float] = field(default_factory=dict[str, float])  # from the environment, by name
+
+
+@dataclass(slots=True)
+class Rollout:
+    """One environment played to its end. Filled in place by the rollouter, then by scoring.
+
+    `reward` and `advantage` stay None where the rollout was not scored or does not take part.
+    """
+
+    rollout_id: str  # "<group_id>/<sibling>", also the session id
+    group_id: str
+    sibling: int
+    sample: Any
+    status: RolloutStatus = RolloutStatus.COMPLETED
+    turns: list[Turn] = field(default_factory=list[Turn])
+    messages: list[Message] = field(default_factory=list[Message])  # the transcript, where the env has one
+    error: str | None = None  # "ExceptionType: message" of what ended it
+    reward: float | None = None
+    reward_breakdown: dict[str, float] = field(default_factory=dict[str, float])  # unweighted, by reward name
+    advantage: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict[str, float])
+
+    @property
+    def num_completion_tokens(self) -> int:
+        return sum(len(turn.completion.token_ids) for turn in self.turns)
+
+
+@dataclass(slots=True)
+class RolloutGroup:
+    """The sibling rollouts of one sample; advantages compare them with each other."""
+
+    group_id: str
+    sample: Any
+    rollouts: list[Rollout]  # [group_size]
+
+    @property
+    def is_aborted(self) -> bool:
+        return any(rollout.status is RolloutStatus.ABORTED for rollout in self.rollouts)
+
+    @property
+    def versions(self) -> set[int]:
+        """Every policy version that produced a token of this group."""
+        return {
+            span.version
+            for rollout in self.rollouts
+            for turn in rollout.turns
+            for span in turn.completion.version_spans
+        }

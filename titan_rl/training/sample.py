@@ -1,0 +1,34 @@
+"""One row of training data. Standard library only, so schedulers and journals can hold it without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingSample:
+    """One token sequence of a rollout. All per-token fields have the length of `token_ids`.
+
+    Position t holds the values of token t itself, not of the token after it. Where `loss_mask[t]` is False
+    (prompt and environment tokens) logprob and advantage are 0 and version is -1.
+
+    Example: a two-token prompt, a two-token completion:
+
+        TrainingSample("g0", "g0/1", token_ids=[7, 8, 5, 1], loss_mask=[False, False, True, True],
+                       behaviour_logprobs=[0.0, 0.0, -0.7, -0.1], advantages=[0.0, 0.0, 1.2, 1.2],
+                       versions=[-1, -1, 3, 3], temperature=1.0)
+    """
+
+    group_id: str
+    rollout_id: str
+    token_ids: Sequence[int]  # [num_tokens]
+    loss_mask: Sequence[bool]  # [num_tokens]
+    behaviour_logprobs: Sequence[float]  # [num_tokens]
+    advantages: Sequence[float]  # [num_tokens]
+    versions: Sequence[int]  # [num_tokens]
+    temperature: float
+
+    @property
+    def num_trained_tokens(self) -> int:
+        return sum(self.loss_mask)

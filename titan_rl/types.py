@@ -1,0 +1,136 @@
+"""What generation takes and gives: tokens in, tokens out. Standard library only.
+
+Every plane of titan_rl shares these types, so importing them must never need torch, vLLM or Monarch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Protocol, runtime_checkable
+
+
+class FinishReason(StrEnum):
+    """Why a completion ended."""
+
+    STOP = "stop"  # a stop token; it is the completion's last token
+    LENGTH = "length"  # the token budget or the context is used up
+    TOOL_CALLS = "tool_calls"
+    ABORT = "abort"  # interrupted; the tokens so far are valid
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to sample one completion. Never mutated: `dataclasses.replace` makes a changed copy.
+
+    Args:
+        max_tokens: most tokens to generate, at least 1.
+        temperature: 0 is greedy; behaviour logprobs are those of the distribution at this temperature.
+        top_p: nucleus mass in (0, 1].
+        top_k: -1 keeps every token.
+        min_p: least probability relative to the most likely token, in [0, 1].
+        min_tokens: stop tokens are not sampled before this many tokens.
+        seed: makes the draw reproducible for the same prompt and weights.
+        stop_token_ids: tokens that end the completion; the stop token is part of it.
+        return_routed_experts: ask a mixture-of-experts model for the experts each token took.
+
+    Raises:
+        ValueError: names the field, the value and what is allowed.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    min_tokens: int = 0
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    return_routed_experts: bool = False
+
+    def __post_init__(self) -> None:
+        def require(ok: bool, name: str, allowed: str) -> None:
+            if not ok:
+                raise ValueError(f"SamplingParams.{name} is {getattr(self, name)!r}; it must be {allowed}")
+
+        require(self.max_tokens >= 1, "max_tokens", "at least 1")
+        require(math.isfinite(self.temperature) and self.temperature >= 0, "temperature", "finite and >= 0")
+        require(0 < self.top_p <= 1, "top_p", "in (0, 1]")
+        require(self.top_k == -1 or self.top_k >= 1, "top_k", "-1 (off) or at least 1")
+        require(0 <= self.min_p <= 1, "min_p", "in [0, 1]")
+        require(0 <= self.min_tokens <= self.max_tokens, "min_tokens", "between 0 and max_tokens")
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """`num_tokens` consecutive tokens that policy version `version` produced."""
+
+    version: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """The tokens generated for one request, each with its behaviour logprob and policy version.
+
+    `len(token_ids) == len(logprobs) == sum(span.num_tokens for span in version_spans)`.
+
+    Example: five tokens, the last two sampled after weights 7 replaced weights 6:
+
+        Completion("g0/1/0", [5, 9, 9, 2, 1], [-0.1, -2.0, -0.3, -0.2, -0.9], FinishReason.STOP,
+                   (VersionSpan(6, 3), VersionSpan(7, 2)))
+
+    Raises:
+        ValueError: the lengths disagree.
+    """
+
+    request_id: str
+    token_ids: Sequence[int]  # [num_tokens]
+    logprobs: Sequence[float]  # [num_tokens]
+    finish_reason: FinishReason
+    version_spans: Sequence[VersionSpan]
+    routed_experts: Any = None  # [num_tokens, num_layers, top_k] from a mixture-of-experts model, or None
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+
+    def __post_init__(self) -> None:
+        spanned = sum(span.num_tokens for span in self.version_spans)
+        if not len(self.token_ids) == len(self.logprobs) == spanned:
+            raise ValueError(
+                f"Completion {self.request_id!r} has {len(self.token_ids)} token_ids, {len(self.logprobs)} logprobs "
+                f"and {spanned} tokens in version_spans; the three must be equal"
+            )
+
+    @property
+    def versions(self) -> list[int]:
+        """The policy version of each token.  # [num_tokens]"""
+        return [span.version for span in self.version_spans for _ in range(span.num_tokens)]
+
+
+@runtime_checkable
+class GenerateFn(Protocol):
+    """The seam between rollouts and generation.
+
+    A caller does not know what is behind it: a router over a mesh of engines, an HTTP client, a closure in a
+    test, or a wrapper around any of them. Calls run concurrently; each resolves with a completion or raises.
+
+    Args:
+        prompt_token_ids: the whole context, unchanged tokens of earlier turns included.
+        request_id: unique for one call.
+        session_id: stable over the turns of one rollout, so that a router can keep its KV cache warm.
+
+    Raises:
+        titan_rl.errors.RequestError: this request can never succeed (too long, bad parameters).
+        titan_rl.errors.GenerationError: the infrastructure failed.
+    """
+
+    async def __call__(
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        request_id: str,
+        session_id: str | None = None,
+        sampling: SamplingParams,
+    ) -> Completion: ...
