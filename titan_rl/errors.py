@@ -14,6 +14,7 @@
         VerificationError   pulled weights do not reproduce the trainer's logprobs
       TrainingError         the trainer cannot go on (non-finite loss, failed step)
       CheckpointError       a checkpoint could not be written or read
+      ActorDiedError        an actor's process is gone or does not answer
 """
 
 from __future__ import annotations
@@ -77,3 +78,7 @@ class TrainingError(TitanRLError):
 
 class CheckpointError(TitanRLError):
     """A checkpoint could not be written or read. The previous one stays valid."""
+
+
+class ActorDiedError(TitanRLError):
+    """An actor's process is gone, or did not answer within its time limit."""

@@ -1,0 +1,64 @@
+"""Real Monarch: a process that dies fails its own calls, and no one else's."""
+
+import asyncio
+import os
+import signal
+import sys
+
+import cloudpickle
+import pytest
+
+pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
+
+from titan_rl.actors.process import call, enter_actor_process
+from titan_rl.actors.supervisor import Supervisor
+from titan_rl.errors import ActorDiedError, RequestError
+
+from monarch.actor import Actor, concurrent_endpoint, this_proc  # isort: skip
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # actor processes cannot import a test module
+
+
+class Echo(Actor):
+    def __init__(self, log_path: str) -> None:
+        enter_actor_process(log_path)
+        print("hello from the log")
+
+    @concurrent_endpoint
+    async def pid(self) -> int:
+        return os.getpid()
+
+    @concurrent_endpoint
+    async def refuse(self) -> None:
+        raise RequestError("too long")
+
+    @concurrent_endpoint
+    async def wait_forever(self) -> None:
+        await asyncio.Event().wait()
+
+
+async def test_death_is_reported_and_contained(tmp_path):
+    supervisor = this_proc().spawn("supervisor_under_test", Supervisor)
+    first, second = [
+        await call(supervisor.spawn, name, Echo, (str(tmp_path / name),), who="supervisor")
+        for name in ("echo-0", "echo-1")
+    ]
+    pids = [await call(actor.pid, who="echo") for actor in (first, second)]
+    with pytest.raises(RequestError, match="too long"):
+        await call(first.refuse, who="echo-0")
+    with pytest.raises(ActorDiedError, match=r"echo-0 did not answer within 0\.1 s"):
+        await call(first.wait_forever, who="echo-0", timeout_s=0.1)
+
+    os.kill(pids[0], signal.SIGKILL)
+    with pytest.raises(ActorDiedError, match="echo-0 died"):
+        await call(first.wait_forever, who="echo-0", timeout_s=30)
+    failure = await call(supervisor.next_failure, who="supervisor", timeout_s=30)
+    assert failure.name == "echo-0"
+    assert "Killed" in failure.reason
+    assert await call(second.pid, who="echo-1") == pids[1]
+
+    await call(supervisor.terminate, who="supervisor", timeout_s=30)
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    assert "hello" in (tmp_path / "echo-0").read_text()

@@ -1,0 +1,48 @@
+"""What every actor process does first, and how a call to one fails."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+from monarch.actor import ActorError
+from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
+
+from titan_rl.errors import ActorDiedError
+
+
+def enter_actor_process(log_path: str | Path) -> None:
+    """Detach this process from the terminal: its output goes to a file, and Ctrl-C reaches the controller alone,
+    which then stops it in order. The kernel still ends it when the controller dies."""
+    os.setpgid(0, 0)
+    descriptor = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+
+
+async def call(endpoint: Any, *args: Any, who: str, timeout_s: float | None = None) -> Any:
+    """Call an actor's endpoint and raise what the actor raised, rather than Monarch's wrapping of it.
+
+    Raises:
+        ActorDiedError: the actor's process is gone, or did not answer within `timeout_s` seconds.
+    """
+
+    async def answer() -> Any:
+        return await endpoint.call_one(*args)
+
+    try:
+        return await asyncio.wait_for(answer(), timeout_s)
+    except ActorError as error:
+        raise error.exception from None
+    except SupervisionError as error:
+        raise ActorDiedError(f"{who} died: {last_line(str(error))}") from None
+    except TimeoutError:
+        raise ActorDiedError(f"{who} did not answer within {timeout_s:g} s") from None
+
+
+def last_line(report: str) -> str:
+    """The line of a Monarch failure report that says what happened."""
+    return next((line.strip() for line in reversed(report.splitlines()) if line.strip()), "no reason given")
