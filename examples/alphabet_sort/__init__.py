@@ -1,0 +1,1 @@
+"""Sort a growing list of names over several turns."""

@@ -1,0 +1,39 @@
+"""How close the answers come to the sorted lists."""
+
+from __future__ import annotations
+
+import re
+from difflib import SequenceMatcher
+
+from examples.alphabet_sort.data import Sample
+from examples.alphabet_sort.env import tag
+from titan_rl.rollout.types import Rollout
+from titan_rl.rubric import Reward, Rubric
+
+
+def alphabet_sort_rubric(power: float) -> Rubric:
+    """The mean over the turns of similarity ** power. A turn that was never answered counts 0."""
+
+    def sorted_lists(rollout: Rollout) -> float:
+        sample: Sample = rollout.sample
+        answers = [str(message["content"]) for message in rollout.messages if message["role"] == "assistant"]
+        scores = [similarity(sample, turn, text) ** power for turn, text in enumerate(answers[: len(sample.turns)])]
+        return sum(scores) / len(sample.turns)
+
+    return Rubric([Reward(sorted_lists)])
+
+
+def similarity(sample: Sample, turn: int, answer: str) -> float:
+    """Likeness of the answer's last block to the right lines, in [0, 1], 1 only for equal ones.
+
+    It is `difflib`'s ratio: twice the matching characters over all characters of both, blanks around lines and
+    letter case aside. An answer without the block has 0.
+
+    Example: for ["AdaWolf", "BenHill"], the block "BenHill\\nAdaWolf" has 0.47.
+    """
+    blocks = re.findall(rf"<{tag(turn)}>(.*?)</{tag(turn)}>", answer, re.DOTALL)
+    if not blocks:
+        return 0.0
+    given = "\n".join(line.strip() for line in blocks[-1].strip().splitlines())
+    right = "\n".join(sample.answer(turn))
+    return SequenceMatcher(None, given.lower(), right.lower(), autojunk=False).ratio()
