@@ -1,0 +1,125 @@
+"""One segment: the bytes of one version, in a file that writer and readers map into their memory.
+
+Writing into pages that were written before is four times as fast as writing into new ones, so the file of a released
+version is used again. `flock` on the file keeps that safe:
+
+- a reader holds a shared lock from before it looks at the bytes until the last tensor that views them is gone;
+- a writer takes the exclusive lock before it touches a used file, and where it cannot, it makes a new file.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import zlib
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from titan_rl.errors import StateDictError
+
+ALIGNMENT = 64  # bytes: a cache line, and what vector loads like best
+_BLOCK_WORDS = 8192  # 64 KiB
+
+
+def checksum(data: NDArray[np.uint8]) -> int:
+    """CRC-32 over the 64-bit sums of the blocks of 64 KiB.
+
+    Summing words runs at the speed of memory, seven times as fast as a CRC of every byte. Every change inside one
+    word is found, and so is every mixture of two versions unless all their blocks have equal sums; the CRC finds
+    blocks that changed places. It protects against accidents, not against an adversary.
+
+    Args:
+        data: [num_bytes], a multiple of 8.
+    """
+    words = data.view(np.uint64)
+    whole = len(words) // _BLOCK_WORDS * _BLOCK_WORDS
+    sums = words[:whole].reshape(-1, _BLOCK_WORDS).sum(axis=1)  # wraps at 2**64
+    return zlib.crc32(words[whole:].sum().tobytes(), zlib.crc32(sums.tobytes()))
+
+
+class Segment:
+    """A writer's segment. `path` is where it is now; renaming it is what publishes and withdraws it.
+
+    The writer owns the exclusive lock from creation until `publish`, and again after `reclaim`.
+
+    Raises:
+        OSError: there is no room for it, or the file cannot be made.
+    """
+
+    def __init__(self, path: Path, num_bytes: int) -> None:
+        self.path = path
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+        try:
+            self.resize(num_bytes)
+        except BaseException:
+            self.unlink()
+            raise
+
+    def resize(self, num_bytes: int) -> None:
+        """Make `data` a [num_bytes] array over the file. The bytes are there: writing to them cannot fail."""
+        size = max(num_bytes, ALIGNMENT)  # an empty file cannot be mapped
+        if size == os.fstat(self._file).st_size:
+            return
+        os.ftruncate(self._file, size)
+        if hasattr(os, "posix_fallocate"):  # a full tmpfs would else kill the process with SIGBUS at the first write
+            os.posix_fallocate(self._file, 0, size)
+        self.data: NDArray[np.uint8] = np.frombuffer(mmap.mmap(self._file, size), np.uint8)[:num_bytes]
+
+    def publish(self, path: Path) -> None:
+        """Let readers in, under this name."""
+        fcntl.flock(self._file, fcntl.LOCK_UN)
+        self.rename(path)
+
+    def rename(self, path: Path) -> None:
+        os.rename(self.path, path)
+        self.path = path
+
+    def reclaim(self) -> bool:
+        """Take the file for writing again. False where a reader has it mapped."""
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def unlink(self) -> None:
+        """Remove the name. The memory goes when the last reader's mapping does."""
+        self.path.unlink(missing_ok=True)
+        os.close(self._file)
+
+
+def map_segment(path: Path, num_bytes: int, expected_checksum: int) -> mmap.mmap:
+    """Map a published segment and verify it. It cannot change as long as anything views the mapping.
+
+    The mapping is private: a reader that writes to it gets a copy of that page, and the segment stays as it is.
+
+    Raises:
+        StateDictError: it is gone, or its size or checksum differ.
+    """
+    try:
+        file = os.open(path, os.O_RDONLY)
+    except OSError as error:
+        raise StateDictError(
+            f"{path} cannot be opened ({error.strerror}): it was released, or its writer ended"
+        ) from error
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        if not os.path.samestat(os.fstat(file), os.stat(path)):
+            raise FileNotFoundError
+        size = os.fstat(file).st_size
+        if size != max(num_bytes, ALIGNMENT):
+            raise StateDictError(f"{path} has {size} bytes, its manifest says {num_bytes}")
+        # The mapping keeps a duplicate of the descriptor, and with it the shared lock.
+        mapping = mmap.mmap(file, size, access=mmap.ACCESS_COPY)
+    except (BlockingIOError, FileNotFoundError) as error:
+        raise StateDictError(f"{path} was released while it was opened") from error
+    finally:
+        os.close(file)
+    found = checksum(np.frombuffer(mapping, np.uint8)[:num_bytes])
+    if found != expected_checksum:
+        raise StateDictError(f"{path} has checksum {found:#010x}, its manifest says {expected_checksum:#010x}")
+    return mapping
