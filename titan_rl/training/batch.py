@@ -1,0 +1,89 @@
+"""Rows of packed samples as tensors: what the model reads, and what the loss needs of the trained tokens alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from titan_rl.training.attention import DocumentLayout, layout_documents
+from titan_rl.training.sample import TrainingSample
+
+ROW_MULTIPLE = 16
+"""Rows are padded to a multiple of this, so that few distinct shapes occur."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One micro-batch. B rows of L tokens, N of them trained; a padded tail is a document of its own, untrained."""
+
+    token_ids_BL: torch.Tensor  # int64
+    positions_BL: torch.Tensor  # int64, restart at 0 with every document
+    layout: DocumentLayout
+    predictors_N: torch.Tensor  # int64, where in the flattened rows the token before each trained token lies
+    targets_N: torch.Tensor  # int64, the trained tokens
+    behaviour_logprobs_N: torch.Tensor  # float32
+    advantages_N: torch.Tensor  # float32
+    temperatures_N: torch.Tensor  # float32
+    versions_N: torch.Tensor  # int64
+    num_padding: int
+
+    @property
+    def num_trained(self) -> int:
+        return self.targets_N.numel()
+
+
+def make_batch(rows: Sequence[Sequence[TrainingSample]], device: torch.device | str = "cpu") -> Batch:
+    """Lay rows out as tensors, padded to the longest of them.
+
+    The first token of a document has no context to be predicted from, so it is never trained.
+    """
+    width = max(sum(len(sample.token_ids) for sample in row) for row in rows)
+    width += -width % ROW_MULTIPLE
+    token_ids: list[int] = []
+    positions: list[int] = []
+    lengths: list[int] = []
+    trained: list[int] = []
+    behaviour_logprobs: list[float] = []
+    advantages: list[float] = []
+    temperatures: list[float] = []
+    versions: list[int] = []
+    num_padding = 0
+    for index, row in enumerate(rows):
+        for sample in row:
+            start, length = len(token_ids), len(sample.token_ids)
+            token_ids += sample.token_ids
+            positions += range(length)
+            lengths.append(length)
+            targets = [t for t in range(1, length) if sample.loss_mask[t]]
+            trained += [start + t for t in targets]
+            behaviour_logprobs += [sample.behaviour_logprobs[t] for t in targets]
+            advantages += [sample.advantages[t] for t in targets]
+            temperatures += [sample.temperature] * len(targets)
+            versions += [sample.versions[t] for t in targets]
+        if padding := (index + 1) * width - len(token_ids):
+            token_ids += [0] * padding
+            positions += range(padding)
+            lengths.append(padding)
+            num_padding += padding
+
+    def floats(values: list[float]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=device)
+
+    def ints(values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=device)
+
+    token_ids_T, trained_N = ints(token_ids), ints(trained)
+    return Batch(
+        token_ids_BL=token_ids_T.view(len(rows), width),
+        positions_BL=ints(positions).view(len(rows), width),
+        layout=layout_documents(lengths, device),
+        predictors_N=trained_N - 1,
+        targets_N=token_ids_T[trained_N],
+        behaviour_logprobs_N=floats(behaviour_logprobs),
+        advantages_N=floats(advantages),
+        temperatures_N=floats(temperatures),
+        versions_N=ints(versions),
+        num_padding=num_padding,
+    )

@@ -1,0 +1,96 @@
+"""Checkpoint folders that are either whole or absent, and the policy of which to keep. Standard library only.
+
+A checkpoint is written to a hidden folder beside its place, flushed to disk, and then renamed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from titan_rl.errors import CheckpointError
+
+_STEP = re.compile(r"step-(\d+)")
+
+
+@contextmanager
+def atomic_directory(path: Path) -> Iterator[Path]:
+    """A folder to write into that appears at `path` when the block ends, and vanishes if the block raises.
+
+    What was at `path` stays valid until then. Remains of an earlier writer that was killed are cleared.
+
+    Raises:
+        CheckpointError: anything in the block or the move failed; the cause says what. Interrupts pass unchanged.
+    """
+    temporary, replaced = path.with_name(f".{path.name}.tmp"), path.with_name(f".{path.name}.old.tmp")
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        yield temporary
+        _flush(temporary)
+        if path.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
+            path.rename(replaced)
+        try:
+            temporary.rename(path)
+        except OSError:
+            if replaced.exists():
+                replaced.rename(path)
+            raise
+        _flush_entry(path.parent)
+    except Exception as error:
+        raise CheckpointError(f"{path} could not be written: {error}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if path.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
+
+
+def step_directory(root: Path, step: int) -> Path:
+    """`step_directory(Path("checkpoints"), 40)` is `checkpoints/step-000040`."""
+    return root / f"step-{step:06d}"
+
+
+def list_checkpoints(root: Path) -> list[Path]:
+    """The whole checkpoints under `root`, oldest first."""
+    if not root.is_dir():
+        return []
+    found = [(int(match[1]), path) for path in root.iterdir() if (match := _STEP.fullmatch(path.name))]
+    return [path for _, path in sorted(found)]
+
+
+def latest(root: Path) -> Path | None:
+    """The newest whole checkpoint under `root`, or None."""
+    checkpoints = list_checkpoints(root)
+    return checkpoints[-1] if checkpoints else None
+
+
+def keep_last(root: Path, count: int) -> None:
+    """Delete all but the newest `count` checkpoints. One that cannot be deleted is left.
+
+    Raises:
+        ValueError: count is below 1.
+    """
+    if count < 1:
+        raise ValueError(f"count is {count}; at least the newest checkpoint is kept")
+    for path in list_checkpoints(root)[:-count]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _flush(folder: Path) -> None:
+    for parent, _, files in os.walk(folder):
+        for name in files:
+            _flush_entry(Path(parent, name))
+        _flush_entry(Path(parent))
+
+
+def _flush_entry(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,79 @@
+"""Packs samples of unequal length into rows, so that little of a batch is padding. Standard library only.
+
+Best-fit decreasing (Johnson, 1973): the longest sample first, each into the fullest row that still has room. Rows are
+then levelled: the same number of rows is packed again with the least capacity that holds, because a batch is padded
+to its longest row.
+
+What holds of every packing: each sample is in one row or dropped, whole; no row exceeds the capacity; a sample is
+dropped only where it is longer than a row; of two rows or more, the mean row is over half the capacity.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from titan_rl.training.sample import TrainingSample
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """Samples laid out in rows. Each sample is one document: positions restart, attention stays inside it.
+
+    Example: samples of 5, 3 and 9 tokens, rows of 8: `Packing(rows=[[five, three]], dropped=[nine])`.
+    """
+
+    rows: list[list[TrainingSample]]  # no row is empty
+    dropped: list[TrainingSample]  # longer than a row
+
+    @property
+    def row_lengths(self) -> list[int]:
+        return [sum(len(sample.token_ids) for sample in row) for row in self.rows]
+
+    @property
+    def padding_fraction(self) -> float:
+        """The share of padding when every row is as long as the longest."""
+        lengths = self.row_lengths
+        return 1 - sum(lengths) / (len(lengths) * max(lengths)) if lengths else 0.0
+
+
+def pack(samples: Sequence[TrainingSample], row_tokens: int) -> Packing:
+    """Pack samples into as few rows as best-fit decreasing needs. The same input gives the same rows.
+
+    Args:
+        row_tokens: the most tokens in one row.
+    """
+    assert all(sample.token_ids for sample in samples), "a sample has no tokens"
+    fitting = [sample for sample in samples if len(sample.token_ids) <= row_tokens]
+    dropped = [sample for sample in samples if len(sample.token_ids) > row_tokens]
+    fitting.sort(key=lambda sample: len(sample.token_ids), reverse=True)
+    rows = _best_fit(fitting, row_tokens)
+    if rows:
+        mean = -(-sum(len(sample.token_ids) for sample in fitting) // len(rows))
+        low, high = max(mean, len(fitting[0].token_ids)), row_tokens
+        while low < high:
+            middle = (low + high) // 2
+            levelled = _best_fit(fitting, middle)
+            if len(levelled) <= len(rows):
+                rows, high = levelled, middle
+            else:
+                low = middle + 1
+    return Packing(rows, dropped)
+
+
+def _best_fit(samples: Sequence[TrainingSample], capacity: int) -> list[list[TrainingSample]]:
+    """Rows of `samples`, which come longest first and are no longer than `capacity`."""
+    rows: list[list[TrainingSample]] = []
+    free: list[tuple[int, int]] = []  # (tokens left, row), sorted
+    for sample in samples:
+        length = len(sample.token_ids)
+        place = bisect_left(free, (length, 0))
+        if place < len(free):
+            left, row = free.pop(place)
+            rows[row].append(sample)
+        else:
+            left, row = capacity, len(rows)
+            rows.append([sample])
+        insort(free, (left - length, row))
+    return rows

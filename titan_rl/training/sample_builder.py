@@ -1,0 +1,86 @@
+"""Turns finished rollouts into training samples. Standard library only.
+
+What holds: a completion token is trained in exactly one sample, in the context it was sampled in; every other token
+is masked. As long as each turn's prompt extends the previous prompt and completion, a rollout is one sample. A turn
+whose history was edited opens a new one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus, Turn
+from titan_rl.training.sample import TrainingSample
+
+
+def build_samples(group: RolloutGroup, temperature: float) -> list[TrainingSample]:
+    """The samples of every rollout that takes part in training.
+
+    Rollouts that were aborted, ended in an error, have no advantage or no completion token give none.
+
+    Args:
+        temperature: what the completions were sampled with; the loss scores them at the same temperature.
+
+    Example: two turns, the second prompt being the first prompt [7, 8], its completion [5, 1] and an answer [9]:
+
+        token_ids = [7, 8, 5, 1, 9, 6, 1]
+        loss_mask = [False, False, True, True, False, True, True]
+
+    Raises:
+        ValueError: the temperature is not positive; greedy completions have no behaviour distribution to correct for.
+    """
+    if not temperature > 0:
+        raise ValueError(
+            f"temperature is {temperature!r}; completions to train on are sampled at a temperature above 0"
+        )
+    samples: list[TrainingSample] = []
+    for rollout in group.rollouts:
+        if rollout.advantage is None or rollout.status.is_error or rollout.status is RolloutStatus.ABORTED:
+            continue
+        for turns in _extending_runs(rollout):
+            sample = _merge(rollout, turns, rollout.advantage, temperature)
+            if sample.num_trained_tokens:
+                samples.append(sample)
+    return samples
+
+
+def _extending_runs(rollout: Rollout) -> Iterator[list[Turn]]:
+    """Longest runs of turns in which each prompt begins with all tokens before it."""
+    run: list[Turn] = []
+    for turn in rollout.turns:
+        if run:
+            history = [*run[-1].prompt_token_ids, *run[-1].completion.token_ids]
+            if list(turn.prompt_token_ids[: len(history)]) != history:
+                yield run
+                run = []
+        run.append(turn)
+    if run:
+        yield run
+
+
+def _merge(rollout: Rollout, turns: list[Turn], advantage: float, temperature: float) -> TrainingSample:
+    token_ids: list[int] = []
+    loss_mask: list[bool] = []
+    logprobs: list[float] = []
+    versions: list[int] = []
+    for turn in turns:
+        context = turn.prompt_token_ids[len(token_ids) :]
+        token_ids += context
+        loss_mask += [False] * len(context)
+        logprobs += [0.0] * len(context)
+        versions += [-1] * len(context)
+        completion = turn.completion
+        token_ids += completion.token_ids
+        loss_mask += [True] * len(completion.token_ids)
+        logprobs += completion.logprobs
+        versions += completion.versions
+    return TrainingSample(
+        group_id=rollout.group_id,
+        rollout_id=rollout.rollout_id,
+        token_ids=token_ids,
+        loss_mask=loss_mask,
+        behaviour_logprobs=logprobs,
+        advantages=[advantage if trained else 0.0 for trained in loss_mask],
+        versions=versions,
+        temperature=temperature,
+    )

@@ -1,0 +1,55 @@
+"""The full training state on disk, through torch.distributed.checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from titan_rl.errors import CheckpointError
+from titan_rl.training.checkpoint import atomic_directory
+
+
+def save_train_state(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer, version: int) -> None:
+    """Write model, optimizer, version and torch's random state. The folder appears whole or not at all.
+
+    Raises:
+        CheckpointError: it could not be written; what was at `directory` is unchanged.
+    """
+    with atomic_directory(directory) as temporary:
+        dcp.save(_state(model, optimizer, version), checkpoint_id=temporary, no_dist=True)
+
+
+def load_train_state(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Read what `save_train_state` wrote, in place.
+
+    Returns:
+        the version.
+
+    Raises:
+        CheckpointError: there is none, it is damaged, or it is of another model.
+    """
+    if not directory.is_dir():
+        raise CheckpointError(f"there is no checkpoint at {directory}")
+    state = _state(model, optimizer, version=0)
+    try:
+        dcp.load(state, checkpoint_id=directory, no_dist=True)
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    except Exception as error:
+        raise CheckpointError(f"{directory} could not be read: {error}") from error
+    torch.set_rng_state(state["rng"])
+    return int(state["version"])
+
+
+def _state(model: nn.Module, optimizer: torch.optim.Optimizer, version: int) -> dict[str, Any]:
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    return {
+        "model": model_state,
+        "optimizer": optimizer_state,
+        "version": torch.tensor(version),
+        "rng": torch.get_rng_state(),
+    }
