@@ -1,0 +1,1 @@
+"""The settings of a run: their tables (`sections`), the whole (`run`) and how they are read (`load`)."""

@@ -1,0 +1,98 @@
+"""Turn a validation error into lines that name the setting, its value, where it came from and what is allowed."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+
+@dataclass
+class Origins:
+    """Where each setting came from: the file, unless the command line replaced it."""
+
+    file: str
+    overridden: list[str] = field(default_factory=list[str])
+
+    def note_override(self, key: str) -> None:
+        self.overridden.append(key)
+
+    def of(self, key: str) -> str:
+        # `--training.betas` is the origin of `training.betas[0]`; `--task.type` is not that of `task.pool`.
+        names = [name for name in self.overridden if f"{key}.".startswith((f"{name}.", f"{name}["))]
+        return "command line" if names else self.file
+
+
+def explain(error: ValidationError, root: type[BaseModel], origins: Origins, prefix: str = "") -> str:
+    """One line for each thing that is wrong.
+
+    Args:
+        root: the class that was validated; its fields are the valid names.
+        prefix: dotted name of the table that `root` describes, empty for the whole file.
+
+    Example: `cpu.toml: training.stepz = 5 is not a setting; nearest: training.steps`
+    """
+    return "\n".join(line for details in error.errors() for line in _lines(details, root, origins, prefix))
+
+
+def settings(root: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Dotted names of all settings and tables under `root`."""
+    for name, info in root.model_fields.items():
+        key = f"{prefix}.{name}" if prefix else name
+        yield key
+        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
+            yield from settings(info.annotation, key)
+
+
+def nearest(key: str, valid: Sequence[str]) -> str | None:
+    """The valid dotted name that `key` most likely meant: a similar one, or one elsewhere with a similar last part."""
+    close = difflib.get_close_matches(key, valid, n=1, cutoff=0.75)
+    if close:
+        return close[0]
+    by_leaf = {name.rpartition(".")[2]: name for name in reversed(valid)}
+    close = difflib.get_close_matches(key.rpartition(".")[2], list(by_leaf), n=1)
+    return by_leaf[close[0]] if close else None
+
+
+def _lines(details: ErrorDetails, root: type[BaseModel], origins: Origins, prefix: str) -> Iterator[str]:
+    key = _dotted(details["loc"], prefix)
+    message = details["msg"].replace("Input should be", "must be")
+    match details["type"]:
+        case "missing":
+            yield f"{origins.of(key)}: {key} is missing"
+        case "extra_forbidden":
+            value = details["input"]
+            what = "table" if isinstance(value, dict) else "setting"
+            shown = f"[{key}]" if isinstance(value, dict) else f"{key} = {value!r}"
+            yield f"{origins.of(key)}: {shown} is not a {what}; {_instead(key, root, prefix)}"
+        case "value_error":  # raised by a validator of a section; it names its own fields
+            for line in message.removeprefix("Value error, ").splitlines():
+                yield f"{origins.file}: {f'[{key}] ' if key else ''}{line}"
+        case "model_type" | "model_attributes_type":
+            yield f"{origins.of(key)}: {key} = {details['input']!r} must be a table"
+        case _:
+            yield f"{origins.of(key)}: {key} = {details['input']!r} {message}"
+
+
+def _instead(key: str, root: type[BaseModel], prefix: str) -> str:
+    valid = list(settings(root, prefix))
+    guess = nearest(key, valid)
+    if guess:
+        return f"nearest: {guess}"
+    table = key.rpartition(".")[0]
+    siblings = [name for name in valid if name.rpartition(".")[0] == table]
+    return f"valid here: {', '.join(siblings)}"
+
+
+def _dotted(loc: tuple[int | str, ...], prefix: str) -> str:
+    """`("training", "betas", 0)` is `training.betas[0]`."""
+    key = prefix
+    for part in loc:
+        if isinstance(part, int):
+            key += f"[{part}]"
+        else:
+            key += f".{part}" if key else part
+    return key

@@ -1,0 +1,103 @@
+"""Read a run's settings from TOML and the command line, and write them back.
+
+Everything that can be known to be wrong is found here, before any process starts.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import tomli_w
+from pydantic import ValidationError
+
+from titan_rl.config.explain import Origins, explain
+from titan_rl.config.model_folder import check_model_folder, find_model_folder
+from titan_rl.config.run import RunConfig
+from titan_rl.config.task import load_task, task_type
+from titan_rl.errors import ConfigError
+
+Tables = dict[str, Any]
+
+
+def load_config(path: str | Path, overrides: Sequence[tuple[str, str]] = (), *, check_files: bool = True) -> RunConfig:
+    """Read the settings of a run.
+
+    `model.path` is looked for in the current directory, then beside the TOML file; the config holds what was found.
+
+    Args:
+        path: a TOML file.
+        overrides: dotted settings and their values, each replacing what the file says. A value is read as TOML where
+            it is TOML, else as a string: `("training.lr", "1e-3")`, `("model.dtype", "bfloat16")`.
+        check_files: look into the model folder too.
+
+    Raises:
+        ConfigError: names each wrong setting, its value, where it came from and what is allowed.
+        ModelError: the model folder lacks a file that the run needs.
+
+    Example:
+        config = load_config("examples/alphabet_sort/cpu.toml", [("training.steps", "5")])
+    """
+    path = Path(path)
+    tables = _read_toml(path)
+    origins = Origins(str(path))
+    for key, text in overrides:
+        _override(tables, key, text)
+        origins.note_override(key)
+
+    task = load_task(tables.pop("task", None), origins)
+    try:
+        config = RunConfig.model_validate({**tables, "task": task})
+    except ValidationError as error:
+        raise ConfigError(explain(error, RunConfig, origins)) from None
+    folder = find_model_folder(config.model.path, beside=path.parent)
+    if folder is not None:
+        model = config.model.model_copy(update={"path": str(folder)})
+        config = config.model_copy(update={"model": model})
+    if check_files:
+        check_model_folder(config, beside=path.parent)
+    return config
+
+
+def dump_config(config: RunConfig) -> str:
+    """The settings as TOML, defaults included. `load_config` of it gives an equal config."""
+    tables = config.model_dump(mode="json", exclude_none=True)
+    tables["task"] = {"type": task_type(config.task), **tables["task"]}
+    return tomli_w.dumps(tables)
+
+
+def _read_toml(path: Path) -> Tables:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        there = sorted(str(other) for other in path.parent.glob("*.toml"))
+        hint = f"; that folder has {', '.join(there)}" if there else ""
+        raise ConfigError(f"{path}: no such file{hint}") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from None
+
+
+def _override(tables: Tables, key: str, text: str) -> None:
+    """Set the dotted `key` in place, making the tables on its way."""
+    *parents, name = key.split(".")
+    table = tables
+    for depth, parent in enumerate(parents, start=1):
+        child = table.setdefault(parent, {})
+        if not isinstance(child, dict):
+            raise ConfigError(f"command line: --{key}: {'.'.join(parents[:depth])} is a setting, not a table")
+        table = cast("Tables", child)
+    table[name] = _parse_value(text)
+
+
+def _parse_value(text: str) -> Any:
+    """`text` as a TOML value, and as the string it is where it is none: `3`, `[0.9, 0.99]`, `cosine`."""
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    # A line break in `text` could bring further keys; then it is no single value.
+    return parsed["value"] if len(parsed) == 1 else text

@@ -1,0 +1,96 @@
+"""What can be known of a model folder without loading the model: its files, and the numbers in its config.json."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, cast
+
+from titan_rl.config.run import RunConfig
+from titan_rl.errors import ConfigError, ModelError
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+"""Any one of them holds a vocabulary."""
+
+BYTES = {"float32": 4, "bfloat16": 2}
+
+
+def find_model_folder(path: str, *, beside: Path) -> Path | None:
+    """The absolute folder that `path` names in the current directory or else in `beside`, None where neither has it."""
+    here = Path(path).expanduser()
+    for folder in (here, beside / here):
+        if folder.is_dir():
+            return folder.resolve()
+    return None
+
+
+def check_model_folder(config: RunConfig, *, beside: Path) -> None:
+    """Check that the policy's folder can be loaded, and that the settings fit its architecture.
+
+    Raises:
+        ModelError: a file is missing or unreadable.
+        ConfigError: there is no such folder, or a setting does not fit the model.
+    """
+    path = config.model.path
+    folder = find_model_folder(path, beside=beside)
+    if folder is None:
+        raise ConfigError(
+            f"model.path = {path!r} is not a folder here or in {beside}; to fetch a model of the Hugging Face hub: "
+            f"hf download {path} --local-dir {Path(path).name}"
+        )
+    architecture = _read_json(folder, "config.json")
+    _check_weights(folder)
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise ModelError(f"model.path = {path!r} has no tokenizer: none of {', '.join(TOKENIZER_FILES)} is there")
+    _check_fit(config, architecture)
+
+
+def _check_weights(folder: Path) -> None:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        shards = sorted(set(_read_json(folder, index.name).get("weight_map", {}).values()))
+        missing = [name for name in shards if not (folder / name).is_file()]
+        if missing:
+            raise ModelError(f"{folder} lacks {', '.join(missing)}, which {index.name} names")
+    elif not any(folder.glob("*.safetensors")):
+        raise ModelError(f"{folder} has no weights: no *.safetensors file is there")
+
+
+def _check_fit(config: RunConfig, architecture: dict[str, Any]) -> None:
+    context = config.model.max_context
+    positions = architecture.get("max_position_embeddings")
+    if positions is not None and context > positions:
+        raise ConfigError(f"model.max_context = {context} is more than the model's {positions} positions")
+
+    heads = architecture.get("num_attention_heads")
+    ranks = config.generation.tensor_parallel_size
+    if heads is not None and heads % ranks:
+        raise ConfigError(
+            f"generation.tensor_parallel_size = {ranks} does not divide the model's {heads} attention heads"
+        )
+
+    layers, hidden = architecture.get("num_hidden_layers"), architecture.get("hidden_size")
+    if heads is None or layers is None or hidden is None:
+        return
+    kv_heads = architecture.get("num_key_value_heads") or heads
+    head_dim = architecture.get("head_dim") or hidden // heads
+    # Keys and values of every layer and head, for one token.
+    token_bytes = 2 * layers * kv_heads * head_dim * BYTES[config.model.dtype]
+    if config.generation.kv_cache_gib * ranks * 2**30 < token_bytes * context:
+        need = token_bytes * context / ranks / 2**30
+        raise ConfigError(
+            f"generation.kv_cache_gib = {config.generation.kv_cache_gib} holds less than one context of "
+            f"model.max_context = {context} tokens, which needs {need:.3g}"
+        )
+
+
+def _read_json(folder: Path, name: str) -> dict[str, Any]:
+    try:
+        content = json.loads((folder / name).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"{folder} is no model folder: it has no {name}") from None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{folder / name} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{folder / name} is not a JSON object")
+    return cast("dict[str, Any]", content)

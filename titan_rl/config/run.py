@@ -1,0 +1,87 @@
+"""All settings of one run, and which of them do not fit together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Self
+
+from pydantic import ConfigDict, Field, SerializeAsAny, model_validator
+
+from titan_rl.config.sections import (
+    CheckpointConfig,
+    GenerationConfig,
+    LoggingConfig,
+    ModelConfig,
+    RolloutConfig,
+    RoutingConfig,
+    SamplingConfig,
+    SchedulingConfig,
+    Section,
+    StateDictConfig,
+    TrainingConfig,
+    ValidationConfig,
+)
+from titan_rl.task import Task
+
+
+class RunConfig(Section):
+    """The settings of one run: two of its own and one table for each part.
+
+    `task` is the task itself. In TOML it is the table `[task]`, where `type = "module:Class"` names a `Section`
+    that implements `titan_rl.task.Task` and the other keys are that class's fields.
+
+    Raises:
+        pydantic.ValidationError: also when settings that are each allowed do not fit together.
+    """
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    seed: int = Field(default=0, ge=0, lt=2**32)
+    """Of the data order, the sampling and the trainer."""
+    run_dir: str = "runs"
+    """Folder in which each run makes a folder of its own."""
+    model: ModelConfig
+    task: SerializeAsAny[Task]
+    sampling: SamplingConfig = SamplingConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    scheduling: SchedulingConfig = SchedulingConfig()
+    training: TrainingConfig = TrainingConfig()
+    validation: ValidationConfig = ValidationConfig()
+    generation: GenerationConfig = GenerationConfig()
+    routing: RoutingConfig = RoutingConfig()
+    statedict: StateDictConfig = StateDictConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    logging: LoggingConfig = LoggingConfig()
+
+    @model_validator(mode="after")
+    def _settings_fit_together(self) -> Self:
+        problems = list(conflicts(self))
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+
+def conflicts(config: RunConfig) -> Iterator[str]:
+    """Say which settings exclude each other: the fields, their values and the fix, one line each."""
+    context = config.model.max_context
+    if config.sampling.max_tokens >= context:
+        yield (
+            f"sampling.max_tokens = {config.sampling.max_tokens} leaves no room for a prompt in model.max_context = "
+            f"{context}; lower the one or raise the other"
+        )
+    if config.training.row_tokens < context:
+        # Dropping what does not fit would train on short answers more than on long ones.
+        yield (
+            f"training.row_tokens = {config.training.row_tokens} is less than model.max_context = {context}, so the "
+            f"longest samples would fit in no row; set it to at least {context}"
+        )
+    if config.training.warmup_steps > config.training.steps:
+        yield (
+            f"training.warmup_steps = {config.training.warmup_steps} is more than training.steps = "
+            f"{config.training.steps}; the learning rate would never reach training.lr"
+        )
+    if config.validation.temperature == 0 and config.validation.samples_per_prompt > 1:
+        yield (
+            f"validation.temperature = 0 is greedy, so all validation.samples_per_prompt = "
+            f"{config.validation.samples_per_prompt} samples would be the same; set samples_per_prompt = 1"
+        )

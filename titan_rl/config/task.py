@@ -1,0 +1,89 @@
+"""The table `[task]`: a class named by the user, and its fields."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+from types import ModuleType
+from typing import Any, cast
+
+from pydantic import ValidationError
+from typing_extensions import get_protocol_members
+
+from titan_rl.config.explain import Origins, explain
+from titan_rl.config.sections import Section
+from titan_rl.errors import ConfigError
+from titan_rl.task import Task
+
+
+def load_task(table: Any, origins: Origins) -> Task:
+    """Make the task of `[task]`: import the class that `type` names and validate the other keys as its fields.
+
+    The current directory is importable, as it is for `python -m`.
+
+    Raises:
+        ConfigError: there is no such module or class, it is no task, or its settings are wrong.
+    """
+    if table is None:
+        raise ConfigError(f'{origins.file}: the table [task] is missing; it needs type = "module:Class"')
+    if not isinstance(table, dict):
+        raise ConfigError(f"{origins.of('task')}: task = {table!r} must be a table")
+    fields = dict(cast("dict[str, Any]", table))
+    name = fields.pop("type", None)
+    try:
+        task_class = _find_class(name)
+    except ConfigError as error:
+        raise ConfigError(f"{origins.of('task.type')}: task.type = {name!r}: {error}") from error.__cause__
+    try:
+        # As JSON, because TOML has lists where a task may declare tuples, and strings where it declares an enum.
+        task = task_class.model_validate_json(json.dumps(fields, default=str))
+    except ValidationError as error:
+        raise ConfigError(explain(error, task_class, origins, prefix="task")) from None
+    return cast("Task", task)
+
+
+def task_type(task: Task) -> str:
+    """The value of `task.type` that names the task's class: `examples.alphabet_sort.task:AlphabetSort`."""
+    return f"{type(task).__module__}:{type(task).__qualname__}"
+
+
+def _find_class(name: object) -> type[Section]:
+    if not isinstance(name, str) or name.count(":") != 1:
+        raise ConfigError('must be a string "module:Class"')
+    module_name, _, class_name = name.partition(":")
+    module = _import(module_name)
+    found: object = getattr(module, class_name, None)
+    if isinstance(found, type) and issubclass(found, Section):
+        missing = _missing_members(found)
+        if not missing:
+            return found
+        problem = f"{class_name} is no task: it lacks {', '.join(missing)}"
+    elif found is None:
+        problem = f"{module_name} has no {class_name}"
+    else:
+        problem = f"{class_name} is no subclass of titan_rl.config.sections.Section"
+    tasks = [key for key, value in vars(module).items() if _is_task(value)]
+    raise ConfigError(f"{problem}; tasks in {module_name}: {', '.join(tasks) or 'none'}")
+
+
+def _import(name: str) -> ModuleType:
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise ConfigError(f"importing {name} failed: {error}") from error
+        raise ConfigError(f"there is no module {error.name} (looked in {os.getcwd()} too)") from None
+    except Exception as error:
+        raise ConfigError(f"importing {name} failed: {type(error).__name__}: {error}") from error
+
+
+def _is_task(found: object) -> bool:
+    return isinstance(found, type) and issubclass(found, Section) and not _missing_members(found)
+
+
+def _missing_members(found: type) -> list[str]:
+    return sorted(name for name in get_protocol_members(Task) if not hasattr(found, name))
