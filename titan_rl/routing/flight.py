@@ -1,0 +1,155 @@
+"""Requests between call and answer, and how they are ended early."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from titan_rl.errors import RequestError
+from titan_rl.routing.limits import Limits
+from titan_rl.routing.member import Member
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class Flight:
+    """One request inside the router. Whatever it waits for, it waits in `within`, so that it can be interrupted."""
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self.engine_id = request_id  # differs for each attempt, so that an orphan is never a duplicate
+        self.member: Member | None = None  # where it runs; None while it waits for a replica
+        self.aborted = False  # its answer is an aborted completion, with the tokens that come back
+        self.interrupted = False  # its present wait was cut short by the router
+        self.landed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._scope: asyncio.Timeout | None = None
+        self._remaining_s: float | None = None  # of a frozen limit
+        self._num_departures = 0
+
+    def depart(self, member: Member) -> None:
+        """Bound for `member`, under an engine id of its own from the second time on: "g0/0/0", "g0/0/0~1"."""
+        self.member = member
+        self.engine_id = f"{self.request_id}~{self._num_departures}" if self._num_departures else self.request_id
+        self._num_departures += 1
+
+    async def within(self, seconds: float, coroutine: Coroutine[Any, Any, T]) -> T:
+        """The coroutine's result.
+
+        Raises:
+            TimeoutError: `seconds` have passed, not counting frozen ones, or the flight was interrupted.
+        """
+        self.interrupted = False
+        try:
+            async with asyncio.timeout(seconds) as self._scope:
+                return await coroutine
+        except TimeoutError as error:
+            raise TimeoutError(str(error) or f"no answer within {seconds:g} s") from error
+        finally:
+            self._scope = self._remaining_s = None
+
+    def interrupt(self) -> None:
+        """End the present wait with `TimeoutError`."""
+        if self._scope is not None and not self._scope.expired():
+            self.interrupted = True
+            self._scope.reschedule(asyncio.get_running_loop().time())
+
+    def freeze(self) -> None:
+        """Stop the clock of the present wait."""
+        if self._scope is not None and not self._scope.expired() and (when := self._scope.when()) is not None:
+            self._remaining_s = when - asyncio.get_running_loop().time()
+            self._scope.reschedule(None)
+
+    def thaw(self) -> None:
+        """Let the clock run on, with what was left."""
+        if self._scope is not None and not self._scope.expired() and self._remaining_s is not None:
+            self._scope.reschedule(asyncio.get_running_loop().time() + self._remaining_s)
+            self._remaining_s = None
+
+
+class Flights:
+    """Every request in the router by id."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._flights: dict[str, Flight] = {}
+
+    def __iter__(self) -> Iterator[Flight]:
+        return iter(tuple(self._flights.values()))
+
+    @contextmanager
+    def track(self, request_id: str) -> Iterator[Flight]:
+        """A flight that is known until the block is left.
+
+        Raises:
+            RequestError: a request of that id is in flight.
+        """
+        if request_id in self._flights:
+            raise RequestError(f"request id {request_id!r} is in flight already; request ids must be unique")
+        flight = self._flights[request_id] = Flight(request_id)
+        try:
+            yield flight
+        finally:
+            del self._flights[request_id]
+            flight.landed.set_result(None)
+
+    def find(self, request_ids: Iterable[str]) -> list[Flight]:
+        """The flights of these ids; unknown ones are left out."""
+        return [self._flights[request_id] for request_id in request_ids if request_id in self._flights]
+
+    def on(self, member: Member) -> list[Flight]:
+        return [flight for flight in self if flight.member is member]
+
+    async def end(self, flights: Sequence[Flight]) -> tuple[str, ...]:
+        """Abort these flights and wait until they have landed.
+
+        The abort is repeated at an interval, because a request may reach its engine after an earlier one. Flights
+        still out after `abort_s` are cancelled, and after another `cancel_s` let go.
+
+        Returns:
+            Ids of the flights that had to be cancelled.
+        """
+        for flight in flights:
+            flight.aborted = True
+            if flight.member is None:
+                flight.interrupt()
+        try:
+            async with asyncio.timeout(self._limits.abort_s):
+                while running := [flight for flight in flights if not flight.landed.done()]:
+                    await asyncio.gather(*(self._tell(member, ids) for member, ids in _by_member(running).items()))
+                    await asyncio.wait([f.landed for f in running], timeout=self._limits.reabort_interval_s)
+                return ()
+        except TimeoutError:
+            running = [flight for flight in flights if not flight.landed.done()]
+        for flight in running:
+            flight.interrupt()
+        if running:
+            await asyncio.wait([flight.landed for flight in running], timeout=self._limits.cancel_s)
+        given_up = tuple(flight.request_id for flight in running)
+        logger.warning("%d aborted requests did not return and were cancelled: %s", len(given_up), given_up[:16])
+        return given_up
+
+    async def _tell(self, member: Member, engine_ids: list[str]) -> None:
+        await tell_abort(member, engine_ids, self._limits.call_s)
+
+
+async def tell_abort(member: Member, engine_ids: Sequence[str], timeout_s: float) -> None:
+    """Ask a replica to abort requests. One that fails is not judged by it: its requests will tell."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await member.replica.abort(engine_ids)
+    except Exception as error:
+        logger.warning("replica %s did not take an abort: %r", member.name, error)
+
+
+def _by_member(flights: Iterable[Flight]) -> dict[Member, list[str]]:
+    """Engine ids of the flights that run somewhere."""
+    ids: defaultdict[Member, list[str]] = defaultdict(list)
+    for flight in flights:
+        if flight.member is not None:
+            ids[flight.member].append(flight.engine_id)
+    return ids

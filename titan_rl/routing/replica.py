@@ -1,0 +1,69 @@
+"""What the router knows of one generator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, Protocol, runtime_checkable
+
+from titan_rl.types import Completion, SamplingParams
+
+PauseMode = Literal["keep", "abort", "wait"]
+"""What a pause does to running requests: freeze them, end them with what they have, or let them finish."""
+
+
+@runtime_checkable
+class Replica(Protocol):
+    """A handle of one generator: an actor, an HTTP client, an engine loop in this process.
+
+    The router does not know how weights travel: `pull` takes a version, and the handle finds its manifest.
+    A `RequestError` is the fault of the request; any other exception, and any call past its time limit, is the
+    fault of the replica, which is then out of service until it has pulled the current version again.
+
+    Every call but `generate` is idempotent, because the router repeats one whose answer was lost.
+    A cancelled `generate` may go on inside the generator; the router follows it with `abort`.
+    """
+
+    @property
+    def name(self) -> str:
+        """Unique among the replicas of a router."""
+        ...
+
+    async def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        request_id: str,
+        session_id: str | None = None,
+        sampling: SamplingParams,
+    ) -> Completion:
+        """Continue the prompt. An aborted request returns what it has, with `FinishReason.ABORT`.
+
+        Raises:
+            RequestError: this request can never succeed.
+            GenerationError: the generator failed; another may succeed.
+        """
+        ...
+
+    async def pull(self, version: int) -> None:
+        """Load the weights of `version`, with requests running or not.
+
+        Raises:
+            StateDictError: the weights cannot be had or are not right; the old ones stay loaded.
+        """
+        ...
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop generating. For "abort" and "wait" the router calls this once nothing of its own is running."""
+        ...
+
+    async def resume(self) -> None:
+        """Go on generating, frozen requests included."""
+        ...
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """End these requests with the tokens they have. Unknown and finished ids are ignored."""
+        ...
+
+    async def close(self) -> None:
+        """Give everything back; running requests fail."""
+        ...

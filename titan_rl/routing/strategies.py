@@ -1,0 +1,163 @@
+"""How a request finds its replica: by load, in turn, or by the session it belongs to."""
+
+from __future__ import annotations
+
+import heapq
+from abc import ABC, abstractmethod
+from collections import OrderedDict, deque
+from typing import Protocol
+
+
+class Candidate(Protocol):
+    """What a strategy reads of a replica. Compared by identity."""
+
+    name: str
+    load: int  # tokens reserved on it
+    serving: bool
+
+
+class Strategy(ABC):
+    """Chooses among the replicas in service. An instance belongs to one router.
+
+    The router reports every change: `admit` and `withdraw` as a replica enters and leaves service, `released` after
+    a load has fallen. Right after `choose(session_id, cost)` it reserves `cost` on the replica it was given.
+    """
+
+    @abstractmethod
+    def admit(self, candidate: Candidate) -> None:
+        """`candidate` may be chosen from now on."""
+
+    @abstractmethod
+    def withdraw(self, candidate: Candidate) -> None:
+        """`candidate`, admitted before, is not to be chosen until it is admitted again."""
+
+    @abstractmethod
+    def choose(self, session_id: str | None, cost: int) -> Candidate:
+        """The replica for one request. At least one is admitted.
+
+        Args:
+            session_id: stable over the turns of one rollout: "<group_id>/<sibling>".
+            cost: estimated tokens of the request.
+        """
+
+    def released(self, candidate: Candidate) -> None:  # noqa: B027
+        """The load of `candidate` has fallen."""
+
+    def finish_session(self, session_id: str) -> None:  # noqa: B027
+        """No further request of this session comes. Unknown ids are ignored."""
+
+
+class RoundRobin(Strategy):
+    """Each replica in turn, whatever its load."""
+
+    def __init__(self) -> None:
+        self._turns: deque[Candidate] = deque()
+
+    def admit(self, candidate: Candidate) -> None:
+        self._turns.append(candidate)
+
+    def withdraw(self, candidate: Candidate) -> None:
+        self._turns.remove(candidate)
+
+    def choose(self, session_id: str | None, cost: int) -> Candidate:
+        turns = self._turns
+        chosen = turns[0]
+        turns.rotate(-1)
+        return chosen
+
+
+Entry = tuple[int, int, Candidate]  # load, number of the choice that took it last, candidate
+
+
+class LeastLoaded(Strategy):
+    """The replica with the fewest reserved tokens; of equals, the one chosen longest ago. O(log replicas).
+
+    A heap of (load, last choice, replica) with lazy deletion. Each replica has one live entry, whose load is never
+    above the true one: a risen load is corrected when its entry comes up, a fallen load pushes a new entry, and
+    the dead ones are dropped as they come up or when they outnumber the living.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[Entry] = []
+        self._live: dict[Candidate, Entry] = {}
+        self._choices = 0
+
+    def admit(self, candidate: Candidate) -> None:
+        self._choices += 1  # unique, so that entries never compare candidates
+        self._post(candidate, self._choices)
+
+    def withdraw(self, candidate: Candidate) -> None:
+        del self._live[candidate]
+
+    def choose(self, session_id: str | None, cost: int) -> Candidate:
+        heap, live = self._heap, self._live
+        while True:
+            entry = heap[0]
+            load, last_choice, candidate = entry
+            if live.get(candidate) is not entry:
+                heapq.heappop(heap)
+            elif candidate.load != load:
+                live[candidate] = entry = (candidate.load, last_choice, candidate)
+                heapq.heapreplace(heap, entry)
+            else:
+                self._choices = choice = self._choices + 1
+                live[candidate] = entry = (load + cost, choice, candidate)
+                heapq.heapreplace(heap, entry)
+                return candidate
+
+    def released(self, candidate: Candidate) -> None:
+        entry = self._live.get(candidate)
+        if entry is not None and candidate.load < entry[0]:
+            self._post(candidate, entry[1])
+
+    def _post(self, candidate: Candidate, last_choice: int) -> None:
+        self._live[candidate] = entry = (candidate.load, last_choice, candidate)
+        heapq.heappush(self._heap, entry)
+        if len(self._heap) > 2 * len(self._live) + 16:
+            self._heap = list(self._live.values())
+            heapq.heapify(self._heap)
+
+
+class StickySession(Strategy):
+    """The replica that served the session before, for its KV cache; `fallback` chooses for new sessions.
+
+    A session whose replica is out of service moves to another and stays there.
+
+    Args:
+        max_sessions: sessions remembered; the least recently used is forgotten first.
+
+    Raises:
+        ValueError: `max_sessions` is less than 1.
+    """
+
+    def __init__(self, fallback: Strategy | None = None, max_sessions: int = 65536) -> None:
+        if max_sessions < 1:
+            raise ValueError(f"StickySession.max_sessions is {max_sessions}; it must be at least 1")
+        self._fallback = fallback or LeastLoaded()
+        self._max_sessions = max_sessions
+        self._pins: OrderedDict[str, Candidate] = OrderedDict()
+
+    def admit(self, candidate: Candidate) -> None:
+        self._fallback.admit(candidate)
+
+    def withdraw(self, candidate: Candidate) -> None:
+        self._fallback.withdraw(candidate)
+
+    def choose(self, session_id: str | None, cost: int) -> Candidate:
+        if session_id is None:
+            return self._fallback.choose(None, cost)
+        pins = self._pins
+        pinned = pins.get(session_id)
+        if pinned is None or not pinned.serving:
+            pins[session_id] = pinned = self._fallback.choose(session_id, cost)
+            if len(pins) > self._max_sessions:
+                pins.popitem(last=False)
+        pins.move_to_end(session_id)
+        return pinned
+
+    def released(self, candidate: Candidate) -> None:
+        self._fallback.released(candidate)
+
+    def finish_session(self, session_id: str) -> None:
+        self._pins.pop(session_id, None)
+        self._fallback.finish_session(session_id)
