@@ -20,7 +20,7 @@ import asyncio
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from titan_rl.errors import RewardError
 from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus
@@ -209,20 +209,22 @@ class Rubric:
                 rollout; the function's exception is the cause.
         """
         rollouts = group.rollouts if isinstance(group, RolloutGroup) else group
-        judged = [rollout for rollout in rollouts if self._judges(rollout.status)]
+        judged = [rollout for rollout in rollouts if self._judges(rollout)]
         breakdowns = await self._judge(judged) if judged else []
 
         for rollout in rollouts:
-            if not self._judges(rollout.status):
+            if not self._judges(rollout):
                 rollout.reward, rollout.reward_breakdown = self._fixed_reward(rollout.status), {}
         for rollout, breakdown in zip(judged, breakdowns, strict=True):
             weighted = sum(reward.weight * breakdown[reward.name] for reward in self.rewards)
             rollout.reward, rollout.reward_breakdown = weighted / self._weight_sum, breakdown
 
-    def _judges(self, status: RolloutStatus) -> bool:
-        if status.is_truncated:
+    def _judges(self, rollout: Rollout) -> bool:
+        if rollout.status is RolloutStatus.TRUNCATED_PROMPT and not rollout.turns:
+            return False  # the very first prompt was too long: there is no answer to judge
+        if rollout.status.is_truncated:
             return self.truncated_reward is None
-        return status is RolloutStatus.COMPLETED
+        return rollout.status is RolloutStatus.COMPLETED
 
     def _fixed_reward(self, status: RolloutStatus) -> float | None:
         if status is RolloutStatus.ABORTED:
@@ -243,7 +245,7 @@ class Rubric:
                 "raise the rubric's timeout_s or make them faster"
             ) from error
         except ExceptionGroup as group:
-            failure = _first(group)
+            failure = _first(cast("ExceptionGroup[Exception]", group))
         if failure is not None:
             raise failure  # outside the handler, so that its cause stays the function's own exception
         return [{name: task.result()[i] for name, task in running.items()} for i in range(len(rollouts))]

@@ -1,0 +1,272 @@
+"""Plays the sibling rollouts of one sample, scores them, and compares them with each other."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import math
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+from titan_rl.config.sections import RolloutConfig
+from titan_rl.environment.types import TokenEnv
+from titan_rl.errors import RewardError
+from titan_rl.rollout.advantages import AdvantageFn, standardized
+from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus, Turn
+from titan_rl.rubric import Rubric
+from titan_rl.types import FinishReason, GenerateFn, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+_CLOSE_TIMEOUT_S = 10.0
+
+
+class Rollouter:
+    """Runs groups of rollouts. It holds no state between groups: any number may run at once.
+
+    It does not know what generates, nor when weights change: those are the `GenerateFn`'s affair.
+
+    How a rollout ends:
+
+        the environment says so                     the environment's status
+        a completion used up its token budget       TRUNCATED_LENGTH, after the environment has seen it
+        no room for a token after the next prompt   TRUNCATED_PROMPT
+        `limits.max_turns` turns are played         TRUNCATED_TURNS
+        a completion was aborted                    ABORTED
+        the environment raised                      ERROR_ENV
+        generation raised                           ERROR_GENERATE
+        a time limit passed                         ERROR_TIMEOUT
+
+    In all of them the turns so far are kept, and the environment is closed once. Cancelling closes it too.
+
+    Example:
+
+        rollouter = Rollouter(SortEnv, Rubric([Reward(similarity)]), max_context=512)
+        group = await rollouter.run_group(
+            router.generate, sample, group_id="g17", group_size=8, sampling=SamplingParams(max_tokens=64)
+        )
+        group.rollouts[3].rollout_id                           # "g17/3", also its session id
+        group.rollouts[3].turns[1].completion.request_id       # "g17/3/1"
+
+    Args:
+        make_env: makes the single-use environment of one rollout from a sample.
+        rubric: scores a group. An aborted group, which has an aborted sibling, is not scored.
+        advantage: compares the rewards of the siblings that have one. An errored sibling takes no part.
+        limits: most turns, and seconds for a rollout in all and for each call of its environment.
+        max_context: most tokens of prompt and completion together.
+        seed: base of the sampling seeds where the `SamplingParams` have none.
+        finish_session: called once with the session id of each rollout, when it has ended.
+    """
+
+    def __init__(
+        self,
+        make_env: Callable[[Any], TokenEnv],
+        rubric: Rubric,
+        *,
+        max_context: int,
+        advantage: AdvantageFn = standardized,
+        limits: RolloutConfig | None = None,
+        seed: int = 0,
+        finish_session: Callable[[str], object] | None = None,
+    ) -> None:
+        if max_context < 2:
+            raise ValueError(f"Rollouter max_context is {max_context}; it must hold a prompt and an answer: at least 2")
+        self.make_env = make_env
+        self.rubric = rubric
+        self.max_context = max_context
+        self.advantage = advantage
+        self.limits = limits or RolloutConfig()
+        self.seed = seed
+        self.finish_session = finish_session
+
+    async def run_group(
+        self, generate: GenerateFn, sample: Any, *, group_id: str, group_size: int, sampling: SamplingParams
+    ) -> RolloutGroup:
+        """Play `group_size` siblings at once, score them, and fill in their advantages.
+
+        A sibling that fails is data and leaves the others alone.
+
+        Raises:
+            RewardError: the rubric or the advantage function failed; their owner has to fix them.
+        """
+        if group_size < 1:
+            raise ValueError(f"group_size is {group_size}; it must be at least 1")
+        async with asyncio.TaskGroup() as tasks:
+            siblings = [
+                tasks.create_task(
+                    self.run_rollout(generate, sample, group_id=group_id, sibling=sibling, sampling=sampling)
+                )
+                for sibling in range(group_size)
+            ]
+        group = RolloutGroup(group_id, sample, [sibling.result() for sibling in siblings])
+        if not group.is_aborted:
+            await self.rubric.score(group)
+            self._compare(group)
+        return group
+
+    async def run_rollout(
+        self, generate: GenerateFn, sample: Any, *, group_id: str, sibling: int, sampling: SamplingParams
+    ) -> Rollout:
+        """Play one rollout to its end, unscored. Whatever goes wrong in it is in its status and `error`."""
+        rollout = Rollout(f"{group_id}/{sibling}", group_id, sibling, sample)
+        loop = asyncio.get_running_loop()
+        start = loop.time()
+        env: TokenEnv | None = None
+        try:
+            async with _ends_with(RolloutStatus.ERROR_ENV):
+                env = self.make_env(sample)
+            rollout.status = await self._play(env, generate, rollout, sampling, start + self.limits.rollout_timeout_s)
+        except _Ended as end:
+            rollout.status, rollout.error = end.status, end.error
+        finally:
+            try:
+                if env is not None and (failure := await _close(env, min(self.limits.env_timeout_s, _CLOSE_TIMEOUT_S))):
+                    rollout.metrics["close_failed"] = 1.0
+                    rollout.error = rollout.error or f"close: {failure}"
+            finally:
+                rollout.metrics["seconds"] = loop.time() - start
+                if self.finish_session is not None:
+                    self.finish_session(rollout.rollout_id)
+        return rollout
+
+    async def _play(
+        self, env: TokenEnv, generate: GenerateFn, rollout: Rollout, sampling: SamplingParams, deadline: float
+    ) -> RolloutStatus:
+        loop = asyncio.get_running_loop()
+
+        def env_deadline() -> float:
+            return min(deadline, loop.time() + self.limits.env_timeout_s)
+
+        async with _ends_with(RolloutStatus.ERROR_ENV, env_deadline()):
+            observation = await env.reset()
+            rollout.messages.extend(observation.messages)
+            prompt = list(observation.prompt_token_ids)
+
+        for turn in range(self.limits.max_turns):
+            room = self.max_context - len(prompt)
+            if room < 1:
+                raise _Ended(
+                    RolloutStatus.TRUNCATED_PROMPT,
+                    f"the prompt of turn {turn} has {len(prompt)} tokens, max_context is {self.max_context}",
+                )
+            async with _ends_with(RolloutStatus.ERROR_GENERATE, deadline):
+                completion = await generate(
+                    prompt,
+                    request_id=f"{rollout.rollout_id}/{turn}",
+                    session_id=rollout.rollout_id,
+                    sampling=self._turn_sampling(sampling, rollout, turn, room),
+                )
+                rollout.turns.append(Turn(prompt, completion))
+            if completion.finish_reason is FinishReason.ABORT:
+                return RolloutStatus.ABORTED
+
+            async with _ends_with(RolloutStatus.ERROR_ENV, env_deadline()):
+                step = await env.step(completion)
+                rollout.turns[-1] = replace(rollout.turns[-1], rewards=dict(step.rewards))
+                rollout.messages.extend(step.messages)
+                prompt = list(step.prompt_token_ids or ())
+            if completion.finish_reason is FinishReason.LENGTH and step.status in (None, RolloutStatus.COMPLETED):
+                return RolloutStatus.TRUNCATED_LENGTH
+            if step.status is not None:
+                return step.status
+        return RolloutStatus.TRUNCATED_TURNS
+
+    def _turn_sampling(self, sampling: SamplingParams, rollout: Rollout, turn: int, room: int) -> SamplingParams:
+        max_tokens = min(sampling.max_tokens, room)
+        base = self.seed if sampling.seed is None else sampling.seed
+        return replace(
+            sampling,
+            max_tokens=max_tokens,
+            min_tokens=min(sampling.min_tokens, max_tokens),
+            seed=turn_seed(base, rollout.group_id, rollout.sibling, turn),
+        )
+
+    def _compare(self, group: RolloutGroup) -> None:
+        compared = [r for r in group.rollouts if r.reward is not None and not r.status.is_error]
+        rewards = [r.reward for r in compared if r.reward is not None]
+        advantages = list(self.advantage(rewards)) if rewards else []
+        if len(advantages) != len(compared) or not all(math.isfinite(advantage) for advantage in advantages):
+            name = getattr(self.advantage, "__name__", type(self.advantage).__name__)
+            raise RewardError(
+                f"advantage {name!r} gave {advantages} for the rewards {rewards} of group {group.group_id!r}; "
+                "it must give as many finite numbers"
+            )
+        for rollout, advantage in zip(compared, advantages, strict=True):
+            rollout.advantage = advantage
+
+
+def turn_seed(base: int, group_id: str, sibling: int, turn: int) -> int:
+    """A seed of 63 bits for one turn, the same in every process.
+
+    >>> turn_seed(0, "g0", 0, 0) == turn_seed(0, "g0", 0, 0) != turn_seed(0, "g0", 0, 1)
+    True
+    """
+    digest = hashlib.blake2b(repr((base, group_id, sibling, turn)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+class _Ended(Exception):
+    """A rollout is over."""
+
+    def __init__(self, status: RolloutStatus, error: str) -> None:
+        super().__init__(status, error)
+        self.status = status
+        self.error = error
+
+
+@asynccontextmanager
+async def _ends_with(status: RolloutStatus, deadline: float | None = None) -> AsyncGenerator[None]:
+    """The edge to code that is not ours: what it raises ends the rollout with `status`, or ERROR_TIMEOUT."""
+    timeout = asyncio.timeout_at(deadline)
+    try:
+        async with timeout:
+            yield
+    except Exception as error:
+        if timeout.expired():
+            raise _Ended(RolloutStatus.ERROR_TIMEOUT, f"TimeoutError: {_LIMITS[status]}") from error
+        raise _Ended(status, f"{type(error).__name__}: {error}") from error
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        # Nobody cancelled this rollout: something it waited for was, such as a future of a client that closed.
+        raise _Ended(status, f"{type(error).__name__}: {error}") from error
+
+
+_LIMITS = {
+    RolloutStatus.ERROR_ENV: "the environment took longer than env_timeout_s, or the rollout than rollout_timeout_s",
+    RolloutStatus.ERROR_GENERATE: "the rollout took longer than rollout_timeout_s while it was generating",
+}
+
+
+async def _close(env: TokenEnv, timeout_s: float) -> str | None:
+    """Close `env`; return what went wrong. Cancellation waits for that, but not longer than the time limit."""
+
+    async def close() -> None:
+        await env.close()
+
+    loop = asyncio.get_running_loop()
+    closing = loop.create_task(close())
+    cancelled: asyncio.CancelledError | None = None
+    failure: str | None = None
+    for seconds in (timeout_s, 1.0):  # the second is for its handling of being cancelled
+        deadline = loop.time() + seconds
+        while not closing.done() and (left := deadline - loop.time()) > 0:
+            try:
+                await asyncio.wait({closing}, timeout=left)
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if not closing.done():
+            failure = f"TimeoutError: it took longer than {timeout_s:g} s"
+            closing.cancel()
+    if closing.done() and failure is None:
+        error = asyncio.CancelledError() if closing.cancelled() else closing.exception()
+        failure = f"{type(error).__name__}: {error}" if error is not None else None
+    if failure is not None:
+        logger.warning("closing %s failed: %s", type(env).__name__, failure)
+    if cancelled is not None:
+        raise cancelled
+    return failure
