@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from titan_rl.environment.types import MessageEnv, TokenEnv
+from titan_rl.environment.types import TokenEnv
+from titan_rl.renderer.types import Renderer
 from titan_rl.rubric import Rubric
 
 
@@ -26,8 +27,9 @@ class Task(Protocol):
         """The first `count` held-out samples, the same at every call."""
         ...
 
-    def make_env(self, sample: Any) -> MessageEnv | TokenEnv:
-        """A fresh environment for one rollout of the sample."""
+    def make_env(self, sample: Any, renderer: Renderer) -> TokenEnv:
+        """A fresh environment for one rollout of the sample. For one of chat messages return
+        `MessageTokenEnv(env, renderer)`."""
         ...
 
     def rubric(self) -> Rubric: ...

@@ -53,6 +53,8 @@ class GenerationConfig(Section):
     """Longest wait for one completion."""
     start_timeout_s: PositiveFloat = 180.0
     """Longest wait for an engine to come up."""
+    max_respawns: NonNegativeInt = 3
+    """Generators that may die and be replaced before the run ends; 0 ends it with the first."""
 
 
 class RoutingConfig(Section):

@@ -1,0 +1,127 @@
+"""The processes of one run: started together, watched while it lasts, and ended on every way out."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+from monarch.actor import this_proc
+
+from titan_rl.actors.generator import GeneratorActor, GeneratorSettings
+from titan_rl.actors.process import call
+from titan_rl.actors.replica import ActorReplica
+from titan_rl.actors.supervisor import ProcessFailure, Supervisor
+from titan_rl.actors.trainer import ActorTrainer, TrainerActor, TrainerSettings
+from titan_rl.config.run import RunConfig
+from titan_rl.errors import ActorDiedError
+from titan_rl.observability.run_dir import RunDirectory
+from titan_rl.routing.router import GeneratorRouter
+from titan_rl.statedict.types import Manifest
+
+logger = logging.getLogger(__name__)
+
+TRAINER = "trainer"
+STOP_TIMEOUT_S = 30.0
+
+
+class Cluster:
+    """One trainer and its generators, each an actor in a process of its own. Made by `start_cluster`.
+
+    `pulls` holds what each generator measured of its last pull, by name.
+    """
+
+    def __init__(self, config: RunConfig, run_dir: RunDirectory, supervisor: Any) -> None:
+        self.trainer: ActorTrainer
+        self.replicas: list[ActorReplica]
+        self.pulls: dict[str, dict[str, float]] = {}
+        self._config = config
+        self._run_dir = run_dir
+        self._supervisor = supervisor
+        self._manifests: dict[int, Manifest] = {}
+        self._respawns_left = config.generation.max_respawns
+
+    def announce(self, manifest: Manifest) -> None:
+        """Make a manifest known to the replicas that will pull its version."""
+        self._manifests = {manifest.version: manifest}
+
+    async def start(self) -> None:
+        """Start all processes at once.
+
+        Raises:
+            ActorDiedError: one did not start within `generation.start_timeout_s`.
+        """
+        names = [f"generator-{index}" for index in range(self._config.generation.num_generators)]
+        async with asyncio.TaskGroup() as starting:
+            trainer = starting.create_task(self._start_trainer())
+            generators = [starting.create_task(self._start_generator(name)) for name in names]
+        self.trainer = trainer.result()
+        self.replicas = [task.result() for task in generators]
+
+    async def watch(self, router: GeneratorRouter) -> None:
+        """Replace generators that die, until cancelled. The router sends their requests elsewhere meanwhile.
+
+        Raises:
+            ActorDiedError: the trainer died, or one generator more than `generation.max_respawns`.
+        """
+        async with asyncio.TaskGroup() as respawning:
+            while True:
+                failure: ProcessFailure = await call(self._supervisor.next_failure, who="supervisor")
+                if failure.name == TRAINER or self._respawns_left == 0:
+                    log = self._run_dir.logs / f"{failure.name}.log"
+                    raise ActorDiedError(f"{failure.name} died: {failure.reason}; its log is {log}")
+                self._respawns_left -= 1
+                logger.warning("%s died: %s; starting another", failure.name, failure.reason)
+                router.remove_replica(failure.name)
+                respawning.create_task(self._respawn(failure.name, router))
+
+    async def _respawn(self, name: str, router: GeneratorRouter) -> None:
+        await router.add_replica(await self._start_generator(name))
+
+    async def _start_trainer(self) -> ActorTrainer:
+        config = self._config
+        settings = TrainerSettings(
+            config.model, config.training, config.statedict, self._run_id, self._log_path(TRAINER), config.seed
+        )
+        return ActorTrainer(await self._spawn(TRAINER, TrainerActor, settings))
+
+    async def _start_generator(self, name: str) -> ActorReplica:
+        config = self._config
+        settings = GeneratorSettings(config.model, config.generation, self._run_id, self._log_path(name), config.seed)
+        return ActorReplica(
+            name,
+            await self._spawn(name, GeneratorActor, settings),
+            manifest_of=lambda version: self._manifests[version],
+            on_pull=lambda metrics: self.pulls.update({name: metrics}),
+        )
+
+    async def _spawn(self, name: str, actor_class: Any, settings: Any) -> Any:
+        actor = await call(self._supervisor.spawn, name, actor_class, (settings,), who="supervisor")
+        await call(actor.start, who=name, timeout_s=self._config.generation.start_timeout_s)
+        return actor
+
+    @property
+    def _run_id(self) -> str:
+        return self._run_dir.path.name
+
+    def _log_path(self, name: str) -> str:
+        return str(self._run_dir.logs / f"{name}.log")
+
+
+@contextlib.asynccontextmanager
+async def start_cluster(config: RunConfig, run_dir: RunDirectory) -> AsyncIterator[Cluster]:
+    """A started cluster, whose processes end with the block.
+
+    Raises:
+        ActorDiedError: a process did not start in time.
+    """
+    supervisor = this_proc().spawn("supervisor", Supervisor)
+    cluster = Cluster(config, run_dir, supervisor)
+    try:
+        await cluster.start()
+        yield cluster
+    finally:
+        with contextlib.suppress(ActorDiedError):
+            await call(supervisor.terminate, who="supervisor", timeout_s=STOP_TIMEOUT_S)

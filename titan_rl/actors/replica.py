@@ -1,0 +1,65 @@
+"""A generator actor as the router sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from titan_rl.actors.process import call
+from titan_rl.errors import ActorDiedError, GenerationError
+from titan_rl.routing.replica import PauseMode
+from titan_rl.statedict.types import Manifest
+from titan_rl.types import Completion, SamplingParams
+
+
+class ActorReplica:
+    """The `Replica` of one `GeneratorActor`.
+
+    Args:
+        manifest_of: finds the manifest of a published version.
+        on_pull: told of what each pull measured.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        actor: Any,
+        *,
+        manifest_of: Callable[[int], Manifest],
+        on_pull: Callable[[dict[str, float]], None],
+    ) -> None:
+        self.name = name
+        self._actor = actor
+        self._manifest_of = manifest_of
+        self._on_pull = on_pull
+
+    async def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        request_id: str,
+        session_id: str | None = None,
+        sampling: SamplingParams,
+    ) -> Completion:
+        return await self._call(self._actor.generate, prompt_token_ids, request_id, session_id, sampling)
+
+    async def pull(self, version: int) -> None:
+        self._on_pull(await self._call(self._actor.pull, self._manifest_of(version)))
+
+    async def pause(self, mode: PauseMode) -> None:
+        await self._call(self._actor.pause, mode)
+
+    async def resume(self) -> None:
+        await self._call(self._actor.resume)
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        await self._call(self._actor.abort, list(request_ids))
+
+    async def close(self) -> None:
+        await self._call(self._actor.close)
+
+    async def _call(self, endpoint: Any, *args: Any) -> Any:
+        try:
+            return await call(endpoint, *args, who=self.name)
+        except ActorDiedError as error:
+            raise GenerationError(str(error)) from error

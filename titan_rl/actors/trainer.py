@@ -1,0 +1,118 @@
+"""The trainer in a process of its own, and the handle by which the controller knows it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from monarch.actor import Actor, concurrent_endpoint
+
+from titan_rl.actors.process import call, enter_actor_process
+from titan_rl.config.sections import ModelConfig, StateDictConfig, TrainingConfig
+from titan_rl.statedict.types import Manifest
+from titan_rl.training.checkpoint import atomic_directory
+from titan_rl.training.sample import TrainingSample
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerSettings:
+    """Everything the trainer process needs."""
+
+    model: ModelConfig
+    training: TrainingConfig
+    statedict: StateDictConfig
+    run_id: str
+    log_path: str
+    seed: int
+
+
+class TrainerActor(Actor):
+    """Steps the optimizer and publishes the weights. Its calls run one at a time, in the order they come."""
+
+    def __init__(self, settings: TrainerSettings) -> None:
+        enter_actor_process(settings.log_path)
+        self._settings = settings
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")
+
+    async def _run(self, function: Callable[..., R], *args: Any) -> R:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+
+    @concurrent_endpoint
+    async def start(self) -> None:
+        """Returns once the model is loaded.
+
+        Raises:
+            ModelError: the model folder cannot be used.
+        """
+        await self._run(self._load)
+
+    def _load(self) -> None:
+        from titan_rl.statedict.shared_memory import SharedMemoryTransport
+        from titan_rl.training.publishing import WeightPublisher
+        from titan_rl.training.trainer import TrainerCore
+
+        settings = self._settings
+        self._trainer = TrainerCore(settings.model, settings.training, seed=settings.seed)
+        self._publisher = WeightPublisher(
+            self._trainer,
+            SharedMemoryTransport(settings.run_id),
+            model=settings.model,
+            statedict=settings.statedict,
+            vocab_size=self._trainer.vocab_size,
+            seed=settings.seed,
+        )
+
+    @concurrent_endpoint
+    async def step(self, samples: Sequence[TrainingSample]) -> dict[str, float]:
+        return (await self._run(self._trainer.step, samples)).metrics
+
+    @concurrent_endpoint
+    async def publish(self) -> Manifest:
+        return await self._run(self._publisher.publish)
+
+    @concurrent_endpoint
+    async def save(self, path: Path, run_state: dict[str, Any]) -> None:
+        await self._run(self._save, path, run_state)
+
+    def _save(self, path: Path, run_state: dict[str, Any]) -> None:
+        with atomic_directory(path) as folder:
+            self._trainer.save(folder / "trainer")
+            (folder / "run_state.json").write_text(json.dumps(run_state))
+
+    @concurrent_endpoint
+    async def close(self) -> None:
+        await self._run(self._publisher.close)
+
+    @concurrent_endpoint
+    async def export(self, path: Path) -> None:
+        await self._run(self._trainer.export_hf, path)
+
+
+class ActorTrainer:
+    """The controller's `Trainer` over one `TrainerActor`.
+
+    Raises:
+        ActorDiedError: from every call, once the trainer's process is gone.
+    """
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+
+    async def step(self, samples: Sequence[TrainingSample]) -> dict[str, float]:
+        return await call(self._actor.step, samples, who="trainer")
+
+    async def publish(self) -> Manifest:
+        return await call(self._actor.publish, who="trainer")
+
+    async def save(self, path: Path, run_state: dict[str, Any]) -> None:
+        await call(self._actor.save, path, run_state, who="trainer")
+
+    async def export(self, path: Path) -> None:
+        await call(self._actor.export, path, who="trainer")

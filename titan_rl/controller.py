@@ -1,0 +1,242 @@
+"""The run: rollouts, optimizer steps, state-dict sync and validation, overlapped up to the set staleness."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Protocol
+
+from titan_rl.config.run import RunConfig
+from titan_rl.errors import TrainingError
+from titan_rl.observability.metrics import group_metrics
+from titan_rl.observability.progress import Progress, RunSummary, StepReport
+from titan_rl.observability.run_dir import RunDirectory
+from titan_rl.rollout.rollouter import Rollouter
+from titan_rl.rollout.transcript import transcript
+from titan_rl.rollout.types import RolloutGroup
+from titan_rl.routing.router import GeneratorRouter
+from titan_rl.scheduling.scheduler import GroupBatch, GroupScheduler
+from titan_rl.statedict.types import Manifest
+from titan_rl.task import Task
+from titan_rl.training.sample import TrainingSample
+from titan_rl.training.sample_builder import build_samples
+from titan_rl.types import SamplingParams
+
+
+class Trainer(Protocol):
+    """What the controller knows of training: an actor's handle in a run, a plain object in a test."""
+
+    async def step(self, samples: Sequence[TrainingSample]) -> dict[str, float]:
+        """One optimizer step; the policy version grows by one."""
+        ...
+
+    async def publish(self) -> Manifest:
+        """Make the current version available to generators."""
+        ...
+
+    async def save(self, path: Path, run_state: dict[str, Any]) -> None: ...
+
+    async def export(self, path: Path) -> None: ...
+
+
+class Controller:
+    """Wires the planes of one run together. It starts and ends nothing that it was given.
+
+    Args:
+        announce: told of each published manifest before the router is asked to pull its version.
+        log: called with (step, metrics) for every record.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        task: Task,
+        *,
+        rollouter: Rollouter,
+        router: GeneratorRouter,
+        trainer: Trainer,
+        stop_token_ids: Sequence[int],
+        announce: Callable[[Manifest], None],
+        run_dir: RunDirectory,
+        log: Callable[[int, dict[str, float]], None],
+        progress: Progress,
+    ) -> None:
+        self._config = config
+        self._task = task
+        self._rollouter = rollouter
+        self._router = router
+        self._trainer = trainer
+        self._stop_token_ids = tuple(stop_token_ids)
+        self._announce = announce
+        self._run_dir = run_dir
+        self._log = log
+        self._progress = progress
+        self._version = 0
+        self._saved_version: int | None = None
+        self._tokens = 0
+        self._scheduler = GroupScheduler(
+            self._run_train_group,
+            groups_per_step=config.scheduling.groups_per_step,
+            max_staleness=config.scheduling.max_staleness,
+            budget=config.training.steps * config.scheduling.groups_per_step,
+            drop_reason=drop_reason,
+            max_refills=config.scheduling.max_refills,
+        )
+
+    async def run(self) -> RunSummary:
+        """Validate, train, validate again. A checkpoint is written on every way out that leaves a trained model.
+
+        Raises:
+            TitanRLError: what ended the run, of whichever part.
+        """
+        started = time.monotonic()
+        await self._sync()
+        reward_before = await self._validate()
+        try:
+            async with asyncio.TaskGroup() as background:
+                admission = background.create_task(self._scheduler.run(), name="admission")
+                await self._train()
+                admission.cancel()
+            reward_after = await self._validate()
+        finally:
+            await self._checkpoint()
+        await self._trainer.export(self._run_dir.export)
+        return RunSummary(
+            reward_before=reward_before,
+            reward_after=reward_after,
+            steps=self._version,
+            tokens=self._tokens,
+            seconds=time.monotonic() - started,
+            run_dir=self._run_dir.path,
+        )
+
+    async def _train(self) -> None:
+        """Consumes batches in data order; each step's slots come free once its version is pulled, which admits the
+        groups of a later step."""
+        for step in range(1, self._config.training.steps + 1):
+            began = time.monotonic()
+            batch = await self._scheduler.next_batch()
+            waited = time.monotonic() - began
+            self._check_staleness(batch)
+            metrics = await self._trainer.step(self._samples(batch))
+            self._version = step
+            metrics |= await self._sync()
+            batch.release()
+            self._report(step, batch, metrics | {"time/wait_for_rollouts_s": waited}, time.monotonic() - began)
+            if is_due(step, self._config.validation.interval) and step < self._config.training.steps:
+                await self._validate()
+            if is_due(step, self._config.checkpoint.interval):
+                await self._checkpoint()
+
+    async def _sync(self) -> dict[str, float]:
+        """Publish the trainer's version and have every generator pull and verify it."""
+        began = time.monotonic()
+        manifest = await self._trainer.publish()
+        published = time.monotonic()
+        self._announce(manifest)
+        await self._router.pull_state_dict(manifest.version)
+        return {"sync/publish_s": published - began, "sync/pull_s": time.monotonic() - published}
+
+    async def _run_train_group(self, index: int) -> RolloutGroup:
+        return await self._rollouter.run_group(
+            self._router.generate,
+            self._task.train_sample(self._config.seed, index),
+            group_id=f"train-{index}",
+            group_size=self._config.rollout.group_size,
+            sampling=self._sampling(self._config.sampling.temperature),
+        )
+
+    async def _validate(self) -> float:
+        """Mean reward on the held-out samples. The seeds are the same each time, so that two validations differ by
+        their weights alone."""
+        settings = self._config.validation
+        sampling = self._sampling(settings.temperature)
+        async with asyncio.TaskGroup() as tasks:
+            running = [
+                tasks.create_task(
+                    self._rollouter.run_group(
+                        self._router.generate,
+                        sample,
+                        group_id=f"validation-{index}",
+                        group_size=settings.samples_per_prompt,
+                        sampling=sampling,
+                    )
+                )
+                for index, sample in enumerate(self._task.validation_samples(settings.num_prompts))
+            ]
+        groups = [task.result() for task in running]
+        rewards = [r.reward for group in groups for r in group.rollouts if r.reward is not None]
+        if not rewards:
+            raise TrainingError(
+                "no validation rollout got a reward; rollouts.jsonl of the run directory has the errors"
+            )
+        reward = fmean(rewards)
+        metrics = {
+            f"validation/{name.removeprefix('rollout/')}": value for name, value in group_metrics(groups).items()
+        }
+        self._log(self._version, metrics | {"validation/reward_mean": reward})
+        self._record(groups, "validation")
+        self._progress.message(f"validation at step {self._version}: reward {reward:.3f}")
+        return reward
+
+    def _sampling(self, temperature: float) -> SamplingParams:
+        return SamplingParams(
+            max_tokens=self._config.sampling.max_tokens,
+            temperature=temperature,
+            stop_token_ids=self._stop_token_ids,
+        )
+
+    def _samples(self, batch: GroupBatch) -> list[TrainingSample]:
+        temperature = self._config.sampling.temperature
+        return [sample for group in batch.groups for sample in build_samples(group, temperature)]
+
+    def _check_staleness(self, batch: GroupBatch) -> None:
+        oldest = min((version for group in batch.groups for version in group.versions), default=self._version)
+        if self._version - oldest > self._config.scheduling.max_staleness:
+            raise TrainingError(
+                f"a token of version {oldest} reached the step from version {self._version}, but "
+                f"scheduling.max_staleness is {self._config.scheduling.max_staleness}"
+            )
+
+    def _report(self, step: int, batch: GroupBatch, metrics: dict[str, float], seconds: float) -> None:
+        rollouts = group_metrics(batch.groups)
+        tokens = sum(r.num_completion_tokens for group in batch.groups for r in group.rollouts)
+        self._tokens += tokens
+        dropped = {f"scheduling/dropped/{reason}": float(count) for reason, count in batch.dropped.items()}
+        metrics = rollouts | metrics | dropped
+        metrics |= {"time/step_s": seconds, "throughput/tokens_per_s": tokens / seconds}
+        self._log(step, metrics)
+        self._record(batch.groups, "train")
+        self._progress.step(
+            StepReport(
+                step=step,
+                reward=rollouts["rollout/reward_mean"],
+                tokens_per_second=tokens / seconds,
+                staleness=metrics["train/staleness_mean"],
+                seconds=seconds,
+            )
+        )
+
+    def _record(self, groups: Sequence[RolloutGroup], phase: str) -> None:
+        for group in groups[: self._config.logging.transcripts_per_step]:
+            for rollout in group.rollouts:
+                self._run_dir.write_rollout({"step": self._version, "phase": phase} | transcript(rollout))
+
+    async def _checkpoint(self) -> None:
+        if self._version in (0, self._saved_version):
+            return
+        path = self._run_dir.checkpoints / f"step-{self._version:06d}"
+        await self._trainer.save(path, {"step": self._version, "seed": self._config.seed})
+        self._saved_version = self._version
+
+
+def drop_reason(group: RolloutGroup) -> str | None:
+    """A group needs two siblings with an advantage; the others have nothing to be compared with."""
+    return None if sum(r.advantage is not None for r in group.rollouts) >= 2 else "too_few_siblings"
+
+
+def is_due(step: int, interval: int) -> bool:
+    return interval > 0 and step % interval == 0

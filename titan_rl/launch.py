@@ -1,0 +1,161 @@
+"""From a checked config to a finished run: environment, processes, signals, and giving everything back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from titan_rl.config.run import RunConfig
+from titan_rl.controller import Controller
+from titan_rl.errors import MissingExtraError, TitanRLError
+from titan_rl.observability.progress import Progress, RunSummary
+from titan_rl.observability.report import write_report
+from titan_rl.observability.run_dir import RunDirectory
+from titan_rl.observability.sinks import open_sinks
+from titan_rl.renderer import ChatTemplateRenderer
+from titan_rl.rollout.rollouter import Rollouter
+from titan_rl.routing.router import GeneratorRouter
+from titan_rl.routing.strategies import LeastLoaded, RoundRobin, StickySession, Strategy
+
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",  # engines and trainer share the cores; threads of their own would thrash
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",  # a model is a folder; nothing is fetched while a run starts
+}
+
+
+def run_training(config: RunConfig) -> int:
+    """Run a config to its end.
+
+    Returns:
+        exit code: 0, or 128 + the number of the signal that ended the run in order.
+
+    Raises:
+        TitanRLError: what ended the run.
+    """
+    for module in ("torch", "monarch", "vllm", "torchtitan", "transformers"):
+        if importlib.util.find_spec(module) is None:
+            raise MissingExtraError(module, "cpu")
+    run_dir = RunDirectory.create(config)
+    with run_environment():
+        return asyncio.run(_run_until_signal(config, run_dir))
+
+
+@contextlib.contextmanager
+def run_environment() -> Iterator[None]:
+    """Environment variables for this process and its children, and a scratch folder that goes with the run."""
+    scratch = Path(tempfile.mkdtemp(prefix="titan_rl-"))
+    variables = ENVIRONMENT | {"TMPDIR": str(scratch), "MONARCH_LOG_SUFFIX": scratch.name}
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    tempfile.tempdir = None  # so that it is read from the environment again
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+        tempfile.tempdir = None
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+async def _run_until_signal(config: RunConfig, run_dir: RunDirectory) -> int:
+    """SIGINT and SIGTERM cancel the run, which then ends as on a failure: a checkpoint, and no process left."""
+    received: list[signal.Signals] = []
+    run = asyncio.ensure_future(_run(config, run_dir))
+
+    def stop(number: signal.Signals) -> None:
+        received.append(number)
+        run.cancel()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop, number)
+    try:
+        await run
+    except asyncio.CancelledError:
+        return 128 + received[0]
+    except BaseExceptionGroup as group:
+        raise first_cause(group) from group
+    return 0
+
+
+async def _run(config: RunConfig, run_dir: RunDirectory) -> None:
+    # Monarch writes to the terminal and opens sockets in TMPDIR when it is first used.
+    from titan_rl.actors.cluster import start_cluster
+    from titan_rl.statedict.folder import clean_dead_segments
+
+    clean_dead_segments()
+    task = config.task
+    renderer = ChatTemplateRenderer.from_pretrained(config.model.path)
+    with contextlib.ExitStack() as resources:
+        progress = resources.enter_context(Progress(config.training.steps))
+        resources.callback(write_report, run_dir)
+        sinks = resources.enter_context(open_sinks(config.logging, run_dir))
+        resources.callback(clean_dead_segments)  # of a trainer that was killed
+        progress.message(f"run directory: {run_dir.path}")
+        progress.message(f"starting {config.generation.num_generators} generators and a trainer")
+        async with start_cluster(config, run_dir) as cluster:
+            router = GeneratorRouter(
+                cluster.replicas,
+                make_strategy(config),
+                request_timeout_s=config.generation.request_timeout_s,
+            )
+            controller = Controller(
+                config,
+                task,
+                rollouter=Rollouter(
+                    lambda sample: task.make_env(sample, renderer),
+                    task.rubric(),
+                    limits=config.rollout,
+                    max_context=config.model.max_context,
+                    seed=config.seed,
+                    finish_session=router.finish_session,
+                ),
+                router=router,
+                trainer=cluster.trainer,
+                stop_token_ids=renderer.get_stop_token_ids(),
+                announce=cluster.announce,
+                run_dir=run_dir,
+                log=sinks.log,
+                progress=progress,
+            )
+            async with asyncio.TaskGroup() as background:
+                watch = background.create_task(cluster.watch(router), name="watch")
+                summary = await controller.run()
+                watch.cancel()
+            await router.close()
+    progress.summary(summary)
+
+
+def make_strategy(config: RunConfig) -> Strategy:
+    match config.routing.strategy:
+        case "sticky":
+            return StickySession(fallback=LeastLoaded(), max_sessions=config.routing.max_sessions)
+        case "least_loaded":
+            return LeastLoaded()
+        case "round_robin":
+            return RoundRobin()
+
+
+def first_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The error that ended the run: titan_rl's own before others, and the first of several."""
+    leaves = list(_leaves(group))
+    return next((error for error in leaves if isinstance(error, TitanRLError)), leaves[0])
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from _leaves(inner)
+    else:
+        yield error
