@@ -1,0 +1,54 @@
+# make train   watch a policy learn: sets up .venv, then runs CONFIG with the overrides in ARGS
+# make test    everything that has to pass: lint, types, all tests
+#
+#   make train CONFIG=examples/alphabet_sort/cpu.toml ARGS="--training.steps 5"
+#   make train EXTRA=gpu CONFIG=examples/alphabet_sort/qwen3_0_6b.toml
+
+CONFIG ?= examples/alphabet_sort/cpu.toml
+ARGS ?=
+EXTRA ?= cpu
+
+BIN := .venv/bin
+STAMP = .venv/installed-$(EXTRA)
+# The first Python that is new enough and can make a virtual environment.
+PYTHON = $(shell for p in python3.11 python3.12 python3.13 python3; do \
+	$$p -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+
+# Engines and trainers share the cores as processes; threads on top of that only get in each other's way.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: train test test-fast lint types format install clean distclean
+
+train: $(STAMP)
+	$(BIN)/titan-rl train $(CONFIG) $(ARGS)
+
+test: lint types
+	$(BIN)/pytest
+
+test-fast: $(STAMP)
+	$(BIN)/pytest --ignore=tests/e2e
+
+lint: $(STAMP)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+types: $(STAMP)
+	$(BIN)/pyright
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml scripts/install.py
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer with its venv module is needed;" \
+		"on Debian and Ubuntu: apt install python3.11-venv" >&2; exit 1; }
+	@$(PYTHON) scripts/install.py $(EXTRA)
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find titan_rl tests examples scripts benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf .venv

@@ -1,0 +1,98 @@
+"""Make `.venv` with what titan_rl needs to run and to be tested.
+
+    python3.11 scripts/install.py [cpu|gpu] [FOLDER]      # default: cpu .venv
+
+On the cpu path torch is asked for by its CPU build, `torch==X+cpu`: from the package sources pip is configured with,
+then from PyTorch's own index of CPU wheels beside them. So a CUDA build of several GB is never even a candidate.
+"""
+
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+if sys.version_info < (3, 11):  # noqa: UP036, this script is what tells
+    sys.exit(f"titan_rl needs Python 3.11 or newer; {sys.executable} is {platform.python_version()}")
+
+import tomllib
+
+ROOT = Path(__file__).resolve().parent.parent
+TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+# vLLM asks for them, text models do not. Where only CUDA builds are offered they fail to load beside a CPU torch,
+# and take down whatever imports them: transformers, for one.
+UNNEEDED = ("torchvision", "torchaudio", "torchcodec")
+
+
+def main(extra: str = "cpu", folder: str = ".venv") -> None:
+    if extra not in ("cpu", "gpu"):
+        sys.exit(f"the first argument is {extra!r}; it must be cpu or gpu")
+    started = time.monotonic()
+    venv = ROOT / folder
+    python = venv / "bin" / "python"
+    other = "gpu" if extra == "cpu" else "cpu"
+    if stamp(venv, other).exists():
+        sys.exit(f"{folder} holds titan_rl[{other}], which does not mix with {extra}; remove it first: make distclean")
+    if not runs(python, "import pip"):
+        say(f"making {folder} with Python {platform.python_version()}")
+        if subprocess.run([sys.executable, "-m", "venv", "--clear", str(venv)]).returncode:
+            sys.exit("making the virtual environment failed; on Debian and Ubuntu: apt install python3-venv")
+
+    index = install_cpu_torch(python) if extra == "cpu" else []
+    say(f"installing titan_rl[{extra},dev]: some minutes, 4 GB on disk")
+    failed = pip_install(python, "--editable", f"{ROOT}[{extra},dev]", *index)
+    if failed:
+        sys.exit(f"{failed}\npip failed, see above; the versions it was asked for are in pyproject.toml")
+    if extra == "cpu":
+        remove_broken(python)
+    if not runs(python, "import vllm, monarch.actor, torchtitan; from transformers import Qwen3ForCausalLM"):
+        sys.exit("the installed packages do not import together; remove .venv and try again")
+    stamp(venv, extra).touch()
+    say(f"done in {time.monotonic() - started:.0f} s")
+
+
+def stamp(venv: Path, extra: str) -> Path:
+    """The file that says that the installation was completed, and when."""
+    return venv / f"installed-{extra}"
+
+
+def install_cpu_torch(python: Path) -> list[str]:
+    """Install torch's CPU build; return the pip options for the index it needed."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    requirement = next(line for line in extras["cpu"] if line.startswith("torch=="))
+    if platform.system() == "Linux":  # elsewhere no other build exists, and none is marked
+        requirement += "+cpu"
+    failed = ""
+    for index in ([], ["--extra-index-url", TORCH_CPU_INDEX]):
+        say(f"installing {requirement} from {index[-1] if index else 'the configured package sources'}")
+        failed = pip_install(python, requirement, *index)
+        if not failed:
+            return index
+    sys.exit(f"{failed}\nno CPU build of torch could be installed, see above; is there a network?")
+
+
+def remove_broken(python: Path) -> None:
+    broken = [name for name in UNNEEDED if not runs(python, f"import {name}")]
+    if broken:
+        say(f"removing {', '.join(broken)}: not built for this torch, and not needed")
+        subprocess.run([python, "-m", "pip", "uninstall", "-qq", "-y", *broken], check=True)
+
+
+def pip_install(python: Path, *arguments: str) -> str:
+    """What pip says of its failure, empty when it succeeded."""
+    command = [str(python), "-m", "pip", "install", "-qq", "--disable-pip-version-check", *arguments]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+    return (done.stderr or f"{' '.join(command)} failed") if done.returncode else ""
+
+
+def runs(python: Path, statement: str) -> bool:
+    """Whether `statement` runs without an error. A package that is not there does not."""
+    return python.exists() and not subprocess.run([python, "-c", statement], capture_output=True).returncode
+
+
+def say(what: str) -> None:
+    print(f"install: {what}", flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,109 @@
+"""The command line: `titan-rl train CONFIG.toml [--table.setting value ...] [--dry-run]`."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+
+from titan_rl.cli.overrides import split_overrides
+from titan_rl.config.load import dump_config, load_config
+from titan_rl.config.reference import reference
+from titan_rl.errors import ConfigError, ModelError, TitanRLError
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 128 + signal.SIGINT
+EXIT_TERMINATED = 128 + signal.SIGTERM
+
+FLAGS = ("--help", "-h", "--dry-run")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code.
+
+    0 is success, 1 a run that failed, 2 wrong settings or arguments, 130 Ctrl-C and 143 SIGTERM.
+    """
+    with _sigterm_unwinds():
+        try:
+            return _dispatch(list(sys.argv[1:] if argv is None else argv))
+        except KeyboardInterrupt:
+            return EXIT_INTERRUPTED
+        except _Terminated:
+            return EXIT_TERMINATED
+        except (ConfigError, ModelError) as error:
+            _say_error(error)
+            return EXIT_USAGE
+        except TitanRLError as error:
+            _say_error(error)
+            return EXIT_FAILED
+
+
+def _dispatch(argv: list[str]) -> int:
+    overrides: list[tuple[str, str]] = []
+    if argv[:1] == ["train"]:
+        rest, overrides = split_overrides(argv[1:], flags=FLAGS)
+        argv = ["train", *rest]
+    arguments = _parser().parse_args(argv)
+    config = load_config(arguments.config, overrides)
+    if arguments.dry_run:
+        sys.stdout.write(dump_config(config))
+        return 0
+    # Not before the settings are known to be right: what starts processes also imports what they need.
+    from titan_rl.launch import run_training
+
+    return run_training(config)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="titan-rl", description="Reinforcement learning of language models.", allow_abbrev=False
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    train = commands.add_parser(
+        "train",
+        help="train a policy",
+        usage="titan-rl train CONFIG.toml [--table.setting value ...] [--dry-run]",
+        description="Train the policy that CONFIG.toml describes. An option --table.setting value, or "
+        "--table.setting=value, replaces what the file says.",
+        epilog=f"settings and their defaults:\n\n{reference()}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    train.add_argument("config", metavar="CONFIG.toml", help="the run's settings")
+    train.add_argument("--dry-run", action="store_true", help="check everything, print the resolved settings, and stop")
+    return parser
+
+
+def _say_error(error: BaseException) -> None:
+    """The error and what caused it, without the traceback: each is meant to be read by the user."""
+    print(f"titan-rl: {error}", file=sys.stderr)
+    cause = error.__cause__
+    while cause is not None:
+        print(f"  caused by {type(cause).__name__}: {cause}", file=sys.stderr)
+        cause = cause.__cause__
+
+
+class _Terminated(BaseException):
+    """SIGTERM arrived."""
+
+
+@contextmanager
+def _sigterm_unwinds() -> Generator[None]:
+    """Let SIGTERM end the program as Ctrl-C does: by an exception that runs every `finally` on its way."""
+
+    def raise_terminated(signum: int, frame: FrameType | None) -> None:
+        raise _Terminated
+
+    previous = signal.signal(signal.SIGTERM, raise_terminated)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,42 @@
+"""Settings given on the command line."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+
+from titan_rl.errors import ConfigError
+
+
+def split_overrides(argv: Sequence[str], flags: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
+    """Take the settings out of the arguments; every option that is not one of `flags` is a setting.
+
+    Returns:
+        the other arguments, and the settings in their order.
+
+    Raises:
+        ConfigError: a setting has no value.
+
+    Example:
+        split_overrides(["a.toml", "--training.lr", "1e-3", "--seed=3", "--dry-run"], ["--dry-run"])
+        # (["a.toml", "--dry-run"], [("training.lr", "1e-3"), ("seed", "3")])
+    """
+    rest: list[str] = []
+    overrides: list[tuple[str, str]] = []
+    arguments = iter(argv)
+    for argument in arguments:
+        if not argument.startswith("--") or argument in flags:
+            rest.append(argument)
+            continue
+        key, equals, value = argument.removeprefix("--").partition("=")
+        if not equals:
+            # A value may begin with one dash, as negative numbers do, and after `=` with anything.
+            following = next(arguments, None)
+            if following is None or following.startswith("--"):
+                close = difflib.get_close_matches(argument, flags, n=1)
+                raise ConfigError(f"{argument} needs a value{f'; or was {close[0]} meant?' if close else ''}")
+            value = following
+        if not all(key.split(".")):
+            raise ConfigError(f"{argument} is not a setting; it must look like --table.setting value")
+        overrides.append((key, value))
+    return rest, overrides
