@@ -53,7 +53,7 @@ class Engine(Protocol):
         ...
 
     def step(self) -> list[TokenDelta]:
-        """Advance every running request, at most one token each."""
+        """Advance every running request, at most one token each, after what `flush` would return."""
         ...
 
     def load_state_dict(self, items: Iterable[tuple[str, Any]], version: int) -> None:
@@ -67,13 +67,23 @@ class Engine(Protocol):
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Logprobs at temperature 1 of each sequence's tokens after the first, under the loaded weights.
 
-        Running requests may advance meanwhile; what they gain is returned by the next `step`.
+        Running requests may advance meanwhile; `flush` or the next `step` returns what they gained.
 
         Returns:
             [num_sequences][len(sequence) - 1]
         """
         ...
 
-    def reset_prefix_cache(self) -> None: ...
+    def flush(self) -> list[TokenDelta]:
+        """What running requests gained while `score` ran, without a further step."""
+        ...
+
+    def reset_prefix_cache(self, *, recompute_running: bool = False) -> None:
+        """Let no later request reuse KV computed so far.
+
+        Args:
+            recompute_running: running requests also recompute theirs, before their next token.
+        """
+        ...
 
     def close(self) -> None: ...

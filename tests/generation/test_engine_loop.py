@@ -1,0 +1,394 @@
+"""The engine loop's promises, on the scripted engine."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from titan_rl.errors import EngineDeadError, GenerationError, RequestError, StateDictError, VerificationError
+from titan_rl.generation.engine_loop import EngineLoop
+from titan_rl.generation.scripted_engine import ScriptedEngine, scripted_logprobs
+from titan_rl.generation.types import KVPolicy, PauseMode
+from titan_rl.types import Completion, FinishReason, GenerateFn, SamplingParams, VersionSpan
+
+WEIGHTS = [("w", 1)]
+
+
+@asynccontextmanager
+async def serving(engine: ScriptedEngine, **settings: object) -> AsyncIterator[EngineLoop]:
+    loop = EngineLoop(lambda: engine, **settings)  # type: ignore[arg-type]
+    await loop.start()
+    try:
+        async with asyncio.timeout(20):
+            yield loop
+    finally:
+        engine.release.set()
+        await loop.close()
+    assert engine.closed
+
+
+def request(loop: EngineLoop, name: str, max_tokens: int = 8, **settings: object) -> asyncio.Task[Completion]:
+    sampling = SamplingParams(max_tokens=max_tokens, **settings)  # type: ignore[arg-type]
+    return asyncio.create_task(loop.generate([1, 2, len(name)], request_id=name, sampling=sampling))
+
+
+async def undisturbed(prompt: list[int], max_tokens: int) -> Completion:
+    async with serving(ScriptedEngine()) as loop:
+        return await loop.generate(prompt, request_id="-", sampling=SamplingParams(max_tokens=max_tokens))
+
+
+async def blocked(engine: ScriptedEngine) -> None:
+    """Return while the engine is inside the step that blocks."""
+    assert await asyncio.to_thread(engine.started.wait, 10)
+
+
+def test_it_is_a_generate_fn() -> None:
+    generate: GenerateFn = EngineLoop(ScriptedEngine).generate
+    assert isinstance(generate, GenerateFn)
+
+
+async def test_many_calls_share_one_batch() -> None:
+    engine = ScriptedEngine(block_at_step=1)
+    async with serving(engine) as loop:
+        first = request(loop, "first", 10)
+        await blocked(engine)
+        calls = [request(loop, f"r{index}", 10) for index in range(20)]
+        await asyncio.sleep(0)
+        engine.release.set()
+        completions = await asyncio.gather(first, *calls)
+    assert all(len(completion.token_ids) == 10 for completion in completions)
+    assert engine.num_steps == 11  # ten together, one step after the first
+    assert completions[1].metrics["requests_in_flight"] == 21
+    assert {"queue_s", "time_to_first_token_s", "inter_token_s", "cached_prompt_tokens"} <= set(completions[1].metrics)
+
+
+async def test_a_swap_loses_no_token_and_stamps_each() -> None:
+    engine = ScriptedEngine(block_at_step=3)
+    async with serving(engine) as loop:
+        call = request(loop, "a", 8)
+        await blocked(engine)
+        pull = asyncio.create_task(loop.pull(5, lambda: WEIGHTS))
+        await in_state(loop, lambda: loop._state.pulls)
+        engine.release.set()
+        completion, result = await call, await pull
+        assert loop.version == 5
+    assert result.version == 5
+    assert result.stall_s >= result.load_s >= 0
+    assert completion.version_spans == (VersionSpan(0, 3), VersionSpan(5, 5))
+    assert list(completion.token_ids) == list((await undisturbed([1, 2, 1], 8)).token_ids)
+    sequence = [1, 2, 1, *completion.token_ids]
+    expected = scripted_logprobs(sequence, 0)[2:5] + scripted_logprobs(sequence, 5)[5:]
+    assert list(completion.logprobs) == expected
+
+
+async def in_state(loop: EngineLoop, condition: Callable[[], object]) -> None:
+    """Return once a call made in another task has reached the loop."""
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+
+
+async def test_pulls_that_wait_together_become_the_newest() -> None:
+    engine = ScriptedEngine(block_at_step=1)
+    async with serving(engine) as loop:
+        call = request(loop, "a")
+        await blocked(engine)
+        pulls = [asyncio.create_task(loop.pull(version, lambda: WEIGHTS)) for version in (1, 3, 2)]
+        await in_state(loop, lambda: len(loop._state.pulls) == 3)
+        engine.release.set()
+        assert [(await pull).version for pull in pulls] == [3, 3, 3]
+        await call
+    assert engine.versions == [0, 3]
+
+
+async def test_a_bad_request_fails_alone() -> None:
+    engine = ScriptedEngine(max_context=16, block_at_step=1)
+    async with serving(engine) as loop:
+        good = request(loop, "good")
+        await blocked(engine)
+        with pytest.raises(RequestError, match="'good' is already in flight"):
+            await request(loop, "good")
+        too_long = asyncio.create_task(
+            loop.generate([1] * 16, request_id="long", sampling=SamplingParams(max_tokens=1))
+        )
+        await asyncio.sleep(0)
+        engine.release.set()
+        with pytest.raises(RequestError, match="16 prompt tokens"):
+            await too_long
+        assert len((await good).token_ids) == 8
+
+
+async def test_an_engine_failure_fails_every_call_with_its_cause() -> None:
+    engine = ScriptedEngine(fail_at_step=3)
+    loop = EngineLoop(lambda: engine)
+    await loop.start()
+    outcomes = await asyncio.gather(*(request(loop, f"r{i}") for i in range(5)), return_exceptions=True)
+    for outcome in outcomes:
+        assert isinstance(outcome, EngineDeadError)
+        assert "injected failure" in str(outcome.__cause__)
+    for late in (request(loop, "late"), loop.pull(1, lambda: WEIGHTS), loop.pause("keep")):
+        with pytest.raises(EngineDeadError, match="injected"):
+            await late
+    await loop.abort()
+    await loop.close()
+    assert engine.closed
+
+
+async def test_an_engine_that_cannot_be_made_says_why() -> None:
+    def make_engine() -> ScriptedEngine:
+        raise OSError("no such model")
+
+    loop = EngineLoop(make_engine)
+    with pytest.raises(EngineDeadError, match="no such model") as failure:
+        await loop.start()
+    assert isinstance(failure.value.__cause__, OSError)
+    await loop.close()
+
+
+async def test_close_resolves_everything() -> None:
+    engine = ScriptedEngine(block_at_step=1)
+    loop = EngineLoop(lambda: engine)
+    await loop.start()
+    calls = [request(loop, f"r{i}") for i in range(3)]
+    await blocked(engine)
+    calls.append(request(loop, "queued"))
+    pull = asyncio.create_task(loop.pull(1, lambda: WEIGHTS))
+    pause = asyncio.create_task(loop.pause("wait"))
+    await in_state(loop, lambda: loop._state.pulls)
+    closing = asyncio.create_task(loop.close())
+    await in_state(loop, lambda: loop._state.closing)
+    engine.release.set()
+    outcomes = await asyncio.gather(*calls, pull, pause, return_exceptions=True)
+    assert all(isinstance(outcome, EngineDeadError) for outcome in outcomes)
+    await closing
+    await loop.close()
+    with pytest.raises(EngineDeadError, match="closed"):
+        await request(loop, "late")
+    assert threading.active_count() < 20
+
+
+async def test_close_does_not_wait_for_a_stuck_engine() -> None:
+    engine = ScriptedEngine(block_at_step=1)
+    loop = EngineLoop(lambda: engine)
+    await loop.start()
+    call = request(loop, "a")
+    await blocked(engine)
+    await loop.close(timeout_s=0.01)
+    with pytest.raises(EngineDeadError):
+        await call
+    engine.release.set()
+
+
+async def test_cancelling_a_caller_frees_its_request() -> None:
+    engine = ScriptedEngine(block_at_step=2)
+    async with serving(engine) as loop:
+        call = request(loop, "a", 1000)
+        await blocked(engine)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        again = request(loop, "a", 4)  # the id is free at once
+        await asyncio.sleep(0)
+        engine.release.set()
+        assert len((await again).token_ids) == 4
+        assert loop.num_in_flight == 0
+        assert not engine.has_work
+
+
+async def test_abort_gives_what_there_is() -> None:
+    engine = ScriptedEngine(block_at_step=3)
+    async with serving(engine) as loop:
+        running = request(loop, "running", 100)
+        other = request(loop, "other", 10)
+        await blocked(engine)
+        queued = request(loop, "queued", 100)
+        await asyncio.sleep(0)
+        aborting = asyncio.create_task(loop.abort(["running", "queued", "unknown"]))
+        assert (await queued).finish_reason is FinishReason.ABORT
+        assert not (await queued).token_ids
+        engine.release.set()
+        await aborting
+        aborted = await running
+        assert aborted.finish_reason is FinishReason.ABORT
+        assert list(aborted.token_ids) == list((await undisturbed([1, 2, 7], 3)).token_ids)
+        assert (await other).finish_reason is FinishReason.LENGTH
+        await loop.abort(["other"])
+
+
+async def test_a_completion_that_lands_after_the_abort_is_marked_aborted() -> None:
+    engine = ScriptedEngine(block_at_step=2)
+    async with serving(engine) as loop:
+        call = request(loop, "a", 2)
+        await blocked(engine)  # inside the step that finishes it
+        pause = asyncio.create_task(loop.pause("abort"))
+        await asyncio.sleep(0)
+        engine.release.set()
+        await pause
+        completion = await call
+        assert completion.finish_reason is FinishReason.ABORT
+        assert len(completion.token_ids) == 2
+        steps = engine.num_steps
+        assert (await request(loop, "late")).finish_reason is FinishReason.ABORT
+        assert engine.num_steps == steps
+
+
+async def test_pause_keep_freezes_and_still_pulls() -> None:
+    engine = ScriptedEngine(block_at_step=2)
+    async with serving(engine) as loop:
+        call = request(loop, "a", 6)
+        await blocked(engine)
+        pause = asyncio.create_task(loop.pause(PauseMode.KEEP))
+        await asyncio.sleep(0)
+        engine.release.set()
+        await pause
+        late = request(loop, "late", 6)
+        await loop.pull(1, lambda: WEIGHTS)
+        assert engine.num_steps == 2
+        assert loop.paused is PauseMode.KEEP
+        with pytest.raises(RuntimeError, match="already paused"):
+            await loop.pause("keep")
+        await loop.resume()
+        with pytest.raises(RuntimeError, match="not paused"):
+            await loop.resume()
+        assert (await call).version_spans == (VersionSpan(0, 2), VersionSpan(1, 4))
+        assert (await late).version_spans == (VersionSpan(1, 6),)
+
+
+async def test_pause_wait_lets_running_requests_finish_and_holds_new_ones() -> None:
+    engine = ScriptedEngine(block_at_step=2)
+    async with serving(engine) as loop:
+        call = request(loop, "a", 6)
+        await blocked(engine)
+        pause = asyncio.create_task(loop.pause("wait"))
+        await asyncio.sleep(0)
+        late = request(loop, "late", 6)
+        engine.release.set()
+        await pause
+        assert (await call).finish_reason is FinishReason.LENGTH
+        assert engine.num_steps == 6
+        await loop.resume()
+        assert len((await late).token_ids) == 6
+
+
+async def test_pause_wait_gives_up_at_its_limit(caplog: pytest.LogCaptureFixture) -> None:
+    engine = ScriptedEngine(max_context=10**9, block_at_step=1)
+    async with serving(engine) as loop:
+        call = request(loop, "a", 10**9)
+        await blocked(engine)
+        engine.release.set()
+        await loop.pause("wait", timeout_s=0.01)
+        assert (await call).finish_reason is FinishReason.ABORT
+    assert "gave up on 1 requests" in caplog.text
+
+
+async def test_an_abort_does_not_wait_for_a_stuck_engine(caplog: pytest.LogCaptureFixture) -> None:
+    engine = ScriptedEngine(block_at_step=3)
+    async with serving(engine) as loop:
+        call = request(loop, "a", 10)
+        await blocked(engine)
+        await loop.abort(timeout_s=0.01)
+        assert len((await call).token_ids) == 2
+        engine.release.set()
+        assert len((await request(loop, "a", 4)).token_ids) == 4
+    assert "gave up on 1 requests" in caplog.text
+
+
+async def test_nothing_is_served_from_unverified_weights() -> None:
+    def reject(engine: object) -> None:
+        raise VerificationError("logprobs differ by 3.2")
+
+    engine = ScriptedEngine(block_at_step=2)
+    async with serving(engine, kv_policy=KVPolicy(reset_prefix_cache=False)) as loop:
+        call = request(loop, "a", 6)
+        await blocked(engine)
+        pull = asyncio.create_task(loop.pull(1, lambda: WEIGHTS, reject))
+        await in_state(loop, lambda: loop._state.pulls)
+        engine.release.set()
+        with pytest.raises(VerificationError, match=r"3\.2"):
+            await pull
+        for refused in (call, request(loop, "b")):
+            with pytest.raises(GenerationError, match=r"differ by 3\.2.*pull again") as failure:
+                await refused
+            assert isinstance(failure.value.__cause__, VerificationError)
+        assert not engine.has_work
+        await loop.pull(2, lambda: WEIGHTS, lambda engine: None)
+        assert (await request(loop, "c")).version_spans == (VersionSpan(2, 8),)
+
+
+async def test_weights_that_cannot_be_found_leave_the_old_ones_serving() -> None:
+    def gone() -> list[tuple[str, int]]:
+        raise StateDictError("version 7 is gone")
+
+    def empty_then_gone():
+        raise StateDictError("version 7 is gone")
+        yield
+
+    async with serving(ScriptedEngine()) as loop:
+        for make_items in (gone, empty_then_gone):
+            with pytest.raises(StateDictError, match="gone"):
+                await loop.pull(7, make_items)
+        assert (await request(loop, "a")).version_spans == (VersionSpan(0, 8),)
+
+
+async def test_a_pull_that_breaks_half_way_is_not_served() -> None:
+    def half():
+        yield "w", 1
+        raise OSError("connection lost")
+
+    async with serving(ScriptedEngine()) as loop:
+        with pytest.raises(StateDictError, match="connection lost"):
+            await loop.pull(1, half)
+        with pytest.raises(GenerationError, match="connection lost"):
+            await request(loop, "a")
+        await loop.pull(1, lambda: WEIGHTS)
+        await request(loop, "a")
+
+
+async def test_a_pull_resets_the_prefix_cache() -> None:
+    prompt = list(range(64))
+
+    async def cached(loop: EngineLoop, name: str) -> float:
+        completion = await loop.generate(prompt, request_id=name, sampling=SamplingParams(max_tokens=1))
+        return completion.metrics["cached_prompt_tokens"]
+
+    async with serving(ScriptedEngine()) as loop:
+        assert [await cached(loop, "a"), await cached(loop, "b")] == [0, 64]
+        await loop.pull(1, lambda: WEIGHTS)
+        assert await cached(loop, "c") == 0
+    async with serving(ScriptedEngine(), kv_policy=KVPolicy(reset_prefix_cache=False)) as loop:
+        await cached(loop, "a")
+        await loop.pull(1, lambda: WEIGHTS)
+        assert await cached(loop, "c") == 64
+
+
+def test_a_kv_policy_that_cannot_be_right_is_refused() -> None:
+    with pytest.raises(ValueError, match="reset_prefix_cache=True"):
+        KVPolicy(running="recompute", reset_prefix_cache=False)
+
+
+async def test_tokens_are_streamed_at_an_interval() -> None:
+    chunks: list[Completion] = []
+    async with serving(ScriptedEngine(), stream_interval=4) as loop:
+        sampling = SamplingParams(max_tokens=10)
+        whole = await loop.generate([1], request_id="a", sampling=sampling, on_tokens=chunks.append)
+    assert [len(chunk.token_ids) for chunk in chunks] == [4, 4]
+    assert [*chunks[0].token_ids, *chunks[1].token_ids] == list(whole.token_ids)[:8]
+    assert chunks[1].version_spans == (VersionSpan(0, 4),)
+
+
+async def test_several_event_loops_share_the_engine() -> None:
+    async with serving(ScriptedEngine()) as loop:
+
+        def elsewhere() -> Completion:
+            return asyncio.run(loop.generate([1, 2, 1], request_id="b", sampling=SamplingParams(max_tokens=8)))
+
+        there, here = await asyncio.gather(asyncio.to_thread(elsewhere), request(loop, "a"))
+    assert there.token_ids == here.token_ids
+
+
+async def test_a_loop_that_was_not_started_says_so() -> None:
+    loop = EngineLoop(ScriptedEngine)
+    with pytest.raises(RuntimeError, match="start"):
+        await request(loop, "a")
+    await loop.close()

@@ -1,0 +1,32 @@
+"""What the engine loop does next, as a value, so that several ranks can follow the one that decides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from titan_rl.generation.engine import EngineRequest
+
+
+class LoopAction(StrEnum):
+    """The four things a loop does, in the order in which they go first."""
+
+    CLOSE = "close"
+    PULL = "pull"
+    ABORT = "abort"
+    STEP = "step"
+
+
+@dataclass(frozen=True, slots=True)
+class LoopDecision:
+    """One turn of the loop. It pickles, and names everything that a follower needs.
+
+    Example: two requests join the batch before this step.
+
+        LoopDecision(LoopAction.STEP, requests=(first, second))
+    """
+
+    action: LoopAction
+    version: int | None = None  # PULL: the version to load
+    request_ids: tuple[str, ...] = ()  # ABORT: the requests to forget
+    requests: tuple[EngineRequest, ...] = ()  # STEP: what joins the batch first

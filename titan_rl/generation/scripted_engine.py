@@ -1,0 +1,227 @@
+"""A deterministic engine without weights: tests and the simulator run on it. Standard library only."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from titan_rl.errors import RequestError
+from titan_rl.generation.engine import EngineRequest, TokenDelta
+from titan_rl.types import FinishReason
+
+_MASK = (1 << 64) - 1
+_BLOCK = 16  # tokens that the pretended prefix cache shares or not, as one
+
+
+def _mix(state: int, value: int) -> int:
+    """One round of splitmix64 over (state, value). https://prng.di.unimi.it/splitmix64.c"""
+    z = (state ^ (value * 0x9E3779B97F4A7C15 + 0x9E3779B97F4A7C15)) & _MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return z ^ (z >> 31)
+
+
+def _logprob(state: int, token: int, version: int) -> float:
+    return -4.0 * (_mix(_mix(state, token), version) >> 11) / (1 << 53)
+
+
+def scripted_logprobs(token_ids: Sequence[int], version: int, seed: int = 0) -> list[float]:
+    """The logprobs that a `ScriptedEngine` gives a sequence's tokens after the first.
+
+    They differ from version to version, so a token stamped with the wrong one is noticed.
+
+    Returns:
+        [len(token_ids) - 1], each in (-4, 0]
+    """
+    state, logprobs = _mix(0, seed), list[float]()
+    for index, token in enumerate(token_ids):
+        if index:
+            logprobs.append(_logprob(state, token, version))
+        state = _mix(state, token)
+    return logprobs
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """How long the pretended work takes, in seconds."""
+
+    step: float = 0.0  # every step, however many requests run
+    request: float = 0.0  # and for each running request
+    prompt_token: float = 0.0  # and for each prompt token that is not in the prefix cache
+    load: float = 0.0  # one state dict
+
+    def step_seconds(self, num_running: int, num_prompt_tokens: int) -> float:
+        return self.step + self.request * num_running + self.prompt_token * num_prompt_tokens
+
+
+@dataclass(slots=True)
+class _Sequence:
+    request: EngineRequest
+    state: int  # hash of every token so far
+    context: list[int]  # prompt and completion
+    generated: int = 0
+    metrics: dict[str, float] = field(default_factory=dict[str, float])
+
+
+class ScriptedEngine:
+    """Generates tokens that are a pure function of the context so far and `seed`.
+
+    A completion continued from its own prefix is therefore the completion it would have been, whatever interrupted
+    it. A request's sampling seed plays no part.
+
+    Args:
+        script: the next token for a context (prompt and completion so far). By default a hash of it.
+        mean_tokens: a request with stop tokens samples one with this expectation; None leaves it to the script.
+        tokens_depend_on_version: tokens are also a function of the loaded version. Logprobs always are.
+        sleep: passes `cost`'s seconds. In virtual time, something that advances the clock.
+        fail_at_step: the step, counted from 1, that raises RuntimeError.
+        block_at_step: the step that sets `started` and waits for `release`.
+    """
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int = 128,
+        seed: int = 0,
+        version: int = 0,
+        script: Callable[[Sequence[int]], int] | None = None,
+        mean_tokens: float | None = None,
+        tokens_depend_on_version: bool = False,
+        max_context: int = 4096,
+        max_running: int = 64,
+        cost: CostModel | None = None,
+        sleep: Callable[[float], None] = time.sleep,
+        fail_at_step: int | None = None,
+        block_at_step: int | None = None,
+    ) -> None:
+        self.versions = [version]  # every version loaded, the current one last
+        self.state_dict: dict[str, Any] = {}
+        self.num_steps = 0
+        self.num_prompt_tokens_computed = 0
+        self.started = threading.Event()
+        self.release = threading.Event()
+        self.closed = False
+        self._vocab_size = vocab_size
+        self._seed = seed
+        self._script = script
+        self._mean_tokens = mean_tokens
+        self._tokens_depend_on_version = tokens_depend_on_version
+        self._max_context = max_context
+        self._max_running = max_running
+        self._cost = cost or CostModel()
+        self._sleep = sleep
+        self._fail_at_step = fail_at_step
+        self._block_at_step = block_at_step
+        self._waiting: dict[str, _Sequence] = {}
+        self._running: dict[str, _Sequence] = {}
+        self._cached: set[int] = set()  # hash of the context at each block's end
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._waiting or self._running)
+
+    @property
+    def version(self) -> int:
+        return self.versions[-1]
+
+    def add(self, request: EngineRequest) -> None:
+        if request.request_id in self._waiting or request.request_id in self._running:
+            raise RequestError(f"request_id {request.request_id!r} is already running; ids must be unique")
+        length = len(request.prompt_token_ids)
+        if not 0 < length < self._max_context:
+            raise RequestError(
+                f"request {request.request_id!r} has {length} prompt tokens; between 1 and {self._max_context - 1} "
+                f"leave room for a completion in a context of {self._max_context}"
+            )
+        context = list(request.prompt_token_ids)
+        self._waiting[request.request_id] = _Sequence(request, _mix(0, self._seed), context)
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            self._waiting.pop(request_id, None)
+            self._running.pop(request_id, None)
+
+    def step(self) -> list[TokenDelta]:
+        self.num_steps += 1
+        if self.num_steps == self._fail_at_step:
+            raise RuntimeError(f"injected failure at step {self.num_steps}")
+        if self.num_steps == self._block_at_step:
+            self.started.set()
+            assert self.release.wait(timeout=30), "a blocked step was never released"
+        num_prompt_tokens = self._admit()
+        if seconds := self._cost.step_seconds(len(self._running), num_prompt_tokens):
+            self._sleep(seconds)
+        return [self._advance(sequence) for sequence in list(self._running.values())]
+
+    def load_state_dict(self, items: Iterable[tuple[str, Any]], version: int) -> None:
+        self.state_dict = dict(items)
+        if self._cost.load:
+            self._sleep(self._cost.load)
+        self.versions.append(version)
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        return [scripted_logprobs(sequence, self.version, self._seed) for sequence in sequences]
+
+    def flush(self) -> list[TokenDelta]:
+        return []
+
+    def reset_prefix_cache(self, *, recompute_running: bool = False) -> None:
+        self._cached.clear()
+        if recompute_running:
+            self.num_prompt_tokens_computed += sum(len(sequence.context) for sequence in self._running.values())
+
+    def close(self) -> None:
+        self.closed = True
+
+    def _admit(self) -> int:
+        """Start waiting requests while there is room, and return the prompt tokens that must be computed."""
+        computed = 0
+        while self._waiting and len(self._running) < self._max_running:
+            request_id = next(iter(self._waiting))
+            sequence = self._running[request_id] = self._waiting.pop(request_id)
+            cached = 0
+            for position, token in enumerate(sequence.context, start=1):
+                sequence.state = _mix(sequence.state, token)
+                if position % _BLOCK == 0:
+                    if sequence.state in self._cached:
+                        cached = position
+                    self._cached.add(sequence.state)
+            sequence.metrics["cached_prompt_tokens"] = float(cached)
+            computed += len(sequence.context) - cached
+        self.num_prompt_tokens_computed += computed
+        return computed
+
+    def _advance(self, sequence: _Sequence) -> TokenDelta:
+        request, sampling = sequence.request, sequence.request.sampling
+        token = self._next_token(sequence)
+        logprob = _logprob(sequence.state, token, self.version)
+        sequence.context.append(token)
+        sequence.state = _mix(sequence.state, token)
+        sequence.generated += 1
+        finish = None
+        if token in sampling.stop_token_ids and sequence.generated >= sampling.min_tokens:
+            finish = FinishReason.STOP
+        elif sequence.generated == sampling.max_tokens or len(sequence.context) == self._max_context:
+            finish = FinishReason.LENGTH
+        if finish is not None:
+            del self._running[request.request_id]
+        metrics, sequence.metrics = sequence.metrics, {}
+        return TokenDelta(request.request_id, (token,), (logprob,), finish, metrics=metrics)
+
+    def _next_token(self, sequence: _Sequence) -> int:
+        if self._script is not None:
+            return self._script(sequence.context)
+        sampling = sequence.request.sampling
+        draw = _mix(sequence.state, self.version if self._tokens_depend_on_version else -1)
+        stops = sampling.stop_token_ids
+        if stops and self._mean_tokens is not None and sequence.generated >= sampling.min_tokens:
+            threshold = int((1 << 32) / self._mean_tokens)
+            if draw >> 32 < threshold:
+                return stops[draw % len(stops)]
+        token = draw % self._vocab_size
+        while token in stops:
+            token = (token + 1) % self._vocab_size
+        return token

@@ -1,0 +1,50 @@
+"""The values that the engine loop and the router share: pauses, KV policies, pull results."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal
+
+
+class PauseMode(StrEnum):
+    """What a pause does with the requests that are running."""
+
+    KEEP = "keep"  # frozen where they are; resuming costs nothing
+    WAIT = "wait"  # they finish; new ones wait
+    ABORT = "abort"  # they end with what they have, and new ones end at once
+
+
+@dataclass(frozen=True, slots=True)
+class KVPolicy:
+    """What becomes of the KV cache at a swap.
+
+    Args:
+        running: "keep" lets running requests go on with KV of the old weights, "recompute" has them prefill again.
+        reset_prefix_cache: later requests reuse no KV of the old weights.
+
+    Raises:
+        ValueError: running requests cannot be recomputed while their old KV is still offered to them.
+    """
+
+    running: Literal["keep", "recompute"] = "keep"
+    reset_prefix_cache: bool = True
+
+    def __post_init__(self) -> None:
+        if self.running not in ("keep", "recompute"):
+            raise ValueError(f"KVPolicy.running is {self.running!r}; it must be 'keep' or 'recompute'")
+        if self.running == "recompute" and not self.reset_prefix_cache:
+            raise ValueError(
+                "KVPolicy.running is 'recompute' and reset_prefix_cache is False: running requests would prefill from "
+                "the KV of the old weights; set reset_prefix_cache=True"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class PullResult:
+    """A pull that succeeded. `version` is newer than asked for where a later pull took this one's place."""
+
+    version: int
+    load_s: float
+    verify_s: float
+    stall_s: float  # how long the engine did not step
