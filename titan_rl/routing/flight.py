@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Coroutine, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -82,7 +82,7 @@ class Flights:
         return iter(tuple(self._flights.values()))
 
     @contextmanager
-    def track(self, request_id: str) -> Iterator[Flight]:
+    def track(self, request_id: str) -> Generator[Flight]:
         """A flight that is known until the block is left.
 
         Raises:
@@ -124,11 +124,11 @@ class Flights:
                     await asyncio.wait([f.landed for f in running], timeout=self._limits.reabort_interval_s)
                 return ()
         except TimeoutError:
-            running = [flight for flight in flights if not flight.landed.done()]
+            if not (running := [flight for flight in flights if not flight.landed.done()]):
+                return ()
         for flight in running:
             flight.interrupt()
-        if running:
-            await asyncio.wait([flight.landed for flight in running], timeout=self._limits.cancel_s)
+        await asyncio.wait([flight.landed for flight in running], timeout=self._limits.cancel_s)
         given_up = tuple(flight.request_id for flight in running)
         logger.warning("%d aborted requests did not return and were cancelled: %s", len(given_up), given_up[:16])
         return given_up

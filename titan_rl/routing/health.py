@@ -53,14 +53,18 @@ class Health:
         Args:
             epoch: the member's epoch when the failed call began; a failure from before its last admission is ignored.
         """
-        if member.removed or member in self._recovering or (epoch is not None and epoch != member.epoch):
+        is_out = member in self._recovering and not member.serving
+        if member.removed or is_out or (epoch is not None and epoch != member.epoch):
             return
         member.failures += 1
         member.last_error = self._pool.last_error = error
         logger.warning("replica %s is out of service: %r", member.name, error)
         self.take_out(member)
         if self._on_failed is not None:
-            self._on_failed(member.replica, error)
+            try:
+                self._on_failed(member.replica, error)
+            except Exception:
+                logger.exception("on_replica_failed raised for replica %s", member.name)
 
     def take_out(self, member: Member) -> None:
         """Out of service until it has pulled the current version, without blame."""

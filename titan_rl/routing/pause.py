@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import get_args
 
+from titan_rl.errors import GenerationError
 from titan_rl.routing.flight import Flights
 from titan_rl.routing.limits import Limits
 from titan_rl.routing.member import Member
@@ -49,7 +49,7 @@ class Pause:
             raise ValueError(f"pause mode is {mode!r}; it must be one of {', '.join(get_args(PauseMode))}")
         if self.mode is not None:
             raise RuntimeError(f"the router is paused already, in mode {self.mode!r}; resume it first")
-        started = time.monotonic()
+        started = asyncio.get_running_loop().time()
         self.mode = mode  # before any engine is told, so that nothing arrives behind its back
         self.open.clear()
         aborted = list(self._flights) if mode == "abort" else []
@@ -63,21 +63,26 @@ class Pause:
                 aborted = [flight for flight in self._flights if flight.member is not None]
             cancelled = await self._flights.end(aborted)
             failed = await self._apply_to_all()
-        seconds = time.monotonic() - started
+        seconds = asyncio.get_running_loop().time() - started
         return PauseReport(mode, seconds, tuple(flight.request_id for flight in aborted), cancelled, failed)
 
     async def resume(self) -> None:
-        if self.mode is None:
-            raise RuntimeError("the router is not paused; there is nothing to resume")
-        async with self._changing:
+        async with self._changing:  # a pause under way ends first
             if self.mode is None:
-                raise RuntimeError("the router was resumed by another call already")
+                raise RuntimeError("the router is not paused; there is nothing to resume")
             self.mode = None
             await self._apply_to_all()
-            if self.mode is None:  # unless paused again meanwhile
-                for flight in self._flights:
-                    flight.thaw()
-                self.open.set()
+            self._open_gate()
+
+    async def wait_open(self) -> None:
+        try:
+            async with asyncio.timeout(self._limits.paused_s):
+                await self.open.wait()
+        except TimeoutError:
+            raise self.not_resumed() from None
+
+    def not_resumed(self) -> GenerationError:
+        return GenerationError(f"the router was not resumed within {self._limits.paused_s:g} s")
 
     def applied(self, member: Member) -> bool:
         return member.paused == self.mode
@@ -98,6 +103,13 @@ class Pause:
                     if wanted is not None:
                         await member.replica.pause(wanted)
                 member.paused = wanted
+
+    def _open_gate(self) -> None:
+        if self.mode is not None:  # paused again while the replicas were resuming
+            return
+        for flight in self._flights:
+            flight.thaw()
+        self.open.set()
 
     async def _apply_to_all(self) -> dict[str, Exception]:
         """Members out of service are left to their recovery, which ends in the wanted state too."""

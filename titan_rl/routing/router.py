@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 
-from titan_rl.errors import EngineDeadError, GenerationError, NoReplicaError, RequestError
-from titan_rl.routing.flight import Flight, Flights, tell_abort
+from titan_rl.errors import EngineDeadError
+from titan_rl.routing.dispatch import Dispatcher
+from titan_rl.routing.flight import Flights
 from titan_rl.routing.health import Health, OnReplicaFailed
 from titan_rl.routing.limits import Limits
 from titan_rl.routing.member import Member, MemberStatus
 from titan_rl.routing.pause import Pause, PauseReport
-from titan_rl.routing.pool import Pool, Reservation
+from titan_rl.routing.pool import Pool
 from titan_rl.routing.pull import Puller, PullMode, PullReport
 from titan_rl.routing.replica import PauseMode, Replica
 from titan_rl.routing.strategies import LeastLoaded, StickySession, Strategy
 from titan_rl.routing.tasks import TaskSet
-from titan_rl.types import Completion, FinishReason, SamplingParams
+from titan_rl.types import Completion, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -56,12 +56,6 @@ class GeneratorRouter:
         limits: Limits | None = None,
         on_replica_failed: OnReplicaFailed | None = None,
     ) -> None:
-        if not request_timeout_s > 0:
-            raise ValueError(f"request_timeout_s is {request_timeout_s!r}; it must be above 0")
-        if max_attempts < 1:
-            raise ValueError(f"max_attempts is {max_attempts!r}; it must be at least 1")
-        self._request_timeout_s = request_timeout_s
-        self._max_attempts = max_attempts
         self._limits = limits or Limits()
         self._closed: EngineDeadError | None = None
         self._calls: set[asyncio.Timeout] = set()  # of the control calls under way
@@ -73,7 +67,7 @@ class GeneratorRouter:
             self._tasks,
             self._limits,
             prepare=self._prepare,
-            prepared=lambda member: self._puller.applied(member) and self._pause.applied(member),
+            prepared=self._is_prepared,
             on_failed=on_replica_failed,
         )
         self._pause = Pause(self._pool, self._flights, self._limits, self._health.quarantine)
@@ -84,6 +78,16 @@ class GeneratorRouter:
             quarantine=self._health.quarantine,
             take_out=self._health.take_out,
             bring_up=self._health.bring_up,
+        )
+        self._dispatcher = Dispatcher(
+            self._pool,
+            self._flights,
+            self._health,
+            self._pause,
+            self._tasks,
+            self._limits,
+            request_timeout_s=request_timeout_s,
+            max_attempts=max_attempts,
         )
 
     @property
@@ -117,28 +121,7 @@ class GeneratorRouter:
             GenerationError: it failed on `max_attempts` replicas, or waited too long for a resume.
             EngineDeadError: the router is closed.
         """
-        failures: list[Exception] = []
-        cost = len(prompt_token_ids) + sampling.max_tokens
-        with self._flights.track(request_id) as flight:
-            while (reservation := await self._board(flight, session_id, cost)) is not None:
-                with reservation as member:
-                    epoch = member.epoch
-                    flight.depart(member)
-                    try:
-                        return await self._send(flight, member, prompt_token_ids, session_id, sampling)
-                    except RequestError:
-                        raise
-                    except Exception as error:
-                        if flight.interrupted:  # aborted, or its replica was removed: nobody's failure
-                            continue
-                        failures.append(error)
-                        self._health.quarantine(member, error, epoch)
-                    finally:
-                        flight.member = None
-                if len(failures) == self._max_attempts:
-                    message = f"request {request_id!r} failed on {len(failures)} replicas; the last: {failures[-1]!r}"
-                    raise GenerationError(message) from failures[-1]
-            return Completion(request_id, (), (), FinishReason.ABORT, ())
+        return await self._dispatcher.generate(prompt_token_ids, request_id, session_id, sampling)
 
     async def pull_state_dict(self, version: int, mode: PullMode = "hot_swap") -> PullReport:
         """Bring every replica to `version`, or to a newer one that was asked for meanwhile.
@@ -183,11 +166,7 @@ class GeneratorRouter:
             GenerationError: it was not resumed within the limit.
         """
         async with self._until_closed():
-            try:
-                async with asyncio.timeout(self._limits.paused_s):
-                    await self._pause.open.wait()
-            except TimeoutError:
-                raise self._still_paused() from None
+            await self._pause.wait_open()
 
     async def abort(self, request_ids: Iterable[str] | None = None) -> tuple[str, ...]:
         """End requests with the tokens they have, by default all that are in flight. Later ones are not affected.
@@ -235,70 +214,21 @@ class GeneratorRouter:
 
     async def close(self) -> None:
         """Fail what is in flight with `EngineDeadError` and close every replica. Closing again does nothing."""
-        if self._closed is None:
-            self._shut(EngineDeadError("the router is closed"))
+        self._shut(EngineDeadError("the router is closed"))
         if landing := [flight.landed for flight in self._flights]:
             await asyncio.wait(landing, timeout=self._limits.cancel_s)
         await self._tasks.close(self._limits.cancel_s)
         await asyncio.gather(*(self._close_replica(self._pool.remove(member.name)) for member in self._pool))
 
-    async def _board(self, flight: Flight, session_id: str | None, cost: int) -> Reservation | None:
-        """Wait until requests may pass and a replica serves. None: the request is aborted."""
-        while True:
-            if self._closed is not None:
-                raise self._closed
-            if flight.aborted or self._pause.mode == "abort":
-                return None
-            try:
-                if not self._pause.open.is_set():
-                    await flight.within(self._limits.paused_s, self._pause.open.wait())
-                elif not self._pool.serving.is_set():
-                    await flight.within(self._limits.no_replica_s, self._pool.serving.wait())
-                else:
-                    return self._pool.choose(session_id, cost)
-            except TimeoutError:
-                if flight.interrupted:
-                    continue
-                if not self._pause.open.is_set():
-                    raise self._still_paused() from None
-                cause = self._pool.last_error
-                waited_s = self._limits.no_replica_s
-                raise NoReplicaError(f"no replica served within {waited_s:g} s; the last failed: {cause!r}") from cause
-
-    async def _send(
-        self,
-        flight: Flight,
-        member: Member,
-        prompt_token_ids: Sequence[int],
-        session_id: str | None,
-        sampling: SamplingParams,
-    ) -> Completion:
-        """One attempt on one replica."""
-        answer = member.replica.generate(
-            prompt_token_ids, request_id=flight.engine_id, session_id=session_id, sampling=sampling
-        )
-        try:
-            completion = await flight.within(self._request_timeout_s, answer)
-        except (TimeoutError, asyncio.CancelledError):  # the engine may be at it still
-            orphan = tell_abort(member, [flight.engine_id], self._limits.call_s)
-            self._tasks.start(orphan, f"abort {flight.engine_id}")
-            raise
-        member.failures = 0
-        if flight.aborted:
-            return replace(completion, request_id=flight.request_id, finish_reason=FinishReason.ABORT)
-        if flight.engine_id != flight.request_id:
-            return replace(completion, request_id=flight.request_id)
-        return completion
-
     async def _prepare(self, member: Member) -> None:
         await self._puller.apply(member)
         await self._pause.apply(member)
 
-    def _still_paused(self) -> GenerationError:
-        return GenerationError(f"the router was not resumed within {self._limits.paused_s:g} s")
+    def _is_prepared(self, member: Member) -> bool:
+        return self._puller.applied(member) and self._pause.applied(member)
 
     @asynccontextmanager
-    async def _until_closed(self) -> AsyncIterator[None]:
+    async def _until_closed(self) -> AsyncGenerator[None]:
         """The block ends with `EngineDeadError` when the router is closed meanwhile."""
         if self._closed is not None:
             raise self._closed
@@ -314,8 +244,10 @@ class GeneratorRouter:
                 self._calls.discard(scope)
 
     def _shut(self, reason: EngineDeadError) -> None:
-        """From now on everything fails with `reason`."""
-        self._closed = reason
+        """From now on everything fails with `reason`; the first one stands."""
+        if self._closed is not None:
+            return
+        self._closed = self._dispatcher.closed = reason
         for flight in self._flights:
             flight.interrupt()
         for scope in self._calls:

@@ -1,0 +1,121 @@
+"""Carrying one request to an answer: wait, choose, send, and send again elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+
+from titan_rl.errors import EngineDeadError, GenerationError, NoReplicaError, RequestError
+from titan_rl.routing.flight import Flight, Flights, tell_abort
+from titan_rl.routing.health import Health
+from titan_rl.routing.limits import Limits
+from titan_rl.routing.member import Member
+from titan_rl.routing.pause import Pause
+from titan_rl.routing.pool import Pool, Reservation
+from titan_rl.routing.tasks import TaskSet
+from titan_rl.types import Completion, FinishReason, SamplingParams
+
+
+class Dispatcher:
+    """What `GeneratorRouter.generate` does. An answer has one owner: the caller's own task."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        flights: Flights,
+        health: Health,
+        pause: Pause,
+        tasks: TaskSet,
+        limits: Limits,
+        *,
+        request_timeout_s: float,
+        max_attempts: int,
+    ) -> None:
+        if not request_timeout_s > 0:
+            raise ValueError(f"request_timeout_s is {request_timeout_s!r}; it must be above 0")
+        if max_attempts < 1:
+            raise ValueError(f"max_attempts is {max_attempts!r}; it must be at least 1")
+        self.closed: EngineDeadError | None = None
+        self._pool = pool
+        self._flights = flights
+        self._health = health
+        self._pause = pause
+        self._tasks = tasks
+        self._limits = limits
+        self._request_timeout_s = request_timeout_s
+        self._max_attempts = max_attempts
+
+    async def generate(
+        self, prompt_token_ids: Sequence[int], request_id: str, session_id: str | None, sampling: SamplingParams
+    ) -> Completion:
+        failures: list[Exception] = []
+        cost = len(prompt_token_ids) + sampling.max_tokens
+        with self._flights.track(request_id) as flight:
+            while (reservation := await self._board(flight, session_id, cost)) is not None:
+                with reservation as member:
+                    epoch = member.epoch
+                    flight.depart(member)
+                    try:
+                        return await self._send(flight, member, prompt_token_ids, session_id, sampling)
+                    except RequestError:
+                        raise
+                    except Exception as error:
+                        if flight.interrupted:  # aborted, or its replica was removed: nobody's failure
+                            continue
+                        failures.append(error)
+                        self._health.quarantine(member, error, epoch)
+                    finally:
+                        flight.member = None
+                if len(failures) == self._max_attempts:
+                    message = f"request {request_id!r} failed on {len(failures)} replicas; the last: {failures[-1]!r}"
+                    raise GenerationError(message) from failures[-1]
+            return Completion(request_id, (), (), FinishReason.ABORT, ())
+
+    async def _board(self, flight: Flight, session_id: str | None, cost: int) -> Reservation | None:
+        """Wait until requests may pass and a replica serves. None: the request is aborted."""
+        while True:
+            if self.closed is not None:
+                raise self.closed
+            if flight.aborted or self._pause.mode == "abort":
+                return None
+            try:
+                if not self._pause.open.is_set():
+                    await flight.within(self._limits.paused_s, self._pause.open.wait())
+                elif not self._pool.serving.is_set():
+                    await flight.within(self._limits.no_replica_s, self._pool.serving.wait())
+                else:
+                    return self._pool.choose(session_id, cost)
+            except TimeoutError:
+                if flight.interrupted:
+                    continue
+                if not self._pause.open.is_set():
+                    raise self._pause.not_resumed() from None
+                cause = self._pool.last_error
+                waited_s = self._limits.no_replica_s
+                raise NoReplicaError(f"no replica served within {waited_s:g} s; the last failed: {cause!r}") from cause
+
+    async def _send(
+        self,
+        flight: Flight,
+        member: Member,
+        prompt_token_ids: Sequence[int],
+        session_id: str | None,
+        sampling: SamplingParams,
+    ) -> Completion:
+        """One attempt on one replica."""
+        answer = member.replica.generate(
+            prompt_token_ids, request_id=flight.engine_id, session_id=session_id, sampling=sampling
+        )
+        try:
+            completion = await flight.within(self._request_timeout_s, answer)
+        except (TimeoutError, asyncio.CancelledError):  # the engine may be at it still
+            orphan = tell_abort(member, [flight.engine_id], self._limits.call_s)
+            self._tasks.start(orphan, f"abort {flight.engine_id}")
+            raise
+        member.failures = 0
+        if flight.aborted:
+            return replace(completion, request_id=flight.request_id, finish_reason=FinishReason.ABORT)
+        if flight.engine_id != flight.request_id:
+            return replace(completion, request_id=flight.request_id)
+        return completion
