@@ -245,7 +245,7 @@ class Rubric:
                 "raise the rubric's timeout_s or make them faster"
             ) from error
         except ExceptionGroup as group:
-            failure = _first(cast("ExceptionGroup[Exception]", group))
+            failure = _first(group)
         if failure is not None:
             raise failure  # outside the handler, so that its cause stays the function's own exception
         return [{name: task.result()[i] for name, task in running.items()} for i in range(len(rollouts))]
@@ -254,4 +254,4 @@ class Rubric:
 def _first(group: ExceptionGroup[Exception]) -> Exception:
     """The first failure of nested task groups; its siblings were cancelled because of it."""
     error = group.exceptions[0]
-    return _first(error) if isinstance(error, ExceptionGroup) else error
+    return _first(cast("ExceptionGroup[Exception]", error)) if isinstance(error, ExceptionGroup) else error

@@ -46,8 +46,8 @@ class ChatTemplateRenderer:
     and the first is left out where the completion already ends with it.
 
     Args:
-        tokenizer: a Hugging Face tokenizer, or anything with its `apply_chat_template`, `encode`, `decode`,
-            `eos_token_id`, `all_special_ids` and `chat_template`.
+        tokenizer: a Hugging Face tokenizer, or anything with its `apply_chat_template`, `decode`, `eos_token_id`,
+            `chat_template` and length.
         template_kwargs: passed to the template, such as `{"enable_thinking": False}`.
 
     Tool calls are not parsed: an answer is its text. The `renderers` package knows the formats of many models.
@@ -77,7 +77,7 @@ class ChatTemplateRenderer:
             MissingExtraError: transformers is not installed.
         """
         try:
-            from transformers import AutoTokenizer
+            import transformers
         except ImportError as error:
             raise MissingExtraError("transformers", "cpu") from error
         folder = Path(path)
@@ -86,7 +86,8 @@ class ChatTemplateRenderer:
         if not any(path for pattern in _TOKENIZER_FILES for path in folder.glob(pattern)):
             raise ModelError(f"model folder {str(path)!r} has no tokenizer (such as tokenizer.json)")
         try:
-            tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            auto_tokenizer: Any = transformers.AutoTokenizer
+            tokenizer = auto_tokenizer.from_pretrained(folder, local_files_only=True)
         except Exception as error:  # transformers raises many types here
             raise ModelError(f"the tokenizer in model folder {str(path)!r} cannot be loaded: {error}") from error
         if not tokenizer.chat_template:
@@ -168,7 +169,8 @@ class ChatTemplateRenderer:
             raise self._refusal("what follows an answer does not show the new messages")
         eos = self._tokenizer.eos_token_id
         stop_token_ids: set[int] = set() if eos is None else {eos}
-        stop_token_ids |= {one[0]} & set(self._tokenizer.all_special_ids)
+        if not self._tokenizer.decode(one[:1], skip_special_tokens=True):
+            stop_token_ids.add(one[0])
         if not stop_token_ids:
             raise self._refusal("nothing ends an answer: no eos token, and no special token after it")
         return tuple(sorted(stop_token_ids))
