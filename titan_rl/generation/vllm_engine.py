@@ -1,0 +1,233 @@
+"""vLLM as an `Engine`, in this process: its engine core alone, without its tokenizer or output processing."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from titan_rl.errors import ModelError, RequestError
+from titan_rl.extras import require
+from titan_rl.generation.engine import EngineRequest, TokenDelta
+from titan_rl.types import FinishReason, SamplingParams
+
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the core runs in the thread that calls it
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # engines that share cores must not bind to the same ones
+    "OMP_NUM_THREADS": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+}
+
+
+class VLLMEngine:
+    """Continuous batching with paged attention and a prefix cache.
+
+    Logprobs are those of the distribution sampled from: temperature, top_p, top_k and min_p applied.
+
+    Args:
+        model_path: Hugging Face folder with config.json and safetensors; no tokenizer is needed.
+        dtype: of weights, activations and KV cache.
+        max_context: most tokens of prompt and completion together.
+        max_running: most requests advanced at a time; others wait.
+        kv_cache_gib: memory for the KV cache.
+        seed: of requests that bring none.
+        tensor_parallel_size: ranks that share the model, each with an engine of its own, in lockstep. They are
+            started by whoever started this process, with torch.distributed's environment variables set.
+
+    Raises:
+        MissingExtraError: vLLM is not installed.
+        ModelError: the folder is not a model that vLLM can load, or does not fit the settings.
+    """
+
+    def __init__(
+        self,
+        model_path: str,
+        *,
+        dtype: str = "float32",
+        max_context: int = 512,
+        max_running: int = 64,
+        kv_cache_gib: float = 1.0,
+        seed: int = 0,
+        tensor_parallel_size: int = 1,
+    ) -> None:
+        if not (Path(model_path) / "config.json").is_file():
+            raise ModelError(f"{model_path} has no config.json; it must be a Hugging Face model folder")
+        for name, value in _ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        require("vllm", "cpu")
+        from vllm import SamplingParams as VLLMSamplingParams
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine import EngineCoreRequest
+        from vllm.v1.engine.core_client import InprocClient
+        from vllm.v1.executor import Executor
+
+        self._sampling_type = VLLMSamplingParams
+        self._request_type = EngineCoreRequest
+        self._max_context = max_context
+        self._ids = map(str, itertools.count())  # the core's own request ids, never used twice
+        self._internal: dict[str, str] = {}  # request id -> core id
+        self._external: dict[str, str] = {}  # core id -> request id
+        self._scores: dict[str, list[float] | None] = {}  # core id -> logprobs, once they are there
+        self._gained: list[TokenDelta] = []
+        self._cache_epoch = 0
+        arguments = EngineArgs(
+            model=model_path,
+            skip_tokenizer_init=True,
+            dtype=dtype,  # pyright: ignore[reportArgumentType]
+            seed=seed,
+            max_model_len=max_context,
+            max_num_seqs=max_running,
+            kv_cache_memory_bytes=int(kv_cache_gib * 2**30),
+            enable_prefix_caching=True,
+            logprobs_mode="processed_logprobs",
+            generation_config="vllm",
+            async_scheduling=False,  # a step's tokens must come from the weights loaded when it was taken
+            enforce_eager=True,
+            tensor_parallel_size=tensor_parallel_size,
+            distributed_executor_backend="external_launcher" if tensor_parallel_size > 1 else "uni",
+            disable_log_stats=True,
+        )
+        try:
+            config = arguments.create_engine_config()
+            self._vocab_size: int = config.model_config.get_vocab_size()
+            self._core = InprocClient(config, Executor.get_class(config), log_stats=False)
+        except (ValueError, OSError) as error:
+            raise ModelError(f"vLLM cannot serve {model_path}: {error}") from error
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._external or self._gained)
+
+    def add(self, request: EngineRequest) -> None:
+        if request.request_id in self._internal:
+            raise RequestError(f"request_id {request.request_id!r} is already running; ids must be unique")
+        prompt, room = list(request.prompt_token_ids), self._max_context - len(request.prompt_token_ids)
+        if not prompt or room < 1:
+            raise RequestError(
+                f"request {request.request_id!r} has {len(prompt)} prompt tokens; between 1 and "
+                f"{self._max_context - 1} leave room for a completion. Shorten the prompt or raise max_context, "
+                f"which is {self._max_context}"
+            )
+        self._check_vocabulary(request.request_id, prompt)
+        params = self._params(request.request_id, request.sampling, room)
+        core_id = self._submit(prompt, params)
+        self._internal[request.request_id] = core_id
+        self._external[core_id] = request.request_id
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        known = [request_id for request_id in request_ids if request_id in self._internal]
+        if known:
+            core_ids = [self._internal.pop(request_id) for request_id in known]
+            for core_id in core_ids:
+                del self._external[core_id]
+            self._core.abort_requests(core_ids)
+        gone = set(request_ids)
+        self._gained = [delta for delta in self._gained if delta.request_id not in gone]
+
+    def step(self) -> list[TokenDelta]:
+        gained = self.flush()
+        return gained + self._advance() if gained else self._advance()
+
+    def load_state_dict(self, items: Iterable[tuple[str, Any]], version: int) -> None:
+        self._core.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(items)})
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        core_ids: list[str | None] = []
+        for sequence in sequences:
+            tokens = list(sequence)
+            self._check_vocabulary("score", tokens)
+            if len(tokens) > self._max_context:
+                raise RequestError(f"a sequence to score has {len(tokens)} tokens; the context holds {self._max_context}")
+            if len(tokens) < 2:
+                core_ids.append(None)
+                continue
+            # Asking for prompt logprobs keeps a request from reading the prefix cache.
+            params = self._sampling_type(max_tokens=1, prompt_logprobs=0, ignore_eos=True, detokenize=False)
+            core_id = self._submit(tokens, params)
+            self._scores[core_id] = None
+            core_ids.append(core_id)
+        while any(scores is None for scores in self._scores.values()):
+            self._gained.extend(self._advance())
+        return [[] if core_id is None else self._scores.pop(core_id) or [] for core_id in core_ids]
+
+    def flush(self) -> list[TokenDelta]:
+        gained, self._gained = self._gained, []
+        return gained
+
+    def reset_prefix_cache(self, *, recompute_running: bool = False) -> None:
+        # vLLM cannot empty the cache while requests run; salting the keys of later requests hides it from them.
+        self._cache_epoch += 1
+        if recompute_running or not self._external:
+            self._core.reset_prefix_cache(reset_running_requests=recompute_running)
+
+    def close(self) -> None:
+        self._core.shutdown()
+
+    def _submit(self, prompt: list[int], params: Any) -> str:
+        core_id = next(self._ids)
+        self._core.add_request(
+            self._request_type(
+                request_id=core_id,
+                prompt_token_ids=prompt,
+                mm_features=None,
+                sampling_params=params,
+                pooling_params=None,
+                arrival_time=0.0,
+                lora_request=None,
+                cache_salt=str(self._cache_epoch),
+                data_parallel_rank=None,
+            )
+        )
+        return core_id
+
+    def _advance(self) -> list[TokenDelta]:
+        deltas: list[TokenDelta] = []
+        for output in self._core.get_output().outputs:
+            core_id = output.request_id
+            request_id = self._external.get(core_id)
+            if request_id is None:
+                if core_id in self._scores and output.new_prompt_logprobs_tensors is not None:
+                    # [num_tokens - 1, 1]: the first column is the token that was there
+                    self._scores[core_id] = output.new_prompt_logprobs_tensors.logprobs[:, 0].tolist()
+                continue
+            finish_reason = None
+            if output.finish_reason is not None:
+                finish_reason = FinishReason(str(output.finish_reason))
+                del self._external[core_id], self._internal[request_id]
+            logprobs = output.new_logprobs.logprobs[:, 0].tolist() if output.new_logprobs is not None else []
+            metrics = {}
+            if output.prefill_stats is not None:
+                metrics = {"cached_prompt_tokens": float(output.prefill_stats.num_cached_tokens)}
+            deltas.append(TokenDelta(request_id, output.new_token_ids, logprobs, finish_reason, metrics=metrics))
+        return deltas
+
+    def _params(self, request_id: str, sampling: SamplingParams, room: int) -> Any:
+        if sampling.return_routed_experts:
+            raise RequestError(f"request {request_id!r} asks for routed experts, which this engine does not return")
+        max_tokens = min(sampling.max_tokens, room)
+        try:
+            return self._sampling_type(
+                max_tokens=max_tokens,
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                min_p=sampling.min_p,
+                min_tokens=min(sampling.min_tokens, max_tokens),
+                seed=sampling.seed,
+                stop_token_ids=list(sampling.stop_token_ids),
+                ignore_eos=True,  # the request names its stop tokens itself
+                logprobs=0,
+                detokenize=False,
+                skip_clone=True,
+            )
+        except ValueError as error:
+            raise RequestError(f"request {request_id!r}: {error}") from error
+
+    def _check_vocabulary(self, request_id: str, tokens: list[int]) -> None:
+        if tokens and not 0 <= min(tokens) <= max(tokens) < self._vocab_size:
+            wrong = next(token for token in tokens if not 0 <= token < self._vocab_size)
+            raise RequestError(f"request {request_id!r} has token {wrong}; the vocabulary has {self._vocab_size} tokens")
