@@ -13,6 +13,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+
+import titan_rl.training.device  # noqa: F401  before torchtitan
+
+# isort: split
 from torchtitan.protocols.module import Module
 
 MIN_FILL = 0.75
@@ -61,8 +65,11 @@ def layout_documents(lengths: Sequence[int], device: torch.device | str = "cpu")
         slot_of_token[start : start + length] = range(slot, slot + length)
         token_of_slot.extend([0] * (width - length))
         padded_slots.extend(range(slot + length, slot + width))
-    tensors = (torch.tensor(values, device=device, dtype=torch.int64) for values in (token_of_slot, slot_of_token))
-    return DocumentLayout(tuple(shapes), *tensors, torch.tensor(padded_slots, device=device, dtype=torch.int64))
+
+    def ints(values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=device)
+
+    return DocumentLayout(tuple(shapes), ints(token_of_slot), ints(slot_of_token), ints(padded_slots))
 
 
 class _Gather(torch.autograd.Function):

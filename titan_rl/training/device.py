@@ -1,30 +1,27 @@
-"""The device this process trains on, settled before any torchtitan model module is imported.
+"""The device this process trains on. Importing this module settles it for torchtitan, too.
 
-torchtitan reads its device type when its modules are imported and falls back to "cuda" on a machine without an
-accelerator. Modules of this package that import torchtitan models import this one first.
+torchtitan reads its device type when its modules are imported, and assumes "cuda" on a machine without an
+accelerator. So whatever imports a torchtitan module in this package imports this one first.
 """
 
 from __future__ import annotations
 
 import torch
 
+from titan_rl.errors import MissingExtraError
+
 try:
-    from torchtitan.tools import utils as _torchtitan_utils
+    from torchtitan.tools import utils as _torchtitan
 except ImportError as error:
-    from titan_rl.errors import MissingExtraError
-
     raise MissingExtraError("torchtitan", "cpu") from error
-
-DEVICE_TYPE = (
-    accelerator.type if (accelerator := torch.accelerator.current_accelerator(check_available=True)) else "cpu"
-)
-
-if DEVICE_TYPE == "cpu":
-    _torchtitan_utils.device_type = "cpu"
 
 
 def local_device() -> torch.device:
     """The accelerator that is current in this process, or the CPU."""
-    if DEVICE_TYPE == "cpu":
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
         return torch.device("cpu")
-    return torch.device(DEVICE_TYPE, torch.accelerator.current_device_index())
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+_torchtitan.device_type = local_device().type

@@ -7,6 +7,8 @@ from dataclasses import dataclass, fields
 
 import torch
 
+from titan_rl.training.losses import MAX_LOG_RATIO
+
 
 @dataclass(frozen=True, slots=True)
 class TokenRecord:
@@ -44,14 +46,15 @@ def token_metrics(record: TokenRecord, version: int) -> dict[str, float]:
     """
     valid_N = record.valid_N
     log_ratio_N = record.log_ratio_N[valid_N].double()
-    ratio_N = log_ratio_N.exp()
+    clamped_N = log_ratio_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    ratio_N = clamped_N.exp()
     staleness_N = (version - record.version_N[valid_N]).double()
     metrics = {
         "ratio_mean": ratio_N.mean(),
         "ratio_max": ratio_N.max(),
         "clip_fraction": record.clipped_N[valid_N].double().mean(),
         "entropy": record.entropy_N[valid_N].double().mean(),
-        "approx_kl": (ratio_N - 1 - log_ratio_N).mean(),
+        "approx_kl": (ratio_N - 1 - clamped_N).mean(),
         "staleness_mean": staleness_N.mean(),
         "staleness_max": staleness_N.max(),
         "num_nonfinite_tokens": (~valid_N).sum(),

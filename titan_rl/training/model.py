@@ -16,17 +16,16 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+import titan_rl.training.device  # noqa: F401  before torchtitan
 from titan_rl.errors import ModelError
 from titan_rl.training.attention import DocumentAttention
-from titan_rl.training.device import DEVICE_TYPE  # isort: split
 
+# isort: split
 from torchtitan.models.common import CosSinRoPE, Embedding, Linear
 from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
 from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.models.qwen3.model import Qwen3Model, Qwen3TransformerBlock
 from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
-
-__all__ = ["DEVICE_TYPE", "build_model", "hf_named_tensors", "load_weights", "model_config_from_hf", "read_hf_config"]
 
 _INIT: dict[str, Callable[..., Any]] = {"weight": partial(nn.init.normal_, std=0.02)}
 _NORM_INIT: dict[str, Callable[..., Any]] = {"weight": nn.init.ones_}
@@ -135,7 +134,7 @@ def hf_named_tensors(model: Qwen3Model) -> Iterator[tuple[str, torch.Tensor]]:
 
     With tied embeddings there is no `lm_head.weight`.
     """
-    yield from Qwen3StateDictAdapter(model.config, None).to_hf(model.state_dict()).items()
+    yield from _adapter(model).to_hf(model.state_dict()).items()
 
 
 def load_weights(model: Qwen3Model, folder: Path) -> None:
@@ -169,4 +168,8 @@ def load_weights(model: Qwen3Model, folder: Path) -> None:
     if missing := sorted(expected.keys() - weights.keys()):
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ModelError(f"the weights in {folder} lack {missing[0]!r}{more}, which config.json describes")
-    model.load_state_dict(Qwen3StateDictAdapter(model.config, None).from_hf(weights))
+    model.load_state_dict(_adapter(model).from_hf(weights))
+
+
+def _adapter(model: Qwen3Model) -> Qwen3StateDictAdapter:
+    return Qwen3StateDictAdapter(cast(Qwen3Model.Config, model.config), None)

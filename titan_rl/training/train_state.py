@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from titan_rl.errors import CheckpointError
@@ -20,7 +24,7 @@ def save_train_state(directory: Path, model: nn.Module, optimizer: torch.optim.O
     Raises:
         CheckpointError: it could not be written; what was at `directory` is unchanged.
     """
-    with atomic_directory(directory) as temporary:
+    with atomic_directory(directory) as temporary, _plain_errors():
         dcp.save(_state(model, optimizer, version), checkpoint_id=temporary, no_dist=True)
 
 
@@ -37,7 +41,8 @@ def load_train_state(directory: Path, model: nn.Module, optimizer: torch.optim.O
         raise CheckpointError(f"there is no checkpoint at {directory}")
     state = _state(model, optimizer, version=0)
     try:
-        dcp.load(state, checkpoint_id=directory, no_dist=True)
+        with _plain_errors():
+            dcp.load(state, checkpoint_id=directory, no_dist=True)
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     except Exception as error:
         raise CheckpointError(f"{directory} could not be read: {error}") from error
@@ -53,3 +58,14 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer, version: int) -> 
         "version": torch.tensor(version),
         "rng": torch.get_rng_state(),
     }
+
+
+@contextmanager
+def _plain_errors() -> Iterator[None]:
+    """DCP's exception is a BaseException that carries one traceback a rank; its warning says that one rank is one."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            yield
+    except CheckpointException as error:
+        raise RuntimeError("; ".join(str(failure[0]) for failure in error.failures.values())) from error

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 
 def make_tiny_qwen3(
     folder: Path, *, tied: bool = False, seed: int = 0, vocab_size: int = 128, num_layers: int = 2
 ) -> Path:
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
     config = Qwen3Config(
         vocab_size=vocab_size,
         hidden_size=64,
@@ -23,7 +21,7 @@ def make_tiny_qwen3(
         head_dim=16,
         max_position_embeddings=1024,
         tie_word_embeddings=tied,
-        rope_theta=10000.0,
+        rope_parameters={"rope_type": "default", "rope_theta": 50000.0},
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -34,15 +32,5 @@ def make_tiny_qwen3(
                 if parameter.ndim == 2:
                     parameter.mul_(4)
     model.save_pretrained(folder)
-    (folder / "tokenizer_config.json").write_text("{}")
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
     return folder
-
-
-@pytest.fixture(scope="session")
-def tiny_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_qwen3(tmp_path_factory.mktemp("qwen3"))
-
-
-@pytest.fixture(scope="session")
-def tied_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_qwen3(tmp_path_factory.mktemp("tied"), tied=True)

@@ -1,0 +1,97 @@
+"""Training state and exported weights on a real disk."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import resource
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_trainer import make_trainer, on_policy_samples, sequences, transformers_logprobs, weights
+from tiny_qwen3 import make_tiny_qwen3
+from transformers import AutoModelForCausalLM
+
+from titan_rl.config.sections import ModelConfig, TrainingConfig
+from titan_rl.errors import CheckpointError
+from titan_rl.training.trainer import TrainerCore
+
+
+@pytest.fixture(scope="module", params=["untied", "tied"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_qwen3(tmp_path_factory.mktemp(request.param), tied=request.param == "tied")
+
+
+def test_a_loaded_run_continues_to_the_bit(folder: Path, tmp_path: Path):
+    schedule = {"steps": 6, "lr_decay": "cosine", "warmup_steps": 2}
+    trainer = make_trainer(folder, **schedule)
+    samples = on_policy_samples(trainer, 24, 33, 8)
+    for _ in range(3):
+        trainer.step(samples)
+    trainer.save(tmp_path / "step-000003")
+    random_state = torch.get_rng_state()
+    expected = [trainer.step(samples) for _ in range(3)]
+
+    resumed = make_trainer(folder, **schedule)
+    resumed.load(tmp_path / "step-000003")
+    assert resumed.version == 3
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert [resumed.step(samples) for _ in range(3)] == expected
+    reference = weights(trainer)
+    assert all(torch.equal(tensor, reference[name]) for name, tensor in resumed.named_tensors())
+    assert os.listdir(tmp_path) == ["step-000003"]
+
+
+def test_a_missing_damaged_or_foreign_checkpoint_is_refused(folder: Path, tmp_path: Path):
+    trainer = make_trainer(folder)
+    with pytest.raises(CheckpointError, match="no checkpoint"):
+        trainer.load(tmp_path / "absent")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match="could not be read"):
+        trainer.load(tmp_path / "empty")
+    other = make_trainer(make_tiny_qwen3(tmp_path / "other", vocab_size=64))
+    other.save(tmp_path / "step-000000")
+    with pytest.raises(CheckpointError, match="could not be read"):
+        trainer.load(tmp_path / "step-000000")
+
+
+def save_on_a_full_disk(folder: str, target: str, num_bytes: int) -> None:
+    """Child process: files beyond `num_bytes` cannot be written. Exits 0 where both writes fail as they should."""
+    trainer = TrainerCore(ModelConfig(path=folder), TrainingConfig(), seed=0)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, num_bytes))
+    for write in (trainer.save, trainer.export_hf):
+        with pytest.raises(CheckpointError, match="could not be written"):
+            write(target)
+
+
+def test_a_full_disk_leaves_the_previous_checkpoint_valid(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory):
+    folder, target = make_tiny_qwen3(tmp_path_factory.mktemp("model")), tmp_path / "step-000000"
+    make_trainer(folder).save(target)
+    arguments = (str(folder), str(target), 100_000)
+    child = multiprocessing.get_context("spawn").Process(target=save_on_a_full_disk, args=arguments)
+    child.start()
+    child.join(timeout=120)
+    assert child.exitcode == 0
+    assert os.listdir(tmp_path) == ["step-000000"]
+    make_trainer(folder).load(target)
+
+
+def test_an_exported_folder_gives_transformers_the_same_logits(folder: Path, tmp_path: Path):
+    trainer = make_trainer(folder)
+    trainer.step(on_policy_samples(trainer, 24, 33, 8))
+    trainer.export_hf(tmp_path / "export")
+    load: Any = AutoModelForCausalLM.from_pretrained
+    reference, loading = load(tmp_path / "export", output_loading_info=True)
+    assert not loading["missing_keys"]
+    assert not loading["unexpected_keys"]
+    assert reference.dtype == torch.float32
+    (sequence,) = sequences(40)
+    scores = torch.tensor(trainer.score([sequence])[0])
+    torch.testing.assert_close(scores, transformers_logprobs(reference, sequence), rtol=0, atol=1e-5)
+    again = make_trainer(tmp_path / "export")
+    assert again.score([sequence]) == trainer.score([sequence])
+    assert (tmp_path / "export" / "chat_template.jinja").is_file()

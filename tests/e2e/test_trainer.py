@@ -1,0 +1,228 @@
+"""The trainer on a real torchtitan model, against transformers and against itself."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_qwen3 import make_tiny_qwen3
+from transformers import AutoModelForCausalLM
+
+from titan_rl.config.sections import ModelConfig, TrainingConfig
+from titan_rl.errors import ModelError, TrainingError
+from titan_rl.training.sample import TrainingSample
+from titan_rl.training.trainer import TrainerCore
+
+
+@pytest.fixture(scope="module", params=["untied", "tied"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_qwen3(tmp_path_factory.mktemp(request.param), tied=request.param == "tied")
+
+
+@pytest.fixture(scope="module")
+def untied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_qwen3(tmp_path_factory.mktemp("model"))
+
+
+def make_trainer(folder: Path, **training: Any) -> TrainerCore:
+    return TrainerCore(ModelConfig(path=str(folder)), TrainingConfig(**{"steps": 10, **training}), seed=0)
+
+
+def sequences(*lengths: int) -> list[list[int]]:
+    rng = random.Random(0)
+    return [[rng.randrange(128) for _ in range(length)] for length in lengths]
+
+
+def on_policy_samples(trainer: TrainerCore, *lengths: int, temperature: float = 1.0) -> list[TrainingSample]:
+    """The second half of each sequence is the completion; advantages alternate in sign."""
+    samples: list[TrainingSample] = []
+    for index, sequence in enumerate(sequences(*lengths)):
+        mask = [t >= len(sequence) // 2 for t in range(len(sequence))]
+        logprobs = [0.0, *trainer.score([sequence])[0]]
+        samples.append(
+            TrainingSample(
+                group_id="g",
+                rollout_id=f"g/{index}",
+                token_ids=sequence,
+                loss_mask=mask,
+                behaviour_logprobs=[p if trained else 0.0 for p, trained in zip(logprobs, mask, strict=True)],
+                advantages=[(-1.0) ** index if trained else 0.0 for trained in mask],
+                versions=[trainer.version if trained else -1 for trained in mask],
+                temperature=temperature,
+            )
+        )
+    return samples
+
+
+def weights(trainer: TrainerCore) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in trainer.named_tensors()}
+
+
+def transformers_logprobs(model: Any, sequence: Sequence[int], temperature: float = 1.0) -> torch.Tensor:
+    token_ids = torch.tensor([sequence])
+    with torch.no_grad():
+        logprobs = (model(token_ids).logits[0] / temperature).log_softmax(-1)
+    return logprobs[:-1].gather(-1, token_ids[0, 1:, None])[:, 0]
+
+
+def test_scores_equal_those_of_transformers(folder: Path):
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    sample = sequences(2, 5, 40, 111)
+    for sequence, scores in zip(sample, make_trainer(folder).score(sample), strict=True):
+        torch.testing.assert_close(torch.tensor(scores), transformers_logprobs(reference, sequence), rtol=0, atol=1e-5)
+    assert make_trainer(folder).score([[], [3]]) == [[], []]
+
+
+def test_published_names_and_values_are_those_of_the_folder(folder: Path):
+    published, original = weights(make_trainer(folder)), load_file(folder / "model.safetensors")
+    assert published.keys() == original.keys()
+    assert all(torch.equal(published[name], original[name]) for name in original)
+
+
+def test_packed_rows_score_like_separate_passes_at_each_samples_temperature(untied: Path):
+    """The loss of one packed step is the one computed from transformers' logprobs, one sequence at a time."""
+    trainer = make_trainer(untied, row_tokens=64)
+    lengths, temperature = (30, 20, 14, 40, 9), 0.7
+    samples = on_policy_samples(trainer, *lengths, temperature=temperature)
+    reference = AutoModelForCausalLM.from_pretrained(untied, dtype=torch.float32)
+    samples = [
+        replace(sample, behaviour_logprobs=[0.0, *transformers_logprobs(reference, sample.token_ids, 0.7).tolist()])
+        for sample in samples
+    ]
+    metrics = trainer.step(samples).metrics
+    assert metrics["on_policy_logprob_diff_max"] < 1e-5
+    assert metrics["clip_fraction"] == 0
+    assert metrics["ratio_mean"] == pytest.approx(1, abs=1e-6)
+    trained = [(sample.num_trained_tokens, sample.advantages[-1]) for sample in samples]
+    assert metrics["num_tokens"] == sum(count for count, _ in trained)
+    assert metrics["loss"] == pytest.approx(-sum(n * a for n, a in trained) / sum(n for n, _ in trained), abs=1e-6)
+
+
+def test_the_split_into_micro_batches_does_not_change_the_step(untied: Path):
+    results: list[tuple[float, dict[str, torch.Tensor]]] = []
+    for row_tokens, rows in ((256, 8), (64, 8), (64, 1)):
+        trainer = make_trainer(untied, row_tokens=row_tokens, rows_per_micro_batch=rows, lr=1e-4)
+        metrics = trainer.step(on_policy_samples(trainer, 50, 20, 33, 41, 64, 12)).metrics
+        results.append((metrics["grad_norm"], weights(trainer)))
+    for grad_norm, tensors in results[1:]:
+        assert grad_norm == pytest.approx(results[0][0], rel=1e-5)
+        for name, tensor in tensors.items():
+            torch.testing.assert_close(tensor, results[0][1][name], rtol=0, atol=2e-6)
+
+
+def test_rewarded_completions_become_likely_and_the_version_counts_steps(untied: Path):
+    trainer = make_trainer(untied, steps=30, lr=3e-3)
+    (sample,) = on_policy_samples(trainer, 24)
+    before = trainer.score([sample.token_ids])[0][12:]
+    for step in range(30):
+        scores = [0.0, *trainer.score([sample.token_ids])[0]]
+        sample = replace(sample, behaviour_logprobs=scores)
+        assert trainer.step([sample]).version == step + 1 == trainer.version
+    after = trainer.score([sample.token_ids])[0][12:]
+    assert sum(before) / len(before) < -3
+    assert sum(after) / len(after) > -0.5
+
+
+def test_a_nonfinite_behaviour_logprob_only_removes_its_token(untied: Path):
+    trainer, other = make_trainer(untied), make_trainer(untied)
+    (sample,) = on_policy_samples(trainer, 24)
+    broken = replace(sample, behaviour_logprobs=[*sample.behaviour_logprobs[:-1], math.nan])
+    masked = replace(sample, loss_mask=[*sample.loss_mask[:-1], False])
+    metrics = trainer.step([broken]).metrics
+    assert metrics["num_nonfinite_tokens"] == 1
+    assert metrics["num_tokens"] == other.step([masked]).metrics["num_tokens"]
+    expected = weights(other)
+    for name, tensor in weights(trainer).items():
+        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"advantages": [math.nan] * 24}, "loss nan"),
+        ({"behaviour_logprobs": [math.nan] * 24}, "token to train on"),
+        ({"loss_mask": [False] * 24}, "token to train on"),
+        ({"token_ids": [128] * 24}, "token id 128"),
+    ],
+)
+def test_a_step_that_cannot_be_taken_changes_nothing(untied: Path, change: dict[str, Any], message: str):
+    trainer = make_trainer(untied)
+    samples = on_policy_samples(trainer, 24)
+    before = weights(trainer)
+    with pytest.raises(TrainingError, match=message):
+        trainer.step([replace(samples[0], **change)])
+    assert trainer.version == 0
+    assert all(torch.equal(before[name], tensor) for name, tensor in trainer.named_tensors())
+    assert trainer.step(samples).version == 1
+
+
+def test_an_oversized_sample_is_dropped_and_counted(untied: Path):
+    trainer = make_trainer(untied, row_tokens=32)
+    samples = on_policy_samples(trainer, 24, 40)
+    metrics = trainer.step(samples).metrics
+    assert (metrics["num_samples"], metrics["num_dropped_samples"]) == (1, 1)
+    with pytest.raises(TrainingError, match=r"training\.row_tokens"):
+        trainer.step(samples[1:])
+    with pytest.raises(TrainingError):
+        trainer.step([])
+
+
+def test_bfloat16_publishes_bfloat16_and_trains_float32(untied: Path):
+    trainer = TrainerCore(ModelConfig(path=str(untied), dtype="bfloat16"), TrainingConfig(steps=1, lr=1e-5), seed=0)
+    assert {tensor.dtype for _, tensor in trainer.named_tensors()} == {torch.bfloat16}
+    samples = on_policy_samples(trainer, 24, 30)
+    assert trainer.step(samples).metrics["on_policy_logprob_diff_max"] < 0.1
+
+
+def broken_folder(source: Path, folder: Path, config: dict[str, Any], drop: str = "", grow: str = "") -> Path:
+    folder.mkdir()
+    values = json.loads((source / "config.json").read_text()) | config
+    (folder / "config.json").write_text(json.dumps({key: v for key, v in values.items() if v is not None}))
+    tensors = load_file(source / "model.safetensors")
+    if drop:
+        del tensors[drop]
+    if grow:
+        tensors[grow] = torch.zeros(3, 3)
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"config": {"model_type": "llama"}}, "model_type 'llama'"),
+        ({"config": {"hidden_size": None}}, "lacks 'hidden_size'"),
+        ({"config": {"max_position_embeddings": 64}}, "max_position_embeddings 64"),
+        ({"config": {"intermediate_size": 96}}, r"mlp\.\w+_proj\.weight' in .* has shape"),
+        ({"config": {}, "drop": "model.norm.weight"}, r"lack 'model\.norm\.weight'"),
+        ({"config": {}, "grow": "model.extra.weight"}, r"'model\.extra\.weight', which config\.json does not"),
+        ({"config": {}, "grow": "lm_head.weight"}, r"'lm_head\.weight' in .* has shape \(3, 3\)"),
+    ],
+)
+def test_a_folder_that_does_not_fit_together_names_what_is_wrong(
+    untied: Path, tmp_path: Path, changes: dict[str, Any], message: str
+):
+    with pytest.raises(ModelError, match=message):
+        make_trainer(broken_folder(untied, tmp_path / "model", **changes))
+
+
+def test_a_folder_without_config_or_weights_or_with_damaged_ones(untied: Path, tmp_path: Path):
+    with pytest.raises(ModelError, match=r"no config\.json"):
+        make_trainer(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelError, match="not valid JSON"):
+        make_trainer(tmp_path)
+    (tmp_path / "config.json").write_bytes((untied / "config.json").read_bytes())
+    with pytest.raises(ModelError, match=r"no \*\.safetensors"):
+        make_trainer(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes((untied / "model.safetensors").read_bytes()[:5000])
+    with pytest.raises(ModelError, match="cannot be read"):
+        make_trainer(tmp_path)

@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus, Turn
+from titan_rl.training.sample_builder import build_samples
+from titan_rl.types import Completion, FinishReason, VersionSpan
+
+
+def turn(prompt: Sequence[int], completion: Sequence[int], *, version: int = 3, logprob: float = -0.5) -> Turn:
+    spans = (VersionSpan(version, len(completion)),)
+    return Turn(prompt, Completion("r", completion, [logprob] * len(completion), FinishReason.STOP, spans))
+
+
+def group(*rollouts: Rollout) -> RolloutGroup:
+    return RolloutGroup("g", None, list(rollouts))
+
+
+def rollout(*turns: Turn, advantage: float | None = 1.5, status: RolloutStatus = RolloutStatus.COMPLETED) -> Rollout:
+    return Rollout("g/0", "g", 0, None, status=status, turns=list(turns), advantage=advantage)
+
+
+def test_turns_that_extend_each_other_become_one_sample():
+    turns = [turn([7, 8], [5, 1], version=3), turn((7, 8, 5, 1, 9), [6, 1], version=4, logprob=-2.0)]
+    (sample,) = build_samples(group(rollout(*turns)), temperature=0.7)
+    assert list(sample.token_ids) == [7, 8, 5, 1, 9, 6, 1]
+    assert list(sample.loss_mask) == [False, False, True, True, False, True, True]
+    assert list(sample.behaviour_logprobs) == [0, 0, -0.5, -0.5, 0, -2.0, -2.0]
+    assert list(sample.advantages) == [0, 0, 1.5, 1.5, 0, 1.5, 1.5]
+    assert list(sample.versions) == [-1, -1, 3, 3, -1, 4, 4]
+    assert (sample.temperature, sample.group_id, sample.rollout_id) == (0.7, "g", "g/0")
+
+
+def test_an_edited_history_opens_a_new_sample():
+    turns = [turn([7, 8], [5, 1]), turn([7, 9, 5, 1], [6]), turn([7, 9, 5, 1, 6, 2], [4])]
+    first, second = build_samples(group(rollout(*turns)), 1.0)
+    assert list(first.token_ids) == [7, 8, 5, 1]
+    assert list(second.token_ids) == [7, 9, 5, 1, 6, 2, 4]
+    assert list(second.loss_mask) == [False, False, False, False, True, False, True]
+
+
+def test_an_empty_completion_is_only_context():
+    (sample,) = build_samples(group(rollout(turn([7], []), turn([7, 8], [5]))), 1.0)
+    assert list(sample.token_ids) == [7, 8, 5]
+    assert sample.num_trained_tokens == 1
+
+
+@pytest.mark.parametrize(
+    "left_out",
+    [
+        rollout(turn([1], [2]), advantage=None),
+        rollout(turn([1], [2]), status=RolloutStatus.ABORTED),
+        rollout(turn([1], [2]), status=RolloutStatus.ERROR_TIMEOUT),
+        rollout(turn([1], [])),
+        rollout(),
+    ],
+)
+def test_rollouts_that_do_not_take_part_give_no_sample(left_out: Rollout):
+    kept = rollout(turn([1], [2]), status=RolloutStatus.TRUNCATED_LENGTH)
+    assert [sample.num_trained_tokens for sample in build_samples(group(left_out, kept), 1.0)] == [1]
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan")])
+def test_a_greedy_temperature_is_refused(temperature: float):
+    with pytest.raises(ValueError, match="temperature"):
+        build_samples(group(), temperature)
+
+
+tokens = st.lists(st.integers(0, 3), min_size=1, max_size=4)
+
+
+@given(st.lists(st.tuples(st.booleans(), tokens, st.lists(st.integers(0, 3), max_size=4)), min_size=1, max_size=5))
+def test_every_completion_token_is_trained_once_in_its_own_context(plan: list[tuple[bool, list[int], list[int]]]):
+    turns: list[Turn] = []
+    history: list[int] = []
+    for keeps_history, context, completion in plan:
+        prompt = history + context if keeps_history else context
+        turns.append(turn(prompt, completion))
+        history = prompt + completion
+    samples = build_samples(group(rollout(*turns)), 1.0)
+    trained = [
+        (tuple(sample.token_ids[:t]), sample.token_ids[t])
+        for sample in samples
+        for t in range(len(sample.token_ids))
+        if sample.loss_mask[t]
+    ]
+    sampled = [
+        ((*turn.prompt_token_ids, *turn.completion.token_ids[:t]), token)
+        for turn in turns
+        for t, token in enumerate(turn.completion.token_ids)
+    ]
+    assert trained == sampled
