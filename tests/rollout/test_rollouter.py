@@ -1,0 +1,490 @@
+"""The rollouter: every way to end, what is kept, and that everything is given back."""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from titan_rl import (
+    Completion,
+    FinishReason,
+    Rollout,
+    RolloutGroup,
+    RolloutStatus,
+    SamplingParams,
+    TokenObservation,
+    TokenStep,
+    VersionSpan,
+)
+from titan_rl.config.sections import RolloutConfig
+from titan_rl.errors import GenerationError, RequestError, RewardError
+from titan_rl.rollout.rollouter import Rollouter, turn_seed
+from titan_rl.rubric import Reward, Rubric
+
+Hook = Callable[["Env"], Coroutine[Any, Any, None]]
+
+
+async def nothing(env: "Env") -> None: ...
+
+
+@dataclass
+class Env:
+    """Counts turns in its prompts. Hooks run first in each method."""
+
+    turns: int = 2
+    prompt: list[int] = field(default_factory=lambda: [1, 2, 3])
+    on_reset: Hook = nothing
+    on_step: Hook = nothing
+    on_close: Hook = nothing
+    steps: int = 0
+    closed: int = 0
+
+    async def reset(self) -> TokenObservation:
+        await self.on_reset(self)
+        return TokenObservation(self.prompt, [{"role": "user", "content": "go"}])
+
+    async def step(self, completion: Completion) -> TokenStep:
+        self.steps += 1
+        await self.on_step(self)
+        answer = [{"role": "assistant", "content": str(list(completion.token_ids))}]
+        if self.steps == self.turns:
+            return TokenStep(status=RolloutStatus.COMPLETED, rewards={"last": 1.0}, messages=answer)
+        self.prompt = [*self.prompt, *completion.token_ids, 7]
+        return TokenStep(self.prompt, rewards={"so_far": 0.5}, messages=answer)
+
+    async def close(self) -> None:
+        self.closed += 1
+        await self.on_close(self)
+
+
+@dataclass
+class Generator:
+    """A `GenerateFn` that answers two tokens and notes each call."""
+
+    finish_reason: FinishReason = FinishReason.STOP
+    fail: Exception | None = None
+    fail_at: str = ""  # end of the request ids that fail or have the finish reason
+    calls: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+
+    async def __call__(
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        request_id: str,
+        session_id: str | None = None,
+        sampling: SamplingParams,
+    ) -> Completion:
+        self.calls.append(
+            {"prompt": list(prompt_token_ids), "request": request_id, "session": session_id, "sampling": sampling}
+        )
+        await asyncio.sleep(0)
+        struck = request_id.endswith(self.fail_at)
+        if self.fail is not None and struck:
+            raise self.fail
+        reason = self.finish_reason if struck else FinishReason.STOP
+        return Completion(request_id, [5, 6], [-0.5, -0.1], reason, (VersionSpan(3, 1), VersionSpan(4, 1)))
+
+
+def by_sibling(rollout: Rollout) -> float:
+    return float(rollout.sibling)
+
+
+class Stage:
+    """A rollouter over `Env`, with what it made and finished."""
+
+    def __init__(
+        self, make: Callable[[Any], Env] = lambda sample: Env(), rubric: Rubric | None = None, **kwargs: Any
+    ) -> None:
+        self.envs: list[Env] = []
+        self.finished: list[str] = []
+
+        def make_env(sample: Any) -> Env:
+            self.envs.append(make(sample))
+            return self.envs[-1]
+
+        kwargs = {"max_context": 100} | kwargs
+        self.rollouter = Rollouter(
+            make_env, rubric or Rubric([Reward(by_sibling)]), finish_session=self.finished.append, **kwargs
+        )
+
+    async def group(self, generate: Any, size: int = 1, **sampling: Any) -> RolloutGroup:
+        params = SamplingParams(**({"max_tokens": 10} | sampling))
+        return await self.rollouter.run_group(generate, "sample", group_id="g", group_size=size, sampling=params)
+
+    def given_back(self, size: int = 1) -> bool:
+        return [env.closed for env in self.envs] == [1] * size and sorted(self.finished) == [
+            f"g/{i}" for i in range(size)
+        ]
+
+
+async def test_a_group_is_played_scored_and_compared() -> None:
+    stage, generate = Stage(), Generator()
+    group = await stage.group(generate, size=3)
+    assert [r.rollout_id for r in group.rollouts] == ["g/0", "g/1", "g/2"]
+    assert [r.status for r in group.rollouts] == [RolloutStatus.COMPLETED] * 3
+    assert [r.reward for r in group.rollouts] == [0.0, 1.0, 2.0]
+    assert [r.advantage for r in group.rollouts] == pytest.approx([-1.2247, 0.0, 1.2247], abs=1e-3)
+    assert group.versions == {3, 4}
+    assert stage.given_back(3)
+    first = group.rollouts[0]
+    assert [list(turn.prompt_token_ids) for turn in first.turns] == [[1, 2, 3], [1, 2, 3, 5, 6, 7]]
+    assert [turn.rewards for turn in first.turns] == [{"so_far": 0.5}, {"last": 1.0}]
+    assert [m["role"] for m in first.messages] == ["user", "assistant", "assistant"]
+    assert {(c["request"], c["session"]) for c in generate.calls} == {
+        (f"g/{sibling}/{turn}", f"g/{sibling}") for sibling in range(3) for turn in range(2)
+    }
+
+
+async def test_siblings_run_at_once() -> None:
+    everyone = asyncio.Barrier(4)
+
+    async def meet(env: Env) -> None:
+        await everyone.wait()
+
+    async with asyncio.timeout(5):
+        group = await Stage(lambda _: Env(on_reset=meet)).group(Generator(), size=4)
+    assert all(r.status is RolloutStatus.COMPLETED for r in group.rollouts)
+
+
+async def test_seeds_differ_by_turn_and_are_reproducible() -> None:
+    async def seeds(**kwargs: Any) -> dict[str, int]:
+        generate = Generator()
+        sampling = {"seed": kwargs.pop("sampling_seed", None)}
+        await Stage(**kwargs).group(generate, size=3, **sampling)
+        return {call["request"]: call["sampling"].seed for call in generate.calls}
+
+    once = await seeds()
+    assert len(set(once.values())) == 6
+    assert await seeds() == once
+    assert once["g/1/1"] == turn_seed(0, "g", 1, 1)
+    assert await seeds(seed=1) != once
+    assert await seeds(sampling_seed=1) == await seeds(seed=1)
+
+
+def test_seeds_are_the_same_in_every_process() -> None:
+    assert turn_seed(0, "g0", 0, 0) == 8796846162973846647
+    assert turn_seed(0, "1", 11, 1) != turn_seed(0, "11", 1, 1)
+
+
+async def test_max_tokens_is_lowered_to_the_room_that_is_left() -> None:
+    generate = Generator()
+    await Stage(max_context=8).group(generate, max_tokens=4, min_tokens=3, stop_token_ids=(9,), temperature=0.5)
+    first, second = (call["sampling"] for call in generate.calls)
+    assert (first.max_tokens, first.min_tokens) == (4, 3)
+    assert (second.max_tokens, second.min_tokens) == (2, 2)
+    assert (second.stop_token_ids, second.temperature) == ((9,), 0.5)
+
+
+async def fail(env: Env) -> None:
+    raise KeyError("lost")
+
+
+async def fail_second(env: Env) -> None:
+    if env.steps == 2:
+        raise TimeoutError("the game server")
+
+
+ENDS = {
+    "completed": (Stage, Generator(), "completed", 2, None),
+    "length": (Stage, Generator(FinishReason.LENGTH, fail_at="/1"), "truncated_length", 2, None),
+    "abort": (Stage, Generator(FinishReason.ABORT, fail_at="/1"), "aborted", 2, None),
+    "turn cap": (
+        lambda: Stage(lambda _: Env(turns=9), limits=RolloutConfig(max_turns=3)),
+        Generator(),
+        "truncated_turns",
+        3,
+        None,
+    ),
+    "prompt too long": (
+        lambda: Stage(max_context=6),
+        Generator(),
+        "truncated_prompt",
+        1,
+        "the prompt of turn 1 has 6 tokens, max_context is 6",
+    ),
+    "first prompt too long": (
+        lambda: Stage(max_context=2),
+        Generator(),
+        "truncated_prompt",
+        0,
+        "the prompt of turn 0 has 3 tokens, max_context is 2",
+    ),
+    "reset raises": (lambda: Stage(lambda _: Env(on_reset=fail)), Generator(), "error_env", 0, "KeyError: 'lost'"),
+    "step raises": (
+        lambda: Stage(lambda _: Env(on_step=fail_second)),
+        Generator(),
+        "error_env",
+        2,
+        "TimeoutError: the game server",
+    ),
+    "bad prompt": (
+        lambda: Stage(lambda _: Env(prompt=None)),  # pyright: ignore
+        Generator(),
+        "error_env",
+        0,
+        "TypeError: 'NoneType' object is not iterable",
+    ),
+    "generation fails": (
+        Stage,
+        Generator(fail=GenerationError("replica died"), fail_at="/1"),
+        "error_generate",
+        1,
+        "GenerationError: replica died",
+    ),
+    "request refused": (
+        Stage,
+        Generator(fail=RequestError("too long"), fail_at="/0"),
+        "error_generate",
+        0,
+        "RequestError: too long",
+    ),
+    "a client of one's own raises": (
+        Stage,
+        Generator(fail=ConnectionResetError("peer"), fail_at="/0"),
+        "error_generate",
+        0,
+        "ConnectionResetError: peer",
+    ),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+async def test_each_way_to_end_has_its_status_and_keeps_what_was_generated(end: str) -> None:
+    make_stage, generate, status, num_turns, error = ENDS[end]
+    stage = make_stage()
+    (rollout,) = (await stage.group(generate)).rollouts
+    assert (rollout.status, len(rollout.turns), rollout.error) == (RolloutStatus(status), num_turns, error)
+    assert rollout.num_completion_tokens == 2 * num_turns
+    assert stage.given_back()
+    judged = num_turns and not rollout.status.is_error and rollout.status is not RolloutStatus.ABORTED
+    assert (rollout.reward is not None) == bool(judged)
+
+
+@pytest.mark.parametrize("status", [RolloutStatus.ERROR_PARSE, RolloutStatus.TRUNCATED_TURNS])
+async def test_the_environment_names_its_own_end(status: RolloutStatus) -> None:
+    class Ending(Env):
+        async def step(self, completion: Completion) -> TokenStep:
+            return TokenStep(status=status)
+
+    (rollout,) = (await Stage(lambda _: Ending()).group(Generator(FinishReason.LENGTH))).rollouts
+    assert rollout.status is status
+
+
+async def test_an_environment_that_cannot_be_made_is_an_error_of_its_rollout() -> None:
+    def make(sample: Any) -> Env:
+        raise LookupError("no such level")
+
+    (rollout,) = (await Stage(make).group(Generator())).rollouts
+    assert (rollout.status, rollout.error) == (RolloutStatus.ERROR_ENV, "LookupError: no such level")
+
+
+HANGS = {
+    "reset": (Env(on_reset=lambda _: asyncio.sleep(1e6)), 10.0, "env_timeout_s"),
+    "step": (Env(on_step=lambda _: asyncio.sleep(1e6)), 10.0, "env_timeout_s"),
+    "slow steps": (Env(turns=99, on_step=lambda _: asyncio.sleep(8)), 30.0, "rollout_timeout_s"),
+}
+
+
+@pytest.mark.looptime
+@pytest.mark.parametrize("where", HANGS)
+async def test_an_environment_that_hangs_is_a_timeout(where: str) -> None:
+    env, seconds, limit = HANGS[where]
+    limits = RolloutConfig(max_turns=99, env_timeout_s=10.0, rollout_timeout_s=30.0)
+    stage = Stage(lambda _: env, limits=limits, max_context=10_000)
+    (rollout,) = (await stage.group(Generator())).rollouts
+    assert rollout.status is RolloutStatus.ERROR_TIMEOUT
+    assert limit in (rollout.error or "")
+    assert rollout.metrics["seconds"] == pytest.approx(seconds)
+    assert stage.given_back()
+
+
+@pytest.mark.looptime
+async def test_a_generation_that_hangs_is_a_timeout_and_earlier_turns_are_kept() -> None:
+    async def generate(prompt_token_ids: Sequence[int], *, request_id: str, **kwargs: Any) -> Completion:
+        if request_id.endswith("/1"):
+            await asyncio.Event().wait()
+        return await Generator()(prompt_token_ids, request_id=request_id, **kwargs)
+
+    stage = Stage(limits=RolloutConfig(rollout_timeout_s=30.0))
+    (rollout,) = (await stage.group(generate)).rollouts
+    assert (rollout.status, len(rollout.turns)) == (RolloutStatus.ERROR_TIMEOUT, 1)
+    assert rollout.metrics["seconds"] == pytest.approx(30.0)
+    assert stage.given_back()
+
+
+async def test_a_failed_close_is_recorded_and_changes_nothing_else() -> None:
+    stage = Stage(lambda _: Env(on_close=fail))
+    (rollout,) = (await stage.group(Generator())).rollouts
+    assert (rollout.status, rollout.error) == (RolloutStatus.COMPLETED, "close: KeyError: 'lost'")
+    assert rollout.metrics["close_failed"] == 1.0
+    assert rollout.reward == 0.0
+    assert stage.given_back()
+
+
+@pytest.mark.looptime
+async def test_a_close_that_hangs_is_given_up() -> None:
+    async def stubborn(env: Env) -> None:
+        while True:
+            try:
+                await asyncio.sleep(1e6)
+            except asyncio.CancelledError:
+                if asyncio.get_running_loop().time() > 100:
+                    raise
+
+    stage = Stage(lambda _: Env(on_close=stubborn))
+    (rollout,) = (await stage.group(Generator())).rollouts
+    assert rollout.status is RolloutStatus.COMPLETED
+    assert rollout.error == "close: TimeoutError: it took longer than 10 s"
+    assert rollout.metrics["seconds"] == pytest.approx(11.0)
+    assert stage.given_back()
+    await asyncio.sleep(100)
+
+
+class Gate:
+    """Where a rollout waits until it is released."""
+
+    def __init__(self) -> None:
+        self.reached = asyncio.Event()
+        self.release = asyncio.Event()
+
+    async def __call__(self, env: Env | None = None) -> None:
+        self.reached.set()
+        await self.release.wait()
+
+
+@pytest.mark.parametrize("where", ["reset", "generate", "step", "close", "score"])
+async def test_cancelling_closes_the_environments_once(where: str) -> None:
+    gate = Gate()
+
+    async def generate(prompt_token_ids: Sequence[int], **kwargs: Any) -> Completion:
+        if where == "generate":
+            await gate()
+        return await Generator()(prompt_token_ids, **kwargs)
+
+    async def judge(rollout: Rollout) -> float:
+        if where == "score":
+            await gate()
+        return 1.0
+
+    hooks = {f"on_{where}": gate} if where in ("reset", "step", "close") else {}
+    stage = Stage(lambda _: Env(**hooks), rubric=Rubric([Reward(judge)]))
+    running = asyncio.ensure_future(stage.group(generate, size=2))
+    await gate.reached.wait()
+    running.cancel()
+    await asyncio.sleep(0)
+    running.cancel()  # an impatient second time must not interrupt a close
+    await asyncio.sleep(0)
+    gate.release.set()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert stage.given_back(2)
+
+
+async def test_what_is_cancelled_behind_generation_is_an_error_of_that_rollout() -> None:
+    async def generate(prompt_token_ids: Sequence[int], *, request_id: str, **kwargs: Any) -> Completion:
+        if request_id == "g/0/0":
+            lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            lost.cancel()
+            await lost
+        return await Generator()(prompt_token_ids, request_id=request_id, **kwargs)
+
+    group = await Stage().group(generate, size=2)
+    assert [r.status for r in group.rollouts] == [RolloutStatus.ERROR_GENERATE, RolloutStatus.COMPLETED]
+
+
+async def test_an_errored_sibling_does_not_enter_the_baseline() -> None:
+    async def generate(prompt_token_ids: Sequence[int], *, request_id: str, **kwargs: Any) -> Completion:
+        fail = GenerationError("gone") if request_id == "g/2/1" else None
+        return await Generator(fail=fail)(prompt_token_ids, request_id=request_id, **kwargs)
+
+    for error_reward in (None, -9.0):
+        rubric = Rubric([Reward(by_sibling)], error_reward=error_reward)
+        group = await Stage(rubric=rubric, advantage=lambda rewards: [r - sum(rewards) for r in rewards]).group(
+            generate, size=3
+        )
+        assert [r.reward for r in group.rollouts] == [0.0, 1.0, error_reward]
+        assert [r.advantage for r in group.rollouts] == [-1.0, 0.0, None]
+
+
+async def test_a_group_with_an_aborted_sibling_is_not_judged() -> None:
+    async def generate(prompt_token_ids: Sequence[int], *, request_id: str, **kwargs: Any) -> Completion:
+        reason = FinishReason.ABORT if request_id == "g/1/0" else FinishReason.STOP
+        return await Generator(reason)(prompt_token_ids, request_id=request_id, **kwargs)
+
+    def judge(rollout: Rollout) -> float:
+        raise AssertionError("judged")
+
+    group = await Stage(rubric=Rubric([Reward(judge)])).group(generate, size=2)
+    assert group.is_aborted
+    assert [(r.status.value, r.reward, r.advantage) for r in group.rollouts] == [
+        ("completed", None, None),
+        ("aborted", None, None),
+    ]
+
+
+async def test_a_failing_reward_is_the_owners_to_fix() -> None:
+    def broken(rollout: Rollout) -> float:
+        return rollout.sample["score"]
+
+    stage = Stage(rubric=Rubric([Reward(broken)]))
+    with pytest.raises(RewardError, match="'broken' failed on rollout 'g/0': TypeError"):
+        await stage.group(Generator(), size=2)
+    assert stage.given_back(2)
+
+
+@pytest.mark.parametrize("values", [[1.0], [1.0, float("nan")]])
+async def test_a_bad_advantage_function_is_named(values: list[float]) -> None:
+    def odd(rewards: Sequence[float]) -> list[float]:
+        return values
+
+    with pytest.raises(RewardError, match="advantage 'odd' gave"):
+        await Stage(advantage=odd).group(Generator(), size=2)
+
+
+async def test_bad_settings_are_refused() -> None:
+    with pytest.raises(ValueError, match="max_context is 1"):
+        Stage(max_context=1)
+    with pytest.raises(ValueError, match="group_size is 0"):
+        await Stage().group(Generator(), size=0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    fates=st.lists(
+        st.sampled_from(["ok", "reset", "step", "close", "generate", "abort", "length"]), min_size=1, max_size=6
+    ),
+    cancel_after=st.none() | st.integers(0, 40),
+)
+def test_environments_are_closed_once_whatever_happens_when(fates: list[str], cancel_after: int | None) -> None:
+    async def run() -> None:
+        left = iter(fates)
+
+        def make(sample: Any) -> Env:
+            fate = next(left)
+            return Env(**{f"on_{fate}": fail}) if fate in ("reset", "step", "close") else Env()
+
+        async def generate(prompt_token_ids: Sequence[int], *, request_id: str, **kwargs: Any) -> Completion:
+            fate = fates[int(request_id.split("/")[1])]
+            reason = FinishReason(fate) if fate in ("abort", "length") else FinishReason.STOP
+            broken = GenerationError("gone") if fate == "generate" else None
+            return await Generator(reason, broken)(prompt_token_ids, request_id=request_id, **kwargs)
+
+        stage = Stage(make)
+        running = asyncio.ensure_future(stage.group(generate, size=len(fates)))
+        for _ in range(-1 if cancel_after is None else cancel_after):
+            await asyncio.sleep(0)
+        if cancel_after is not None:
+            running.cancel()
+        await asyncio.wait({running})
+        assert [env.closed for env in stage.envs] == [1] * len(stage.envs)
+        assert len(set(stage.finished)) == len(stage.finished) == len(stage.envs)
+        if not running.cancelled():
+            kinds = {"ok": "completed", "close": "completed", "abort": "aborted", "length": "truncated_length"}
+            kinds |= {"reset": "error_env", "step": "error_env", "generate": "error_generate"}
+            assert [r.status for r in running.result().rollouts] == [kinds[fate] for fate in fates]
+
+    asyncio.run(run())

@@ -1,0 +1,57 @@
+"""Transcripts: everything of a rollout that a person reads, and nothing that JSON would change."""
+
+import json
+from typing import Any
+
+from titan_rl import Completion, FinishReason, Rollout, RolloutStatus, Turn, VersionSpan
+from titan_rl.rollout.transcript import transcript
+
+
+class Odd:
+    def __str__(self) -> str:
+        return "odd"
+
+
+def test_a_transcript_survives_json() -> None:
+    completion = Completion("g/3/0", [5, 9, 2], [-0.1] * 3, FinishReason.STOP, (VersionSpan(6, 1), VersionSpan(7, 2)))
+    rollout = Rollout(
+        "g/3",
+        "g",
+        3,
+        sample=Odd(),
+        status=RolloutStatus.TRUNCATED_TURNS,
+        turns=[Turn([1, 2], completion, {"so_far": 0.5})],
+        messages=[{"role": "user", "content": "héllo"}, {"role": "tool", "content": {1: (Odd(), True, None)}}],
+        error="close: KeyError: 'x'",
+        reward=0.5,
+        reward_breakdown={"a": 0.5},
+        advantage=-1.0,
+        metrics={"seconds": float("nan")},
+    )
+    plain: dict[str, Any] = transcript(rollout)
+    assert json.loads(json.dumps(plain, allow_nan=False)) == plain
+    assert plain == {
+        "rollout_id": "g/3",
+        "group_id": "g",
+        "sibling": 3,
+        "status": "truncated_turns",
+        "error": "close: KeyError: 'x'",
+        "reward": 0.5,
+        "reward_breakdown": {"a": 0.5},
+        "advantage": -1.0,
+        "messages": [{"role": "user", "content": "héllo"}, {"role": "tool", "content": {"1": ["odd", True, None]}}],
+        "num_completion_tokens": 3,
+        "versions": [6, 7],
+        "turns": [
+            {
+                "request_id": "g/3/0",
+                "num_prompt_tokens": 2,
+                "num_completion_tokens": 3,
+                "finish_reason": "stop",
+                "version_spans": [[6, 1], [7, 2]],
+                "rewards": {"so_far": 0.5},
+            }
+        ],
+        "metrics": {"seconds": None},
+    }
+    assert type(plain["status"]) is str

@@ -1,0 +1,61 @@
+"""What a user writes first. README.md shows the two examples word for word; this file runs them."""
+
+import inspect
+from pathlib import Path
+
+import pytest
+
+from titan_rl import (
+    Completion,
+    FinishReason,
+    Reward,
+    Rollouter,
+    RolloutStatus,
+    Rubric,
+    SamplingParams,
+    TokenObservation,
+    TokenStep,
+    VersionSpan,
+)
+
+README = Path(__file__).parents[1] / "README.md"
+
+
+class CountDown:
+    """Asks for token n - 1 after token n, until 0."""
+
+    def __init__(self, start: int) -> None:
+        self.tokens = [start]
+
+    async def reset(self) -> TokenObservation:
+        return TokenObservation(self.tokens)
+
+    async def step(self, completion: Completion) -> TokenStep:
+        right = completion.token_ids[0] == self.tokens[-1] - 1
+        self.tokens = [*self.tokens, *completion.token_ids]
+        if right and self.tokens[-1] > 0:
+            return TokenStep(self.tokens, rewards={"right": 1.0})
+        return TokenStep(status=RolloutStatus.COMPLETED, rewards={"right": float(right)})
+
+    async def close(self) -> None: ...
+
+
+async def count_down(prompt_token_ids, *, request_id, session_id=None, sampling) -> Completion:
+    """A `GenerateFn` that always knows the answer."""
+    answer = [prompt_token_ids[-1] - 1]
+    return Completion(request_id, answer, [0.0] * len(answer), FinishReason.STOP, [VersionSpan(0, len(answer))])
+
+
+async def test_a_custom_env_and_a_mock_generate_play_a_group() -> None:
+    rubric = Rubric([Reward(lambda rollout: len(rollout.turns), name="turns")])
+    rollouter = Rollouter(CountDown, rubric, max_context=16)
+    group = await rollouter.run_group(count_down, 3, group_id="g0", group_size=2, sampling=SamplingParams(max_tokens=1))
+    assert [rollout.reward for rollout in group.rollouts] == [3.0, 3.0]
+    assert group.rollouts[0].status is RolloutStatus.COMPLETED
+
+
+@pytest.mark.skipif(not README.exists(), reason="an installed package has no README")
+def test_the_readme_shows_these_examples() -> None:
+    readme = README.read_text()
+    for example in (CountDown, count_down, test_a_custom_env_and_a_mock_generate_play_a_group):
+        assert inspect.getsource(example).strip() in readme
