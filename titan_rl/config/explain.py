@@ -21,9 +21,14 @@ class Origins:
         self.overridden.append(key)
 
     def of(self, key: str) -> str:
-        # `--training.betas` is the origin of `training.betas[0]`; `--task.type` is not that of `task.pool`.
-        names = [name for name in self.overridden if f"{key}.".startswith((f"{name}.", f"{name}["))]
-        return "command line" if names else self.file
+        """Where `key` was set. `--training.betas` sets `training.betas[0]` too, and `--training.lr` a whole `training`."""
+        for name in self.overridden:
+            if f"{key}.".startswith((f"{name}.", f"{name}[")) or name.startswith(f"{key}."):
+                return "command line"
+        return self.file
+
+    def of_all(self) -> str:
+        return f"{self.file} and the command line" if self.overridden else self.file
 
 
 def explain(error: ValidationError, root: type[BaseModel], origins: Origins, prefix: str = "") -> str:
@@ -62,7 +67,8 @@ def _lines(details: ErrorDetails, root: type[BaseModel], origins: Origins, prefi
     message = details["msg"].replace("Input should be", "must be")
     match details["type"]:
         case "missing":
-            yield f"{origins.of(key)}: {key} is missing"
+            kind = "table " if key in root.model_fields else ""  # at the top, nothing but tables is required
+            yield f"{origins.of(key)}: {kind}{key} is missing"
         case "extra_forbidden":
             value = details["input"]
             what = "table" if isinstance(value, dict) else "setting"
@@ -70,7 +76,7 @@ def _lines(details: ErrorDetails, root: type[BaseModel], origins: Origins, prefi
             yield f"{origins.of(key)}: {shown} is not a {what}; {_instead(key, root, prefix)}"
         case "value_error":  # raised by a validator of a section; it names its own fields
             for line in message.removeprefix("Value error, ").splitlines():
-                yield f"{origins.file}: {f'[{key}] ' if key else ''}{line}"
+                yield f"{origins.of_all()}: {f'[{key}] ' if key else ''}{line}"
         case "model_type" | "model_attributes_type":
             yield f"{origins.of(key)}: {key} = {details['input']!r} must be a table"
         case _:

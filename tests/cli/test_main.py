@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from titan_rl.cli.main import main
+from titan_rl.config.run import RunConfig
+from titan_rl.errors import TrainingError
+
+
+@pytest.fixture
+def launch(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[RunConfig], int]], None]:
+    """Put a function in the place of `titan_rl.launch.run_training`."""
+
+    def install(run: Callable[[RunConfig], int]) -> None:
+        module = ModuleType("titan_rl.launch")
+        module.run_training = run  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "titan_rl.launch", module)
+
+    return install
+
+
+def test_train_hands_the_resolved_config_to_the_run(project: Path, launch):
+    ran: list[RunConfig] = []
+    launch(lambda config: ran.append(config) or 0)
+
+    assert main(["train", "config.toml", "--training.steps", "9", "--seed=8"]) == 0
+    assert (ran[0].training.steps, ran[0].seed) == (9, 8)
+
+
+def test_dry_run_prints_the_resolved_settings_and_starts_nothing(project: Path, launch, capsys):
+    launch(lambda config: pytest.fail("started"))
+
+    assert main(["train", "config.toml", "--dry-run", "--training.steps", "9"]) == 0
+    printed = tomllib.loads(capsys.readouterr().out)
+    assert printed["training"]["steps"] == 9
+    assert printed["model"]["path"] == str(project / "policy")
+
+
+def test_a_wrong_setting_prints_one_message_and_exits_with_2(project: Path, launch, capsys):
+    launch(lambda config: pytest.fail("started"))
+
+    assert main(["train", "config.toml", "--training.stepz", "9"]) == 2
+    streams = capsys.readouterr()
+    assert streams.out == ""
+    assert streams.err == "titan-rl: command line: training.stepz = 9 is not a setting; nearest: training.steps\n"
+
+
+def test_a_model_folder_without_tokenizer_exits_with_2(project: Path, capsys):
+    Path("policy/tokenizer.json").unlink()
+
+    assert main(["train", "config.toml", "--dry-run"]) == 2
+    assert "no tokenizer" in capsys.readouterr().err
+
+
+def test_a_failed_run_prints_its_reason_and_cause_and_exits_with_1(project: Path, launch, capsys):
+    def fail(config: RunConfig) -> int:
+        raise TrainingError("the loss at step 3 is nan") from ValueError("inf in the logits")
+
+    launch(fail)
+
+    assert main(["train", "config.toml"]) == 1
+    assert capsys.readouterr().err == (
+        "titan-rl: the loss at step 3 is nan\n  caused by ValueError: inf in the logits\n"
+    )
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_unwinds_the_run_and_gives_its_exit_code(project: Path, launch, number: signal.Signals, code: int):
+    cleaned: list[bool] = []
+
+    def run(config: RunConfig) -> int:
+        try:
+            os.kill(os.getpid(), number)
+            signal.sigtimedwait([], 5)  # the handler runs before this returns
+        finally:
+            cleaned.append(True)
+        return 0
+
+    launch(run)
+    before = signal.getsignal(signal.SIGTERM)
+
+    assert main(["train", "config.toml"]) == code
+    assert cleaned == [True]
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_help_lists_every_setting_with_its_default(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["train", "--help"])
+
+    assert stopped.value.code == 0
+    text = capsys.readouterr().out
+    assert "training.betas = [0.9, 0.95]" in text
+    assert "Steps between checkpoints; 0 saves only at the end." in text
+    undocumented = [
+        name
+        for name, section in RunConfig.model_fields.items()
+        for field in getattr(section.annotation, "model_fields", {}).values()
+        if not field.description
+    ]
+    assert undocumented == []
+
+
+def test_no_command_is_a_usage_error():
+    with pytest.raises(SystemExit) as stopped:
+        main([])
+    assert stopped.value.code == 2

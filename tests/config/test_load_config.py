@@ -1,0 +1,178 @@
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from titan_rl.config.load import dump_config, load_config
+from titan_rl.errors import ConfigError
+from titan_rl.task import Task
+
+
+def failure(*overrides: tuple[str, str], path: str | Path = "config.toml") -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    return str(caught.value)
+
+
+def test_reads_the_file_and_fills_in_defaults(project: Path):
+    config = load_config("config.toml")
+
+    assert config.seed == 7
+    assert config.training.steps == 5
+    assert config.training.lr == 1.0
+    assert config.rollout.group_size == 8
+    assert config.run_dir == "runs"
+
+
+def test_the_task_is_an_instance_of_the_named_class(project: Path):
+    task = load_config("config.toml").task
+
+    assert isinstance(task, Task)
+    assert task.train_sample(seed=0, index=5) == "spam"
+
+
+def test_overrides_replace_what_the_file_says_and_the_last_one_wins(project: Path):
+    config = load_config(
+        "config.toml",
+        [
+            ("training.steps", "8"),
+            ("training.steps", "9"),
+            ("training.betas", "[0.8, 0.9]"),
+            ("training.lr", "1e-3"),
+            ("model.dtype", "bfloat16"),
+            ("logging.tensorboard", "true"),
+            ("task.words", '["a", "b"]'),
+            ("task.style", "loud"),
+            ("sampling.max_tokens", "5 # tokens"),
+        ],
+    )
+
+    assert (config.training.steps, config.training.betas, config.training.lr) == (9, (0.8, 0.9), 1e-3)
+    assert config.model.dtype == "bfloat16"
+    assert config.logging.tensorboard is True
+    assert config.sampling.max_tokens == 5
+    assert config.task.train_sample(0, 1) == "b"
+
+
+def test_what_is_written_back_loads_to_an_equal_config(project: Path):
+    config = load_config("config.toml", [("statedict.tolerance", "1e-3"), ("task.length", "4")])
+    written = dump_config(config)
+    (project / "elsewhere").mkdir()
+    again = project / "elsewhere" / "resolved.toml"
+    again.write_text(written)
+
+    assert load_config(again) == config
+    assert tomllib.loads(written)["task"] == {
+        "type": "echo_task:Echo",
+        "words": ["spam"],
+        "style": "plain",
+        "length": 4,
+    }
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("training.stepz", "5", "command line: training.stepz = 5 is not a setting; nearest: training.steps"),
+        ("lr", "5", "command line: lr = 5 is not a setting; nearest: training.lr"),
+        ("trainin.lr", "5", "command line: [trainin] is not a table; nearest: training"),
+        ("routing.quux", "5", "routing.quux = 5 is not a setting; valid here: routing.strategy, routing.max_sessions"),
+        ("task.lenght", "5", "command line: task.lenght = 5 is not a setting; nearest: task.length"),
+        ("training.lr", "fast", "command line: training.lr = 'fast' must be a valid number"),
+        ("training.lr", "nan", "training.lr = nan must be a finite number"),
+        ("training.lr", "-1", "training.lr = -1 must be greater than 0"),
+        ("training.steps", "true", "training.steps = True must be a valid integer"),
+        ("training.steps", "2.0", "training.steps = 2.0 must be a valid integer"),
+        ("training.betas", "[0.9, 1.5]", "command line: training.betas[1] = 1.5 must be less than 1"),
+        ("training.lr_decay", "cosin", "training.lr_decay = 'cosin' must be 'constant', 'linear' or 'cosine'"),
+        ("rollout.group_size", "1", "rollout.group_size = 1 must be greater than or equal to 2"),
+        ("task.style", "quiet", "command line: task.style = 'quiet' must be 'plain' or 'loud'"),
+        ("task.words", "3", "task.words = 3 must be a valid"),
+        ("training", "3", "command line: training = 3 must be a table"),
+        ("task", "3", "command line: task = 3 must be a table"),
+        ("seed.x", "3", "--seed.x: seed is a setting, not a table"),
+        ("seed", "-3", "seed = -3 must be greater than or equal to 0"),
+    ],
+)
+def test_a_wrong_setting_is_named_with_its_value_origin_and_remedy(project: Path, key: str, value: str, message: str):
+    assert message in failure((key, value))
+
+
+def test_a_wrong_setting_of_the_file_names_the_file(project: Path):
+    Path("config.toml").write_text('[model]\npath = "policy"\nmax_contxt = 9\n[task]\ntype = "echo_task:Echo"\n')
+
+    assert failure() == "config.toml: model.max_contxt = 9 is not a setting; nearest: model.max_context"
+
+
+def test_all_wrong_settings_are_reported_at_once(project: Path):
+    assert len(failure(("training.stepz", "5"), ("seed", "x"), ("rollout.group_size", "0")).splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("overrides", "names"),
+    [
+        ({"sampling.max_tokens": "512"}, ["sampling.max_tokens = 512", "model.max_context = 512"]),
+        ({"training.row_tokens": "256"}, ["training.row_tokens = 256", "model.max_context = 512"]),
+        ({"training.warmup_steps": "6"}, ["training.warmup_steps = 6", "training.steps = 5"]),
+        ({"validation.temperature": "0"}, ["validation.temperature = 0", "samples_per_prompt = 1"]),
+    ],
+)
+def test_settings_that_exclude_each_other_are_refused(project: Path, overrides: dict[str, str], names: list[str]):
+    message = failure(*overrides.items())
+
+    assert all(name in message for name in names)
+
+
+def test_a_missing_file_lists_those_that_are_there(project: Path):
+    assert failure(path="confg.toml") == "confg.toml: no such file; that folder has config.toml"
+
+
+def test_malformed_toml_says_where(project: Path):
+    Path("config.toml").write_text("seed = 1\nmodel = [\n")
+
+    assert "config.toml: not valid TOML: " in failure()
+    assert "at end of document" in failure()
+
+    Path("config.toml").write_text("seed = 1\nmodel == 3\n")
+    assert "line 2, column 8" in failure()
+
+
+def test_a_file_that_is_not_text_or_not_a_file_is_refused(project: Path):
+    Path("config.toml").write_bytes(b"\xff\xfe")
+
+    assert "not valid TOML" in failure()
+    assert "policy: Is a directory" in failure(path="policy")
+
+
+def test_missing_tables_are_named(project: Path):
+    Path("config.toml").write_text('[task]\ntype = "echo_task:Echo"\n')
+    assert failure() == "config.toml: table model is missing"
+
+    Path("config.toml").write_text('[model]\npath = "policy"\n')
+    assert "the table [task] is missing" in failure()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("echo_task.Echo", 'must be a string "module:Class"'),
+        ("3", 'must be a string "module:Class"'),
+        ("no_such_module:Echo", "there is no module no_such_module"),
+        ("echo_task.sub:Echo", "there is no module echo_task"),
+        ("echo_task:Eco", "echo_task has no Eco; tasks in echo_task: Echo"),
+        ("echo_task:Literal", "Literal is no subclass of titan_rl.config.sections.Section"),
+        ("echo_task:Half", "Half is no task: it lacks make_env, train_sample, validation_samples; tasks in echo_task"),
+        ("broken_task:Echo", "importing broken_task failed: ZeroDivisionError"),
+        ("needy_task:Echo", "importing needy_task failed: No module named 'absent_dependency'"),
+    ],
+)
+def test_a_wrong_task_type_says_what_there_is(project: Path, name: str, message: str):
+    Path("broken_task.py").write_text("1 / 0\n")
+    Path("needy_task.py").write_text("import absent_dependency\n")
+
+    found = failure(("task.type", name))
+
+    assert found.startswith("command line: task.type = ")
+    assert message in found

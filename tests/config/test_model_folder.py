@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from titan_rl.config.load import load_config
+from titan_rl.errors import ConfigError, ModelError
+
+
+def test_the_folder_is_looked_for_here_then_beside_the_file(project: Path):
+    recipes = project / "recipes"
+    recipes.mkdir()
+    shutil.copy("config.toml", recipes)
+    assert load_config("recipes/config.toml").model.path == str(project / "policy")
+
+    shutil.copytree("policy", recipes / "policy")
+    assert load_config("recipes/config.toml").model.path == str(project / "policy")
+
+    shutil.rmtree("policy")
+    assert load_config("recipes/config.toml").model.path == str(recipes / "policy")
+
+
+def test_a_missing_folder_says_how_to_fetch_one(project: Path):
+    with pytest.raises(ConfigError, match=r"model.path = 'Qwen/Qwen3-0.6B' is not a folder .* hf download Qwen/Qwen3"):
+        load_config("config.toml", [("model.path", "Qwen/Qwen3-0.6B")])
+
+
+def test_files_need_not_be_there_when_they_are_not_checked(project: Path):
+    config = load_config("config.toml", [("model.path", "Qwen/Qwen3-0.6B")], check_files=False)
+
+    assert config.model.path == "Qwen/Qwen3-0.6B"
+
+
+@pytest.mark.parametrize(
+    ("removed", "message"),
+    [
+        ("config.json", "has no config.json"),
+        ("model.safetensors", "has no weights"),
+        ("tokenizer.json", "has no tokenizer"),
+    ],
+)
+def test_a_missing_file_is_named(project: Path, removed: str, message: str):
+    Path("policy", removed).unlink()
+
+    with pytest.raises(ModelError, match=message):
+        load_config("config.toml")
+
+
+def test_a_missing_shard_is_named(project: Path):
+    index = {"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}
+    Path("policy/model.safetensors.index.json").write_text(json.dumps(index))
+    Path("policy/one.safetensors").touch()
+
+    with pytest.raises(ModelError, match=r"lacks two.safetensors"):
+        load_config("config.toml")
+
+
+@pytest.mark.parametrize("content", ["{", "[]"])
+def test_an_unreadable_config_is_named(project: Path, content: str):
+    Path("policy/config.json").write_text(content)
+
+    with pytest.raises(ModelError, match=r"policy/config.json"):
+        load_config("config.toml")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("model.max_context", "600", "model.max_context = 600 is more than the model's 512 positions"),
+        ("generation.tensor_parallel_size", "3", "tensor_parallel_size = 3 does not divide the model's 4"),
+        # 2 (keys, values) x 2 layers x 2 heads x 16 numbers x 4 bytes x 512 tokens = 256 KiB
+        ("generation.kv_cache_gib", "0.0002", "kv_cache_gib = 0.0002 holds less than one context .* needs 0.000244"),
+    ],
+)
+def test_settings_that_do_not_fit_the_model_are_refused(project: Path, key: str, value: str, message: str):
+    with pytest.raises(ConfigError, match=message):
+        load_config("config.toml", [(key, value)])
+
+
+def test_the_smallest_cache_that_holds_one_context_is_enough(project: Path):
+    load_config("config.toml", [("generation.kv_cache_gib", str(2**18 / 2**30))])

@@ -1,0 +1,37 @@
+"""The public names and the planes without torch import on a machine that has none of the heavy stack."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+HEAVY = ("torch", "vllm", "torchtitan", "monarch", "transformers")
+
+LIGHT = ("cli", "config", "environment", "rollout", "routing", "scheduling", "renderer", "rubric")
+
+IMPORT_ALL = f"""
+import importlib, pkgutil, sys
+
+for name in {HEAVY!r}:
+    sys.modules[name] = None  # importing it now raises ModuleNotFoundError
+
+import titan_rl
+for name in titan_rl.__all__:
+    getattr(titan_rl, name)
+
+for light in {LIGHT!r}:
+    module = importlib.import_module(f"titan_rl.{{light}}")
+    for found in pkgutil.walk_packages(getattr(module, "__path__", []), f"{{module.__name__}}."):
+        importlib.import_module(found.name)
+        print(found.name)
+"""
+
+
+def test_light_modules_import_without_the_heavy_stack():
+    done = subprocess.run([sys.executable, "-c", IMPORT_ALL], cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+    assert done.returncode == 0, done.stderr
+    assert "titan_rl.config.load" in done.stdout.split()
