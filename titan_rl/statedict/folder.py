@@ -13,7 +13,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-PREFIX = "titan_rl-"
+PREFIX = "titan_rl-weights-"
 
 
 def segment_root() -> Path:
@@ -23,7 +23,7 @@ def segment_root() -> Path:
 
 
 class OwnedFolder:
-    """A new folder `titan_rl-<run_id>-<pid>-<random>` that lives as long as its owner.
+    """A new folder `titan_rl-weights-<run_id>-<pid>-<random>` that lives as long as its owner.
 
     Args:
         run_id: part of the name, for people who look.

@@ -10,7 +10,7 @@ from titan_rl.errors import StateDictError, VerificationError
 from titan_rl.statedict.types import Probe
 
 Score = Callable[[Sequence[Sequence[int]]], Sequence[Sequence[float]]]
-"""Sequences of [num_tokens] to the logprobs, at temperature 1, of their tokens after the first: [num_tokens - 1] each."""
+"""Sequences of [num_tokens] to their logprobs at temperature 1, of the tokens after the first: [num_tokens - 1]."""
 
 
 def make_probes(
