@@ -21,7 +21,7 @@ class Origins:
         self.overridden.append(key)
 
     def of(self, key: str) -> str:
-        """Where `key` was set: `--training.betas` sets `training.betas[0]` too, and `--training.lr` makes `training`."""
+        """Where `key` was set: `--training.betas` sets `training.betas[0]` and `--training.lr` makes `training`."""
         for name in self.overridden:
             if f"{key}.".startswith((f"{name}.", f"{name}[")) or name.startswith(f"{key}."):
                 return "command line"
