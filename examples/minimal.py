@@ -1,0 +1,98 @@
+"""GRPO in one process and one loop, without actors or a controller. Read this first.
+
+    python -m examples.minimal --steps 30
+
+It plays conversations with the current weights, scores them, makes one optimizer step, and puts the new weights into
+the engine. What `titan-rl train` adds: generators and the trainer in processes of their own that work at the same
+time, validation, checkpoints, verified weights, and an orderly end whatever happens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+from pathlib import Path
+from statistics import fmean
+
+from examples.alphabet_sort.env import AlphabetSortEnv
+from examples.alphabet_sort.task import AlphabetSort
+from titan_rl import MessageTokenEnv, Rollouter, RolloutGroup, SamplingParams
+from titan_rl.config.sections import ModelConfig, TrainingConfig
+from titan_rl.generation.engine_loop import EngineLoop
+from titan_rl.generation.vllm_engine import VLLMEngine
+from titan_rl.renderer import ChatTemplateRenderer
+from titan_rl.training.sample_builder import build_samples
+from titan_rl.training.trainer import TrainerCore
+
+BASE_MODEL = Path(__file__).parent / "alphabet_sort" / "base"
+
+
+async def train(model_path: str, *, steps: int, groups_per_step: int, group_size: int, seed: int) -> list[float]:
+    """Train, and return the mean reward of each step's rollouts."""
+    model = ModelConfig(path=model_path, max_context=256)
+    task = AlphabetSort(pool_size=24, min_turns=2, max_first_names=3, max_new_names=2)
+    renderer = ChatTemplateRenderer.from_pretrained(model_path)
+    sampling = SamplingParams(max_tokens=64, temperature=1.0, stop_token_ids=tuple(renderer.get_stop_token_ids()))
+    trainer = TrainerCore(model, TrainingConfig(steps=steps, row_tokens=256, rows_per_micro_batch=16), seed=seed)
+    rollouter = Rollouter(
+        lambda sample: MessageTokenEnv(AlphabetSortEnv(sample), renderer),
+        task.rubric(),
+        max_context=model.max_context,
+        seed=seed,
+    )
+
+    async def play(engine: EngineLoop, index: int) -> RolloutGroup:
+        sample = task.train_sample(seed, index)
+        return await rollouter.run_group(
+            engine.generate, sample, group_id=f"g{index}", group_size=group_size, sampling=sampling
+        )
+
+    rewards: list[float] = []
+    engine = EngineLoop(lambda: VLLMEngine(model_path, max_context=model.max_context, kv_cache_gib=0.5))
+    try:
+        await engine.start()
+        for step in range(steps):
+            start = time.monotonic()
+            async with asyncio.TaskGroup() as tasks:  # every turn of every rollout joins one batch in the engine
+                first = step * groups_per_step
+                running = [tasks.create_task(play(engine, first + i)) for i in range(groups_per_step)]
+            groups = [task.result() for task in running]
+
+            samples = [sample for group in groups for sample in build_samples(group, sampling.temperature)]
+            result = await asyncio.to_thread(trainer.step, samples)
+            await engine.pull(result.version, trainer.named_tensors)
+
+            rewards.append(fmean(r.reward for group in groups for r in group.rollouts if r.reward is not None))
+            tokens = sum(r.num_completion_tokens for group in groups for r in group.rollouts)
+            print(
+                f"step {result.version}/{steps}  reward {rewards[-1]:.3f}  tokens {tokens}  "
+                f"loss {result.metrics['loss']:+.4f}  {time.monotonic() - start:.1f} s",
+                flush=True,
+            )
+    finally:
+        await engine.close()
+    return rewards
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=str(BASE_MODEL), help="Hugging Face folder (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--groups-per-step", type=int, default=16, help="prompts of one optimizer step")
+    parser.add_argument("--group-size", type=int, default=8, help="rollouts of one prompt")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    asyncio.run(
+        train(
+            args.model,
+            steps=args.steps,
+            groups_per_step=args.groups_per_step,
+            group_size=args.group_size,
+            seed=args.seed,
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
