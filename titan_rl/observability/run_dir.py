@@ -1,0 +1,148 @@
+"""The folder of one run. Its files are an interface: reports, notebooks and people read them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from titan_rl.config.load import dump_config
+from titan_rl.config.run import RunConfig
+
+
+class RunDirectory:
+    """Paths of a run's files, and the one writer of its JSON lines.
+
+        config.toml      the resolved settings, defaults included
+        metrics.jsonl    {"step": 3, "time_s": 12.5, "rollout/reward_mean": 0.41, ...}, one line a record
+        rollouts.jsonl   {"step": 3, "phase": "train", "messages": [...], "reward": 0.74, ...}, one line a rollout
+        logs/            one file a process
+        checkpoints/     one folder a saved step
+        export/          the policy as a Hugging Face folder
+        report.html      curves and transcripts, self-contained
+
+    Args:
+        path: the folder of a run; it is made, with `logs` and `checkpoints`, where it does not exist.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._started = time.monotonic()
+        self._files: dict[Path, TextIO] = {}
+        self.logs.mkdir(parents=True, exist_ok=True)
+        self.checkpoints.mkdir(exist_ok=True)
+
+    @classmethod
+    def create(cls, config: RunConfig) -> RunDirectory:
+        """Make a folder that no other run has, `<config.run_dir>/<date>-<time>-<model>`, and write the settings to it.
+
+        `<config.run_dir>/latest` links to it, where the file system has links.
+        """
+        parent = Path(config.run_dir)
+        parent.mkdir(parents=True, exist_ok=True)
+        model = re.sub(r"[^\w.-]+", "-", Path(config.model.path).name) or "run"
+        stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{model}"
+        path = _make_unique(parent, stem)
+        run_dir = cls(path)
+        run_dir.config.write_text(dump_config(config), encoding="utf-8")
+        _link(parent / "latest", path.name)
+        return run_dir
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.toml"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def rollouts(self) -> Path:
+        return self.path / "rollouts.jsonl"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def export(self) -> Path:
+        return self.path / "export"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+    def write_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append one record, with the seconds since the run began as `time_s`. NaN and infinities become null."""
+        self._append(self.metrics, {"step": step, "time_s": round(time.monotonic() - self._started, 3), **metrics})
+
+    def write_rollout(self, record: Mapping[str, Any]) -> None:
+        """Append one transcript."""
+        self._append(self.rollouts, record)
+
+    def close(self) -> None:
+        """Close the files. A later write opens them again."""
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+    def _append(self, path: Path, record: Mapping[str, Any]) -> None:
+        file = self._files.get(path)
+        if file is None:
+            file = self._files[path] = path.open("a", encoding="utf-8")
+        file.write(json.dumps(_without_nan(record), ensure_ascii=False, allow_nan=False, default=str) + "\n")
+        file.flush()  # whoever follows the file sees whole lines, and a crash loses none
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """The records of a file, none where it does not exist. Lines that are no JSON object are left out: a full disk or
+    a killed process may have cut one short."""
+    records: list[dict[str, Any]] = []
+    if not path.exists():
+        return records
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            with contextlib.suppress(json.JSONDecodeError):
+                record = json.loads(line)
+                if isinstance(record, dict):
+                    records.append(record)  # pyright: ignore[reportUnknownArgumentType]
+    return records
+
+
+def _without_nan(value: Any) -> Any:
+    """JSON has no word for NaN and infinity."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _without_nan(item) for key, item in value.items()}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+    if isinstance(value, list | tuple):
+        return [_without_nan(item) for item in value]  # pyright: ignore[reportUnknownVariableType]
+    return value
+
+
+def _make_unique(parent: Path, stem: str) -> Path:
+    number = 1
+    while True:
+        path = parent / (stem if number == 1 else f"{stem}-{number}")
+        with contextlib.suppress(FileExistsError):
+            path.mkdir()
+            return path
+        number += 1
+
+
+def _link(link: Path, target: str) -> None:
+    """Point `link` to `target` in one step, so that it exists at every moment."""
+    fresh = link.with_name(f".{link.name}-{os.getpid()}")
+    with contextlib.suppress(OSError):
+        fresh.symlink_to(target, target_is_directory=True)
+        fresh.replace(link)
