@@ -19,7 +19,8 @@ _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # see max_model_len below
 }
 
 
@@ -59,11 +60,18 @@ class VLLMEngine:
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         require("vllm", "cpu")
+        import torch._dynamo.config
         from vllm import SamplingParams as VLLMSamplingParams
         from vllm.engine.arg_utils import EngineArgs
+        from vllm.platforms import current_platform
         from vllm.v1.engine import EngineCoreRequest
         from vllm.v1.engine.core_client import InprocClient
         from vllm.v1.executor import Executor
+
+        on_cpu = current_platform.is_cpu()
+        if on_cpu:
+            # Compiling takes 20 s or more at start and at the first step, and gains nothing for models that fit a CPU.
+            torch._dynamo.config.disable = True
 
         self._sampling_type = VLLMSamplingParams
         self._request_type = EngineCoreRequest
@@ -79,20 +87,23 @@ class VLLMEngine:
             skip_tokenizer_init=True,
             dtype=dtype,  # pyright: ignore[reportArgumentType]
             seed=seed,
-            max_model_len=max_context,
+            max_model_len=max_context + 1,  # room for the token that vLLM samples after a sequence it scores
             max_num_seqs=max_running,
             kv_cache_memory_bytes=int(kv_cache_gib * 2**30),
             enable_prefix_caching=True,
             logprobs_mode="processed_logprobs",
             generation_config="vllm",
             async_scheduling=False,  # a step's tokens must come from the weights loaded when it was taken
-            enforce_eager=True,
+            enforce_eager=on_cpu,
             tensor_parallel_size=tensor_parallel_size,
             distributed_executor_backend="external_launcher" if tensor_parallel_size > 1 else "uni",
             disable_log_stats=True,
         )
         try:
             config = arguments.create_engine_config()
+            limit = getattr(config.model_config.hf_text_config, "max_position_embeddings", max_context)
+            if max_context > limit:
+                raise ValueError(f"max_context is {max_context} and the model has {limit} positions")
             self._vocab_size: int = config.model_config.get_vocab_size()
             self._core = InprocClient(config, Executor.get_class(config), log_stats=False)
         except (ValueError, OSError) as error:
@@ -141,7 +152,9 @@ class VLLMEngine:
             tokens = list(sequence)
             self._check_vocabulary("score", tokens)
             if len(tokens) > self._max_context:
-                raise RequestError(f"a sequence to score has {len(tokens)} tokens; the context holds {self._max_context}")
+                raise RequestError(
+                    f"a sequence to score has {len(tokens)} tokens; the context holds {self._max_context}"
+                )
             if len(tokens) < 2:
                 core_ids.append(None)
                 continue
@@ -230,4 +243,6 @@ class VLLMEngine:
     def _check_vocabulary(self, request_id: str, tokens: list[int]) -> None:
         if tokens and not 0 <= min(tokens) <= max(tokens) < self._vocab_size:
             wrong = next(token for token in tokens if not 0 <= token < self._vocab_size)
-            raise RequestError(f"request {request_id!r} has token {wrong}; the vocabulary has {self._vocab_size} tokens")
+            raise RequestError(
+                f"request {request_id!r} has token {wrong}; the vocabulary has {self._vocab_size} tokens"
+            )

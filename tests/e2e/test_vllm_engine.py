@@ -1,0 +1,348 @@
+"""vLLM behind the engine loop, against a transformers forward of the same weights."""
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
+
+from titan_rl.errors import EngineDeadError, ModelError, RequestError
+from titan_rl.generation.engine import Engine, EngineRequest, TokenDelta
+from titan_rl.generation.engine_loop import EngineLoop
+from titan_rl.generation.vllm_engine import VLLMEngine
+from titan_rl.types import Completion, FinishReason, SamplingParams, VersionSpan
+
+VOCAB, CONTEXT = 128, 128
+
+
+def make_model(seed: int, *, tied: bool = False) -> Qwen3ForCausalLM:
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=CONTEXT,
+        initializer_range=0.2,
+        tie_word_embeddings=tied,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return Qwen3ForCausalLM(config).float().eval()
+
+
+def weights(model: Qwen3ForCausalLM) -> list[tuple[str, object]]:
+    return [(name, tensor.clone()) for name, tensor in model.state_dict().items()]
+
+
+@torch.no_grad()
+def reference_logprobs(model: Qwen3ForCausalLM, token_ids: list[int], temperature: float = 1.0) -> list[float]:
+    """Of the tokens after the first."""
+    logits = model(torch.tensor([token_ids])).logits[0, :-1] / temperature
+    return logits.log_softmax(-1).gather(1, torch.tensor(token_ids[1:])[:, None])[:, 0].tolist()
+
+
+@torch.no_grad()
+def swapped_logprobs(
+    old: Qwen3ForCausalLM, new: Qwen3ForCausalLM, prompt: list[int], completion: list[int], num_old: int
+) -> list[float]:
+    """Of a completion whose first `num_old` tokens came from `old` and whose KV cache `new` went on with."""
+    cache = DynamicCache()
+    logprobs, step = list[float](), prompt
+    for index, token in enumerate(completion):
+        model = old if index < num_old else new
+        logits = model(torch.tensor([step]), past_key_values=cache, use_cache=True).logits[0, -1]
+        logprobs.append(logits.log_softmax(-1)[token].item())
+        step = [token]
+    return logprobs
+
+
+def largest_difference(left: list[float], right: list[float]) -> float:
+    assert len(left) == len(right)
+    return max(abs(a - b) for a, b in zip(left, right, strict=True))
+
+
+@pytest.fixture(scope="module")
+def old_model() -> Qwen3ForCausalLM:
+    return make_model(0)
+
+
+@pytest.fixture(scope="module")
+def engine(old_model: Qwen3ForCausalLM, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMEngine]:
+    folder = tmp_path_factory.mktemp("model")
+    old_model.save_pretrained(folder)
+    engine = VLLMEngine(str(folder), max_context=CONTEXT, max_running=32, kv_cache_gib=0.125)
+    yield engine
+    engine.close()
+
+
+class Borrowed:
+    """The module's engine with fresh weights and cache, which a loop may close without ending it."""
+
+    def __init__(self, engine: VLLMEngine, model: Qwen3ForCausalLM) -> None:
+        engine.load_state_dict(weights(model), 0)
+        engine.reset_prefix_cache()
+        self._engine = engine
+        self.batch_sizes: list[int] = []
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._engine, name)
+
+    def step(self) -> list[TokenDelta]:
+        deltas = self._engine.step()
+        self.batch_sizes.append(len(deltas))
+        return deltas
+
+    def close(self) -> None:
+        assert not self._engine.has_work
+
+
+def prompt(seed: int, length: int = 12) -> list[int]:
+    return torch.randint(0, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def run(engine: VLLMEngine, request: EngineRequest) -> tuple[list[int], list[float], FinishReason | None]:
+    engine.add(request)
+    tokens, logprobs, finish = list[int](), list[float](), None
+    while engine.has_work:
+        for delta in engine.step():
+            tokens += delta.token_ids
+            logprobs += delta.logprobs
+            finish = delta.finish_reason
+    return tokens, logprobs, finish
+
+
+def test_it_is_an_engine(engine: VLLMEngine) -> None:
+    assert isinstance(engine, Engine)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_are_those_of_the_distribution_sampled_from(
+    engine: VLLMEngine, old_model: Qwen3ForCausalLM, temperature: float
+) -> None:
+    engine.load_state_dict(weights(old_model), 0)
+    tokens, logprobs, finish = run(
+        engine, EngineRequest("a", prompt(1), SamplingParams(max_tokens=20, temperature=temperature))
+    )
+    expected = reference_logprobs(old_model, prompt(1) + tokens, temperature)[11:]
+    assert finish is FinishReason.LENGTH
+    assert largest_difference(logprobs, expected) < 1e-5
+
+
+def test_a_stop_token_is_the_last_of_its_completion(engine: VLLMEngine) -> None:
+    request = EngineRequest("greedy", prompt(2), SamplingParams(max_tokens=10, temperature=0))
+    greedy, _, _ = run(engine, request)
+    stop = greedy[4]
+    first = greedy.index(stop)
+    params = SamplingParams(max_tokens=10, temperature=0, stop_token_ids=(stop,))
+    tokens, _, finish = run(engine, EngineRequest("stopped", prompt(2), params))
+    assert tokens == greedy[: first + 1]
+    assert finish is FinishReason.STOP
+    held = SamplingParams(max_tokens=10, temperature=0, stop_token_ids=(stop,), min_tokens=10)
+    tokens, _, finish = run(engine, EngineRequest("held", prompt(2), held))
+    assert stop not in tokens
+    assert finish is FinishReason.LENGTH
+
+
+def test_a_seed_makes_the_draw_reproducible(engine: VLLMEngine) -> None:
+    def draw(name: str, seed: int) -> list[int]:
+        return run(engine, EngineRequest(name, prompt(3), SamplingParams(max_tokens=16, seed=seed)))[0]
+
+    assert draw("a", 1) == draw("b", 1) != draw("c", 2)
+
+
+def test_the_context_bounds_a_completion(engine: VLLMEngine) -> None:
+    tokens, _, finish = run(engine, EngineRequest("a", prompt(4, CONTEXT - 3), SamplingParams(max_tokens=50)))
+    assert (len(tokens), finish) == (3, FinishReason.LENGTH)
+
+
+def test_a_bad_request_is_refused_with_its_numbers(engine: VLLMEngine) -> None:
+    sampling = SamplingParams(max_tokens=4)
+    for token_ids, message in (
+        (prompt(0, CONTEXT), "has 128 prompt tokens.*max_context, which is 128"),
+        ([], "has 0 prompt tokens"),
+        ([1, VOCAB], "token 128; the vocabulary has 128"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            engine.add(EngineRequest("bad", token_ids, sampling))
+    engine.add(EngineRequest("a", [1], sampling))
+    with pytest.raises(RequestError, match="'a' is already running"):
+        engine.add(EngineRequest("a", [1], sampling))
+    engine.abort(["a", "unknown"])
+    assert not engine.has_work
+
+
+def test_scores_equal_a_transformers_forward(engine: VLLMEngine, old_model: Qwen3ForCausalLM) -> None:
+    engine.load_state_dict(weights(old_model), 0)
+    sequences = [prompt(seed, length) for seed, length in ((5, 2), (6, 40), (7, CONTEXT), (6, 40))]
+    scores = engine.score([*sequences, [3]])
+    for sequence, score in zip(sequences, scores, strict=False):
+        assert largest_difference(score, reference_logprobs(old_model, sequence)) < 1e-5
+    assert scores[-1] == []
+
+
+def test_scoring_loses_nothing_of_running_requests(engine: VLLMEngine, old_model: Qwen3ForCausalLM) -> None:
+    params = SamplingParams(max_tokens=12, temperature=0)
+    undisturbed, _, _ = run(engine, EngineRequest("a", prompt(8), params))
+    engine.add(EngineRequest("b", prompt(8), params))
+    tokens = [token for _ in range(3) for delta in engine.step() for token in delta.token_ids]
+    engine.score([prompt(9, 30)])
+    gained = engine.flush()
+    assert gained
+    tokens += [token for delta in gained for token in delta.token_ids]
+    while engine.has_work:
+        tokens += [token for delta in engine.step() for token in delta.token_ids]
+    assert tokens == undisturbed
+
+
+async def test_many_generates_share_a_batch(engine: VLLMEngine, old_model: Qwen3ForCausalLM) -> None:
+    borrowed = Borrowed(engine, old_model)
+    loop = EngineLoop(lambda: borrowed)
+    await loop.start()
+    completions = await asyncio.gather(
+        *(
+            loop.generate(prompt(seed), request_id=f"r{seed}", sampling=SamplingParams(max_tokens=20))
+            for seed in range(24)
+        )
+    )
+    await loop.close()
+    assert max(borrowed.batch_sizes) == 24
+    assert len(borrowed.batch_sizes) < 24 + 20
+    for seed, completion in enumerate(completions):
+        expected = reference_logprobs(old_model, [*prompt(seed), *completion.token_ids])[11:]
+        assert largest_difference(list(completion.logprobs), expected) < 1e-5
+
+
+@pytest.mark.parametrize("verified", [False, True])
+async def test_a_swap_with_requests_in_flight_matches_a_reference(
+    engine: VLLMEngine, old_model, verified: bool
+) -> None:
+    new_model = make_model(1)
+    probe = prompt(99, 20)
+    seen = asyncio.Event()
+
+    def verify(loaded: Engine) -> None:
+        assert largest_difference(loaded.score([probe])[0], reference_logprobs(new_model, probe)) < 1e-5
+
+    borrowed = Borrowed(engine, old_model)
+    loop = EngineLoop(lambda: borrowed, stream_interval=8)
+    await loop.start()
+
+    def generate(seed: int) -> asyncio.Task[Completion]:
+        return asyncio.create_task(
+            loop.generate(
+                prompt(seed),
+                request_id=f"r{seed}",
+                sampling=SamplingParams(max_tokens=100),
+                on_tokens=lambda chunk: seen.set(),
+            )
+        )
+
+    calls = [generate(seed) for seed in range(6)]
+    await seen.wait()
+    await loop.pull(1, lambda: weights(new_model), verify if verified else None)
+    completions = await asyncio.gather(*calls)
+    later = await loop.generate(prompt(0), request_id="later", sampling=SamplingParams(max_tokens=8))
+    await loop.close()
+    for seed, completion in enumerate(completions):
+        old_span, new_span = completion.version_spans
+        assert (old_span.version, new_span.version) == (0, 1)
+        assert old_span.num_tokens + new_span.num_tokens == 100
+        expected = swapped_logprobs(old_model, new_model, prompt(seed), list(completion.token_ids), old_span.num_tokens)
+        assert largest_difference(list(completion.logprobs), expected) < 1e-5
+    # The old weights' KV of the same prompt is not reused.
+    assert later.version_spans == (VersionSpan(1, 8),)
+    assert later.metrics["cached_prompt_tokens"] == 0
+    expected = reference_logprobs(new_model, [*prompt(0), *later.token_ids])[11:]
+    assert largest_difference(list(later.logprobs), expected) < 1e-5
+
+
+def test_the_prefix_cache_serves_later_turns_until_a_reset(engine: VLLMEngine, old_model: Qwen3ForCausalLM) -> None:
+    def cached(name: str) -> float:
+        engine.add(EngineRequest(name, prompt(10, 100), SamplingParams(max_tokens=1)))
+        (delta,) = engine.step()
+        return delta.metrics["cached_prompt_tokens"]
+
+    engine.load_state_dict(weights(old_model), 0)
+    engine.reset_prefix_cache()
+    assert cached("a") == 0
+    assert cached("b") >= 64
+    engine.reset_prefix_cache()
+    assert cached("c") == 0
+
+
+def test_running_requests_can_be_recomputed(engine: VLLMEngine, old_model: Qwen3ForCausalLM) -> None:
+    new_model = make_model(1)
+    engine.load_state_dict(weights(old_model), 0)
+    engine.add(EngineRequest("a", prompt(11), SamplingParams(max_tokens=12)))
+    deltas = [delta for _ in range(6) for delta in engine.step()]
+    engine.load_state_dict(weights(new_model), 1)
+    engine.reset_prefix_cache(recompute_running=True)
+    while engine.has_work:
+        deltas += engine.step()
+    tokens = [token for delta in deltas for token in delta.token_ids]
+    logprobs = [logprob for delta in deltas for logprob in delta.logprobs]
+    assert len(tokens) == 12
+    expected = reference_logprobs(new_model, prompt(11) + tokens)[11:]
+    assert largest_difference(logprobs[6:], expected[6:]) < 1e-5
+
+
+TIED = """
+import asyncio, sys
+sys.path.insert(0, {here!r})
+from test_vllm_engine import *
+
+async def main() -> None:
+    old, new = make_model(0, tied=True), make_model(1, tied=True)
+    old.save_pretrained({folder!r})
+    loop = EngineLoop(lambda: VLLMEngine({folder!r}, max_context=CONTEXT, kv_cache_gib=0.125))
+    await loop.start()
+    probe = prompt(1, 20)
+
+    def verify(engine):
+        difference = largest_difference(engine.score([probe])[0], reference_logprobs(new, probe))
+        if difference > 1e-5:
+            raise VerificationError(f"logprobs differ by {{difference:.3g}}")
+
+    try:
+        await loop.pull(1, lambda: weights(new), verify)
+    except VerificationError as error:
+        print("refused:", error)
+    try:
+        await loop.generate([1], request_id="a", sampling=SamplingParams(max_tokens=1))
+    except GenerationError as error:
+        print("not served:", error)
+    await loop.close()
+
+asyncio.run(main())
+"""
+
+
+def test_verification_catches_the_stale_head_of_tied_embeddings(tmp_path: Path) -> None:
+    script = TIED.format(here=str(Path(__file__).parent), folder=str(tmp_path / "tied"))
+    # A second engine in one process would share vLLM's global state with the first.
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=180)
+    assert "refused: logprobs differ by" in result.stdout, result.stderr
+    assert "not served: the weights loaded are unknown" in result.stdout
+
+
+def test_a_folder_that_is_no_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"no config\.json"):
+        VLLMEngine(str(tmp_path))
+
+
+async def test_an_engine_that_cannot_start_ends_the_loop_with_the_reason(tmp_path: Path) -> None:
+    with pytest.raises(EngineDeadError, match="no config"):
+        await EngineLoop(lambda: VLLMEngine(str(tmp_path))).start()
