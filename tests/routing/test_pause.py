@@ -217,6 +217,19 @@ async def test_waiting_for_a_resume_has_a_limit() -> None:
     await router.close()
 
 
+async def test_a_frozen_request_is_not_frozen_for_ever_and_its_replica_not_blamed() -> None:
+    a = FakeReplica("a")
+    router = GeneratorRouter([a], limits=Limits(paused_s=60))
+    running = ask(router, "1")
+    await asyncio.sleep(2.5)
+    await router.pause("keep")
+    with pytest.raises(GenerationError, match="frozen"):
+        await running
+    assert a.aborts == [] or a.aborts == [["1"]]
+    assert router.members[0].serving
+    await router.close()
+
+
 async def test_abort_ends_the_named_requests_only() -> None:
     a = FakeReplica("a")
     router = GeneratorRouter([a])

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from titan_rl.errors import EngineDeadError, GenerationError, NoReplicaError, RequestError
-from titan_rl.routing.flight import Flight, Flights, tell_abort
+from titan_rl.routing.flight import Flight, Flights, NotResumedError, tell_abort
 from titan_rl.routing.health import Health
 from titan_rl.routing.limits import Limits
 from titan_rl.routing.member import Member
@@ -58,7 +58,7 @@ class Dispatcher:
                     flight.depart(member)
                     try:
                         return await self._send(flight, member, prompt_token_ids, session_id, sampling)
-                    except RequestError:
+                    except (RequestError, NotResumedError):
                         raise
                     except Exception as error:
                         if flight.interrupted:  # aborted, or its replica was removed: nobody's failure
@@ -109,7 +109,7 @@ class Dispatcher:
         )
         try:
             completion = await flight.within(self._request_timeout_s, answer)
-        except (TimeoutError, asyncio.CancelledError):  # the engine may be at it still
+        except (TimeoutError, NotResumedError, asyncio.CancelledError):  # the engine may be at it still
             orphan = tell_abort(member, [flight.engine_id], self._limits.call_s)
             self._tasks.start(orphan, f"abort {flight.engine_id}")
             raise

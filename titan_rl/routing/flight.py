@@ -9,12 +9,16 @@ from collections.abc import Coroutine, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from titan_rl.errors import RequestError
+from titan_rl.errors import GenerationError, RequestError
 from titan_rl.routing.limits import Limits
 from titan_rl.routing.member import Member
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+
+
+class NotResumedError(GenerationError):
+    """A request met a pause that was not resumed within the limit: nobody's failure but the pausing one's."""
 
 
 class Flight:
@@ -42,12 +46,15 @@ class Flight:
 
         Raises:
             TimeoutError: `seconds` have passed, not counting frozen ones, or the flight was interrupted.
+            NotResumedError: it was frozen for too long.
         """
         self.interrupted = False
         try:
             async with asyncio.timeout(seconds) as self._scope:
                 return await coroutine
         except TimeoutError as error:
+            if self._remaining_s is not None and not self.interrupted:
+                raise NotResumedError("frozen by a pause that was not resumed in time") from error
             raise TimeoutError(str(error) or f"no answer within {seconds:g} s") from error
         finally:
             self._scope = self._remaining_s = None
@@ -58,11 +65,12 @@ class Flight:
             self.interrupted = True
             self._scope.reschedule(asyncio.get_running_loop().time())
 
-    def freeze(self) -> None:
-        """Stop the clock of the present wait."""
+    def freeze(self, limit_s: float) -> None:
+        """Stop the clock of the present wait, for `limit_s` at most."""
         if self._scope is not None and not self._scope.expired() and (when := self._scope.when()) is not None:
-            self._remaining_s = when - asyncio.get_running_loop().time()
-            self._scope.reschedule(None)
+            now = asyncio.get_running_loop().time()
+            self._remaining_s = when - now
+            self._scope.reschedule(now + limit_s)
 
     def thaw(self) -> None:
         """Let the clock run on, with what was left."""

@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import get_args
 
-from titan_rl.errors import GenerationError
-from titan_rl.routing.flight import Flights
+from titan_rl.routing.flight import Flights, NotResumedError
 from titan_rl.routing.limits import Limits
 from titan_rl.routing.member import Member
 from titan_rl.routing.pool import Pool
@@ -58,7 +57,7 @@ class Pause:
         async with self._changing:
             if mode == "keep":
                 for flight in self._flights:
-                    flight.freeze()
+                    flight.freeze(self._limits.paused_s)
             elif mode == "wait" and not await self._all_idle():
                 aborted = [flight for flight in self._flights if flight.member is not None]
             cancelled = await self._flights.end(aborted)
@@ -81,8 +80,8 @@ class Pause:
         except TimeoutError:
             raise self.not_resumed() from None
 
-    def not_resumed(self) -> GenerationError:
-        return GenerationError(f"the router was not resumed within {self._limits.paused_s:g} s")
+    def not_resumed(self) -> NotResumedError:
+        return NotResumedError(f"the router was not resumed within {self._limits.paused_s:g} s")
 
     def applied(self, member: Member) -> bool:
         return member.paused == self.mode
