@@ -169,7 +169,7 @@ class ChatTemplateRenderer:
             raise self._refusal("what follows an answer does not show the new messages")
         eos = self._tokenizer.eos_token_id
         stop_token_ids: set[int] = set() if eos is None else {eos}
-        if not self._tokenizer.decode(one[:1], skip_special_tokens=True):
+        if one and not self._tokenizer.decode(one[:1], skip_special_tokens=True):
             stop_token_ids.add(one[0])
         if not stop_token_ids:
             raise self._refusal("nothing ends an answer: no eos token, and no special token after it")
