@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Protocol
@@ -19,6 +19,7 @@ from titan_rl.rollout.transcript import transcript
 from titan_rl.rollout.types import RolloutGroup
 from titan_rl.routing.router import GeneratorRouter
 from titan_rl.scheduling.scheduler import GroupBatch, GroupScheduler
+from titan_rl.statedict.board import VersionBoard
 from titan_rl.statedict.types import Manifest
 from titan_rl.task import Task
 from titan_rl.training.sample import TrainingSample
@@ -46,7 +47,7 @@ class Controller:
     """Wires the planes of one run together. It starts and ends nothing that it was given.
 
     Args:
-        announce: told of each published manifest before the router is asked to pull its version.
+        board: where the router's replicas find the manifests of published versions.
         log: called with (step, metrics) for every record.
     """
 
@@ -59,7 +60,7 @@ class Controller:
         router: GeneratorRouter,
         trainer: Trainer,
         stop_token_ids: Sequence[int],
-        announce: Callable[[Manifest], None],
+        board: VersionBoard,
         run_dir: RunDirectory,
         log: Callable[[int, dict[str, float]], None],
         progress: Progress,
@@ -70,7 +71,7 @@ class Controller:
         self._router = router
         self._trainer = trainer
         self._stop_token_ids = tuple(stop_token_ids)
-        self._announce = announce
+        self._board = board
         self._run_dir = run_dir
         self._log = log
         self._progress = progress
@@ -121,7 +122,7 @@ class Controller:
             batch = await self._scheduler.next_batch()
             waited = time.monotonic() - began
             self._check_staleness(batch)
-            metrics = await self._trainer.step(self._samples(batch))
+            metrics = prefixed("train", await self._trainer.step(self._samples(batch)))
             self._version = step
             metrics |= await self._sync()
             batch.release()
@@ -136,9 +137,11 @@ class Controller:
         began = time.monotonic()
         manifest = await self._trainer.publish()
         published = time.monotonic()
-        self._announce(manifest)
+        self._board.announce(manifest)
         await self._router.pull_state_dict(manifest.version)
-        return {"sync/publish_s": published - began, "sync/pull_s": time.monotonic() - published}
+        pulled = time.monotonic()
+        figures = prefixed("sync", self._board.worst())
+        return figures | {"sync/publish_s": published - began, "sync/pull_s": pulled - published}
 
     async def _run_train_group(self, index: int) -> RolloutGroup:
         return await self._rollouter.run_group(
@@ -236,6 +239,10 @@ class Controller:
 def drop_reason(group: RolloutGroup) -> str | None:
     """A group needs two siblings with an advantage; the others have nothing to be compared with."""
     return None if sum(r.advantage is not None for r in group.rollouts) >= 2 else "too_few_siblings"
+
+
+def prefixed(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:
+    return {f"{prefix}/{name}": value for name, value in metrics.items()}
 
 
 def is_due(step: int, interval: int) -> bool:

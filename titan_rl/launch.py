@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
+import logging
 import os
 import shutil
 import signal
@@ -15,7 +16,7 @@ from pathlib import Path
 from titan_rl.config.run import RunConfig
 from titan_rl.controller import Controller
 from titan_rl.errors import MissingExtraError, TitanRLError
-from titan_rl.observability.progress import Progress, RunSummary
+from titan_rl.observability.progress import Progress
 from titan_rl.observability.report import write_report
 from titan_rl.observability.run_dir import RunDirectory
 from titan_rl.observability.sinks import open_sinks
@@ -29,6 +30,8 @@ ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",  # a model is a folder; nothing is fetched while a run starts
 }
+
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def run_training(config: RunConfig) -> int:
@@ -44,6 +47,7 @@ def run_training(config: RunConfig) -> int:
         if importlib.util.find_spec(module) is None:
             raise MissingExtraError(module, "cpu")
     run_dir = RunDirectory.create(config)
+    logging.basicConfig(filename=run_dir.logs / "controller.log", level=logging.INFO, format=LOG_FORMAT, force=True)
     with run_environment():
         return asyncio.run(_run_until_signal(config, run_dir))
 
@@ -66,6 +70,8 @@ def run_environment() -> Iterator[None]:
                 os.environ[name] = value
         tempfile.tempdir = None
         shutil.rmtree(scratch, ignore_errors=True)
+        for log in Path("/tmp").glob(f"*/monarch_log_{scratch.name}*"):  # Monarch's own, wherever TMPDIR points
+            log.unlink(missing_ok=True)
 
 
 async def _run_until_signal(config: RunConfig, run_dir: RunDirectory) -> int:
@@ -92,6 +98,7 @@ async def _run_until_signal(config: RunConfig, run_dir: RunDirectory) -> int:
 async def _run(config: RunConfig, run_dir: RunDirectory) -> None:
     # Monarch writes to the terminal and opens sockets in TMPDIR when it is first used.
     from titan_rl.actors.cluster import start_cluster
+    from titan_rl.statedict.board import VersionBoard
     from titan_rl.statedict.folder import clean_dead_segments
 
     clean_dead_segments()
@@ -104,7 +111,8 @@ async def _run(config: RunConfig, run_dir: RunDirectory) -> None:
         resources.callback(clean_dead_segments)  # of a trainer that was killed
         progress.message(f"run directory: {run_dir.path}")
         progress.message(f"starting {config.generation.num_generators} generators and a trainer")
-        async with start_cluster(config, run_dir) as cluster:
+        board = VersionBoard()
+        async with start_cluster(config, run_dir, board) as cluster:
             router = GeneratorRouter(
                 cluster.replicas,
                 make_strategy(config),
@@ -124,7 +132,7 @@ async def _run(config: RunConfig, run_dir: RunDirectory) -> None:
                 router=router,
                 trainer=cluster.trainer,
                 stop_token_ids=renderer.get_stop_token_ids(),
-                announce=cluster.announce,
+                board=board,
                 run_dir=run_dir,
                 log=sinks.log,
                 progress=progress,
@@ -134,6 +142,7 @@ async def _run(config: RunConfig, run_dir: RunDirectory) -> None:
                 summary = await controller.run()
                 watch.cancel()
             await router.close()
+            await cluster.trainer.close()
     progress.summary(summary)
 
 

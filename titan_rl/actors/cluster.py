@@ -11,7 +11,7 @@ from typing import Any
 from monarch.actor import this_proc
 
 from titan_rl.actors.generator import GeneratorActor, GeneratorSettings
-from titan_rl.actors.process import call
+from titan_rl.actors.process import call, stderr_into
 from titan_rl.actors.replica import ActorReplica
 from titan_rl.actors.supervisor import ProcessFailure, Supervisor
 from titan_rl.actors.trainer import ActorTrainer, TrainerActor, TrainerSettings
@@ -19,7 +19,7 @@ from titan_rl.config.run import RunConfig
 from titan_rl.errors import ActorDiedError
 from titan_rl.observability.run_dir import RunDirectory
 from titan_rl.routing.router import GeneratorRouter
-from titan_rl.statedict.types import Manifest
+from titan_rl.statedict.board import VersionBoard
 
 logger = logging.getLogger(__name__)
 
@@ -28,24 +28,16 @@ STOP_TIMEOUT_S = 30.0
 
 
 class Cluster:
-    """One trainer and its generators, each an actor in a process of its own. Made by `start_cluster`.
+    """One trainer and its generators, each an actor in a process of its own. Made by `start_cluster`."""
 
-    `pulls` holds what each generator measured of its last pull, by name.
-    """
-
-    def __init__(self, config: RunConfig, run_dir: RunDirectory, supervisor: Any) -> None:
+    def __init__(self, config: RunConfig, run_dir: RunDirectory, board: VersionBoard, supervisor: Any) -> None:
         self.trainer: ActorTrainer
         self.replicas: list[ActorReplica]
-        self.pulls: dict[str, dict[str, float]] = {}
         self._config = config
         self._run_dir = run_dir
+        self._board = board
         self._supervisor = supervisor
-        self._manifests: dict[int, Manifest] = {}
         self._respawns_left = config.generation.max_respawns
-
-    def announce(self, manifest: Manifest) -> None:
-        """Make a manifest known to the replicas that will pull its version."""
-        self._manifests = {manifest.version: manifest}
 
     async def start(self) -> None:
         """Start all processes at once.
@@ -90,12 +82,7 @@ class Cluster:
     async def _start_generator(self, name: str) -> ActorReplica:
         config = self._config
         settings = GeneratorSettings(config.model, config.generation, self._run_id, self._log_path(name), config.seed)
-        return ActorReplica(
-            name,
-            await self._spawn(name, GeneratorActor, settings),
-            manifest_of=lambda version: self._manifests[version],
-            on_pull=lambda metrics: self.pulls.update({name: metrics}),
-        )
+        return ActorReplica(name, await self._spawn(name, GeneratorActor, settings), self._board)
 
     async def _spawn(self, name: str, actor_class: Any, settings: Any) -> Any:
         actor = await call(self._supervisor.spawn, name, actor_class, (settings,), who="supervisor")
@@ -111,14 +98,15 @@ class Cluster:
 
 
 @contextlib.asynccontextmanager
-async def start_cluster(config: RunConfig, run_dir: RunDirectory) -> AsyncIterator[Cluster]:
+async def start_cluster(config: RunConfig, run_dir: RunDirectory, board: VersionBoard) -> AsyncIterator[Cluster]:
     """A started cluster, whose processes end with the block.
 
     Raises:
         ActorDiedError: a process did not start in time.
     """
-    supervisor = this_proc().spawn("supervisor", Supervisor)
-    cluster = Cluster(config, run_dir, supervisor)
+    with stderr_into(run_dir.logs / "monarch.log"):  # it greets its user there when it is first used
+        supervisor = this_proc().spawn("supervisor", Supervisor)
+    cluster = Cluster(config, run_dir, board, supervisor)
     try:
         await cluster.start()
         yield cluster

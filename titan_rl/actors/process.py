@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from monarch.actor import ActorError
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
+from monarch.actor import ActorError
 
 from titan_rl.errors import ActorDiedError
 
@@ -17,10 +19,26 @@ def enter_actor_process(log_path: str | Path) -> None:
     """Detach this process from the terminal: its output goes to a file, and Ctrl-C reaches the controller alone,
     which then stops it in order. The kernel still ends it when the controller dies."""
     os.setpgid(0, 0)
-    descriptor = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.close(descriptor)
+    _point(1, log_path)
+    _point(2, log_path)
+
+
+@contextlib.contextmanager
+def stderr_into(log_path: str | Path) -> Iterator[None]:
+    """Send what native code writes to standard error to a file instead, for the length of the block."""
+    saved = os.dup(2)
+    _point(2, log_path)
+    try:
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+
+
+def _point(descriptor: int, log_path: str | Path) -> None:
+    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, descriptor)
+    os.close(log)
 
 
 async def call(endpoint: Any, *args: Any, who: str, timeout_s: float | None = None) -> Any:

@@ -2,36 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from titan_rl.actors.process import call
 from titan_rl.errors import ActorDiedError, GenerationError
 from titan_rl.routing.replica import PauseMode
-from titan_rl.statedict.types import Manifest
+from titan_rl.statedict.board import VersionBoard
 from titan_rl.types import Completion, SamplingParams
 
 
 class ActorReplica:
-    """The `Replica` of one `GeneratorActor`.
+    """The `Replica` of one `GeneratorActor`. It finds manifests on the board, and posts there what a pull measured."""
 
-    Args:
-        manifest_of: finds the manifest of a published version.
-        on_pull: told of what each pull measured.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        actor: Any,
-        *,
-        manifest_of: Callable[[int], Manifest],
-        on_pull: Callable[[dict[str, float]], None],
-    ) -> None:
+    def __init__(self, name: str, actor: Any, board: VersionBoard) -> None:
         self.name = name
         self._actor = actor
-        self._manifest_of = manifest_of
-        self._on_pull = on_pull
+        self._board = board
 
     async def generate(
         self,
@@ -44,7 +31,8 @@ class ActorReplica:
         return await self._call(self._actor.generate, prompt_token_ids, request_id, session_id, sampling)
 
     async def pull(self, version: int) -> None:
-        self._on_pull(await self._call(self._actor.pull, self._manifest_of(version)))
+        figures = await self._call(self._actor.pull, self._board.manifest_of(version))
+        self._board.note_pull(self.name, figures)
 
     async def pause(self, mode: PauseMode) -> None:
         await self._call(self._actor.pause, mode)

@@ -116,3 +116,7 @@ class ActorTrainer:
 
     async def export(self, path: Path) -> None:
         await call(self._actor.export, path, who="trainer")
+
+    async def close(self) -> None:
+        """Give the published versions back."""
+        await call(self._actor.close, who="trainer", timeout_s=30.0)

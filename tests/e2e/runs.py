@@ -1,0 +1,110 @@
+"""Runs of the command line in processes of their own, and what they leave behind."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[2]
+QUICK = {
+    "training.steps": 3,
+    "scheduling.groups_per_step": 4,
+    "rollout.group_size": 4,
+    "validation.num_prompts": 4,
+    "validation.samples_per_prompt": 2,
+}
+
+
+class Run:
+    """`titan-rl train` on the shipped CPU config, made small, with everything it starts marked as its own."""
+
+    def __init__(self, folder: Path, settings: dict[str, object]) -> None:
+        self._mark = f"TITAN_RL_TEST_RUN={uuid.uuid4().hex}"
+        self._scratch = folder / "scratch"
+        self._scratch.mkdir(parents=True)
+        self._runs = folder / "runs"
+        self._output = folder / "output.txt"
+        command = [sys.executable, "-m", "titan_rl.cli.main", "train", "examples/alphabet_sort/cpu.toml"]
+        for key, value in (QUICK | settings | {"run_dir": str(self._runs)}).items():
+            command += [f"--{key}", str(value)]
+        name, _, value = self._mark.partition("=")
+        environment = os.environ | {"TMPDIR": str(self._scratch), name: value}
+        with self._output.open("w") as output:
+            self.process = subprocess.Popen(
+                command, cwd=REPOSITORY, env=environment, stdout=output, stderr=subprocess.STDOUT
+            )
+
+    @property
+    def output(self) -> str:
+        return self._output.read_text()
+
+    @property
+    def folder(self) -> Path:
+        (folder,) = [path for path in self._runs.iterdir() if not path.is_symlink()]
+        return folder
+
+    def metrics(self) -> list[dict[str, float]]:
+        """The records written so far."""
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            lines = (self.folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+            return [json.loads(line) for line in lines if line.endswith("\n")]
+        return []
+
+    def wait_for_step(self, step: int, timeout_s: float = 180.0) -> None:
+        """Return once optimizer step `step` is recorded."""
+        deadline = time.monotonic() + timeout_s
+        while not any("train/loss" in record and record["step"] >= step for record in self.metrics()):
+            assert self.process.poll() is None, f"the run ended before step {step}:\n{self.output}"
+            assert time.monotonic() < deadline, f"no step {step} within {timeout_s} s:\n{self.output}"
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(0.2)
+
+    def wait(self, timeout_s: float = 240.0) -> int:
+        return self.process.wait(timeout_s)
+
+    def child(self, name: str) -> int:
+        """Process id of the actor whose output goes to `logs/<name>.log`."""
+        log = (self.folder / "logs" / f"{name}.log").resolve()
+        return next(pid for pid in self.processes() if os.path.realpath(f"/proc/{pid}/fd/1") == str(log))
+
+    def processes(self) -> list[int]:
+        """Every living process of this run."""
+        found: list[int] = []
+        for entry in Path("/proc").iterdir():
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+                if self._mark.encode() in (entry / "environ").read_bytes().split(b"\0") and state not in "ZX":
+                    found.append(int(entry.name))
+        return found
+
+    def leftovers(self) -> list[str]:
+        """Processes, shared-memory segments and temporary files of a run that has ended."""
+        run_id = self.folder.name
+        processes = [f"process {pid}" for pid in self.processes()]
+        segments = [str(path) for path in Path("/dev/shm").glob(f"*{run_id}*")]
+        scratch = [str(path) for path in self._scratch.rglob("*")]
+        return processes + segments + scratch
+
+
+@contextlib.contextmanager
+def run_training(folder: Path, **settings: object) -> Iterator[Run]:
+    """A run that is killed with its children if the test ends before it does.
+
+    Settings are named with double underscores for dots: `training__steps=2`.
+    """
+    run = Run(folder, {key.replace("__", "."): value for key, value in settings.items()})
+    try:
+        yield run
+    finally:
+        for pid in {run.process.pid, *run.processes()}:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        run.process.wait()
