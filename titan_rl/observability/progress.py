@@ -7,6 +7,7 @@ import sys
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from types import TracebackType
@@ -142,7 +143,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
     """
     if len(values) > width:
         edges = [round(i * len(values) / width) for i in range(width + 1)]
-        buckets = [values[low:high] for low, high in zip(edges, edges[1:], strict=False)]
+        buckets = [values[low:high] for low, high in pairwise(edges)]
     else:
         buckets = [[value] for value in values]
     means = [fmean(bucket) for bucket in buckets]
