@@ -11,13 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from test_trainer import make_trainer, on_policy_samples, sequences, transformers_logprobs, weights
-from tiny_qwen3 import make_tiny_qwen3
+from tiny_policy import make_tiny_qwen3, make_trainer, on_policy_samples, sequences, transformers_logprobs, weights
 from transformers import AutoModelForCausalLM
 
-from titan_rl.config.sections import ModelConfig, TrainingConfig
 from titan_rl.errors import CheckpointError
-from titan_rl.training.trainer import TrainerCore
 
 
 @pytest.fixture(scope="module", params=["untied", "tied"])
@@ -60,7 +57,7 @@ def test_a_missing_damaged_or_foreign_checkpoint_is_refused(folder: Path, tmp_pa
 
 def save_on_a_full_disk(folder: str, target: str, num_bytes: int) -> None:
     """Child process: files beyond `num_bytes` cannot be written. Exits 0 where both writes fail as they should."""
-    trainer = TrainerCore(ModelConfig(path=folder), TrainingConfig(), seed=0)
+    trainer = make_trainer(Path(folder))
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, num_bytes))
     for write in (trainer.save, trainer.export_hf):
@@ -95,3 +92,18 @@ def test_an_exported_folder_gives_transformers_the_same_logits(folder: Path, tmp
     again = make_trainer(tmp_path / "export")
     assert again.score([sequence]) == trainer.score([sequence])
     assert (tmp_path / "export" / "chat_template.jinja").is_file()
+
+
+def test_an_exported_folder_gives_vllm_the_same_logprobs(folder: Path, tmp_path: Path):
+    from titan_rl.generation.vllm_engine import VLLMEngine
+
+    trainer = make_trainer(folder)
+    trainer.step(on_policy_samples(trainer, 24, 33, 8))
+    trainer.export_hf(tmp_path / "export")
+    engine = VLLMEngine(str(tmp_path / "export"), max_context=128, kv_cache_gib=0.1)
+    try:
+        sample = sequences(5, 40, 111)
+        for scores, expected in zip(engine.score(sample), trainer.score(sample), strict=True):
+            assert scores == pytest.approx(expected, abs=1e-5)
+    finally:
+        engine.close()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import random
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,12 +11,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_qwen3 import make_tiny_qwen3
+from tiny_policy import make_tiny_qwen3, make_trainer, on_policy_samples, sequences, transformers_logprobs, weights
 from transformers import AutoModelForCausalLM
 
 from titan_rl.config.sections import ModelConfig, TrainingConfig
 from titan_rl.errors import ModelError, TrainingError
-from titan_rl.training.sample import TrainingSample
 from titan_rl.training.trainer import TrainerCore
 
 
@@ -32,53 +29,13 @@ def untied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_qwen3(tmp_path_factory.mktemp("model"))
 
 
-def make_trainer(folder: Path, **training: Any) -> TrainerCore:
-    return TrainerCore(ModelConfig(path=str(folder)), TrainingConfig(**{"steps": 10, **training}), seed=0)
-
-
-def sequences(*lengths: int) -> list[list[int]]:
-    rng = random.Random(0)
-    return [[rng.randrange(128) for _ in range(length)] for length in lengths]
-
-
-def on_policy_samples(trainer: TrainerCore, *lengths: int, temperature: float = 1.0) -> list[TrainingSample]:
-    """The second half of each sequence is the completion; advantages alternate in sign."""
-    samples: list[TrainingSample] = []
-    for index, sequence in enumerate(sequences(*lengths)):
-        mask = [t >= len(sequence) // 2 for t in range(len(sequence))]
-        logprobs = [0.0, *trainer.score([sequence])[0]]
-        samples.append(
-            TrainingSample(
-                group_id="g",
-                rollout_id=f"g/{index}",
-                token_ids=sequence,
-                loss_mask=mask,
-                behaviour_logprobs=[p if trained else 0.0 for p, trained in zip(logprobs, mask, strict=True)],
-                advantages=[(-1.0) ** index if trained else 0.0 for trained in mask],
-                versions=[trainer.version if trained else -1 for trained in mask],
-                temperature=temperature,
-            )
-        )
-    return samples
-
-
-def weights(trainer: TrainerCore) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in trainer.named_tensors()}
-
-
-def transformers_logprobs(model: Any, sequence: Sequence[int], temperature: float = 1.0) -> torch.Tensor:
-    token_ids = torch.tensor([sequence])
-    with torch.no_grad():
-        logprobs = (model(token_ids).logits[0] / temperature).log_softmax(-1)
-    return logprobs[:-1].gather(-1, token_ids[0, 1:, None])[:, 0]
-
-
 def test_scores_equal_those_of_transformers(folder: Path):
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     sample = sequences(2, 5, 40, 111)
     for sequence, scores in zip(sample, make_trainer(folder).score(sample), strict=True):
         torch.testing.assert_close(torch.tensor(scores), transformers_logprobs(reference, sequence), rtol=0, atol=1e-5)
-    assert make_trainer(folder).score([[], [3]]) == [[], []]
+    assert make_trainer(folder).score([[], [3, 4], [3]])[::2] == [[], []]
+    assert make_trainer(folder).score([[]]) == [[]]
 
 
 def test_published_names_and_values_are_those_of_the_folder(folder: Path):

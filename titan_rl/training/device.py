@@ -6,14 +6,13 @@ accelerator. So whatever imports a torchtitan module in this package imports thi
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from titan_rl.errors import MissingExtraError
+from titan_rl.extras import require
 
-try:
-    from torchtitan.tools import utils as _torchtitan
-except ImportError as error:
-    raise MissingExtraError("torchtitan", "cpu") from error
+_torchtitan: Any = require("torchtitan.tools.utils", "cpu")
 
 
 def local_device() -> torch.device:

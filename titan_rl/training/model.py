@@ -44,10 +44,12 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
         raise ModelError(f"{folder} has no config.json; model.path must be a Hugging Face model folder") from None
     except ValueError as error:
         raise ModelError(f"{path} is not valid JSON: {error}") from error
-    expected = {"model_type": "qwen3", "hidden_act": "silu", "attention_bias": False, "use_sliding_window": False}
-    for key, value in expected.items():
-        if config.get(key, value if key != "model_type" else None) != value:
-            raise ModelError(f"{path} has {key} {config.get(key)!r}; only {value!r} is supported")
+    supported = {"model_type": "qwen3", "hidden_act": "silu", "attention_bias": False, "use_sliding_window": False}
+    # What a config leaves out has the default, which is supported; the model type has none.
+    for key, value in supported.items():
+        found = config.get(key, None if key == "model_type" else value)
+        if found != value:
+            raise ModelError(f"{path} has {key} {found!r}; only {value!r} is supported")
     return cast(dict[str, Any], config)
 
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -87,6 +88,11 @@ class TrainerCore:
         """The policy version of the current weights: 0 as loaded, one more after each step."""
         return self._version
 
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this."""
+        return self._model.config.vocab_size
+
     def step(self, samples: Sequence[TrainingSample]) -> StepResult:
         """One optimizer step over all samples, in as many micro-batches as they need.
 
@@ -148,23 +154,20 @@ class TrainerCore:
             TrainingError: a token id is outside the vocabulary.
             ValueError: a sequence is longer than model.max_context.
         """
-        scores: list[list[float]] = []
+        row: list[TrainingSample] = []
         for sequence in sequences:
-            if len(sequence) > self._config.max_context:
-                raise ValueError(
-                    f"a sequence has {len(sequence)} tokens; model.max_context is {self._config.max_context}"
-                )
-            if len(sequence) < 2:
-                scores.append([])
-                continue
-            blank = [0.0] * len(sequence)
-            versions = [self._version] * len(sequence)
-            mask = [True] * len(sequence)
-            sample = TrainingSample("score", "score", sequence, mask, blank, blank, versions, temperature=1.0)
-            with torch.no_grad():
-                logprobs_N, _ = self._logprobs(make_batch([[sample]], self._device))
-            scores.append(logprobs_N.tolist())
-        return scores
+            length = len(sequence)
+            if length > self._config.max_context:
+                raise ValueError(f"a sequence has {length} tokens; model.max_context is {self._config.max_context}")
+            if length > 1:
+                blank, versions = [0.0] * length, [self._version] * length
+                row.append(TrainingSample("", "", sequence, [True] * length, blank, blank, versions, temperature=1.0))
+        if not row:
+            return [[] for _ in sequences]
+        with torch.no_grad():
+            logprobs_N, _ = self._logprobs(make_batch([row], self._device))
+        logprobs = iter(logprobs_N.tolist())
+        return [list(islice(logprobs, max(len(sequence) - 1, 0))) for sequence in sequences]
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every parameter under its Hugging Face name, in `model.dtype`.

@@ -1,0 +1,84 @@
+"""A random Qwen3 small enough to build in a test, a trainer of it, samples for it, and its logprobs by transformers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from titan_rl.config.sections import ModelConfig, TrainingConfig
+from titan_rl.training.sample import TrainingSample
+from titan_rl.training.trainer import TrainerCore
+
+
+def make_tiny_qwen3(
+    folder: Path, *, tied: bool = False, seed: int = 0, vocab_size: int = 128, num_layers: int = 2
+) -> Path:
+    config = Qwen3Config(
+        vocab_size=vocab_size,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=1024,
+        tie_word_embeddings=tied,
+        rope_parameters={"rope_type": "default", "rope_theta": 50000.0},
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(config).float()
+        # Random weights give nearly uniform distributions; larger ones make every test of logits sharper.
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim == 2:
+                    parameter.mul_(4)
+    model.save_pretrained(folder)
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    return folder
+
+
+def make_trainer(folder: Path, **training: Any) -> TrainerCore:
+    return TrainerCore(ModelConfig(path=str(folder)), TrainingConfig(**{"steps": 10, **training}), seed=0)
+
+
+def sequences(*lengths: int) -> list[list[int]]:
+    rng = random.Random(0)
+    return [[rng.randrange(128) for _ in range(length)] for length in lengths]
+
+
+def on_policy_samples(trainer: TrainerCore, *lengths: int, temperature: float = 1.0) -> list[TrainingSample]:
+    """The second half of each sequence is the completion; advantages alternate in sign."""
+    samples: list[TrainingSample] = []
+    for index, sequence in enumerate(sequences(*lengths)):
+        mask = [t >= len(sequence) // 2 for t in range(len(sequence))]
+        logprobs = [0.0, *trainer.score([sequence])[0]]
+        samples.append(
+            TrainingSample(
+                group_id="g",
+                rollout_id=f"g/{index}",
+                token_ids=sequence,
+                loss_mask=mask,
+                behaviour_logprobs=[p if trained else 0.0 for p, trained in zip(logprobs, mask, strict=True)],
+                advantages=[(-1.0) ** index if trained else 0.0 for trained in mask],
+                versions=[trainer.version if trained else -1 for trained in mask],
+                temperature=temperature,
+            )
+        )
+    return samples
+
+
+def weights(trainer: TrainerCore) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in trainer.named_tensors()}
+
+
+def transformers_logprobs(model: Any, sequence: Sequence[int], temperature: float = 1.0) -> torch.Tensor:
+    token_ids = torch.tensor([sequence])
+    with torch.no_grad():
+        logprobs = (model(token_ids).logits[0] / temperature).log_softmax(-1)
+    return logprobs[:-1].gather(-1, token_ids[0, 1:, None])[:, 0]
