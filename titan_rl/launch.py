@@ -21,6 +21,7 @@ from titan_rl.observability.report import write_report
 from titan_rl.observability.run_dir import RunDirectory
 from titan_rl.observability.sinks import open_sinks
 from titan_rl.renderer import ChatTemplateRenderer
+from titan_rl.rollout.advantages import BY_NAME
 from titan_rl.rollout.rollouter import Rollouter
 from titan_rl.routing.router import GeneratorRouter
 from titan_rl.routing.strategies import LeastLoaded, RoundRobin, StickySession, Strategy
@@ -124,6 +125,7 @@ async def _run(config: RunConfig, run_dir: RunDirectory) -> None:
                 rollouter=Rollouter(
                     lambda sample: task.make_env(sample, renderer),
                     task.rubric(),
+                    advantage=BY_NAME[config.training.advantage],
                     limits=config.rollout,
                     max_context=config.model.max_context,
                     seed=config.seed,

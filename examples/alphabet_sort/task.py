@@ -11,6 +11,9 @@ from examples.alphabet_sort.data import FIRST_NAMES, LAST_NAMES, Sample, draw_tu
 from examples.alphabet_sort.env import AlphabetSortEnv
 from examples.alphabet_sort.rubric import alphabet_sort_rubric
 from titan_rl.config.sections import Section
+from titan_rl.environment.message_token_env import MessageTokenEnv
+from titan_rl.environment.types import TokenEnv
+from titan_rl.renderer.types import Renderer
 from titan_rl.rubric import Rubric
 
 
@@ -59,8 +62,8 @@ class AlphabetSort(Section):
     def validation_samples(self, count: int) -> list[Sample]:
         return [self._sample(f"validation/{index}", held_out=True) for index in range(count)]
 
-    def make_env(self, sample: Sample) -> AlphabetSortEnv:
-        return AlphabetSortEnv(sample)
+    def make_env(self, sample: Sample, renderer: Renderer) -> TokenEnv:
+        return MessageTokenEnv(AlphabetSortEnv(sample), renderer)
 
     def rubric(self) -> Rubric:
         return alphabet_sort_rubric(self.power)
