@@ -95,6 +95,9 @@ class VLLMEngine:
             generation_config="vllm",
             async_scheduling=False,  # a step's tokens must come from the weights loaded when it was taken
             enforce_eager=on_cpu,
+            block_size=32
+            if on_cpu
+            else None,  # the default of 128 hides most of a short conversation from the prefix cache
             tensor_parallel_size=tensor_parallel_size,
             distributed_executor_backend="external_launcher" if tensor_parallel_size > 1 else "uni",
             disable_log_stats=True,

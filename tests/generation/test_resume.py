@@ -1,0 +1,176 @@
+"""Aborts are invisible behind `resume_on_abort`."""
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from titan_rl.errors import GenerationError
+from titan_rl.generation.engine_loop import EngineLoop
+from titan_rl.generation.resume import resume_on_abort
+from titan_rl.generation.scripted_engine import ScriptedEngine
+from titan_rl.types import Completion, FinishReason, GenerateFn, SamplingParams, VersionSpan
+
+ABORT, STOP, LENGTH = FinishReason.ABORT, FinishReason.STOP, FinishReason.LENGTH
+
+
+class Parts:
+    """A `GenerateFn` that answers with parts prepared beforehand, and remembers what it was asked."""
+
+    def __init__(self, *parts: tuple[list[int], FinishReason], experts: bool = False) -> None:
+        self.parts = list(parts)
+        self.experts = experts
+        self.prompts: list[list[int]] = []
+        self.samplings: list[SamplingParams] = []
+
+    async def __call__(
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        request_id: str,
+        session_id: str | None = None,
+        sampling: SamplingParams,
+    ) -> Completion:
+        self.prompts.append(list(prompt_token_ids))
+        self.samplings.append(sampling)
+        version = len(self.prompts)
+        token_ids, finish_reason = self.parts.pop(0)
+        return Completion(
+            request_id,
+            token_ids,
+            [-float(token) for token in token_ids],
+            finish_reason,
+            (VersionSpan(version, len(token_ids)),) if token_ids else (),
+            [[[token]] for token in token_ids] if self.experts else None,
+            {"queue_s": 1.0, "time_to_first_token_s": float(version), "inter_token_s": float(version)},
+        )
+
+
+async def resumed(parts: Parts, sampling: SamplingParams, **settings: object) -> Completion:
+    generate: GenerateFn = resume_on_abort(parts, **settings)  # type: ignore[arg-type]
+    return await generate([7, 8], request_id="a", session_id="s", sampling=sampling)
+
+
+async def test_parts_become_one_completion() -> None:
+    parts = Parts(([1, 2], ABORT), ([3], ABORT), ([4, 5], STOP), experts=True)
+    sampling = SamplingParams(max_tokens=10, min_tokens=3, seed=5, stop_token_ids=(5,), return_routed_experts=True)
+    whole = await resumed(parts, sampling)
+    assert whole.token_ids == [1, 2, 3, 4, 5]
+    assert whole.logprobs == [-1, -2, -3, -4, -5]
+    assert whole.finish_reason is STOP
+    assert whole.version_spans == (VersionSpan(1, 2), VersionSpan(2, 1), VersionSpan(3, 2))
+    assert whole.routed_experts == [[[1]], [[2]], [[3]], [[4]], [[5]]]
+    assert parts.prompts == [[7, 8], [7, 8, 1, 2], [7, 8, 1, 2, 3]]
+    assert [params.max_tokens for params in parts.samplings] == [10, 8, 7]
+    assert [params.min_tokens for params in parts.samplings] == [3, 1, 0]
+    assert len({params.seed for params in parts.samplings}) == 3
+    assert parts.samplings[0] is sampling
+    assert whole.metrics["queue_s"] == 3
+    assert whole.metrics["time_to_first_token_s"] == 1
+    assert whole.metrics["inter_token_s"] == pytest.approx((2 * 1 + 1 * 2 + 2 * 3) / 5)
+    assert whole.metrics["num_resumes"] == 2
+
+
+async def test_a_whole_completion_is_returned_untouched() -> None:
+    completion = Completion("a", [1], [0.0], LENGTH, (VersionSpan(0, 1),))
+
+    async def generate(prompt_token_ids: Sequence[int], **request: object) -> Completion:
+        return completion
+
+    sampling = SamplingParams(max_tokens=1)
+    assert await resume_on_abort(generate)([1], request_id="a", sampling=sampling) is completion
+
+
+async def test_nothing_generated_sends_the_original_again() -> None:
+    parts = Parts(([], ABORT), ([1], LENGTH))
+    sampling = SamplingParams(max_tokens=1, seed=3)
+    assert (await resumed(parts, sampling)).token_ids == [1]
+    assert parts.prompts == [[7, 8], [7, 8]]
+    assert parts.samplings == [sampling, sampling]
+
+
+@pytest.mark.parametrize(
+    ("partial", "sampling", "ending"),
+    [
+        ([1, 2, 3], SamplingParams(max_tokens=3), LENGTH),
+        ([1, 9], SamplingParams(max_tokens=3, stop_token_ids=(9,)), STOP),
+        ([1, 2, 9], SamplingParams(max_tokens=3, stop_token_ids=(9,)), STOP),
+    ],
+)
+async def test_what_had_ended_is_not_sent_again(
+    partial: list[int], sampling: SamplingParams, ending: FinishReason
+) -> None:
+    parts = Parts((partial, ABORT))
+    whole = await resumed(parts, sampling)
+    assert (whole.token_ids, whole.finish_reason) == (partial, ending)
+
+
+async def test_a_full_context_ends_with_length() -> None:
+    whole = await resumed(Parts(([1, 2], ABORT)), SamplingParams(max_tokens=9), max_context=4)
+    assert whole.finish_reason is LENGTH
+
+
+async def test_attempts_used_up_say_abort_and_keep_the_tokens() -> None:
+    parts = Parts(([1], ABORT), ([2], ABORT), ([3], ABORT))
+    whole = await resumed(parts, SamplingParams(max_tokens=9), max_attempts=3)
+    assert (whole.token_ids, whole.finish_reason) == ([1, 2, 3], ABORT)
+    with pytest.raises(ValueError, match="max_attempts is 0"):
+        resume_on_abort(parts, max_attempts=0)
+
+
+async def test_it_waits_while_paused_and_not_for_ever() -> None:
+    waits = 0
+
+    async def wait() -> None:
+        nonlocal waits
+        waits += 1
+
+    await resumed(Parts(([1], ABORT), ([2], STOP)), SamplingParams(max_tokens=9), wait_until_resumed=wait)
+    assert waits == 1
+    never = asyncio.Event().wait
+    whole = await resumed(
+        Parts(([1], ABORT)), SamplingParams(max_tokens=9), wait_until_resumed=never, resume_timeout_s=0.01
+    )
+    assert (whole.token_ids, whole.finish_reason) == ([1], ABORT)
+
+
+async def test_missing_routed_experts_are_an_error() -> None:
+    with pytest.raises(GenerationError, match="routed experts"):
+        await resumed(Parts(([1], STOP)), SamplingParams(max_tokens=9, return_routed_experts=True))
+
+
+async def test_pauses_of_a_real_loop_leave_no_trace() -> None:
+    """Six requests, two at a time, two pause and resume cycles: every token is there."""
+    sampling = SamplingParams(max_tokens=2048)
+
+    async def play(disturb: bool) -> list[Completion]:
+        engine = ScriptedEngine(max_running=2, block_at_step=50, seed=1)
+        if not disturb:
+            engine.release.set()
+        loop = EngineLoop(lambda: engine)
+        await loop.start()
+        running = asyncio.Event()
+        running.set()
+        generate = resume_on_abort(loop.generate, wait_until_resumed=running.wait)
+        calls = [
+            asyncio.create_task(generate([index], request_id=f"r{index}", sampling=sampling)) for index in range(6)
+        ]
+        if disturb:
+            assert await asyncio.to_thread(engine.started.wait, 10)
+            for _ in range(2):
+                running.clear()
+                pause = asyncio.create_task(loop.pause("abort"))
+                await asyncio.sleep(0)
+                engine.release.set()
+                await pause
+                await loop.resume()
+                running.set()
+                await asyncio.sleep(0.005)
+        completions = await asyncio.gather(*calls)
+        await loop.close()
+        return completions
+
+    undisturbed, disturbed = await play(False), await play(True)
+    assert [c.token_ids for c in disturbed] == [list(c.token_ids) for c in undisturbed]
+    assert all(len(c.logprobs) == 2048 and c.finish_reason is LENGTH for c in disturbed)
+    assert sum(c.metrics.get("num_resumes", 0) for c in disturbed) >= 6
