@@ -35,8 +35,8 @@ def check_model_folder(config: RunConfig, *, beside: Path) -> None:
     folder = find_model_folder(path, beside=beside)
     if folder is None:
         raise ConfigError(
-            f"model.path = {path!r} is not a folder here or in {beside}; to fetch a model of the Hugging Face hub: "
-            f"hf download {path} --local-dir {Path(path).name}"
+            f"model.path = {path!r} is not a folder here or in {beside}; "
+            f"from the Hugging Face hub: hf download ORGANIZATION/NAME --local-dir {path}"
         )
     architecture = _read_json(folder, "config.json")
     _check_weights(folder)
