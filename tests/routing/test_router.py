@@ -186,20 +186,41 @@ async def test_removing_a_replica_moves_its_requests_without_blame(pair: Pair) -
 
 
 async def test_a_late_failure_does_not_count_against_a_replica_that_has_recovered() -> None:
-    a, b = FakeReplica("a"), FakeReplica("b")
-    router = GeneratorRouter([a, b], strategy=RoundRobin(), request_timeout_s=20)
-    a.step_s = 1000
-    slow = ask(router, "slow")  # to a, times out at 20
-    await asyncio.sleep(0)
-    ask(router, "b")
+    a, b = FakeReplica("a", step_s=1000), FakeReplica("b")
+    failed: list[str] = []
+    router = GeneratorRouter(
+        [a, b],
+        strategy=RoundRobin(),
+        request_timeout_s=20,
+        on_replica_failed=lambda replica, error: failed.append(str(error)),
+    )
+    slow = ask(router, "slow")  # to a, where it times out at 20 s
     await asyncio.sleep(1)
-    a.generate_error = GenerationError("a hiccup")
-    await ask(router, "hiccup")  # to a, quarantined
+    await ask(router, "b")
+    a.generate_error = GenerationError("hiccup")
+    await ask(router, "hiccup")  # to a first
     a.generate_error = None
-    await asyncio.sleep(3)
-    assert serving(router) == ["a", "b"] or serving(router) == ["b", "a"]
     assert len((await slow).token_ids) == 3
-    assert len(serving(router)) == 2
+    assert failed == ["hiccup"]
+    await router.close()
+
+
+async def test_a_replica_that_recovered_by_a_drain_can_fail_again() -> None:
+    a = FakeReplica("a")
+    failed: list[str] = []
+    router = GeneratorRouter(
+        [a], limits=Limits(quarantine_s=50), on_replica_failed=lambda replica, error: failed.append(str(error))
+    )
+    first = ask(router, "1", tokens=10)
+    await asyncio.sleep(1.5)
+    pulling = asyncio.create_task(router.pull_state_dict(1, "drain"))
+    await asyncio.sleep(1)
+    a.generate_error = GenerationError("broken")  # fails while draining, then at once when back in service
+    assert (await pulling).pulled == ()
+    assert failed == ["broken", "broken"]
+    assert serving(router) == []
+    a.generate_error = None
+    assert len((await first).token_ids) == 10
     await router.close()
 
 

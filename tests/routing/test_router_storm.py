@@ -17,12 +17,11 @@ from titan_rl.types import Completion, SamplingParams
 
 Move = tuple[str, int, float]  # what, argument, seconds until the next
 
+CALLS = ["cancel", "hot_swap", "drain", "keep", "wait", "abort_pause", "resume", "abort", "remove", "add"]
+FAULTS = ["break", "mend", "pull_breaks", "hang"]
 MOVES = st.lists(
     st.tuples(
-        st.sampled_from(
-            "ask ask ask cancel hot_swap drain keep wait abort_pause resume abort break mend pull_breaks hang"
-            " remove add".split()
-        ),
+        st.sampled_from(["ask", "ask", "ask", *CALLS, *FAULTS]),
         st.integers(0, 30),
         st.sampled_from([0.0, 0.0, 0.3, 1.0, 4.0, 20.0]),
     ),

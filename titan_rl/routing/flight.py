@@ -53,7 +53,8 @@ class Flight:
             async with asyncio.timeout(seconds) as self._scope:
                 return await coroutine
         except TimeoutError as error:
-            if self._remaining_s is not None and not self.interrupted:
+            frozen = self._remaining_s is not None and not self.interrupted
+            if frozen and self._scope is not None and self._scope.expired():
                 raise NotResumedError("frozen by a pause that was not resumed in time") from error
             raise TimeoutError(str(error) or f"no answer within {seconds:g} s") from error
         finally:
