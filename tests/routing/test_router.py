@@ -216,7 +216,7 @@ async def test_a_replica_that_recovered_by_a_drain_can_fail_again() -> None:
     pulling = asyncio.create_task(router.pull_state_dict(1, "drain"))
     await asyncio.sleep(1)
     a.generate_error = GenerationError("broken")  # fails while draining, then at once when back in service
-    assert (await pulling).pulled == ()
+    await pulling
     assert failed == ["broken", "broken"]
     assert serving(router) == []
     a.generate_error = None
