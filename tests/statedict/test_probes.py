@@ -24,13 +24,13 @@ def shifted(by: float):
     return score_shifted
 
 
-def test_probes_are_deterministic_and_verify() -> None:
-    probes = make_probes(score, vocab_size=50, num_probes=3, length=8, seed=5)
-    assert probes == make_probes(score, vocab_size=50, num_probes=3, length=8, seed=5)
-    assert probes != make_probes(score, vocab_size=50, num_probes=3, length=8, seed=6)
-    assert [len(probe.token_ids) for probe in probes] == [8, 8, 8]
-    assert [len(probe.logprobs) for probe in probes] == [7, 7, 7]
-    assert all(0 <= token < 50 for probe in probes for token in probe.token_ids)
+SEQUENCES = [[3, 44, 8, 12], [6, 1, 49, 20]]
+
+
+def test_probes_carry_the_trainers_logprobs_and_verify() -> None:
+    probes = make_probes(score, SEQUENCES)
+    assert [list(probe.token_ids) for probe in probes] == SEQUENCES
+    assert [list(probe.logprobs) for probe in probes] == score(SEQUENCES)
     assert verify(probes, score, 0.0) == 0.0
 
 
@@ -38,12 +38,12 @@ def test_no_probes_are_no_work() -> None:
     def never(sequences: object) -> list[list[float]]:
         raise AssertionError("scored")
 
-    assert make_probes(never, vocab_size=5, num_probes=0, length=4, seed=0) == ()
+    assert make_probes(never, []) == ()
     assert verify((), never, 1e-5) == 0.0
 
 
 def test_the_largest_difference_is_returned_or_raised() -> None:
-    probes = make_probes(score, vocab_size=50, num_probes=2, length=4, seed=0)
+    probes = make_probes(score, SEQUENCES)
     assert verify(probes, shifted(-0.25), 0.3) == pytest.approx(0.25)
     with pytest.raises(VerificationError, match=r"version 7 .* 0\.25; the tolerance is 1e-05"):
         verify(probes, shifted(0.25), 1e-5, version=7)
@@ -51,20 +51,19 @@ def test_the_largest_difference_is_returned_or_raised() -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_value_that_is_no_number_is_above_every_tolerance(bad: float) -> None:
-    probes = make_probes(score, vocab_size=50, num_probes=2, length=4, seed=0)
+    probes = make_probes(score, SEQUENCES)
     with pytest.raises(VerificationError):
         verify(probes, shifted(bad), 1e9)
     with pytest.raises(StateDictError, match="not finite"):
-        make_probes(shifted(bad), vocab_size=50, num_probes=2, length=4, seed=0)
+        make_probes(shifted(bad), SEQUENCES)
 
 
 def test_the_wrong_number_of_logprobs_is_an_error() -> None:
-    probes = make_probes(score, vocab_size=50, num_probes=2, length=4, seed=0)
+    probes = make_probes(score, SEQUENCES)
     with pytest.raises(StateDictError, match=r"\[4, 4\] logprobs instead of \[3, 3\]"):
         verify(probes, lambda sequences: [[0.0] * len(ids) for ids in sequences], 1e-5)
 
 
-@pytest.mark.parametrize(("vocab_size", "num_probes", "length"), [(0, 1, 4), (5, -1, 4), (5, 1, 1)])
-def test_arguments_are_checked(vocab_size: int, num_probes: int, length: int) -> None:
-    with pytest.raises(ValueError, match="at least 1, 0 and 2"):
-        make_probes(score, vocab_size, num_probes, length, 0)
+def test_a_sequence_without_a_scored_token_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"\[7\] is too short"):
+        make_probes(score, [[1, 2], [7]])

@@ -65,7 +65,6 @@ class TrainerActor(Actor):
             SharedMemoryTransport(settings.run_id),
             model=settings.model,
             statedict=settings.statedict,
-            vocab_size=self._trainer.vocab_size,
             seed=settings.seed,
         )
 

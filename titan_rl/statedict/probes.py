@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable, Sequence
 
 from titan_rl.errors import StateDictError, VerificationError
@@ -13,32 +12,25 @@ Score = Callable[[Sequence[Sequence[int]]], Sequence[Sequence[float]]]
 """Sequences of [num_tokens] to their logprobs at temperature 1, of the tokens after the first: [num_tokens - 1]."""
 
 
-def make_probes(
-    score: Score, vocab_size: int, num_probes: int = 4, length: int = 16, seed: int = 0
-) -> tuple[Probe, ...]:
-    """Uniformly random token sequences, the same for the same arguments, with the trainer's logprobs.
+def make_probes(score: Score, sequences: Sequence[Sequence[int]]) -> tuple[Probe, ...]:
+    """The sequences with the trainer's logprobs.
 
-    Random tokens reach more of the vocabulary than text does, and their small logprobs magnify differences.
+    Sequences that the policy finds likely are the most exact probes: rounding grows with the size of a logprob.
 
-    Example: `make_probes(score, vocab_size=550, num_probes=1, length=3)` may give
-    `(Probe(token_ids=(444, 27, 301), logprobs=(-7.1, -6.4)),)`.
+    Example: `make_probes(score, [[444, 27, 301]])` may give `(Probe((444, 27, 301), (-1.1, -0.4)),)`.
 
     Raises:
-        ValueError: an argument makes no probe.
+        ValueError: a sequence has fewer than two tokens: the first has no logprob.
         StateDictError: the trainer's own logprobs are not finite, or are too few.
     """
-    if vocab_size < 1 or num_probes < 0 or length < 2:
-        raise ValueError(
-            f"vocab_size is {vocab_size}, num_probes {num_probes} and length {length}; "
-            "they must be at least 1, 0 and 2: the first token of a sequence has no logprob"
-        )
-    if num_probes == 0:
+    for ids in sequences:
+        if len(ids) < 2:
+            raise ValueError(f"probe sequence {list(ids)} is too short; it needs at least 2 tokens")
+    if not sequences:
         return ()
-    rng = random.Random(seed)
-    sequences = [tuple(rng.randrange(vocab_size) for _ in range(length)) for _ in range(num_probes)]
     scored = score(sequences)
     _check_lengths(sequences, scored)
-    probes = tuple(Probe(ids, tuple(logprobs)) for ids, logprobs in zip(sequences, scored, strict=True))
+    probes = tuple(Probe(tuple(ids), tuple(logprobs)) for ids, logprobs in zip(sequences, scored, strict=True))
     if not all(math.isfinite(logprob) for probe in probes for logprob in probe.logprobs):
         raise StateDictError("the trainer's logprobs of the probe sequences are not finite; its weights are unusable")
     return probes

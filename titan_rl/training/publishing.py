@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from titan_rl.config.sections import ModelConfig, StateDictConfig
 from titan_rl.statedict.probes import make_probes
 from titan_rl.statedict.types import Manifest, StateDictTransport
@@ -26,26 +24,22 @@ class WeightPublisher:
         *,
         model: ModelConfig,
         statedict: StateDictConfig,
-        vocab_size: int,
         seed: int,
     ) -> None:
         self._trainer = trainer
         self._transport = transport
-        self._num_probes = statedict.num_probes
         self._tolerance = statedict.tolerance or TOLERANCE[model.dtype]
-        self._probe_tokens = min(PROBE_TOKENS, model.max_context)
-        self._vocab_size = vocab_size
-        self._seed = seed
+        length = min(PROBE_TOKENS, model.max_context - 1)  # a reader may have to add a token to score them
+        self._probe_sequences = trainer.draw(statedict.num_probes, length, seed)
 
     def publish(self) -> Manifest:
+        """Publish the current version.
+
+        Raises:
+            StateDictError: it is published already, or there is no room for it.
+        """
         version = self._trainer.version
-        probes = make_probes(
-            self._trainer.score,
-            vocab_size=self._vocab_size,
-            num_probes=self._num_probes,
-            length=self._probe_tokens,
-            seed=self._seed,
-        )
+        probes = make_probes(self._trainer.score, self._probe_sequences)
         manifest = self._transport.publish(
             version, self._trainer.named_tensors(), probes=probes, tolerance=self._tolerance
         )

@@ -169,6 +169,30 @@ class TrainerCore:
         logprobs = iter(logprobs_N.tolist())
         return [list(islice(logprobs, max(len(sequence) - 1, 0))) for sequence in sequences]
 
+    @torch.no_grad()
+    def draw(self, num_sequences: int, length: int, seed: int) -> list[list[int]]:
+        """Sequences sampled from the current policy at temperature 1, after a random first token.
+
+        One forward pass a token: meant for a few short probe sequences, not for rollouts.
+
+        Returns:
+            [num_sequences][length]
+        """
+        generator = torch.Generator().manual_seed(seed)
+        sequences = torch.randint(self.vocab_size, (num_sequences, 1), generator=generator).tolist()
+        blank = [0.0] * length
+        for size in range(1, length):
+            # The token to be drawn is the only one asked for; what stands in its place is not seen by its predictor.
+            mask = [False] * size + [True]
+            rows = [
+                [TrainingSample("", "", [*ids, 0], mask, blank, blank, [self._version] * length, temperature=1.0)]
+                for ids in sequences
+            ]
+            probs_NV = self._logits(make_batch(rows, self._device)).float().softmax(-1).cpu()
+            for ids, token in zip(sequences, torch.multinomial(probs_NV, 1, generator=generator), strict=True):
+                ids.append(int(token))
+        return sequences
+
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every parameter under its Hugging Face name, in `model.dtype`.
 
@@ -233,6 +257,10 @@ class TrainerCore:
 
     def _logprobs(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Logprobs and entropies of the trained tokens at their temperatures.  # [N], [N]"""
+        return selected_logprobs(self._logits(batch), batch.targets_N, batch.temperatures_N)
+
+    def _logits(self, batch: Batch) -> torch.Tensor:
+        """What the model predicts in place of each trained token.  # [N, V]"""
         vocab_size = self._model.config.vocab_size
         if not 0 <= int(batch.token_ids_BL.min()) <= int(batch.token_ids_BL.max()) < vocab_size:
             raise TrainingError(
@@ -241,5 +269,4 @@ class TrainerCore:
         autocast = self._dtype is not torch.float32
         with torch.autocast(self._device.type, self._dtype) if autocast else nullcontext():
             hidden_BLD = self._model(batch.token_ids_BL, batch.positions_BL, batch.layout)
-            logits_NV = self._model.lm_head(hidden_BLD.flatten(0, 1).index_select(0, batch.predictors_N))
-        return selected_logprobs(logits_NV, batch.targets_N, batch.temperatures_N)
+            return self._model.lm_head(hidden_BLD.flatten(0, 1).index_select(0, batch.predictors_N))
