@@ -1,20 +1,20 @@
 """Every error titan_rl raises on purpose. Each has one owner; user code raises plain exceptions.
 
-    TitanRLError
-      ConfigError           the user's settings, found before any process starts
-      MissingExtraError     an optional dependency is not installed
-      ModelError            a model folder cannot be used
-      DataError             a dataset or environment gave something unusable
-      RewardError           a reward function failed or returned a non-finite value
-      RequestError          one generation request can never succeed; it fails alone
-      GenerationError       generation infrastructure failed; another replica may succeed
-        EngineDeadError     the engine loop has ended; later calls fail at once
-        NoReplicaError      no replica serves
-      StateDictError        weights could not be published or pulled
-        VerificationError   pulled weights do not reproduce the trainer's logprobs
-      TrainingError         the trainer cannot go on (non-finite loss, failed step)
-      CheckpointError       a checkpoint could not be written or read
-      ActorDiedError        an actor's process is gone or does not answer
+TitanRLError
+  ConfigError           the user's settings, found before any process starts
+  MissingExtraError     an optional dependency is not installed
+  ModelError            a model folder cannot be used
+  DataError             a dataset or environment gave something unusable
+  RewardError           a reward function failed or returned a non-finite value
+  RequestError          one generation request can never succeed; it fails alone
+  GenerationError       generation infrastructure failed; another replica may succeed
+    EngineDeadError     the engine loop has ended; later calls fail at once
+    NoReplicaError      no replica serves
+  StateDictError        weights could not be published or pulled
+    VerificationError   pulled weights do not reproduce the trainer's logprobs
+  TrainingError         the trainer cannot go on (non-finite loss, failed step)
+  CheckpointError       a checkpoint could not be written or read
+  ActorDiedError        an actor's process is gone or does not answer
 """
 
 from __future__ import annotations

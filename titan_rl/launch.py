@@ -10,8 +10,9 @@ import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import cast
 
 from titan_rl.config.run import RunConfig
 from titan_rl.controller import Controller
@@ -54,7 +55,7 @@ def run_training(config: RunConfig) -> int:
 
 
 @contextlib.contextmanager
-def run_environment() -> Iterator[None]:
+def run_environment() -> Generator[None]:
     """Environment variables for this process and its children, and a scratch folder that goes with the run."""
     scratch = Path(tempfile.mkdtemp(prefix="titan_rl-"))
     variables = ENVIRONMENT | {"TMPDIR": str(scratch), "MONARCH_LOG_SUFFIX": scratch.name}
@@ -164,9 +165,9 @@ def first_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
     return next((error for error in leaves if isinstance(error, TitanRLError)), leaves[0])
 
 
-def _leaves(error: BaseException) -> Iterator[BaseException]:
-    if isinstance(error, BaseExceptionGroup):
-        for inner in error.exceptions:
-            yield from _leaves(inner)
-    else:
-        yield error
+def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
+    for error in group.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            yield from _leaves(cast("BaseExceptionGroup[BaseException]", error))
+        else:
+            yield error

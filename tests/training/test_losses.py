@@ -109,6 +109,7 @@ def test_metrics_compare_on_policy_tokens_and_measure_staleness():
         clipped_N=torch.tensor([False, False, True, False]),
         entropy_N=torch.tensor([1.0, 2.0, 3.0, 99.0]),
         version_N=torch.tensor([5, 5, 3, 0]),
+        oldest_version_N=torch.tensor([5, 5, 3, 0]),
     )
     metrics = token_metrics(record, version=5)
     assert metrics["on_policy_logprob_diff_max"] == 0.25
@@ -121,3 +122,16 @@ def test_metrics_compare_on_policy_tokens_and_measure_staleness():
     assert metrics["ratio_max"] == pytest.approx(ratios.max())
     assert metrics["approx_kl"] == pytest.approx(np.mean(ratios - 1 - np.log(ratios)))
     assert "on_policy_logprob_diff_max" not in token_metrics(record, version=6)
+
+
+def test_tokens_sampled_over_keys_of_older_weights_are_not_compared():
+    record = TokenRecord(
+        loss_N=torch.zeros(2),
+        valid_N=torch.tensor([True, True]),
+        log_ratio_N=torch.tensor([0.5, 0.5]),
+        clipped_N=torch.tensor([False, False]),
+        entropy_N=torch.zeros(2),
+        version_N=torch.tensor([4, 5]),
+        oldest_version_N=torch.tensor([4, 4]),
+    )
+    assert "on_policy_logprob_diff_max" not in token_metrics(record, version=5)

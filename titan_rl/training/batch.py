@@ -27,6 +27,7 @@ class Batch:
     advantages_N: torch.Tensor  # float32
     temperatures_N: torch.Tensor  # float32
     versions_N: torch.Tensor  # int64
+    oldest_versions_N: torch.Tensor  # int64, of any token of the same sample
     num_padding: int
 
     @property
@@ -49,6 +50,7 @@ def make_batch(rows: Sequence[Sequence[TrainingSample]], device: torch.device | 
     advantages: list[float] = []
     temperatures: list[float] = []
     versions: list[int] = []
+    oldest_versions: list[int] = []
     num_padding = 0
     for index, row in enumerate(rows):
         for sample in row:
@@ -62,6 +64,7 @@ def make_batch(rows: Sequence[Sequence[TrainingSample]], device: torch.device | 
             advantages += [sample.advantages[t] for t in targets]
             temperatures += [sample.temperature] * len(targets)
             versions += [sample.versions[t] for t in targets]
+            oldest_versions += [min(sample.versions[t] for t in targets)] * len(targets) if targets else []
         if padding := (index + 1) * width - len(token_ids):
             token_ids += [0] * padding
             positions += range(padding)
@@ -85,5 +88,6 @@ def make_batch(rows: Sequence[Sequence[TrainingSample]], device: torch.device | 
         advantages_N=floats(advantages),
         temperatures_N=floats(temperatures),
         versions_N=ints(versions),
+        oldest_versions_N=ints(oldest_versions),
         num_padding=num_padding,
     )

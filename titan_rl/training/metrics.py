@@ -20,6 +20,7 @@ class TokenRecord:
     clipped_N: torch.Tensor
     entropy_N: torch.Tensor
     version_N: torch.Tensor
+    oldest_version_N: torch.Tensor
 
     @staticmethod
     def concatenate(records: Sequence[TokenRecord]) -> TokenRecord:
@@ -42,7 +43,8 @@ def token_metrics(record: TokenRecord, version: int) -> dict[str, float]:
         staleness_mean, staleness_max: optimizer steps between the weights that sampled a token and `version`.
         num_nonfinite_tokens: tokens left out because their behaviour logprob or ratio is not finite.
         on_policy_logprob_diff_mean, on_policy_logprob_diff_max: absolute difference between the trainer's and the
-            generator's logprob of the same token under the same weights; absent if no token is of this version.
+            generator's logprob of the same token under the same weights. Of samples that are wholly of this version:
+            the later tokens of others were sampled with keys and values of older weights. Absent if there is none.
     """
     valid_N = record.valid_N
     log_ratio_N = record.log_ratio_N[valid_N].double()
@@ -59,7 +61,7 @@ def token_metrics(record: TokenRecord, version: int) -> dict[str, float]:
         "staleness_max": staleness_N.max(),
         "num_nonfinite_tokens": (~valid_N).sum(),
     }
-    on_policy_N = log_ratio_N[staleness_N == 0].abs()
+    on_policy_N = log_ratio_N[record.oldest_version_N[valid_N] == version].abs()
     if on_policy_N.numel():
         metrics["on_policy_logprob_diff_mean"] = on_policy_N.mean()
         metrics["on_policy_logprob_diff_max"] = on_policy_N.max()

@@ -247,6 +247,7 @@ class TrainerCore:
             clipped_N=loss.clipped_N,
             entropy_N=entropies_N.detach(),
             version_N=batch.versions_N,
+            oldest_version_N=batch.oldest_versions_N,
         )
 
     def _average_and_clip_gradients(self, num_tokens: int) -> float:
