@@ -2,9 +2,8 @@
 
 import asyncio
 import os
-import subprocess
-import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
-from titan_rl.errors import EngineDeadError, ModelError, RequestError
+from titan_rl.errors import EngineDeadError, GenerationError, ModelError, RequestError, VerificationError
 from titan_rl.generation.engine import Engine, EngineRequest, TokenDelta
 from titan_rl.generation.engine_loop import EngineLoop
 from titan_rl.generation.vllm_engine import VLLMEngine
@@ -96,11 +95,16 @@ class Borrowed:
         engine.reset_prefix_cache()
         self._engine = engine
         self.batch_sizes: list[int] = []
+        self.block_at_step = 0
+        self.started, self.release = threading.Event(), threading.Event()
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._engine, name)
 
     def step(self) -> list[TokenDelta]:
+        if len(self.batch_sizes) == self.block_at_step > 0:
+            self.started.set()
+            assert self.release.wait(30)
         deltas = self._engine.step()
         self.batch_sizes.append(len(deltas))
         return deltas
@@ -231,13 +235,13 @@ async def test_a_swap_with_requests_in_flight_matches_a_reference(
 ) -> None:
     new_model = make_model(1)
     probe = prompt(99, 20)
-    seen = asyncio.Event()
 
     def verify(loaded: Engine) -> None:
         assert largest_difference(loaded.score([probe])[0], reference_logprobs(new_model, probe)) < 1e-5
 
     borrowed = Borrowed(engine, old_model)
-    loop = EngineLoop(lambda: borrowed, stream_interval=8)
+    borrowed.block_at_step = 10
+    loop = EngineLoop(lambda: borrowed)
     await loop.start()
 
     def generate(seed: int) -> asyncio.Task[Completion]:
@@ -246,13 +250,16 @@ async def test_a_swap_with_requests_in_flight_matches_a_reference(
                 prompt(seed),
                 request_id=f"r{seed}",
                 sampling=SamplingParams(max_tokens=100),
-                on_tokens=lambda chunk: seen.set(),
             )
         )
 
     calls = [generate(seed) for seed in range(6)]
-    await seen.wait()
-    await loop.pull(1, lambda: weights(new_model), verify if verified else None)
+    assert await asyncio.to_thread(borrowed.started.wait, 30)
+    pull = asyncio.create_task(loop.pull(1, lambda: weights(new_model), verify if verified else None))
+    while not loop._state.pulls:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    borrowed.release.set()
+    await pull
     completions = await asyncio.gather(*calls)
     later = await loop.generate(prompt(0), request_id="later", sampling=SamplingParams(max_tokens=8))
     await loop.close()
@@ -299,43 +306,39 @@ def test_running_requests_can_be_recomputed(engine: VLLMEngine, old_model: Qwen3
     assert largest_difference(logprobs[6:], expected[6:]) < 1e-5
 
 
-TIED = """
-import asyncio, sys
-sys.path.insert(0, {here!r})
-from test_vllm_engine import *
+class AsVLLMReloads(VLLMEngine):
+    """Loads tied embeddings as vLLM does by itself."""
 
-async def main() -> None:
-    old, new = make_model(0, tied=True), make_model(1, tied=True)
-    old.save_pretrained({folder!r})
-    loop = EngineLoop(lambda: VLLMEngine({folder!r}, max_context=CONTEXT, kv_cache_gib=0.125))
-    await loop.start()
+    def load_state_dict(self, items: Iterable[tuple[str, object]], version: int) -> None:
+        self._core.collective_rpc("reload_weights", kwargs={"weights_iterator": items})
+
+
+async def test_verification_catches_vllms_stale_head_of_tied_embeddings(tmp_path: Path) -> None:
+    old_model, new_model = make_model(0, tied=True), make_model(1, tied=True)
+    old_model.save_pretrained(tmp_path)
+    published = [(name, tensor) for name, tensor in weights(new_model) if name != "lm_head.weight"]
     probe = prompt(1, 20)
 
-    def verify(engine):
-        difference = largest_difference(engine.score([probe])[0], reference_logprobs(new, probe))
+    def verify(loaded: Engine) -> None:
+        difference = largest_difference(loaded.score([probe])[0], reference_logprobs(new_model, probe))
         if difference > 1e-5:
-            raise VerificationError(f"logprobs differ by {{difference:.3g}}")
+            raise VerificationError(f"logprobs differ by {difference:.3g}")
 
-    try:
-        await loop.pull(1, lambda: weights(new), verify)
-    except VerificationError as error:
-        print("refused:", error)
-    try:
+    engine = AsVLLMReloads(str(tmp_path), max_context=CONTEXT, kv_cache_gib=0.125)
+    loop = EngineLoop(lambda: engine)
+    await loop.start()
+    with pytest.raises(VerificationError, match=r"logprobs differ by [1-9]"):
+        await loop.pull(1, lambda: published, verify)
+    with pytest.raises(GenerationError, match="weights loaded are unknown"):
         await loop.generate([1], request_id="a", sampling=SamplingParams(max_tokens=1))
-    except GenerationError as error:
-        print("not served:", error)
+
+    def load_head_too(items: Iterable[tuple[str, object]], version: int) -> None:
+        VLLMEngine.load_state_dict(engine, items, version)
+
+    engine.load_state_dict = load_head_too
+    await loop.pull(2, lambda: published, verify)
+    assert (await loop.generate([1], request_id="a", sampling=SamplingParams(max_tokens=1))).versions == [2]
     await loop.close()
-
-asyncio.run(main())
-"""
-
-
-def test_verification_catches_the_stale_head_of_tied_embeddings(tmp_path: Path) -> None:
-    script = TIED.format(here=str(Path(__file__).parent), folder=str(tmp_path / "tied"))
-    # A second engine in one process would share vLLM's global state with the first.
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=180)
-    assert "refused: logprobs differ by" in result.stdout, result.stderr
-    assert "not served: the weights loaded are unknown" in result.stdout
 
 
 def test_a_folder_that_is_no_model_is_named(tmp_path: Path) -> None:

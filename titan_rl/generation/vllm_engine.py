@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +108,7 @@ class VLLMEngine:
             if max_context > limit:
                 raise ValueError(f"max_context is {max_context} and the model has {limit} positions")
             self._vocab_size: int = config.model_config.get_vocab_size()
+            self._tied: bool = getattr(config.model_config.hf_text_config, "tie_word_embeddings", False)
             self._core = InprocClient(config, Executor.get_class(config), log_stats=False)
         except (ValueError, OSError) as error:
             raise ModelError(f"vLLM cannot serve {model_path}: {error}") from error
@@ -133,13 +134,11 @@ class VLLMEngine:
         self._external[core_id] = request.request_id
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        known = [request_id for request_id in request_ids if request_id in self._internal]
-        if known:
-            core_ids = [self._internal.pop(request_id) for request_id in known]
-            for core_id in core_ids:
-                del self._external[core_id]
-            self._core.abort_requests(core_ids)
         gone = set(request_ids)
+        core_ids = [self._internal.pop(request_id) for request_id in gone & self._internal.keys()]
+        for core_id in core_ids:
+            del self._external[core_id]
+        self._core.abort_requests(core_ids)
         self._gained = [delta for delta in self._gained if delta.request_id not in gone]
 
     def step(self) -> list[TokenDelta]:
@@ -147,25 +146,25 @@ class VLLMEngine:
         return gained + self._advance() if gained else self._advance()
 
     def load_state_dict(self, items: Iterable[tuple[str, Any]], version: int) -> None:
-        self._core.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(items)})
+        pairs = _with_tied_head(items) if self._tied else iter(items)
+        self._core.collective_rpc("reload_weights", kwargs={"weights_iterator": pairs})
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        for sequence in sequences:
+            self._check_vocabulary("score", sequence)
+            if len(sequence) > self._max_context:
+                raise RequestError(
+                    f"a sequence to score has {len(sequence)} tokens; max_context is {self._max_context}"
+                )
         core_ids: list[str | None] = []
         for sequence in sequences:
-            tokens = list(sequence)
-            self._check_vocabulary("score", tokens)
-            if len(tokens) > self._max_context:
-                raise RequestError(
-                    f"a sequence to score has {len(tokens)} tokens; the context holds {self._max_context}"
-                )
-            if len(tokens) < 2:
+            if len(sequence) < 2:
                 core_ids.append(None)
                 continue
             # Asking for prompt logprobs keeps a request from reading the prefix cache.
             params = self._sampling_type(max_tokens=1, prompt_logprobs=0, ignore_eos=True, detokenize=False)
-            core_id = self._submit(tokens, params)
+            core_ids.append(core_id := self._submit(list(sequence), params))
             self._scores[core_id] = None
-            core_ids.append(core_id)
         while any(scores is None for scores in self._scores.values()):
             self._gained.extend(self._advance())
         return [[] if core_id is None else self._scores.pop(core_id) or [] for core_id in core_ids]
@@ -243,9 +242,21 @@ class VLLMEngine:
         except ValueError as error:
             raise RequestError(f"request {request_id!r}: {error}") from error
 
-    def _check_vocabulary(self, request_id: str, tokens: list[int]) -> None:
+    def _check_vocabulary(self, request_id: str, tokens: Sequence[int]) -> None:
         if tokens and not 0 <= min(tokens) <= max(tokens) < self._vocab_size:
             wrong = next(token for token in tokens if not 0 <= token < self._vocab_size)
             raise RequestError(
                 f"request {request_id!r} has token {wrong}; the vocabulary has {self._vocab_size} tokens"
             )
+
+
+def _with_tied_head(items: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Name the output head too: on CPU vLLM keeps a packed copy, which loading the embedding alone leaves as it was."""
+    embedding, names = None, set[str]()
+    for name, tensor in items:
+        names.add(name)
+        if name == "model.embed_tokens.weight":
+            embedding = tensor
+        yield name, tensor
+    if embedding is not None and "lm_head.weight" not in names:
+        yield "lm_head.weight", embedding
