@@ -42,11 +42,11 @@ def test_no_probes_are_no_work() -> None:
     assert verify((), never, 1e-5) == 0.0
 
 
-def test_the_largest_difference_is_returned_or_raised() -> None:
+def test_the_mean_difference_of_the_worst_probe_is_returned_or_raised() -> None:
     probes = make_probes(score, SEQUENCES)
-    assert verify(probes, shifted(-0.25), 0.3) == pytest.approx(0.25)
-    with pytest.raises(VerificationError, match=r"version 7 .* 0\.25; the tolerance is 1e-05"):
-        verify(probes, shifted(0.25), 1e-5, version=7)
+    assert verify(probes, shifted(-0.75), 0.3) == pytest.approx(0.25)  # one of three scored tokens
+    with pytest.raises(VerificationError, match=r"version 7 .* 0\.25 on average; the tolerance is 1e-05"):
+        verify(probes, shifted(0.75), 1e-5, version=7)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

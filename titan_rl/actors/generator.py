@@ -67,7 +67,7 @@ class GeneratorActor(Actor):
         """Load a published version and check it against the trainer's logprobs of the manifest's probes.
 
         Returns:
-            load_s, verify_s, stall_s (how long the engine did not step) and probe_diff_max.
+            load_s, verify_s, stall_s (how long the engine did not step) and probe_diff.
         """
         from titan_rl.statedict.shared_memory import SharedMemoryTransport
 
@@ -82,7 +82,7 @@ class GeneratorActor(Actor):
             "load_s": result.load_s,
             "verify_s": result.verify_s,
             "stall_s": result.stall_s,
-            "probe_diff_max": max(probe_diffs, default=0.0),
+            "probe_diff": max(probe_diffs, default=0.0),
         }
 
     @concurrent_endpoint

@@ -139,7 +139,7 @@ class StateDictConfig(Section):
     num_probes: NonNegativeInt = 4
     """Sequences whose logprobs the trainer publishes with each version; 0 verifies nothing."""
     tolerance: PositiveFloat | None = None
-    """Largest logprob difference; by default 1e-5 in float32 and 0.1 in bfloat16."""
+    """Largest mean logprob difference of a probe; by default 1e-5 in float32 and 0.1 in bfloat16."""
     pull_timeout_s: PositiveFloat = 120.0
     """Longest wait for a generator to load a version."""
 

@@ -40,7 +40,7 @@ PANELS = (
     Panel("Entropy", "nats", {"train/entropy": "entropy"}),
     Panel("Learning rate", "learning rate", {"train/lr": "learning rate"}),
     Panel("Logprobs, trainer - generator", "largest |difference|", {"train/on_policy_logprob_diff_max": "on-policy tokens"}),
-    Panel("Probes after a pull", "largest |difference|", {"sync/probe_diff_max": "logprob difference"}),
+    Panel("Probes after a pull", "mean |difference|", {"sync/probe_diff": "worst probe"}),
     Panel("Weight sync", "seconds", {"sync/pull_s": "pull", "sync/publish_s": "publish"}),
 )  # fmt: skip
 

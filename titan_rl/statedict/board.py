@@ -15,8 +15,8 @@ class VersionBoard:
 
         board.announce(manifest)                      # version 7
         board.manifest_of(7)                          # found by the replica that is told to pull version 7
-        board.note_pull("generator-0", {"stall_s": 0.02, "probe_diff_max": 3e-7})
-        board.worst()                                 # {"stall_s": 0.02, "probe_diff_max": 3e-7}
+        board.note_pull("generator-0", {"stall_s": 0.02, "probe_diff": 3e-7})
+        board.worst()                                 # {"stall_s": 0.02, "probe_diff": 3e-7}
     """
 
     def __init__(self) -> None:

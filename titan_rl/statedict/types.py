@@ -36,7 +36,7 @@ class Manifest:
     checksum: int
     entries: tuple[TensorEntry, ...]
     probes: tuple[Probe, ...] = ()
-    tolerance: float = 1e-5  # largest difference allowed between a probe's logprobs and the reader's
+    tolerance: float = 1e-5  # largest mean difference allowed between a probe's logprobs and the reader's
 
 
 class StateDictTransport(Protocol):
