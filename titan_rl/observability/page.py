@@ -32,7 +32,8 @@ h3 { font-size: 13px; font-weight: 600; margin: 0 0 6px }
 .chart polyline { fill: none; stroke-width: 1.8; stroke-linejoin: round; stroke-linecap: round }
 .chart .s1 { stroke: var(--s1); --c: var(--s1) } .chart .s2 { stroke: var(--s2); --c: var(--s2) }
 .chart .s3 { stroke: var(--s2); --c: var(--s2) }
-.chart polyline.faint { stroke-width: 1; opacity: .35 } .chart polyline.dots { stroke-dasharray: 4 4; stroke-width: 1.4 }
+.chart polyline.faint { stroke-width: 1; opacity: .35 }
+.chart polyline.dots { stroke-dasharray: 4 4; stroke-width: 1.4 }
 .chart circle { fill: var(--c); stroke: var(--card); stroke-width: 1.5 }
 .chart circle.hover { fill: transparent; stroke: none } .chart circle.hover:hover { fill: var(--c) }
 .legend { display: flex; gap: 16px; font-size: 12px; color: var(--soft); margin: 0 0 4px }

@@ -30,7 +30,9 @@ class Panel:
 
 PANELS = (
     Panel("Throughput", "completion tokens/s", {"throughput/tokens_per_s": "tokens/s"}),
-    Panel("Time of a step", "seconds", {"time/step_s": "whole step", "time/wait_for_rollouts_s": "waiting for rollouts"}),
+    Panel(
+        "Time of a step", "seconds", {"time/step_s": "whole step", "time/wait_for_rollouts_s": "waiting for rollouts"}
+    ),
     Panel("Staleness", "optimizer steps", {"train/staleness_mean": "mean", "train/staleness_max": "max"}),
     Panel("Completion length", "tokens", {"rollout/completion_tokens_mean": "mean"}),
     Panel("Groups that teach nothing", "share", {"rollout/zero_variance_groups": "all rewards equal"}),
@@ -39,10 +41,14 @@ PANELS = (
     Panel("Clipped tokens", "share", {"train/clip_fraction": "share"}),
     Panel("Entropy", "nats", {"train/entropy": "entropy"}),
     Panel("Learning rate", "learning rate", {"train/lr": "learning rate"}),
-    Panel("Logprobs, trainer - generator", "largest |difference|", {"train/on_policy_logprob_diff_max": "on-policy tokens"}),
+    Panel(
+        "Logprobs, trainer - generator",
+        "largest |difference|",
+        {"train/on_policy_logprob_diff_max": "on-policy tokens"},
+    ),
     Panel("Probes after a pull", "mean |difference|", {"sync/probe_diff": "worst probe"}),
     Panel("Weight sync", "seconds", {"sync/pull_s": "pull", "sync/publish_s": "publish"}),
-)  # fmt: skip
+)
 
 _SMOOTHING = 0.8  # of the exponential moving average that is drawn over the raw reward
 _PAIRS = 3
