@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ from statistics import fmean
 from typing import Any, Protocol
 
 from titan_rl.config.run import RunConfig
-from titan_rl.errors import TrainingError
+from titan_rl.errors import TitanRLError, TrainingError
 from titan_rl.observability.metrics import group_metrics
 from titan_rl.observability.progress import Progress, RunSummary, StepReport
 from titan_rl.observability.run_dir import RunDirectory
@@ -22,9 +23,14 @@ from titan_rl.scheduling.scheduler import GroupBatch, GroupScheduler
 from titan_rl.statedict.board import VersionBoard
 from titan_rl.statedict.types import Manifest
 from titan_rl.task import Task
+from titan_rl.training.checkpoint import keep_last
 from titan_rl.training.sample import TrainingSample
 from titan_rl.training.sample_builder import build_samples
 from titan_rl.types import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+LAST_SAVE_TIMEOUT_S = 60.0
 
 
 class Trainer(Protocol):
@@ -38,7 +44,9 @@ class Trainer(Protocol):
         """Make the current version available to generators."""
         ...
 
-    async def save(self, path: Path, run_state: dict[str, Any]) -> None: ...
+    async def save(self, root: Path, run_state: dict[str, Any]) -> int:
+        """Write a checkpoint `root/step-<version>`, whole or not at all. Returns the version."""
+        ...
 
     async def export(self, path: Path) -> None: ...
 
@@ -102,8 +110,10 @@ class Controller:
                 await self._train()
                 admission.cancel()
             reward_after = await self._validate()
-        finally:
-            await self._checkpoint()
+        except BaseException:
+            await self._save_what_is_trained()
+            raise
+        await self._checkpoint()
         await self._trainer.export(self._run_dir.export)
         return RunSummary(
             reward_before=reward_before,
@@ -229,11 +239,19 @@ class Controller:
                 self._run_dir.write_rollout({"step": self._version, "phase": phase} | transcript(rollout))
 
     async def _checkpoint(self) -> None:
-        if self._version in (0, self._saved_version):
-            return
-        path = self._run_dir.checkpoints / f"step-{self._version:06d}"
-        await self._trainer.save(path, {"step": self._version, "seed": self._config.seed})
-        self._saved_version = self._version
+        if self._saved_version != self._version:
+            root = self._run_dir.checkpoints
+            self._saved_version = await self._trainer.save(root, {"seed": self._config.seed})
+            keep_last(root, self._config.checkpoint.keep)
+
+    async def _save_what_is_trained(self) -> None:
+        """On the way out of a run that failed or was stopped. What ended it is not to be hidden by this."""
+        if self._version:
+            try:
+                async with asyncio.timeout(LAST_SAVE_TIMEOUT_S):
+                    await self._checkpoint()
+            except (TitanRLError, TimeoutError) as error:
+                logger.warning("the last checkpoint was not written: %r", error)
 
 
 def drop_reason(group: RolloutGroup) -> str | None:

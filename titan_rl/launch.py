@@ -33,6 +33,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",  # a model is a folder; nothing is fetched while a run starts
 }
 
+LONGEST_TMPDIR = 32  # Monarch makes sockets below it, whose paths end at 107 characters
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
@@ -57,7 +58,8 @@ def run_training(config: RunConfig) -> int:
 @contextlib.contextmanager
 def run_environment() -> Generator[None]:
     """Environment variables for this process and its children, and a scratch folder that goes with the run."""
-    scratch = Path(tempfile.mkdtemp(prefix="titan_rl-"))
+    folder = tempfile.gettempdir()
+    scratch = Path(tempfile.mkdtemp(prefix="titan_rl-", dir=folder if len(folder) <= LONGEST_TMPDIR else "/tmp"))
     variables = ENVIRONMENT | {"TMPDIR": str(scratch), "MONARCH_LOG_SUFFIX": scratch.name}
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Iterator
@@ -28,15 +30,14 @@ class Run:
 
     def __init__(self, folder: Path, settings: dict[str, object]) -> None:
         self._mark = f"TITAN_RL_TEST_RUN={uuid.uuid4().hex}"
-        self._scratch = folder / "scratch"
-        self._scratch.mkdir(parents=True)
+        self.scratch = Path(tempfile.mkdtemp(prefix="t-", dir="/tmp"))  # short: there are sockets in it
         self._runs = folder / "runs"
         self._output = folder / "output.txt"
         command = [sys.executable, "-m", "titan_rl.cli.main", "train", "examples/alphabet_sort/cpu.toml"]
         for key, value in (QUICK | settings | {"run_dir": str(self._runs)}).items():
             command += [f"--{key}", str(value)]
         name, _, value = self._mark.partition("=")
-        environment = os.environ | {"TMPDIR": str(self._scratch), name: value}
+        environment = os.environ | {"TMPDIR": str(self.scratch), name: value}
         with self._output.open("w") as output:
             self.process = subprocess.Popen(
                 command, cwd=REPOSITORY, env=environment, stdout=output, stderr=subprocess.STDOUT
@@ -90,7 +91,7 @@ class Run:
         run_id = self.folder.name
         processes = [f"process {pid}" for pid in self.processes()]
         segments = [str(path) for path in Path("/dev/shm").glob(f"*{run_id}*")]
-        scratch = [str(path) for path in self._scratch.rglob("*")]
+        scratch = [str(path) for path in self.scratch.rglob("*")]
         return processes + segments + scratch
 
 
@@ -108,3 +109,4 @@ def run_training(folder: Path, **settings: object) -> Iterator[Run]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         run.process.wait()
+        shutil.rmtree(run.scratch)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ def enter_actor_process(log_path: str | Path) -> None:
     os.setpgid(0, 0)
     _point(1, log_path)
     _point(2, log_path)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,8 +16,10 @@ from monarch.actor import Actor, concurrent_endpoint
 from titan_rl.actors.process import call, enter_actor_process
 from titan_rl.config.sections import ModelConfig, StateDictConfig, TrainingConfig
 from titan_rl.statedict.types import Manifest
-from titan_rl.training.checkpoint import atomic_directory
+from titan_rl.training.checkpoint import atomic_directory, step_directory
 from titan_rl.training.sample import TrainingSample
+
+logger = logging.getLogger(__name__)
 
 R = TypeVar("R")
 
@@ -67,6 +70,7 @@ class TrainerActor(Actor):
             statedict=settings.statedict,
             seed=settings.seed,
         )
+        logger.info("training the model of %s", settings.model.path)
 
     @concurrent_endpoint
     async def step(self, samples: Sequence[TrainingSample]) -> dict[str, float]:
@@ -77,13 +81,15 @@ class TrainerActor(Actor):
         return await self._run(self._publisher.publish)
 
     @concurrent_endpoint
-    async def save(self, path: Path, run_state: dict[str, Any]) -> None:
-        await self._run(self._save, path, run_state)
+    async def save(self, root: Path, run_state: dict[str, Any]) -> int:
+        return await self._run(self._save, root, run_state)
 
-    def _save(self, path: Path, run_state: dict[str, Any]) -> None:
-        with atomic_directory(path) as folder:
+    def _save(self, root: Path, run_state: dict[str, Any]) -> int:
+        version = self._trainer.version
+        with atomic_directory(step_directory(root, version)) as folder:
             self._trainer.save(folder / "trainer")
-            (folder / "run_state.json").write_text(json.dumps(run_state))
+            (folder / "run_state.json").write_text(json.dumps(run_state | {"step": version}))
+        return version
 
     @concurrent_endpoint
     async def close(self) -> None:
@@ -110,8 +116,8 @@ class ActorTrainer:
     async def publish(self) -> Manifest:
         return await call(self._actor.publish, who="trainer")
 
-    async def save(self, path: Path, run_state: dict[str, Any]) -> None:
-        await call(self._actor.save, path, run_state, who="trainer")
+    async def save(self, root: Path, run_state: dict[str, Any]) -> int:
+        return await call(self._actor.save, root, run_state, who="trainer")
 
     async def export(self, path: Path) -> None:
         await call(self._actor.export, path, who="trainer")
