@@ -1,0 +1,237 @@
+"""The run as the controller wires it, with a trainer and replicas that only remember what they were asked."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_readme_examples import CountDown, count_down
+
+from titan_rl import Completion, FinishReason, GeneratorRouter, Reward, Rollouter, Rubric, VersionSpan
+from titan_rl.config.run import RunConfig
+from titan_rl.config.sections import (
+    CheckpointConfig,
+    ModelConfig,
+    RolloutConfig,
+    SamplingConfig,
+    SchedulingConfig,
+    Section,
+    TrainingConfig,
+    ValidationConfig,
+)
+from titan_rl.controller import Controller
+from titan_rl.errors import CheckpointError, RewardError, StateDictError, TrainingError
+from titan_rl.observability.progress import Progress
+from titan_rl.observability.run_dir import RunDirectory
+from titan_rl.statedict.board import VersionBoard
+from titan_rl.statedict.types import Manifest
+
+
+class Counting(Section):
+    """Count down from a number."""
+
+    def train_sample(self, seed: int, index: int) -> int:
+        return 2 + (seed + index) % 3
+
+    def validation_samples(self, count: int) -> list[int]:
+        return [4] * count
+
+    def make_env(self, sample: int, renderer: object) -> CountDown:
+        return CountDown(sample)
+
+    def rubric(self) -> Rubric:
+        return Rubric([Reward(lambda rollout: len(rollout.turns) + rollout.sibling, name="turns")])
+
+
+class FakeTrainer:
+    """Counts versions. Records what each step was given, and where checkpoints would be."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.trained: list[list[Any]] = []
+        self.saved: list[int] = []
+        self.exported: list[Path] = []
+        self.fail_to_save = False
+
+    async def step(self, samples: Sequence[Any]) -> dict[str, float]:
+        self.trained.append(list(samples))
+        staleness = [self.version - v for sample in samples for v in sample.versions if v >= 0]
+        self.version += 1
+        return {"loss": 0.0, "staleness_mean": float(max(staleness))}
+
+    async def publish(self) -> Manifest:
+        return Manifest(self.version, "memory", 0, 0, ())
+
+    async def save(self, root: Path, run_state: dict[str, Any]) -> int:
+        if self.fail_to_save:
+            raise CheckpointError("no space left")
+        self.saved.append(self.version)
+        return self.version
+
+    async def export(self, path: Path) -> None:
+        self.exported.append(path)
+
+
+class FakeReplica:
+    """Answers with the version it last pulled."""
+
+    name = "replica"
+
+    def __init__(self, refuse: int | None = None) -> None:
+        self.version = -1
+        self.pulled: list[int] = []
+        self.hold: asyncio.Event | None = None
+        self._refuse = refuse
+
+    async def generate(self, prompt_token_ids, *, request_id, session_id=None, sampling) -> Completion:
+        if self.hold is not None and request_id.startswith("train"):
+            await self.hold.wait()
+        answer = await count_down(prompt_token_ids, request_id=request_id, sampling=sampling)
+        return Completion(request_id, answer.token_ids, [-0.5], FinishReason.STOP, [VersionSpan(self.version, 1)])
+
+    async def pull(self, version: int) -> None:
+        if version == self._refuse:
+            raise StateDictError("torn")
+        self.version = version
+        self.pulled.append(version)
+
+    async def pause(self, mode) -> None: ...
+
+    async def resume(self) -> None: ...
+
+    async def abort(self, request_ids) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class Rig:
+    """A controller of 2 groups a step, on fakes."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        steps: int = 4,
+        staleness: int = 0,
+        rubric: Rubric | None = None,
+        refuse: int | None = None,
+    ) -> None:
+        task = Counting()
+        config = RunConfig(
+            model=ModelConfig(path="unused", max_context=16),
+            task=task,  # pyright: ignore[reportArgumentType]
+            sampling=SamplingConfig(max_tokens=1),
+            rollout=RolloutConfig(group_size=3),
+            scheduling=SchedulingConfig(groups_per_step=2, max_staleness=staleness),
+            training=TrainingConfig(steps=steps, row_tokens=16),
+            validation=ValidationConfig(num_prompts=2, samples_per_prompt=2, interval=2),
+            checkpoint=CheckpointConfig(interval=3),
+        )
+        self.trainer = FakeTrainer()
+        self.replica = FakeReplica(refuse)
+        self.records: list[tuple[int, dict[str, float]]] = []
+        self.run_dir = RunDirectory(folder / "run")
+        self.controller = Controller(
+            config,
+            task,  # pyright: ignore[reportArgumentType]
+            rollouter=Rollouter(CountDown, rubric or task.rubric(), max_context=16),
+            router=GeneratorRouter([self.replica]),
+            trainer=self.trainer,
+            stop_token_ids=[],
+            board=VersionBoard(),
+            run_dir=self.run_dir,
+            log=lambda step, metrics: self.records.append((step, metrics)),
+            progress=Progress(steps, (folder / "progress.txt").open("w")),
+        )
+
+    async def run(self) -> Any:
+        return await asyncio.wait_for(self.controller.run(), 20)
+
+    def steps_with(self, name: str) -> list[int]:
+        return [step for step, metrics in self.records if name in metrics]
+
+
+async def test_a_run_validates_trains_in_data_order_and_saves(tmp_path):
+    rig = Rig(tmp_path)
+    summary = await rig.run()
+    groups = [sorted({sample.group_id for sample in samples}) for samples in rig.trainer.trained]
+    assert groups == [["train-0", "train-1"], ["train-2", "train-3"], ["train-4", "train-5"], ["train-6", "train-7"]]
+    assert rig.replica.pulled == [0, 1, 2, 3, 4]
+    assert rig.steps_with("validation/reward_mean") == [0, 2, 4]
+    assert rig.steps_with("train/loss") == [1, 2, 3, 4]
+    assert rig.trainer.saved == [3, 4]
+    assert rig.trainer.exported == [rig.run_dir.export]
+    assert (summary.steps, summary.reward_before) == (4, summary.reward_after)
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2])
+async def test_no_token_is_staler_than_the_bound(tmp_path, staleness):
+    rig = Rig(tmp_path, steps=6, staleness=staleness)
+    await rig.run()
+    for version, samples in enumerate(rig.trainer.trained):
+        versions = {v for sample in samples for v in sample.versions if v >= 0}
+        assert versions <= set(range(version - staleness, version + 1))
+    if staleness == 0:
+        assert all(metrics.get("train/staleness_mean", 0) == 0 for _, metrics in rig.records)
+
+
+async def test_a_failing_reward_ends_the_run_and_saves_nothing_untrained(tmp_path):
+    def broken(rollout: object) -> float:
+        raise KeyError("answer")
+
+    rig = Rig(tmp_path, rubric=Rubric([Reward(broken)]))
+    with pytest.raises(ExceptionGroup) as caught:
+        await rig.run()
+    assert caught.group_contains(RewardError, match="broken")
+    assert rig.trainer.saved == []
+
+
+async def test_groups_without_a_difference_still_train_and_nan_free(tmp_path):
+    rig = Rig(tmp_path, rubric=Rubric([Reward(lambda rollout: 1.0, name="same")]))
+    await rig.run()
+    assert all(a == 0 for samples in rig.trainer.trained for sample in samples for a in sample.advantages)
+
+
+async def test_a_pull_that_no_replica_can_do_ends_the_run_with_a_checkpoint(tmp_path):
+    rig = Rig(tmp_path, refuse=2)
+    with pytest.raises(ExceptionGroup) as caught:
+        await rig.run()
+    assert caught.group_contains(StateDictError)
+    assert rig.trainer.saved == [2]  # trained, though no generator has it
+
+
+async def test_cancelling_saves_what_is_trained(tmp_path):
+    rig = Rig(tmp_path, staleness=0)
+    run = asyncio.ensure_future(rig.controller.run())
+    while rig.trainer.version < 1:
+        await asyncio.sleep(0)
+    rig.replica.hold = asyncio.Event()
+    while not rig.steps_with("train/loss"):
+        await asyncio.sleep(0)
+    run.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(run, 20)
+    assert rig.trainer.saved == [rig.trainer.version]
+
+
+async def test_a_failed_checkpoint_ends_the_run_with_its_reason(tmp_path):
+    rig = Rig(tmp_path)
+    rig.trainer.fail_to_save = True
+    with pytest.raises(ExceptionGroup) as caught:
+        await rig.run()
+    assert caught.group_contains(CheckpointError, match="no space left")
+
+
+async def test_a_sample_older_than_the_bound_stops_the_run(tmp_path):
+    rig = Rig(tmp_path)
+
+    async def lag(version: int) -> None:  # a replica that claims to have pulled and serves old weights
+        rig.replica.version = 0
+
+    rig.replica.pull = lag
+    with pytest.raises(ExceptionGroup) as caught:
+        await rig.run()
+    assert caught.group_contains(TrainingError, match="max_staleness is 0")
