@@ -55,11 +55,13 @@ class FakeTrainer:
         self.saved: list[int] = []
         self.exported: list[Path] = []
         self.fail_to_save = False
+        self.stepped = asyncio.Event()
 
     async def step(self, samples: Sequence[Any]) -> dict[str, float]:
         self.trained.append(list(samples))
         staleness = [self.version - v for sample in samples for v in sample.versions if v >= 0]
         self.version += 1
+        self.stepped.set()
         return {"loss": 0.0, "staleness_mean": float(max(staleness))}
 
     async def publish(self) -> Manifest:
@@ -206,11 +208,8 @@ async def test_a_pull_that_no_replica_can_do_ends_the_run_with_a_checkpoint(tmp_
 async def test_cancelling_saves_what_is_trained(tmp_path):
     rig = Rig(tmp_path, staleness=0)
     run = asyncio.ensure_future(rig.controller.run())
-    while rig.trainer.version < 1:
-        await asyncio.sleep(0)
-    rig.replica.hold = asyncio.Event()
-    while not rig.steps_with("train/loss"):
-        await asyncio.sleep(0)
+    await asyncio.wait_for(rig.trainer.stepped.wait(), 20)
+    rig.replica.hold = asyncio.Event()  # the next step's rollouts never end
     run.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asyncio.wait_for(run, 20)

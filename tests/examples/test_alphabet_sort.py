@@ -10,6 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from examples.alphabet_sort.data import Sample, is_held_out, name_pool, sort_names
+from examples.alphabet_sort.env import AlphabetSortEnv
 from examples.alphabet_sort.rubric import similarity
 from examples.alphabet_sort.task import AlphabetSort
 from titan_rl.environment.types import MessageEnv
@@ -84,7 +85,7 @@ def test_only_the_names_of_this_turn_are_new() -> None:
 
 
 async def test_the_environment_brings_each_turns_names_and_then_ends() -> None:
-    env = SMALL.make_env(SAMPLE)
+    env = AlphabetSortEnv(SAMPLE)
     assert isinstance(env, MessageEnv)
     (first,) = (await env.reset()).messages
     assert "by last name:\nAdaWolf\nBenHill\n" in first["content"]
