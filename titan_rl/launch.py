@@ -24,6 +24,7 @@ from titan_rl.observability.sinks import open_sinks
 from titan_rl.renderer import ChatTemplateRenderer
 from titan_rl.rollout.advantages import BY_NAME
 from titan_rl.rollout.rollouter import Rollouter
+from titan_rl.routing.limits import Limits
 from titan_rl.routing.router import GeneratorRouter
 from titan_rl.routing.strategies import LeastLoaded, RoundRobin, StickySession, Strategy
 
@@ -121,6 +122,7 @@ async def _run(config: RunConfig, run_dir: RunDirectory) -> None:
                 cluster.replicas,
                 make_strategy(config),
                 request_timeout_s=config.generation.request_timeout_s,
+                limits=Limits(pull_s=config.statedict.pull_timeout_s, no_replica_s=config.generation.start_timeout_s),
             )
             controller = Controller(
                 config,
