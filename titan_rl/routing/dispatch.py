@@ -9,6 +9,7 @@ from dataclasses import replace
 from titan_rl.errors import EngineDeadError, GenerationError, NoReplicaError, RequestError
 from titan_rl.routing.flight import Flight, Flights, NotResumedError, tell_abort
 from titan_rl.routing.health import Health
+from titan_rl.routing.job import Job
 from titan_rl.routing.limits import Limits
 from titan_rl.routing.member import Member
 from titan_rl.routing.pause import Pause
@@ -50,27 +51,29 @@ class Dispatcher:
         self, prompt_token_ids: Sequence[int], request_id: str, session_id: str | None, sampling: SamplingParams
     ) -> Completion:
         failures: list[Exception] = []
-        cost = len(prompt_token_ids) + sampling.max_tokens
         with self._flights.track(request_id) as flight:
-            while (reservation := await self._board(flight, session_id, cost)) is not None:
+            job = Job(request_id, prompt_token_ids, session_id, sampling)
+            while (reservation := await self._board(flight, session_id, job.cost)) is not None:
                 with reservation as member:
                     epoch = member.epoch
                     flight.depart(member)
                     try:
-                        return await self._send(flight, member, prompt_token_ids, session_id, sampling)
+                        return await self._send(flight, member, job)
                     except (RequestError, NotResumedError):
                         raise
                     except Exception as error:
-                        if flight.interrupted:  # aborted, or its replica was removed: nobody's failure
-                            continue
-                        failures.append(error)
-                        self._health.quarantine(member, error, epoch)
+                        job.keep_what_was_streamed()
+                        if not flight.interrupted:  # else aborted, or its replica was removed: nobody's failure
+                            failures.append(error)
+                            self._health.quarantine(member, error, epoch)
                     finally:
                         flight.member = None
+                if not flight.aborted and (whole := job.whole) is not None:
+                    return whole  # the replica was lost between its last token and its answer
                 if len(failures) == self._max_attempts:
                     message = f"request {request_id!r} failed on {len(failures)} replicas; the last: {failures[-1]!r}"
                     raise GenerationError(message) from failures[-1]
-            return Completion(request_id, (), (), FinishReason.ABORT, ())
+            return job.aborted
 
     async def _board(self, flight: Flight, session_id: str | None, cost: int) -> Reservation | None:
         """Wait until requests may pass and a replica serves. None: the request is aborted."""
@@ -95,27 +98,16 @@ class Dispatcher:
                 waited_s = self._limits.no_replica_s
                 raise NoReplicaError(f"no replica served within {waited_s:g} s; the last failed: {cause!r}") from cause
 
-    async def _send(
-        self,
-        flight: Flight,
-        member: Member,
-        prompt_token_ids: Sequence[int],
-        session_id: str | None,
-        sampling: SamplingParams,
-    ) -> Completion:
+    async def _send(self, flight: Flight, member: Member, job: Job) -> Completion:
         """One attempt on one replica."""
-        answer = member.replica.generate(
-            prompt_token_ids, request_id=flight.engine_id, session_id=session_id, sampling=sampling
-        )
         try:
-            completion = await flight.within(self._request_timeout_s, answer)
+            completion = await flight.within(self._request_timeout_s, job.ask(member, flight.engine_id))
         except (TimeoutError, NotResumedError, asyncio.CancelledError):  # the engine may be at it still
             orphan = tell_abort(member, [flight.engine_id], self._limits.call_s)
             self._tasks.start(orphan, f"abort {flight.engine_id}")
             raise
         member.failures = 0
+        completion = job.completed_by(completion)
         if flight.aborted:
-            return replace(completion, request_id=flight.request_id, finish_reason=FinishReason.ABORT)
-        if flight.engine_id != flight.request_id:
-            return replace(completion, request_id=flight.request_id)
+            return replace(completion, finish_reason=FinishReason.ABORT)
         return completion

@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass
 from typing import Literal
 
-from titan_rl.routing.replica import PauseMode, Replica
+from titan_rl.routing.replica import PauseMode, Replica, StreamingReplica
 
 
 class Member:
@@ -17,6 +17,7 @@ class Member:
 
     def __init__(self, replica: Replica) -> None:
         self.replica = replica
+        self.streaming = replica if isinstance(replica, StreamingReplica) else None
         self.name = replica.name
         self.load = 0  # tokens
         self.num_requests = 0

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, Protocol, runtime_checkable
 
 from titan_rl.types import Completion, SamplingParams
 
 PauseMode = Literal["keep", "abort", "wait"]
 """What a pause does to running requests: freeze them, end them with what they have, or let them finish."""
+
+OnTokens = Callable[[Completion], None]
+"""Told of the tokens since it was last told, as a completion that is aborted where they end."""
 
 
 @runtime_checkable
@@ -66,4 +69,21 @@ class Replica(Protocol):
 
     async def close(self) -> None:
         """Give everything back; running requests fail."""
+        ...
+
+
+@runtime_checkable
+class StreamingReplica(Replica, Protocol):
+    """A replica that tells of tokens before a request is answered. Should it die, the router goes on from those."""
+
+    async def stream(
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        request_id: str,
+        session_id: str | None = None,
+        sampling: SamplingParams,
+        on_tokens: OnTokens,
+    ) -> Completion:
+        """As `generate`, which the router then does not call. The completion holds all tokens, told or not."""
         ...
