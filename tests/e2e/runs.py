@@ -73,8 +73,7 @@ class Run:
 
     def child(self, name: str) -> int:
         """Process id of the actor whose output goes to `logs/<name>.log`."""
-        log = (self.folder / "logs" / f"{name}.log").resolve()
-        return next(pid for pid in self.processes() if os.path.realpath(f"/proc/{pid}/fd/1") == str(log))
+        return process_writing_to(self.folder / "logs" / f"{name}.log")
 
     def processes(self) -> list[int]:
         """Every living process of this run."""
@@ -93,6 +92,15 @@ class Run:
         segments = [str(path) for path in Path("/dev/shm").glob(f"*{run_id}*")]
         scratch = [str(path) for path in self.scratch.rglob("*")]
         return processes + segments + scratch
+
+
+def process_writing_to(log: Path) -> int:
+    """Id of the living process whose standard output is this file."""
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, ValueError):  # not a process, gone by now, or another user's
+            if os.readlink(entry / "fd" / "1") == str(log.resolve()):
+                return int(entry.name)
+    raise ProcessLookupError(f"no process writes to {log}")
 
 
 @contextlib.contextmanager

@@ -53,12 +53,20 @@ class Cluster:
         self.replicas = [task.result() for task in generators]
 
     async def watch(self, router: GeneratorRouter) -> None:
-        """Replace generators that die, until cancelled. The router sends their requests elsewhere meanwhile.
+        """Take in streamed tokens and replace generators that die, until cancelled. The router has the requests of a
+        dead one go on elsewhere meanwhile.
 
         Raises:
             ActorDiedError: the trainer died, or one generator more than `generation.max_respawns`.
         """
-        async with asyncio.TaskGroup() as respawning:
+        async with asyncio.TaskGroup() as background:
+            inlets = {replica.name: background.create_task(replica.inlet.run()) for replica in self.replicas}
+
+            async def respawn(name: str) -> None:
+                replica = await self._start_generator(name)
+                inlets[name] = background.create_task(replica.inlet.run())
+                await router.add_replica(replica)
+
             while True:
                 failure: ProcessFailure = await call(self._supervisor.next_failure, who="supervisor")
                 if failure.name == TRAINER or self._respawns_left == 0:
@@ -66,11 +74,10 @@ class Cluster:
                     raise ActorDiedError(f"{failure.name} died: {failure.reason}; its log is {log}")
                 self._respawns_left -= 1
                 logger.warning("%s died: %s; starting another", failure.name, failure.reason)
-                router.remove_replica(failure.name)
-                respawning.create_task(self._respawn(failure.name, router))
-
-    async def _respawn(self, name: str, router: GeneratorRouter) -> None:
-        await router.add_replica(await self._start_generator(name))
+                inlets[failure.name].cancel()
+                if failure.name in {member.name for member in router.members}:  # else it died while it started
+                    router.remove_replica(failure.name)
+                background.create_task(respawn(failure.name))
 
     async def _start_trainer(self) -> ActorTrainer:
         config = self._config
@@ -82,7 +89,9 @@ class Cluster:
     async def _start_generator(self, name: str) -> ActorReplica:
         config = self._config
         settings = GeneratorSettings(config.model, config.generation, self._run_id, self._log_path(name), config.seed)
-        return ActorReplica(name, await self._spawn(name, GeneratorActor, settings), self._board)
+        replica = ActorReplica(name, await self._spawn(name, GeneratorActor, settings), self._board)
+        await replica.open_stream()
+        return replica
 
     async def _spawn(self, name: str, actor_class: Any, settings: Any) -> Any:
         actor = await call(self._supervisor.spawn, name, actor_class, (settings,), who="supervisor")

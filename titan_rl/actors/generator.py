@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from monarch.actor import Actor, concurrent_endpoint
+from monarch.actor import Actor, Port, concurrent_endpoint
 
 from titan_rl.actors.process import enter_actor_process
+from titan_rl.actors.token_stream import TokenOutlet
 from titan_rl.config.sections import GenerationConfig, ModelConfig
 from titan_rl.generation.engine import Engine
 from titan_rl.generation.engine_loop import EngineLoop, PauseMode
@@ -33,7 +34,8 @@ class GeneratorActor(Actor):
     def __init__(self, settings: GeneratorSettings) -> None:
         enter_actor_process(settings.log_path)
         self._settings = settings
-        self._loop = EngineLoop(self._make_engine)
+        self._loop = EngineLoop(self._make_engine, stream_interval=settings.generation.stream_interval)
+        self._outlet: TokenOutlet | None = None
 
     def _make_engine(self) -> Engine:
         from titan_rl.generation.vllm_engine import VLLMEngine
@@ -55,11 +57,16 @@ class GeneratorActor(Actor):
         await self._loop.start()
 
     @concurrent_endpoint
+    async def stream_into(self, port: Port[list[Completion]]) -> None:
+        """From now on requests tell this port of their tokens every `generation.stream_interval` tokens."""
+        self._outlet = TokenOutlet(port)
+
+    @concurrent_endpoint
     async def generate(
         self, prompt_token_ids: Sequence[int], request_id: str, session_id: str | None, sampling: SamplingParams
     ) -> Completion:
         return await self._loop.generate(
-            prompt_token_ids, request_id=request_id, session_id=session_id, sampling=sampling
+            prompt_token_ids, request_id=request_id, session_id=session_id, sampling=sampling, on_tokens=self._outlet
         )
 
     @concurrent_endpoint

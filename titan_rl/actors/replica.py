@@ -6,19 +6,28 @@ from collections.abc import Sequence
 from typing import Any
 
 from titan_rl.actors.process import call
+from titan_rl.actors.token_stream import TokenInlet
 from titan_rl.errors import ActorDiedError, GenerationError
-from titan_rl.routing.replica import PauseMode
+from titan_rl.routing.replica import OnTokens, PauseMode
 from titan_rl.statedict.board import VersionBoard
 from titan_rl.types import Completion, SamplingParams
 
 
 class ActorReplica:
-    """The `Replica` of one `GeneratorActor`. It finds manifests on the board, and posts there what a pull measured."""
+    """The `StreamingReplica` of one `GeneratorActor`.
+
+    It finds manifests on the board, and posts there what a pull measured. Tokens arrive while `inlet.run` runs.
+    """
 
     def __init__(self, name: str, actor: Any, board: VersionBoard) -> None:
         self.name = name
+        self.inlet = TokenInlet()
         self._actor = actor
         self._board = board
+
+    async def open_stream(self) -> None:
+        """Have the actor tell of tokens ahead of their completion."""
+        await self._call(self._actor.stream_into, self.inlet.port)
 
     async def generate(
         self,
@@ -29,6 +38,23 @@ class ActorReplica:
         sampling: SamplingParams,
     ) -> Completion:
         return await self._call(self._actor.generate, prompt_token_ids, request_id, session_id, sampling)
+
+    async def stream(
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        request_id: str,
+        session_id: str | None = None,
+        sampling: SamplingParams,
+        on_tokens: OnTokens,
+    ) -> Completion:
+        self.inlet.listen(request_id, on_tokens)
+        try:
+            return await self.generate(
+                prompt_token_ids, request_id=request_id, session_id=session_id, sampling=sampling
+            )
+        finally:
+            self.inlet.forget(request_id)
 
     async def pull(self, version: int) -> None:
         figures = await self._call(self._actor.pull, self._board.manifest_of(version))

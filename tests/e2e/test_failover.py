@@ -1,0 +1,78 @@
+"""Real generators: one is killed in the middle of its requests, which go on elsewhere from what they had."""
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
+pytest.importorskip("vllm", reason="needs the cpu or gpu extra")
+
+from e2e.runs import REPOSITORY, process_writing_to
+
+from titan_rl.actors.cluster import Cluster, start_cluster
+from titan_rl.actors.token_stream import TokenInlet
+from titan_rl.config.load import load_config
+from titan_rl.observability.run_dir import RunDirectory
+from titan_rl.routing import GeneratorRouter
+from titan_rl.statedict.board import VersionBoard
+from titan_rl.types import Completion, FinishReason, SamplingParams
+
+LENGTH = 200
+
+
+async def test_sigkill_loses_no_request_and_at_most_the_interval_of_tokens(tmp_path: Path, monkeypatch) -> None:
+    streamed: dict[str, list[int]] = {}  # engine id -> tokens told of
+    enough = asyncio.Event()
+    listen = TokenInlet.listen
+
+    def spy(inlet: TokenInlet, request_id: str, on_tokens) -> None:
+        def tell(part: Completion) -> None:
+            streamed.setdefault(request_id, []).extend(part.token_ids)
+            if sum(len(tokens) >= 32 for tokens in streamed.values()) == 16:
+                enough.set()
+            on_tokens(part)
+
+        listen(inlet, request_id, tell)
+
+    monkeypatch.setattr(TokenInlet, "listen", spy)
+    monkeypatch.chdir(REPOSITORY)
+    config = load_config("examples/alphabet_sort/cpu.toml")
+    run_dir, board = RunDirectory(tmp_path / "run"), VersionBoard()
+    sampling = SamplingParams(max_tokens=LENGTH, min_tokens=LENGTH)
+    async with start_cluster(config, run_dir, board) as cluster:
+        router = GeneratorRouter(cluster.replicas)
+        await sync(cluster, board, router)
+        watch = asyncio.ensure_future(cluster.watch(router))
+        requests = [
+            asyncio.ensure_future(router.generate([5, 6, 7, index], request_id=f"r{index}", sampling=sampling))
+            for index in range(32)
+        ]
+        await asyncio.wait_for(enough.wait(), 60)
+        os.kill(process_writing_to(run_dir.logs / "generator-0.log"), signal.SIGKILL)
+        completions = await asyncio.wait_for(asyncio.gather(*requests), 120)
+
+        resumed = [c for c in completions if c.metrics.get("num_resumes")]
+        assert resumed
+        for completion in completions:
+            assert (len(completion.token_ids), completion.finish_reason) == (LENGTH, FinishReason.LENGTH)
+        for completion in resumed:
+            kept = streamed[completion.request_id]
+            assert list(completion.token_ids[: len(kept)]) == kept
+
+        async with asyncio.timeout(120):
+            while [member.serving for member in router.members] != [True, True]:
+                await asyncio.wait([watch], timeout=0.2)
+                assert not watch.done()
+        assert [member.version for member in router.members] == [0, 0]
+        watch.cancel()
+        await router.close()
+        await cluster.trainer.close()
+
+
+async def sync(cluster: Cluster, board: VersionBoard, router: GeneratorRouter) -> None:
+    manifest = await cluster.trainer.publish()
+    board.announce(manifest)
+    await router.pull_state_dict(manifest.version)
