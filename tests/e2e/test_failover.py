@@ -39,7 +39,7 @@ async def test_sigkill_loses_no_request_and_at_most_the_interval_of_tokens(tmp_p
 
     monkeypatch.setattr(TokenInlet, "listen", spy)
     monkeypatch.chdir(REPOSITORY)
-    config = load_config("examples/alphabet_sort/cpu.toml")
+    config = load_config("examples/alphabet_sort/cpu.toml", [("generation.stream_interval", "16")])
     run_dir, board = RunDirectory(tmp_path / "run"), VersionBoard()
     sampling = SamplingParams(max_tokens=LENGTH, min_tokens=LENGTH)
     async with start_cluster(config, run_dir, board) as cluster:

@@ -49,8 +49,8 @@ class GenerationConfig(Section):
     """Memory of one engine's KV cache; it holds at least one full context."""
     tensor_parallel_size: PositiveInt = 1
     """Ranks of one engine; it divides the attention heads."""
-    stream_interval: PositiveInt = 16
-    """Tokens of a request between two messages to the router, which goes on from those if the generator dies."""
+    stream_interval: PositiveInt = 32
+    """Engine steps between two messages of new tokens to the router, which goes on from those if a generator dies."""
     request_timeout_s: PositiveFloat = 300.0
     """Longest wait for one completion."""
     start_timeout_s: PositiveFloat = 180.0

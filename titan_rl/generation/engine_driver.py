@@ -54,6 +54,7 @@ class EngineDriver:
         self._outbox = outbox
         self._kv_policy = kv_policy
         self._stream_interval = stream_interval
+        self._unstreamed_steps = 0
 
     def follow(self, decision: LoopDecision) -> None:
         match decision.action:
@@ -67,6 +68,7 @@ class EngineDriver:
                 for request in decision.requests:
                     self._add(request)
                 self._absorb(self._engine.step())
+                self._stream()
 
     def _add(self, request: EngineRequest) -> None:
         try:
@@ -89,9 +91,19 @@ class EngineDriver:
                 call.extend(delta, now)
                 if delta.finish_reason is not None:
                     finished.append((call, delta.finish_reason))
-                if call.on_tokens is not None and call.num_unstreamed >= self._stream_interval:
-                    self._outbox.call(call.future.get_loop(), call.on_tokens, call.take_chunk())
             state.finish(finished, self._outbox)
+
+    def _stream(self) -> None:
+        """Every `stream_interval` steps tell of the tokens since. All requests at once, because a message costs more
+        than what is in it; a step gives a request one token, so none is further behind than the interval."""
+        self._unstreamed_steps += 1
+        if self._unstreamed_steps < self._stream_interval:
+            return
+        self._unstreamed_steps = 0
+        with self._state.lock:
+            for call in self._state.running.values():
+                if call.on_tokens is not None and call.num_unstreamed:
+                    self._outbox.call(call.future.get_loop(), call.on_tokens, call.take_chunk())
 
     def _pull(self) -> None:
         """Load the newest of the pulls that wait; the others share its outcome."""

@@ -45,7 +45,7 @@ class EngineLoop:
     Args:
         make_engine: called in the loop's own thread, which alone touches the engine.
         version: of the weights that the engine starts with.
-        stream_interval: tokens between two calls of a request's `on_tokens`.
+        stream_interval: engine steps between two calls of `on_tokens`; a step gives a request at most one token.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class EngineLoop:
 
         Args:
             session_id: of no use to a single engine; part of the `GenerateFn` protocol.
-            on_tokens: called on this event loop every `stream_interval` tokens with the tokens since the last call.
+            on_tokens: called on this event loop every `stream_interval` steps with the tokens since the last call.
 
         Returns:
             A completion with the metrics queue_s, time_to_first_token_s, inter_token_s (mean), requests_in_flight,
