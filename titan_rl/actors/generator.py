@@ -11,7 +11,8 @@ from titan_rl.actors.process import enter_actor_process
 from titan_rl.actors.token_stream import TokenOutlet
 from titan_rl.config.sections import GenerationConfig, ModelConfig
 from titan_rl.generation.engine import Engine
-from titan_rl.generation.engine_loop import EngineLoop, PauseMode
+from titan_rl.generation.engine_loop import EngineLoop
+from titan_rl.generation.local_replica import pause_anew, resume_if_paused
 from titan_rl.statedict.probes import verify
 from titan_rl.statedict.types import Manifest
 from titan_rl.types import Completion, SamplingParams
@@ -93,12 +94,12 @@ class GeneratorActor(Actor):
         }
 
     @concurrent_endpoint
-    async def pause(self, mode: PauseMode) -> None:
-        await self._loop.pause(mode)
+    async def pause(self, mode: str) -> None:
+        await pause_anew(self._loop, mode)
 
     @concurrent_endpoint
     async def resume(self) -> None:
-        await self._loop.resume()
+        await resume_if_paused(self._loop)
 
     @concurrent_endpoint
     async def abort(self, request_ids: Sequence[str] | None) -> None:
