@@ -162,7 +162,8 @@ async def run_bare(engines: Sequence[Any], length: int) -> float:
 
 async def paired(repeats: int, first: Callable[[], Awaitable[float]], second: Callable[[], Awaitable[float]]) -> float:
     """Median of first / second, measured in turn after one round of warming up."""
-    await first(), await second()
+    await first()
+    await second()
     return median([await first() / await second() for _ in range(repeats)])
 
 

@@ -12,6 +12,7 @@ from titan_rl.environment.types import (
     TokenObservation,
     TokenStep,
 )
+from titan_rl.generation.resume import resume_on_abort
 from titan_rl.rollout.rollouter import Rollouter
 from titan_rl.rollout.types import Message, Rollout, RolloutGroup, RolloutStatus, Turn
 from titan_rl.routing.router import GeneratorRouter
@@ -43,4 +44,5 @@ __all__ = [
     "TrainingSample",
     "Turn",
     "VersionSpan",
+    "resume_on_abort",
 ]

@@ -72,7 +72,6 @@ def test_an_unreadable_config_is_named(project: Path, content: str):
     ("key", "value", "message"),
     [
         ("model.max_context", "600", "model.max_context = 600 is more than the model's 512 positions"),
-        ("generation.tensor_parallel_size", "3", "tensor_parallel_size = 3 does not divide the model's 4"),
         # 2 (keys, values) x 2 layers x 2 heads x 16 numbers x 4 bytes x 512 tokens = 256 KiB
         ("generation.kv_cache_gib", "0.0002", "kv_cache_gib = 0.0002 holds less than one context .* needs 0.000244"),
     ],

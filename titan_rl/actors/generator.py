@@ -49,7 +49,6 @@ class GeneratorActor(Actor):
             max_running=generation.max_running,
             kv_cache_gib=generation.kv_cache_gib,
             seed=self._settings.seed,
-            tensor_parallel_size=generation.tensor_parallel_size,
         )
 
     @concurrent_endpoint

@@ -63,12 +63,6 @@ def _check_fit(config: RunConfig, architecture: dict[str, Any]) -> None:
         raise ConfigError(f"model.max_context = {context} is more than the model's {positions} positions")
 
     heads = architecture.get("num_attention_heads")
-    ranks = config.generation.tensor_parallel_size
-    if heads is not None and heads % ranks:
-        raise ConfigError(
-            f"generation.tensor_parallel_size = {ranks} does not divide the model's {heads} attention heads"
-        )
-
     layers, hidden = architecture.get("num_hidden_layers"), architecture.get("hidden_size")
     if heads is None or layers is None or hidden is None:
         return
@@ -76,8 +70,8 @@ def _check_fit(config: RunConfig, architecture: dict[str, Any]) -> None:
     head_dim = architecture.get("head_dim") or hidden // heads
     # Keys and values of every layer and head, for one token.
     token_bytes = 2 * layers * kv_heads * head_dim * BYTES[config.model.dtype]
-    if config.generation.kv_cache_gib * ranks * 2**30 < token_bytes * context:
-        need = token_bytes * context / ranks / 2**30
+    if config.generation.kv_cache_gib * 2**30 < token_bytes * context:
+        need = token_bytes * context / 2**30
         raise ConfigError(
             f"generation.kv_cache_gib = {config.generation.kv_cache_gib} holds less than one context of "
             f"model.max_context = {context} tokens, which needs {need:.3g}"

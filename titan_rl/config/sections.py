@@ -47,8 +47,6 @@ class GenerationConfig(Section):
     """Most requests one engine advances at a time."""
     kv_cache_gib: PositiveFloat = 1.0
     """Memory of one engine's KV cache; it holds at least one full context."""
-    tensor_parallel_size: PositiveInt = 1
-    """Ranks of one engine; it divides the attention heads."""
     stream_interval: PositiveInt = 32
     """Engine steps between two messages of new tokens to the router, which goes on from those if a generator dies."""
     request_timeout_s: PositiveFloat = 300.0
