@@ -151,7 +151,7 @@ async def run_bare(engines: Sequence[Any], length: int) -> float:
     requests: list[list[Request]] = [[] for _ in engines]
     for index, prompt in enumerate(prompts()):
         for sibling in range(SIBLINGS):
-            sampling = SamplingParams(max_tokens=length, min_tokens=length, seed=turn_seed(0, f"g{index}", sibling, 0))
+            sampling = SamplingParams(max_tokens=length, min_tokens=length, seed=turn_seed(0, f"g{index}/{sibling}", 0))
             requests[sibling % len(engines)].append((prompt, sampling))
     began = time.perf_counter()
     tokens = await asyncio.gather(

@@ -233,4 +233,4 @@ async def test_a_sample_older_than_the_bound_stops_the_run(tmp_path):
     rig.replica.pull = lag
     with pytest.raises(ExceptionGroup) as caught:
         await rig.run()
-    assert caught.group_contains(TrainingError, match="max_staleness is 0")
+    assert caught.group_contains(TrainingError, match="max_staleness = 0")

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Protocol
 
 from titan_rl.config.run import RunConfig
 from titan_rl.errors import TitanRLError, TrainingError
+from titan_rl.generation.resume import resume_on_abort
 from titan_rl.observability.metrics import group_metrics
 from titan_rl.observability.progress import Progress, RunSummary, StepReport
 from titan_rl.observability.run_dir import RunDirectory
@@ -19,14 +21,18 @@ from titan_rl.rollout.rollouter import Rollouter
 from titan_rl.rollout.transcript import transcript
 from titan_rl.rollout.types import RolloutGroup
 from titan_rl.routing.router import GeneratorRouter
-from titan_rl.scheduling.scheduler import GroupBatch, GroupScheduler
+from titan_rl.scheduling.batch import GroupBatch
+from titan_rl.scheduling.filters import BY_NAME, GroupFilter, too_few_siblings, too_long
+from titan_rl.scheduling.gate import Gate
+from titan_rl.scheduling.lease import Lease
+from titan_rl.scheduling.scheduler import GroupScheduler
 from titan_rl.statedict.board import VersionBoard
 from titan_rl.statedict.types import Manifest
-from titan_rl.task import Task
+from titan_rl.task import FilteringTask, Task
 from titan_rl.training.checkpoint import keep_last
 from titan_rl.training.sample import TrainingSample
 from titan_rl.training.sample_builder import build_samples
-from titan_rl.types import SamplingParams
+from titan_rl.types import GenerateFn, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -88,11 +94,10 @@ class Controller:
         self._tokens = 0
         self._scheduler = GroupScheduler(
             self._run_train_group,
-            groups_per_step=config.scheduling.groups_per_step,
-            max_staleness=config.scheduling.max_staleness,
+            config.scheduling,
+            group_size=config.rollout.group_size,
             budget=config.training.steps * config.scheduling.groups_per_step,
-            drop_reason=drop_reason,
-            max_refills=config.scheduling.max_refills,
+            filters=make_filters(config, task),
         )
 
     async def run(self) -> RunSummary:
@@ -131,12 +136,13 @@ class Controller:
             began = time.monotonic()
             batch = await self._scheduler.next_batch()
             waited = time.monotonic() - began
-            self._check_staleness(batch)
-            metrics = prefixed("train", await self._trainer.step(self._samples(batch)))
-            self._version = step
-            metrics |= await self._sync()
+            async with self._interrupted_generation():
+                metrics = prefixed("train", await self._trainer.step(self._samples(batch)))
+                self._version = step
+                metrics |= await self._sync()
             batch.release()
-            self._report(step, batch, metrics | {"time/wait_for_rollouts_s": waited}, time.monotonic() - began)
+            metrics |= prefixed("scheduling", batch.metrics) | {"time/wait_for_rollouts_s": waited}
+            self._report(step, batch, metrics, time.monotonic() - began)
             if is_due(step, self._config.validation.interval) and step < self._config.training.steps:
                 await self._validate()
             if is_due(step, self._config.checkpoint.interval):
@@ -153,13 +159,27 @@ class Controller:
         figures = prefixed("sync", self._board.worst())
         return figures | {"sync/publish_s": published - began, "sync/pull_s": pulled - published}
 
-    async def _run_train_group(self, index: int) -> RolloutGroup:
+    @contextlib.asynccontextmanager
+    async def _interrupted_generation(self) -> AsyncGenerator[None]:
+        """What `scheduling.on_batch_ready` says of rollouts in flight while a batch is trained and pulled."""
+        mode = self._config.scheduling.on_batch_ready
+        if mode == "continue":
+            yield
+            return
+        await self._router.pause(mode)
+        try:
+            yield
+        finally:
+            await self._router.resume()
+
+    async def _run_train_group(self, lease: Lease) -> RolloutGroup:
         return await self._rollouter.run_group(
-            self._router.generate,
-            self._task.train_sample(self._config.seed, index),
-            group_id=f"train-{index}",
+            suspendable(self._router, lease.gate, self._config),
+            self._task.train_sample(self._config.seed, lease.index),
+            group_id=f"train-{lease.index}",
             group_size=self._config.rollout.group_size,
             sampling=self._sampling(self._config.sampling.temperature),
+            on_finished=lease.rollout_finished,
         )
 
     async def _validate(self) -> float:
@@ -206,21 +226,11 @@ class Controller:
         temperature = self._config.sampling.temperature
         return [sample for group in batch.groups for sample in build_samples(group, temperature)]
 
-    def _check_staleness(self, batch: GroupBatch) -> None:
-        oldest = min((version for group in batch.groups for version in group.versions), default=self._version)
-        if self._version - oldest > self._config.scheduling.max_staleness:
-            raise TrainingError(
-                f"a token of version {oldest} reached the step from version {self._version}, but "
-                f"scheduling.max_staleness is {self._config.scheduling.max_staleness}"
-            )
-
     def _report(self, step: int, batch: GroupBatch, metrics: dict[str, float], seconds: float) -> None:
         rollouts = group_metrics(batch.groups)
         tokens = sum(r.num_completion_tokens for group in batch.groups for r in group.rollouts)
         self._tokens += tokens
-        dropped = {f"scheduling/dropped/{reason}": float(count) for reason, count in batch.dropped.items()}
-        metrics = rollouts | metrics | dropped
-        metrics |= {"time/step_s": seconds, "throughput/tokens_per_s": tokens / seconds}
+        metrics = rollouts | metrics | {"time/step_s": seconds, "throughput/tokens_per_s": tokens / seconds}
         self._log(step, metrics)
         self._record(batch.groups, "train")
         self._progress.step(
@@ -254,9 +264,26 @@ class Controller:
                 logger.warning("the last checkpoint was not written: %r", error)
 
 
-def drop_reason(group: RolloutGroup) -> str | None:
-    """A group needs two siblings with an advantage; the others have nothing to be compared with."""
-    return None if sum(r.advantage is not None for r in group.rollouts) >= 2 else "too_few_siblings"
+def make_filters(config: RunConfig, task: Task) -> list[GroupFilter]:
+    """What always makes a group unfit for training, then the config's filters, then the task's own."""
+    named = [BY_NAME[name] for name in config.scheduling.filters]
+    own = [task.drop_reason] if isinstance(task, FilteringTask) else []
+    return [too_few_siblings, too_long(config.training.row_tokens), *named, *own]
+
+
+def suspendable(router: GeneratorRouter, gate: Gate, config: RunConfig) -> GenerateFn:
+    """The router behind a group's gate. Pauses and suspensions only make it slow."""
+
+    async def both_open() -> None:
+        await gate.wait()
+        await router.wait_resumed()
+
+    return resume_on_abort(
+        gate.guard(router.generate, router.abort),
+        wait_until_resumed=both_open,
+        resume_timeout_s=config.scheduling.suspend_timeout_s,
+        max_context=config.model.max_context,
+    )
 
 
 def prefixed(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:

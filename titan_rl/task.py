@@ -7,6 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from titan_rl.environment.types import TokenEnv
 from titan_rl.renderer.types import Renderer
+from titan_rl.rollout.types import RolloutGroup
 from titan_rl.rubric import Rubric
 
 
@@ -33,3 +34,12 @@ class Task(Protocol):
         ...
 
     def rubric(self) -> Rubric: ...
+
+
+@runtime_checkable
+class FilteringTask(Task, Protocol):
+    """A task that leaves out groups of its own choice."""
+
+    def drop_reason(self, group: RolloutGroup) -> str | None:
+        """Why a finished training group is not trained on, as a metric's name; None to train on it."""
+        ...

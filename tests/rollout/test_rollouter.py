@@ -160,14 +160,14 @@ async def test_seeds_differ_by_turn_and_are_reproducible() -> None:
     once = await seeds()
     assert len(set(once.values())) == 6
     assert await seeds() == once
-    assert once["g/1/1"] == turn_seed(0, "g", 1, 1)
+    assert once["g/1/1"] == turn_seed(0, "g/1", 1)
     assert await seeds(seed=1) != once
     assert await seeds(sampling_seed=1) == await seeds(seed=1)
 
 
 def test_seeds_are_the_same_in_every_process() -> None:
-    assert turn_seed(0, "g0", 0, 0) == 8796846162973846647
-    assert turn_seed(0, "1", 11, 1) != turn_seed(0, "11", 1, 1)
+    assert turn_seed(0, "g0/0", 0) == 6799027815719958804
+    assert turn_seed(0, "g/1", 11) != turn_seed(0, "g/11", 1)
 
 
 async def test_max_tokens_is_lowered_to_the_room_that_is_left() -> None:
@@ -488,3 +488,34 @@ def test_environments_are_closed_once_whatever_happens_when(fates: list[str], ca
             assert [r.status for r in running.result().rollouts] == [kinds[fate] for fate in fates]
 
     asyncio.run(run())
+
+
+async def test_an_errored_sibling_is_played_again_in_a_fresh_environment_within_the_budget():
+    made: list[Env] = []
+
+    async def fail_first(env: Env) -> None:
+        if len(made) <= 2:
+            raise ConnectionError("sandbox is gone")
+
+    def make_env(sample: object) -> Env:
+        made.append(Env(turns=1, on_step=fail_first))
+        return made[-1]
+
+    finished: list[str] = []
+    generator = Generator()
+    rollouter = Rollouter(make_env, Rubric([Reward(one)]), max_context=64, limits=RolloutConfig(max_retries=1))
+    group = await rollouter.run_group(
+        generator,
+        None,
+        group_id="g",
+        group_size=2,
+        sampling=SamplingParams(max_tokens=8),
+        on_finished=lambda rollout: finished.append(rollout.rollout_id),
+    )
+    assert sorted(rollout.status for rollout in group.rollouts) == [RolloutStatus.COMPLETED, RolloutStatus.ERROR_ENV]
+    assert [env.closed for env in made] == [1, 1, 1]
+    assert sorted(finished) == sorted(rollout.rollout_id for rollout in group.rollouts)
+
+
+def one(rollout: Rollout) -> float:
+    return 1.0

@@ -1,25 +1,91 @@
-"""GroupScheduler: the staleness bound, the slots, and what ends a run."""
+"""GroupScheduler: the age bound, the slots, what becomes of the tail, and what ends a run."""
 
 import asyncio
 import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titan_rl import Completion, FinishReason, Rollout, RolloutGroup, Turn, VersionSpan
+from titan_rl import Completion, FinishReason, Rollout, RolloutGroup, RolloutStatus, Turn, VersionSpan
+from titan_rl.config.sections import SchedulingConfig
 from titan_rl.errors import TrainingError
+from titan_rl.scheduling.backlog import Backlog
+from titan_rl.scheduling.batch import GroupBatch
+from titan_rl.scheduling.lease import Lease
 from titan_rl.scheduling.scheduler import GroupScheduler
 
 
-def group_of(index: int, version: int) -> RolloutGroup:
-    completion = Completion("r", [1], [0.0], FinishReason.STOP, [VersionSpan(version, 1)])
+def group_of(index: int, *versions: int) -> RolloutGroup:
+    spans = [VersionSpan(version, 1) for version in versions]
+    completion = Completion("r", [1] * len(spans), [0.0] * len(spans), FinishReason.STOP, spans)
     rollout = Rollout(f"{index}/0", str(index), 0, None, turns=[Turn([0], completion)])
     return RolloutGroup(str(index), None, [rollout])
 
 
+def never(group: RolloutGroup) -> None:
+    return None
+
+
+class Journal:
+    """Remembers what it is told."""
+
+    def __init__(self) -> None:
+        self.done: dict[int, RolloutGroup] = {}
+        self.lost: list[int] = []
+        self.batches: list[list[int]] = []
+
+    def finished(self, index: int, group: RolloutGroup) -> None:
+        self.done[index] = group
+
+    def dropped(self, index: int, reason: str) -> None:
+        self.lost.append(index)
+
+    def batch(self, version: int, indices) -> None:
+        assert version == len(self.batches)
+        self.batches.append(list(indices))
+
+
+class Stage:
+    """Groups that start when admitted and finish when told to."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.started: list[int] = []
+        self.leases: dict[int, Lease] = {}
+        self.finish: dict[int, asyncio.Event] = {}
+        self.cancelled: list[int] = []
+
+    async def run_group(self, lease: Lease) -> RolloutGroup:
+        first = self.version
+        self.started.append(lease.index)
+        self.leases[lease.index] = lease
+        try:
+            await self.finish.setdefault(lease.index, asyncio.Event()).wait()
+            await lease.gate.wait()
+        except asyncio.CancelledError:
+            self.cancelled.append(lease.index)
+            raise
+        return group_of(lease.index, first, self.version)
+
+    def end(self, *indices: int) -> None:
+        for index in indices:
+            self.finish.setdefault(index, asyncio.Event()).set()
+
+
+def scheduler_of(
+    run_group: Callable[[Lease], Awaitable[RolloutGroup]], *, budget: int = 100, **knobs
+) -> GroupScheduler:
+    arguments = {"group_size": 1, "filters": [never]}
+    for name in ("group_size", "filters", "backlog", "observer", "clock", "version"):
+        if name in knobs:
+            arguments[name] = knobs.pop(name)
+    return GroupScheduler(run_group, SchedulingConfig(**knobs), budget=budget, **arguments)  # pyright: ignore
+
+
 @contextlib.asynccontextmanager
-async def running(scheduler: GroupScheduler):
+async def running(scheduler: GroupScheduler) -> AsyncIterator[asyncio.Task[None]]:
     task = asyncio.get_running_loop().create_task(scheduler.run())
     try:
         yield task
@@ -28,97 +94,285 @@ async def running(scheduler: GroupScheduler):
         await asyncio.gather(task, return_exceptions=True)
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    per_step=st.integers(1, 3),
-    staleness=st.integers(0, 3),
-    steps=st.integers(1, 5),
-    dropped=st.sets(st.integers(0, 12), max_size=3),
-    yields=st.lists(st.integers(0, 7), min_size=1, max_size=20),
+async def next_of(scheduler: GroupScheduler) -> GroupBatch:
+    return await asyncio.wait_for(scheduler.next_batch(), 5)
+
+
+async def settle() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+def indices(batch) -> list[int]:
+    return [int(group.group_id) for group in batch.groups]
+
+
+KNOBS = st.fixed_dictionaries(
+    {
+        "groups_per_step": st.integers(1, 3),
+        "max_staleness": st.integers(0, 3),
+        "oversample": st.sampled_from([0.0, 0.3, 1.0, 2.0]),
+        "window": st.sampled_from([None, 1, 2, 5]),
+        "tail": st.sampled_from(["carry_over", "tail_batch", "drop"]),
+        "tail_age": st.integers(1, 3),
+        "max_running_rollouts": st.sampled_from([None, 2, 5]),
+    }
 )
-def test_bound_order_and_slots_hold_for_any_interleaving(per_step, staleness, steps, dropped, yields):
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    knobs=KNOBS,
+    steps=st.integers(1, 6),
+    group_size=st.integers(1, 3),
+    dropped=st.sets(st.integers(0, 12), max_size=3),
+    yields=st.lists(st.integers(0, 30), min_size=1, max_size=20),
+)
+def test_bound_slots_and_capacity_hold_for_any_interleaving(knobs, steps, group_size, dropped, yields):
     async def scenario() -> None:
         version = 0
+        in_flight = 0
+        journal = Journal()
+        config = SchedulingConfig(**knobs)
 
-        async def run_group(index: int) -> RolloutGroup:
-            sampled_with = version
-            for _ in range(yields[index % len(yields)]):
-                await asyncio.sleep(0)
-            return group_of(index, sampled_with)
+        async def run_group(lease: Lease) -> RolloutGroup:
+            nonlocal in_flight
+            seen = []
+            for sibling in range(group_size):
+                for _ in range(1 + yields[(lease.index + sibling) % len(yields)]):
+                    await lease.gate.wait()
+                    seen.append(version)
+                    await asyncio.sleep(0)
+                lease.rollout_finished(None)  # pyright: ignore
+            return group_of(lease.index, *seen)
 
-        scheduler = GroupScheduler(
+        scheduler = scheduler_of(
             run_group,
-            groups_per_step=per_step,
-            max_staleness=staleness,
-            budget=steps * per_step,
-            drop_reason=lambda group: "picked" if int(group.group_id) in dropped else None,
-            max_refills=13,
+            budget=steps * config.groups_per_step,
+            group_size=group_size,
+            filters=[lambda group: "picked" if int(group.group_id) in dropped else None],
+            observer=journal,
+            max_refills=100,
+            **knobs,
         )
         trained: list[int] = []
         async with running(scheduler):
             for step in range(steps):
-                batch = await asyncio.wait_for(scheduler.next_batch(), 5)
-                assert all(step - v <= staleness for group in batch.groups for v in group.versions)
-                assert scheduler.slots_held <= (staleness + 1) * per_step
-                trained += [int(group.group_id) for group in batch.groups]
-                await asyncio.sleep(0)
+                batch = await next_of(scheduler)
+                assert batch.version == step
+                assert all(step - v <= config.age_bound for group in batch.groups for v in group.versions)
+                assert scheduler.slots_held <= config.num_slots
+                if knobs["tail"] != "tail_batch" and (limit := knobs["max_running_rollouts"]):
+                    assert scheduler.rollouts_in_flight <= max(limit, group_size)
+                trained += indices(batch)
+                for _ in range(yields[step % len(yields)]):
+                    await asyncio.sleep(0)
                 version = step + 1
                 batch.release()
-            await asyncio.sleep(0)
+            await settle()
             assert scheduler.slots_held == 0
-        expected = [index for index in range(steps * per_step + len(dropped)) if index not in dropped]
-        assert trained == expected[: steps * per_step]
+            assert scheduler.rollouts_in_flight == 0
+        assert len(trained) == len(set(trained)) == steps * config.groups_per_step
+        assert sorted([*trained, *journal.lost]) == list(range(scheduler.next_index))
+        assert [index for batch in journal.batches for index in batch] == trained
+        if config.overtaking_window == 1 and knobs["tail"] != "drop":
+            assert trained == sorted(trained)
+        if knobs["tail"] != "drop":
+            assert set(journal.lost) <= dropped
 
     asyncio.run(scenario())
 
 
 async def test_staleness_zero_admits_nothing_until_the_pull_is_done():
-    admitted: list[int] = []
-
-    async def run_group(index: int) -> RolloutGroup:
-        admitted.append(index)
-        return group_of(index, 0)
-
-    scheduler = GroupScheduler(run_group, groups_per_step=2, max_staleness=0, budget=4)
+    stage = Stage()
+    stage.end(*range(10))
+    scheduler = scheduler_of(stage.run_group, groups_per_step=2, max_staleness=0)
     async with running(scheduler):
-        batch = await scheduler.next_batch()
-        for _ in range(10):
-            await asyncio.sleep(0)
-        assert admitted == [0, 1]
+        batch = await next_of(scheduler)
+        await settle()
+        assert stage.started == [0, 1]
+        stage.version = 1
         batch.release()
-        await scheduler.next_batch()
-        assert admitted == [0, 1, 2, 3]
+        await next_of(scheduler)
+        assert stage.started == [0, 1, 2, 3]
+
+
+async def test_the_first_to_finish_are_trained_on_and_the_others_carried_over():
+    stage = Stage()
+    scheduler = scheduler_of(stage.run_group, groups_per_step=2, max_staleness=0, oversample=1.0)
+    async with running(scheduler):
+        await settle()
+        assert stage.started == [0, 1, 2, 3]  # target + ceil(1.0 x 2)
+        stage.end(1, 3)
+        batch = await next_of(scheduler)
+        assert indices(batch) == [1, 3]
+        batch.release()
+        await settle()
+        assert stage.started == [0, 1, 2, 3, 4, 5]
+        stage.end(0, 2)
+        assert indices(await next_of(scheduler)) == [0, 2]
+        assert stage.cancelled == []
+
+
+async def test_a_group_is_overtaken_by_fewer_than_the_window():
+    stage = Stage()
+    scheduler = scheduler_of(stage.run_group, groups_per_step=2, max_staleness=3, window=3)
+    async with running(scheduler):
+        stage.end(*range(1, 20))
+        assert indices(await next_of(scheduler)) == [1, 2]
+        waiting = asyncio.ensure_future(next_of(scheduler))
+        await settle()
+        assert not waiting.done()  # six others have finished, but 0 is overtaken by two already
+        stage.end(0)
+        assert indices(await waiting) == [0, 3]
+
+
+async def test_capacity_goes_to_the_next_group_as_soon_as_siblings_finish():
+    stage = Stage()
+    scheduler = scheduler_of(stage.run_group, group_size=4, groups_per_step=1, max_staleness=5, max_running_rollouts=10)
+    async with running(scheduler):
+        await settle()
+        assert stage.started == [0, 1]  # eight rollouts; four more would be twelve
+        stage.leases[0].rollout_finished(None)  # pyright: ignore
+        await settle()
+        assert stage.started == [0, 1]
+        stage.leases[1].rollout_finished(None)  # pyright: ignore
+        await settle()
+        assert stage.started == [0, 1, 2]
+        assert scheduler.rollouts_in_flight == 10
+
+
+async def test_a_tail_batch_suspends_the_overtaken_until_there_are_enough():
+    stage = Stage()
+    scheduler = scheduler_of(
+        stage.run_group, groups_per_step=2, max_staleness=0, oversample=1.0, window=5, tail="tail_batch"
+    )
+    async with running(scheduler):
+        stage.end(1, 2)
+        batch = await next_of(scheduler)
+        assert indices(batch) == [1, 2]
+        assert [index for index, lease in stage.leases.items() if not lease.gate.is_open] == [0]
+        batch.release()
+        await settle()
+        assert stage.started == [0, 1, 2, 3, 4, 5]
+        stage.end(0, 3, 4, 5)
+        assert indices(await next_of(scheduler)) == [3, 4]
+        assert not stage.leases[0].gate.is_open
+        assert indices(await next_of(scheduler)) == [0, 5]  # 0 goes on when no batch can be had without it
+
+
+async def test_an_unfinished_group_is_dropped_at_the_age_that_tail_allows():
+    stage, journal = Stage(), Journal()
+    scheduler = scheduler_of(
+        stage.run_group,
+        groups_per_step=1,
+        max_staleness=0,
+        oversample=1,
+        window=5,
+        tail="drop",
+        tail_age=2,
+        observer=journal,
+    )
+    async with running(scheduler):
+        stage.end(*range(1, 9))
+        for version in (1, 2):
+            assert journal.lost == []
+            batch = await next_of(scheduler)
+            stage.version = version
+            batch.release()
+        await settle()
+    assert (journal.lost, stage.cancelled[:1]) == ([0], [0])
+
+
+async def test_a_backlog_is_taken_up_where_it_was_left():
+    stage, journal = Stage(), Journal()
+    backlog = Backlog(next_index=8, unsettled=[4, 5, 6], finished={6: group_of(6, 0), 5: group_of(5, 0)}, batches=[[6]])
+    scheduler = scheduler_of(stage.run_group, groups_per_step=1, max_staleness=3, backlog=backlog, observer=journal)
+    async with running(scheduler):
+        await settle()
+        assert stage.started == [4, 8]
+        stage.end(4, 8)
+        trained = [indices(await next_of(scheduler)) for _ in range(4)]
+    assert trained == [[6], [4], [5], [8]]
+    assert journal.batches == trained
+    assert sorted(journal.done) == [4, 8]  # the others were told of before
 
 
 async def test_a_run_that_only_drops_ends_with_the_reasons():
-    async def run_group(index: int) -> RolloutGroup:
-        return group_of(index, 0)
-
-    scheduler = GroupScheduler(
-        run_group, groups_per_step=2, max_staleness=0, budget=2, drop_reason=lambda group: "too dull", max_refills=2
+    stage = Stage()
+    stage.end(*range(100))
+    scheduler = scheduler_of(
+        stage.run_group, groups_per_step=2, max_staleness=0, filters=[lambda group: "too dull"], max_refills=2
     )
     async with running(scheduler):
-        with pytest.raises(TrainingError, match=r"too dull \(5\)"):
-            await scheduler.next_batch()
+        with pytest.raises(TrainingError, match=r"too dull \(\d+\)"):
+            await next_of(scheduler)
+
+
+async def test_groups_lost_to_errors_in_a_row_end_the_run_with_the_first_cause():
+    async def run_group(lease: Lease) -> RolloutGroup:
+        group = group_of(lease.index, 0)
+        group.rollouts[0].status = RolloutStatus.ERROR_ENV
+        group.rollouts[0].error = f"ConnectionError: sandbox {lease.index} is gone"
+        return group
+
+    knobs = {"groups_per_step": 2, "max_staleness": 0, "max_refills": 100, "max_failed_groups": 3}
+    scheduler = GroupScheduler(run_group, SchedulingConfig(**knobs), group_size=1, budget=4)
+    async with running(scheduler):
+        with pytest.raises(TrainingError, match="error_env in '0/0': ConnectionError: sandbox 0 is gone"):
+            await next_of(scheduler)
 
 
 async def test_a_failing_group_ends_the_run_with_its_error():
-    async def run_group(index: int) -> RolloutGroup:
+    async def run_group(lease: Lease) -> RolloutGroup:
         raise RuntimeError("broken reward")
 
-    scheduler = GroupScheduler(run_group, groups_per_step=1, max_staleness=0, budget=1)
     with pytest.raises(ExceptionGroup) as caught:
-        await scheduler.run()
+        await scheduler_of(run_group, groups_per_step=1).run()
     assert caught.group_contains(RuntimeError, match="broken reward")
 
 
-async def test_releasing_a_batch_twice_is_a_bug():
-    async def run_group(index: int) -> RolloutGroup:
-        return group_of(index, 0)
-
-    scheduler = GroupScheduler(run_group, groups_per_step=1, max_staleness=0, budget=1)
+async def test_a_token_beyond_the_bound_stops_the_run():
+    stage = Stage()
+    stage.end(*range(9))
+    scheduler = scheduler_of(stage.run_group, groups_per_step=1, max_staleness=0)
     async with running(scheduler):
-        batch = await scheduler.next_batch()
+        (await next_of(scheduler)).release()  # and yet stage.version stays 0
+        with pytest.raises(TrainingError, match="max_staleness = 0"):
+            await next_of(scheduler)
+
+
+async def test_releasing_a_batch_twice_is_a_bug():
+    stage = Stage()
+    stage.end(0)
+    async with running(scheduler := scheduler_of(stage.run_group, groups_per_step=1)):
+        batch = await next_of(scheduler)
         batch.release()
         with pytest.raises(AssertionError, match="exactly once"):
             batch.release()
+
+
+async def test_metrics_add_up_the_time_of_slots_and_show_what_is_accepted():
+    now = 0.0
+    stage = Stage()
+    scheduler = scheduler_of(
+        stage.run_group,
+        groups_per_step=1,
+        max_staleness=0,
+        oversample=1.0,
+        filters=[lambda group: "picked" if group.group_id == "0" else None],
+        clock=lambda: now,
+    )
+    async with running(scheduler):
+        await settle()
+        now = 2.0
+        stage.end(0)
+        await settle()
+        now = 5.0
+        stage.end(1)
+        metrics = (await next_of(scheduler)).metrics
+    assert metrics["slot_s/running"] == 2 * 2.0 + 2 * 3.0
+    assert metrics["dropped/picked"] == 1
+    assert metrics["wasted_tokens"] == 2
+    assert metrics["age/0"] == 1
+    assert metrics["accepted_tokens_mean"] == metrics["generated_tokens_mean"] == 2

@@ -22,6 +22,7 @@ from titan_rl.types import FinishReason, GenerateFn, SamplingParams
 logger = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_S = 10.0
+_RETRIED = {RolloutStatus.ERROR_ENV, RolloutStatus.ERROR_TIMEOUT, RolloutStatus.ERROR_GENERATE}
 
 
 class Rollouter:
@@ -83,24 +84,49 @@ class Rollouter:
         self.finish_session = finish_session
 
     async def run_group(
-        self, generate: GenerateFn, sample: Any, *, group_id: str, group_size: int, sampling: SamplingParams
+        self,
+        generate: GenerateFn,
+        sample: Any,
+        *,
+        group_id: str,
+        group_size: int,
+        sampling: SamplingParams,
+        on_finished: Callable[[Rollout], None] | None = None,
     ) -> RolloutGroup:
         """Play `group_size` siblings at once, score them, and fill in their advantages.
 
-        A sibling that fails is data and leaves the others alone.
+        A sibling that fails is data and leaves the others alone. One that ends in an error, but for ERROR_PARSE, which
+        is the policy's own, is played again in a fresh environment, up to `limits.max_retries` times for the group.
+
+        Args:
+            on_finished: called with each sibling as it ends, before the group is scored.
 
         Raises:
             RewardError: the rubric or the advantage function failed; their owner has to fix them.
         """
         if group_size < 1:
             raise ValueError(f"group_size is {group_size}; it must be at least 1")
-        async with asyncio.TaskGroup() as tasks:
-            siblings = [
-                tasks.create_task(
-                    self.run_rollout(generate, sample, group_id=group_id, sibling=sibling, sampling=sampling)
+        retries_left = self.limits.max_retries
+
+        async def play(sibling: int) -> Rollout:
+            nonlocal retries_left
+            attempt = 0
+            while True:
+                rollout = await self.run_rollout(
+                    generate, sample, group_id=group_id, sibling=sibling, sampling=sampling, attempt=attempt
                 )
-                for sibling in range(group_size)
-            ]
+                if rollout.status not in _RETRIED or retries_left == 0:
+                    break
+                retries_left -= 1
+                attempt += 1
+                logger.warning("%s is played again after %s: %s", rollout.rollout_id, rollout.status, rollout.error)
+            rollout.metrics["retries"] = float(attempt)
+            if on_finished is not None:
+                on_finished(rollout)
+            return rollout
+
+        async with asyncio.TaskGroup() as tasks:
+            siblings = [tasks.create_task(play(sibling)) for sibling in range(group_size)]
         group = RolloutGroup(group_id, sample, [sibling.result() for sibling in siblings])
         if not group.is_aborted:
             await self.rubric.score(group)
@@ -108,10 +134,22 @@ class Rollouter:
         return group
 
     async def run_rollout(
-        self, generate: GenerateFn, sample: Any, *, group_id: str, sibling: int, sampling: SamplingParams
+        self,
+        generate: GenerateFn,
+        sample: Any,
+        *,
+        group_id: str,
+        sibling: int,
+        sampling: SamplingParams,
+        attempt: int = 0,
     ) -> Rollout:
-        """Play one rollout to its end, unscored. Whatever goes wrong in it is in its status and `error`."""
-        rollout = Rollout(f"{group_id}/{sibling}", group_id, sibling, sample)
+        """Play one rollout to its end, unscored. Whatever goes wrong in it is in its status and `error`.
+
+        Args:
+            attempt: how often this sibling was played before. It draws anew, under an id such as "g17/3~1".
+        """
+        rollout_id = f"{group_id}/{sibling}" + (f"~{attempt}" if attempt else "")
+        rollout = Rollout(rollout_id, group_id, sibling, sample)
         loop = asyncio.get_running_loop()
         start = loop.time()
         env: TokenEnv | None = None
@@ -181,7 +219,7 @@ class Rollouter:
             sampling,
             max_tokens=max_tokens,
             min_tokens=min(sampling.min_tokens, max_tokens),
-            seed=turn_seed(base, rollout.group_id, rollout.sibling, turn),
+            seed=turn_seed(base, rollout.rollout_id, turn),
         )
 
     def _compare(self, group: RolloutGroup) -> None:
@@ -198,13 +236,13 @@ class Rollouter:
             rollout.advantage = advantage
 
 
-def turn_seed(base: int, group_id: str, sibling: int, turn: int) -> int:
+def turn_seed(base: int, rollout_id: str, turn: int) -> int:
     """A seed of 63 bits for one turn, the same in every process.
 
-    >>> turn_seed(0, "g0", 0, 0) == turn_seed(0, "g0", 0, 0) != turn_seed(0, "g0", 0, 1)
+    >>> turn_seed(0, "g0/0", 0) == turn_seed(0, "g0/0", 0) != turn_seed(0, "g0/0", 1)
     True
     """
-    digest = hashlib.blake2b(repr((base, group_id, sibling, turn)).encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(repr((base, rollout_id, turn)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 

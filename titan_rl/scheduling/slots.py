@@ -31,6 +31,10 @@ class SlotPool:
     def held(self) -> int:
         return self._held
 
+    @property
+    def free(self) -> int:
+        return self.size - self._held
+
     async def acquire(self) -> Slot:
         await self._free.acquire()
         self._held += 1

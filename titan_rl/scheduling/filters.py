@@ -1,0 +1,55 @@
+"""Why a finished group is not trained on.
+
+A filter is a function from a group to a reason, or None for a group to keep. A task adds its own with a method
+`drop_reason(group)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from titan_rl.rollout.types import RolloutGroup
+
+GroupFilter = Callable[[RolloutGroup], str | None]
+
+
+def too_few_siblings(group: RolloutGroup) -> str | None:
+    """An advantage needs two siblings to compare. `failed` where errors are what left fewer."""
+    if sum(rollout.advantage is not None for rollout in group.rollouts) >= 2:
+        return None
+    return "failed" if any(rollout.status.is_error for rollout in group.rollouts) else "too_few_siblings"
+
+
+def zero_variance(group: RolloutGroup) -> str | None:
+    """Siblings with equal rewards teach nothing; leaving them out is DAPO's dynamic sampling (arXiv:2503.14476)."""
+    rewards = {rollout.reward for rollout in group.rollouts if rollout.advantage is not None}
+    return "zero_variance" if len(rewards) == 1 else None
+
+
+def too_long(max_tokens: int) -> GroupFilter:
+    """A filter for groups none of whose siblings fits: each has a context of more than `max_tokens` tokens."""
+
+    def reason(group: RolloutGroup) -> str | None:
+        lengths = [
+            len(turn.prompt_token_ids) + len(turn.completion.token_ids)
+            for rollout in group.rollouts
+            for turn in rollout.turns[-1:]
+        ]
+        return "too_long" if lengths and min(lengths) > max_tokens else None
+
+    return reason
+
+
+BY_NAME: dict[str, GroupFilter] = {"zero_variance": zero_variance}
+"""The filters that `scheduling.filters` in a config names."""
+
+
+def first_reason(filters: Sequence[GroupFilter], group: RolloutGroup) -> str | None:
+    """What the first filter that objects says."""
+    return next((reason for check in filters if (reason := check(group)) is not None), None)
+
+
+def first_error(group: RolloutGroup) -> str:
+    """What the first errored sibling says, with its id."""
+    rollout = next(rollout for rollout in group.rollouts if rollout.status.is_error)
+    return f"{rollout.status} in {rollout.rollout_id!r}: {rollout.error}"
