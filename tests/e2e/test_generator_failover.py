@@ -15,6 +15,7 @@ from e2e.runs import REPOSITORY, process_writing_to
 from titan_rl.actors.cluster import Cluster, start_cluster
 from titan_rl.actors.token_stream import TokenInlet
 from titan_rl.config.load import load_config
+from titan_rl.errors import EngineDeadError
 from titan_rl.observability.run_dir import RunDirectory
 from titan_rl.routing import GeneratorRouter
 from titan_rl.statedict.board import VersionBoard
@@ -62,14 +63,28 @@ async def test_sigkill_loses_no_request_and_at_most_the_interval_of_tokens(tmp_p
             kept = streamed[completion.request_id]
             assert list(completion.token_ids[: len(kept)]) == kept
 
-        async with asyncio.timeout(120):
-            while [member.serving for member in router.members] != [True, True]:
-                await asyncio.wait([watch], timeout=0.2)
-                assert not watch.done()
-        assert [member.version for member in router.members] == [0, 0]
+        await until_both_serve(router, watch)
+
+        # An engine that has ended in a process that lives is replaced with its process.
+        before = process_writing_to(run_dir.logs / "generator-1.log")
+        broken = next(replica for replica in cluster.replicas if replica.name == "generator-1")
+        cluster.on_replica_failed(broken, EngineDeadError("the engine failed"))
+        async with asyncio.timeout(60):
+            while all(member.serving for member in router.members) and len(router.members) == 2:
+                await asyncio.wait([watch], timeout=0.05)
+        await until_both_serve(router, watch)
+        assert process_writing_to(run_dir.logs / "generator-1.log") != before
         watch.cancel()
         await router.close()
         await cluster.trainer.close()
+
+
+async def until_both_serve(router: GeneratorRouter, watch: asyncio.Future[None]) -> None:
+    async with asyncio.timeout(120):
+        while [member.serving for member in router.members] != [True, True]:
+            await asyncio.wait([watch], timeout=0.2)
+            assert not watch.done()
+    assert [member.version for member in router.members] == [0, 0]
 
 
 async def sync(cluster: Cluster, board: VersionBoard, router: GeneratorRouter) -> None:

@@ -167,6 +167,17 @@ def test_a_seed_makes_the_draw_reproducible(engine: VLLMEngine) -> None:
     assert draw("a", 1) == draw("b", 1) != draw("c", 2)
 
 
+def test_seeded_prompts_of_more_tokens_than_a_step_takes_all_start(engine: VLLMEngine) -> None:
+    """vLLM cannot split a seeded prompt on a CPU; it has to take fewer at a time."""
+    for index in range(48):
+        sampling = SamplingParams(max_tokens=2, min_tokens=2, seed=index)
+        engine.add(EngineRequest(f"long-{index}", prompt(index, CONTEXT - 3), sampling))
+    finished: list[str] = []
+    while engine.has_work:
+        finished += [delta.request_id for delta in engine.step() if delta.finish_reason is not None]
+    assert sorted(finished) == sorted(f"long-{index}" for index in range(48))
+
+
 def test_the_context_bounds_a_completion(engine: VLLMEngine) -> None:
     tokens, _, finish = run(engine, EngineRequest("a", prompt(4, CONTEXT - 3), SamplingParams(max_tokens=50)))
     assert (len(tokens), finish) == (3, FinishReason.LENGTH)

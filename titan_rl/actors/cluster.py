@@ -16,8 +16,9 @@ from titan_rl.actors.replica import ActorReplica
 from titan_rl.actors.supervisor import ProcessFailure, Supervisor
 from titan_rl.actors.trainer import ActorTrainer, TrainerActor, TrainerSettings
 from titan_rl.config.run import RunConfig
-from titan_rl.errors import ActorDiedError
+from titan_rl.errors import ActorDiedError, EngineDeadError
 from titan_rl.observability.run_dir import RunDirectory
+from titan_rl.routing.replica import Replica
 from titan_rl.routing.router import GeneratorRouter
 from titan_rl.statedict.board import VersionBoard
 
@@ -38,6 +39,7 @@ class Cluster:
         self._board = board
         self._supervisor = supervisor
         self._respawns_left = config.generation.max_respawns
+        self._broken: asyncio.Queue[tuple[str, Exception]] = asyncio.Queue()
 
     async def start(self) -> None:
         """Start all processes at once.
@@ -52,6 +54,11 @@ class Cluster:
         self.trainer = trainer.result()
         self.replicas = [task.result() for task in generators]
 
+    def on_replica_failed(self, replica: Replica, error: Exception) -> None:
+        """For the router: an engine that has ended does not come back, though its process lives."""
+        if isinstance(error, EngineDeadError):
+            self._broken.put_nowait((replica.name, error))
+
     async def watch(self, router: GeneratorRouter) -> None:
         """Take in streamed tokens and replace generators that die, until cancelled. The router has the requests of a
         dead one go on elsewhere meanwhile.
@@ -62,11 +69,17 @@ class Cluster:
         async with asyncio.TaskGroup() as background:
             inlets = {replica.name: background.create_task(replica.inlet.run()) for replica in self.replicas}
 
+            async def replace_broken() -> None:
+                while True:
+                    name, error = await self._broken.get()
+                    await call(self._supervisor.replace, name, str(error), who="supervisor", timeout_s=STOP_TIMEOUT_S)
+
             async def respawn(name: str) -> None:
                 replica = await self._start_generator(name)
                 inlets[name] = background.create_task(replica.inlet.run())
                 await router.add_replica(replica)
 
+            background.create_task(replace_broken())
             while True:
                 failure: ProcessFailure = await call(self._supervisor.next_failure, who="supervisor")
                 if failure.name == TRAINER or self._respawns_left == 0:

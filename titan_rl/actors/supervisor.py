@@ -63,6 +63,13 @@ class Supervisor(Actor):
         return await self._failures.get()
 
     @concurrent_endpoint
+    async def replace(self, name: str, reason: str) -> None:
+        """End a process that is of no more use, and report it as one that died."""
+        if (process := self._processes.pop(name, None)) is not None:
+            await _stop(process)
+            self._failures.put_nowait(ProcessFailure(name, reason))
+
+    @concurrent_endpoint
     async def terminate(self, names: tuple[str, ...] | None = None) -> None:
         """End these processes, or all. One that is dead already is no error."""
         chosen = [self._processes.pop(name, None) for name in names or tuple(self._processes)]

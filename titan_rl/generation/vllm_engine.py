@@ -23,6 +23,8 @@ _ENVIRONMENT = {
     "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # see max_model_len below
 }
 
+CPU_BATCHED_TOKENS = 4096  # most tokens of one step
+
 
 class VLLMEngine:
     """Continuous batching with paged attention and a prefix cache.
@@ -95,6 +97,9 @@ class VLLMEngine:
             generation_config="vllm",
             async_scheduling=False,  # a step's tokens must come from the weights loaded when it was taken
             enforce_eager=on_cpu,
+            # Of a split prompt vLLM rewinds the generator of a seed, which generators on a CPU cannot do.
+            enable_chunked_prefill=False if on_cpu else None,
+            max_num_batched_tokens=max(CPU_BATCHED_TOKENS, max_context + 1) if on_cpu else None,
             block_size=32
             if on_cpu
             else None,  # the default of 128 hides most of a short conversation from the prefix cache
