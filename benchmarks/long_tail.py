@@ -1,0 +1,197 @@
+"""What scheduling wins where lengths have a long tail: published workloads in virtual time.
+
+The router, rollouter and scheduler are the real ones; engines and trainer only take time (titan_rl.simulate). No
+source gives a histogram of its lengths: where lengths differ, 97% are log-normal and 3% lie within a tenth of the cap.
+The longest answer then takes what the synchronous step takes; medians, the cost of a request beside others, and the
+share of the trainer are assumptions, stated with each workload. No answer is dropped: every schedule trains on all it
+admits, `length bias` is the mean length trained on over the mean length on offer.
+
+    python benchmarks/long_tail.py            # all, some minutes
+    python benchmarks/long_tail.py --steps 6  # quicker and noisier
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import dataclass, field
+
+from titan_rl.config.sections import SchedulingConfig
+from titan_rl.generation.scripted_engine import CostModel
+from titan_rl.simulate.cluster import Cluster
+from titan_rl.simulate.simulation import SimulationResult, simulate
+from titan_rl.simulate.workload import Workload, equal, log_normal_with_tail
+
+Knobs = dict[str, object]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One workload on one cluster, under several schedules."""
+
+    title: str
+    workload: Workload
+    cluster: Cluster
+    groups_per_step: int
+    schedules: dict[str, Knobs] = field(default_factory=dict[str, Knobs])
+    steps_per_row: int = 1  # optimizer steps in what the source calls a step
+
+    def run(self, steps: int) -> dict[str, SimulationResult]:
+        print(f"\n{self.title}")
+        print(
+            f"  {'schedule':<22}{'s/step':>9}{'trainer idle':>14}{'engines idle':>14}{'wasted':>8}"
+            f"{'length bias':>13}{'bound':>7}  age histogram"
+        )
+        results: dict[str, SimulationResult] = {}
+        for name, knobs in self.schedules.items():
+            settings = SchedulingConfig.model_validate({"groups_per_step": self.groups_per_step, **knobs})
+            result = simulate(
+                self.workload,
+                self.cluster,
+                settings,
+                num_steps=steps * self.steps_per_row,
+                warmup=settings.age_bound + 2,
+            )
+            oldest = max(result.ages)
+            assert oldest <= settings.age_bound, f"{name}: a token of age {oldest}, the bound is {settings.age_bound}"
+            assert result.wasted_tokens == 0, f"{name} threw {result.wasted_tokens} tokens away"
+            results[name] = result
+            ages = " ".join(f"{age}:{count / result.ages.total():.0%}" for age, count in sorted(result.ages.items()))
+            print(
+                f"  {name:<22}{result.mean_step_s * self.steps_per_row:>9.1f}{result.trainer_idle:>14.0%}"
+                f"{result.generators_idle:>14.0%}{result.wasted_tokens:>8}{result.length_bias:>13.3f}"
+                f"{settings.age_bound:>7}  {ages}",
+                flush=True,
+            )
+        return results
+
+
+SYNCHRONOUS: Knobs = {"max_staleness": 0}
+STREAMING: Knobs = {"max_staleness": 0, "oversample": 1.0}
+PARTIAL_ABORT: Knobs = {"max_staleness": 1, "oversample": 1.0, "on_batch_ready": "abort"}
+PARTIAL_KEEP: Knobs = {"max_staleness": 1, "oversample": 1.0, "on_batch_ready": "keep"}
+ASYNCHRONOUS: Knobs = {"max_staleness": 3, "window": 256}
+ALL: dict[str, Knobs] = {
+    "synchronous": SYNCHRONOUS,
+    "streaming": STREAMING,
+    "partial (abort)": PARTIAL_ABORT,
+    "partial (keep)": PARTIAL_KEEP,
+    "fully asynchronous": ASYNCHRONOUS,
+}
+COLOCATED = {name: knobs for name, knobs in ALL.items() if "partial" in name or name == "synchronous"}
+
+
+def verl_2200() -> Case:
+    """Rollout alone: 16k cap, 8 engines, 128 prompts x 8, median 300 tokens. An engine holds 128 requests, as many as
+    a synchronous step gives it; a full batch costs twice an empty one."""
+    workload = Workload(log_normal_with_tail(median=300, sigma=0.5, cap=16384), group_size=8)
+    cost = CostModel(step=0.02, request=0.02 / 128, prompt_token=1e-5, load=1.0)
+    return Case("verl #2200, rollout alone", workload, Cluster(8, cost, max_running=128), 128, ALL)
+
+
+def equal_lengths() -> Case:
+    """The same engines; nothing to win."""
+    cost = CostModel(step=0.02, request=0.02 / 128, prompt_token=1e-5, load=1.0)
+    return Case(
+        "equal lengths, rollout alone", Workload(equal(1000), group_size=8), Cluster(8, cost, max_running=128), 128, ALL
+    )
+
+
+def apr_gsm8k() -> Case:
+    """128 x 8, colocated, 2k cap, median 300; training takes as long as the synchronous rollout, 44 s."""
+    workload = Workload(log_normal_with_tail(median=300, sigma=0.5, cap=2048), group_size=8)
+    cost = CostModel(step=0.02, request=0.02 / 128, prompt_token=1e-5, load=1.0)
+    cluster = Cluster(8, cost, max_running=128, train_s=44.0, colocated=True)
+    return Case("APR, GSM8K", workload, cluster, 128, COLOCATED)
+
+
+def apr_160k() -> Case:
+    """128 x 8, colocated, 160k cap, median 8k; training takes 300 s of a synchronous step of some 3,700 s."""
+    workload = Workload(log_normal_with_tail(median=8000, sigma=0.6, cap=160_000), group_size=8)
+    cost = CostModel(step=0.02, request=0.02 / 128, prompt_token=1e-5, load=1.0)
+    cluster = Cluster(8, cost, max_running=128, train_s=300.0, colocated=True)
+    return Case("APR, 160k tails", workload, cluster, 128, COLOCATED)
+
+
+VERL_ASYNC_PUBLISHED = {0.0: 231.0, 0.1: 171.0, 0.3: 146.0, 0.5: 151.0}
+VERL_GEN_S, VERL_LOGPROB_S, VERL_UPDATE_S = 178.0, 54.0, 114.0
+VERL_STEP_PROMPTS, VERL_BATCH = 512, 128  # a step is four batches of four mini-batches of 32
+VERL_MAX_RUNNING = 512  # all 8,192 answers of a step fit the 16 engines of the asynchronous run, as 256 each fit 32
+
+
+def verl_lengths() -> Workload:
+    return Workload(log_normal_with_tail(median=3000, sigma=0.6, cap=28_672), group_size=16)
+
+
+def verl_cost() -> CostModel:
+    """A full batch of 256 costs twice an empty one; scaled so that the synchronous generation of 512 x 16 answers on 32
+    engines takes the published 178 s."""
+    unit = CostModel(step=1e-3, request=1e-3 / 256, prompt_token=0.0)
+    alone = simulate(
+        verl_lengths(),
+        Cluster(32, unit, max_running=VERL_MAX_RUNNING),
+        SchedulingConfig(groups_per_step=VERL_STEP_PROMPTS, max_staleness=0),
+        num_steps=2,
+    )
+    scale = VERL_GEN_S / alone.mean_step_s
+    return CostModel(step=unit.step * scale, request=unit.request * scale, prompt_token=1e-5, load=1.0)
+
+
+def verl_colocated(cost: CostModel) -> Case:
+    cluster = Cluster(
+        32, cost, max_running=VERL_MAX_RUNNING, train_s=VERL_UPDATE_S, logprob_s=VERL_LOGPROB_S, colocated=True
+    )
+    return Case("verl, 7B, 28k: colocated", verl_lengths(), cluster, VERL_STEP_PROMPTS, {"synchronous": SYNCHRONOUS})
+
+
+def verl_async(cost: CostModel) -> Case:
+    """Half of the devices generate, half train. The source's own figures have the update take as long on half of them,
+    and no recomputed logprobs. It trains four batches between two syncs, where we pull after each: its staleness 0 is
+    up to 3 versions of ours, and more than 0 up to 7. The window is the widest that holds that bound."""
+    parts = VERL_STEP_PROMPTS // VERL_BATCH
+    cluster = Cluster(16, cost, max_running=VERL_MAX_RUNNING, train_s=VERL_UPDATE_S / parts)
+    schedules: dict[str, Knobs] = {}
+    for staleness in VERL_ASYNC_PUBLISHED:
+        knobs: Knobs = {"max_staleness": parts - 1, "oversample": staleness * parts}
+        slots = SchedulingConfig.model_validate({"groups_per_step": VERL_BATCH, **knobs}).num_slots
+        bound = 2 * parts - 1 if staleness else parts - 1
+        schedules[f"staleness {staleness}"] = {**knobs, "window": (bound + 1) * VERL_BATCH + 1 - slots}
+    title = "verl fully asynchronous, 7B, 28k, 64 + 64 devices (published 231, 171, 146, 151 s)"
+    return Case(title, verl_lengths(), cluster, VERL_BATCH, schedules, steps_per_row=parts)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=12, help="measured steps of each schedule")
+    steps = parser.parse_args().steps
+    began = time.perf_counter()
+    figures: list[tuple[str, float, float, str]] = []
+
+    def speedup(results: dict[str, SimulationResult], name: str) -> float:
+        return results["synchronous"].mean_step_s / results[name].mean_step_s
+
+    results = verl_2200().run(steps)
+    figures.append(("verl_2200_streaming_speedup", speedup(results, "streaming"), 2.0, "ratio, at least"))
+    results = apr_gsm8k().run(steps)
+    figures.append(("apr_gsm8k_time_reduction", 1 - 1 / speedup(results, "partial (abort)"), 0.117, "share, at least"))
+    results = apr_160k().run(steps)
+    figures.append(("apr_160k_time_reduction", 1 - 1 / speedup(results, "partial (abort)"), 0.511, "share, at least"))
+    cost = verl_cost()
+    verl_colocated(cost).run(max(2, steps // 4))
+    case = verl_async(cost)
+    results = case.run(steps)
+    for staleness, published in VERL_ASYNC_PUBLISHED.items():
+        seconds = results[f"staleness {staleness}"].mean_step_s * case.steps_per_row
+        figures.append((f"verl_async_staleness_{staleness}_step", seconds, published, "s, at most"))
+    results = equal_lengths().run(steps)
+    figures.append(("equal_lengths_speedup", speedup(results, "streaming"), 1.1, "ratio, at most"))
+
+    print(f"\n{time.perf_counter() - began:.0f} s", file=sys.stderr)
+    for name, value, target, unit in figures:
+        print(json.dumps({"name": name, "value": round(value, 3), "target": target, "unit": unit}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""Schedules in virtual time: what they win, and what they keep."""
+
+import time
+
+import pytest
+
+from titan_rl.config.sections import SchedulingConfig
+from titan_rl.errors import ConfigError
+from titan_rl.generation.scripted_engine import CostModel
+from titan_rl.simulate.cluster import Cluster
+from titan_rl.simulate.simulation import SimulationResult, simulate
+from titan_rl.simulate.workload import Workload, equal, log_normal_with_tail
+
+ENGINES = Cluster(4, CostModel(step=0.02, request=0.0002, load=0.5), max_running=16)
+LONG_TAIL = Workload(log_normal_with_tail(median=200, sigma=0.5, cap=8000), group_size=4)
+
+
+def run(workload: Workload, cluster: Cluster = ENGINES, *, num_steps: int = 10, **knobs: object) -> SimulationResult:
+    return simulate(workload, cluster, SchedulingConfig(groups_per_step=16, **knobs), num_steps=num_steps, warmup=4)  # pyright: ignore
+
+
+def test_streaming_does_not_wait_for_the_tail_and_drops_nothing_of_it():
+    synchronous = run(LONG_TAIL, max_staleness=0)
+    streaming = run(LONG_TAIL, max_staleness=0, oversample=1.0)
+    assert set(synchronous.ages) == {0}
+    assert streaming.mean_step_s < 0.6 * synchronous.mean_step_s
+    assert streaming.wasted_tokens == 0
+    assert max(streaming.accepted_lengths) > 7000
+
+
+def test_equal_lengths_leave_nothing_to_win():
+    workload = Workload(equal(500), group_size=4)
+    ratio = run(workload, max_staleness=0).mean_step_s / run(workload, max_staleness=0, oversample=1.0).mean_step_s
+    assert 0.9 < ratio < 1.1
+
+
+@pytest.mark.parametrize("mode", ["keep", "abort"])
+@pytest.mark.parametrize("tail", ["carry_over", "tail_batch"])
+def test_interrupted_rollouts_go_on_and_keep_the_bound(mode, tail):
+    colocated = Cluster(4, ENGINES.cost, max_running=16, train_s=10.0, logprob_s=2.0, colocated=True)
+    knobs = {"max_staleness": 1, "oversample": 0.5, "on_batch_ready": mode, "tail": tail}
+    result = run(LONG_TAIL, colocated, **knobs)
+    assert max(result.ages) <= SchedulingConfig(groups_per_step=16, **knobs).age_bound  # pyright: ignore
+    assert max(result.ages) > 0
+    assert result.wasted_tokens == 0
+    assert result.mean_step_s >= 12.0
+
+
+def test_dropping_the_tail_shows_in_the_lengths():
+    biased = run(LONG_TAIL, max_staleness=0, oversample=1.0, window=64, tail="drop", tail_age=1)
+    assert biased.length_bias < 0.8
+
+
+def test_the_same_seed_gives_the_same_numbers_and_an_hour_takes_seconds():
+    began = time.perf_counter()
+    first = run(LONG_TAIL, max_staleness=1, num_steps=60)
+    assert sum(first.step_s) > 3600
+    assert time.perf_counter() - began < 60
+    assert run(LONG_TAIL, max_staleness=1, num_steps=60) == first
+
+
+def test_a_colocated_cluster_cannot_generate_while_it_trains():
+    colocated = Cluster(4, ENGINES.cost, train_s=10.0, colocated=True)
+    with pytest.raises(ConfigError, match="on_batch_ready"):
+        run(LONG_TAIL, colocated, max_staleness=1)

@@ -1,0 +1,31 @@
+"""What a simulated cluster can do, and how long it takes over it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from titan_rl.generation.scripted_engine import CostModel
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Generators and a trainer. All times in seconds.
+
+    Args:
+        num_replicas: engines, each with its own batch.
+        cost: of one engine step, as a function of its running requests and new prompt tokens; `load` is what a pull
+            takes of each engine.
+        max_running: requests that one engine advances at a time.
+        kv_tokens: tokens that the KV cache of one engine holds.
+        train_s: one optimizer step on one batch.
+        logprob_s: recomputing the logprobs of one batch before it is trained on; 0 where the sampler's own are used.
+        colocated: generators and trainer share their devices, so that nothing is generated while a batch is trained.
+    """
+
+    num_replicas: int
+    cost: CostModel
+    max_running: int = 256
+    kv_tokens: int = 1 << 40
+    train_s: float = 0.0
+    logprob_s: float = 0.0
+    colocated: bool = False

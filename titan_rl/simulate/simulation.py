@@ -1,0 +1,214 @@
+"""A run in virtual time: the real router, rollouter and scheduler, over engines and a trainer that only take time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+
+from titan_rl.config.sections import RolloutConfig, SchedulingConfig
+from titan_rl.environment.types import TokenObservation, TokenStep
+from titan_rl.errors import ConfigError, MissingExtraError
+from titan_rl.generation.resume import resume_on_abort
+from titan_rl.rollout.rollouter import Rollouter
+from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus
+from titan_rl.routing import GeneratorRouter, Limits
+from titan_rl.rubric import Reward, Rubric
+from titan_rl.scheduling.lease import Lease
+from titan_rl.scheduling.ledger import lengths
+from titan_rl.scheduling.scheduler import GroupScheduler
+from titan_rl.simulate.cluster import Cluster
+from titan_rl.simulate.replica import SimulatedReplica
+from titan_rl.simulate.tokens import Repeated
+from titan_rl.simulate.workload import Workload
+from titan_rl.types import Completion, SamplingParams
+
+FOREVER_S = 1e8  # limits are for faults, which a simulation has none of
+
+
+@dataclass(frozen=True, slots=True)
+class SimulationResult:
+    """What a schedule comes to. Steps of the warm-up are left out."""
+
+    step_s: Sequence[float]  # [num_steps], from batch to batch
+    ages: Counter[int]  # versions between a group's oldest token and its step -> groups
+    trainer_idle: float  # share of the time
+    generators_idle: float  # share of the time, mean over the engines
+    generated_tokens: int
+    wasted_tokens: int
+    accepted_lengths: Sequence[int]  # of every rollout that was trained on
+    offered_lengths: Sequence[int]  # of every rollout of the groups that were admitted
+
+    @property
+    def mean_step_s(self) -> float:
+        return fmean(self.step_s)
+
+    @property
+    def length_bias(self) -> float:
+        """Mean length trained on relative to the mean length on offer; 1 is unbiased."""
+        return fmean(self.accepted_lengths) / fmean(self.offered_lengths)
+
+    @property
+    def median_step_s(self) -> float:
+        return median(self.step_s)
+
+
+def simulate(
+    workload: Workload, cluster: Cluster, scheduling: SchedulingConfig, *, num_steps: int, warmup: int = 0
+) -> SimulationResult:
+    """Run `warmup + num_steps` optimizer steps in virtual time.
+
+    Raises:
+        ConfigError: the cluster is colocated, and generation would go on while the trainer works.
+    """
+    may_run_on = scheduling.max_staleness or scheduling.num_oversampled
+    if cluster.colocated and may_run_on and scheduling.on_batch_ready == "continue":
+        raise ConfigError(
+            'scheduling.on_batch_ready = "continue" generates while a batch is trained, which a colocated cluster '
+            'cannot; use "keep" or "abort", or scheduling.max_staleness = 0 without oversampling'
+        )
+    loop = _virtual_time()
+    try:
+        return loop.run_until_complete(_Simulation(workload, cluster, scheduling).run(num_steps, warmup))
+    finally:
+        loop.close()
+
+
+def _virtual_time() -> asyncio.AbstractEventLoop:
+    try:
+        import looptime
+    except ImportError:
+        raise MissingExtraError("looptime", "simulate") from None
+    return looptime.new_event_loop()
+
+
+class _Answer:
+    """The environment of one prompt and one answer."""
+
+    def __init__(self, prompt_tokens: int) -> None:
+        self._prompt_tokens = prompt_tokens
+
+    async def reset(self) -> TokenObservation:
+        return TokenObservation(Repeated(0, self._prompt_tokens))
+
+    async def step(self, completion: Completion) -> TokenStep:
+        return TokenStep(status=RolloutStatus.COMPLETED)
+
+    async def close(self) -> None: ...
+
+
+class _Simulation:
+    def __init__(self, workload: Workload, cluster: Cluster, scheduling: SchedulingConfig) -> None:
+        self._workload = workload
+        self._cluster = cluster
+        self._scheduling = scheduling
+        self._replicas = [
+            SimulatedReplica(
+                f"generator-{index}",
+                self._tokens_left,
+                cluster.cost,
+                max_running=cluster.max_running,
+                kv_tokens=cluster.kv_tokens,
+            )
+            for index in range(cluster.num_replicas)
+        ]
+
+    async def run(self, num_steps: int, warmup: int) -> SimulationResult:
+        limits = Limits(pull_s=FOREVER_S, abort_s=FOREVER_S, call_s=FOREVER_S, paused_s=FOREVER_S)
+        self._router = GeneratorRouter(self._replicas, request_timeout_s=FOREVER_S, limits=limits)
+        self._rollouter = Rollouter(
+            lambda sample: _Answer(self._workload.prompt_tokens),
+            Rubric([Reward(_first_sibling, name="first")]),
+            max_context=self._workload.prompt_tokens + (1 << 40),
+            limits=RolloutConfig(rollout_timeout_s=FOREVER_S),
+        )
+        self._scheduler = GroupScheduler(
+            self._run_group,
+            self._scheduling,
+            group_size=self._workload.group_size,
+            budget=1 << 40,
+        )
+        async with asyncio.TaskGroup() as background:
+            tasks = [background.create_task(replica.run()) for replica in self._replicas]
+            await self._router.pull_state_dict(0)
+            tasks.append(background.create_task(self._scheduler.run()))
+            result = await self._train(num_steps, warmup)
+            for task in tasks:
+                task.cancel()
+        return result
+
+    async def _train(self, num_steps: int, warmup: int) -> SimulationResult:
+        loop = asyncio.get_running_loop()
+        groups: list[RolloutGroup] = []
+        step_s, waited_s, wasted = list[float](), 0.0, 0.0
+        ages: Counter[int] = Counter()
+        began = busy = tokens = 0.0
+        for step in range(warmup + num_steps):
+            if step == warmup:
+                began, busy, tokens = loop.time(), self._sum("busy_s"), self._sum("num_tokens")
+                for warm in (groups, step_s, ages):
+                    warm.clear()
+                waited_s = wasted = 0.0
+            started = loop.time()
+            batch = await self._scheduler.next_batch()
+            waited_s += loop.time() - started
+            await self._train_on_batch(step + 1)
+            batch.release()
+            step_s.append(loop.time() - started)
+            groups += batch.groups
+            wasted += batch.metrics["wasted_tokens"]
+            ages.update(batch.version - min(group.versions) for group in batch.groups)
+        total = loop.time() - began
+        offered = range(self._scheduler.next_index)
+        return SimulationResult(
+            step_s=step_s,
+            ages=ages,
+            trainer_idle=waited_s / total,
+            generators_idle=1 - (self._sum("busy_s") - busy) / total / len(self._replicas),
+            generated_tokens=round(self._sum("num_tokens") - tokens),
+            wasted_tokens=round(wasted),
+            accepted_lengths=[length for group in groups for length in lengths(group)],
+            offered_lengths=[self._workload.length(i, s) for i in offered for s in range(self._workload.group_size)],
+        )
+
+    async def _train_on_batch(self, version: int) -> None:
+        mode = self._scheduling.on_batch_ready
+        if mode != "continue":
+            await self._router.pause(mode)
+        await asyncio.sleep(self._cluster.logprob_s + self._cluster.train_s)
+        await self._router.pull_state_dict(version)
+        if mode != "continue":
+            await self._router.resume()
+
+    async def _run_group(self, lease: Lease) -> RolloutGroup:
+        async def both_open() -> None:
+            await lease.gate.wait()
+            await self._router.wait_resumed()
+
+        generate = resume_on_abort(
+            lease.gate.guard(self._router.generate, self._router.abort),
+            wait_until_resumed=both_open,
+            resume_timeout_s=FOREVER_S,
+            max_attempts=1 << 20,
+        )
+        return await self._rollouter.run_group(
+            generate,
+            None,
+            group_id=str(lease.index),
+            group_size=self._workload.group_size,
+            sampling=SamplingParams(max_tokens=1 << 40),
+            on_finished=lease.rollout_finished,
+        )
+
+    def _tokens_left(self, request_id: str, context: int) -> int:
+        index, sibling, _ = request_id.split("/")
+        return self._workload.length(int(index), int(sibling)) + self._workload.prompt_tokens - context
+
+    def _sum(self, name: str) -> float:
+        return sum(getattr(replica, name) for replica in self._replicas)
+
+
+def _first_sibling(rollout: Rollout) -> float:
+    return float(rollout.sibling == 0)
