@@ -23,6 +23,7 @@ from titan_rl.config.sections import (
     ValidationConfig,
 )
 from titan_rl.controller import Controller
+from titan_rl.durability.run_journal import RunJournal
 from titan_rl.errors import CheckpointError, RewardError, StateDictError, TrainingError
 from titan_rl.observability.progress import Progress
 from titan_rl.observability.run_dir import RunDirectory
@@ -147,6 +148,7 @@ class Rig:
             run_dir=self.run_dir,
             log=lambda step, metrics: self.records.append((step, metrics)),
             progress=Progress(steps, (folder / "progress.txt").open("w")),
+            journal=RunJournal(self.run_dir.journal),
         )
 
     async def run(self) -> Any:

@@ -7,11 +7,14 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Protocol
 
 from titan_rl.config.run import RunConfig
+from titan_rl.durability.run_journal import RunJournal
+from titan_rl.durability.run_state import RunState
 from titan_rl.errors import TitanRLError, TrainingError
 from titan_rl.generation.resume import resume_on_abort
 from titan_rl.observability.metrics import group_metrics
@@ -23,13 +26,12 @@ from titan_rl.rollout.types import RolloutGroup
 from titan_rl.routing.router import GeneratorRouter
 from titan_rl.scheduling.batch import GroupBatch
 from titan_rl.scheduling.filters import BY_NAME, GroupFilter, too_few_siblings, too_long
-from titan_rl.scheduling.gate import Gate
 from titan_rl.scheduling.lease import Lease
 from titan_rl.scheduling.scheduler import GroupScheduler
 from titan_rl.statedict.board import VersionBoard
 from titan_rl.statedict.types import Manifest
 from titan_rl.task import FilteringTask, Task
-from titan_rl.training.checkpoint import keep_last
+from titan_rl.training.checkpoint import keep_last, list_checkpoints, step_of
 from titan_rl.training.sample import TrainingSample
 from titan_rl.training.sample_builder import build_samples
 from titan_rl.types import GenerateFn, SamplingParams
@@ -78,6 +80,8 @@ class Controller:
         run_dir: RunDirectory,
         log: Callable[[int, dict[str, float]], None],
         progress: Progress,
+        journal: RunJournal,
+        resumed: RunState | None = None,
     ) -> None:
         self._config = config
         self._task = task
@@ -89,15 +93,20 @@ class Controller:
         self._run_dir = run_dir
         self._log = log
         self._progress = progress
-        self._version = 0
-        self._saved_version: int | None = None
-        self._tokens = 0
+        self._journal = journal
+        self._reward_before = None if resumed is None else resumed.reward_before
+        self._version = 0 if resumed is None else resumed.step
+        self._saved_version = None if resumed is None else resumed.step
+        self._tokens = 0 if resumed is None else resumed.tokens
         self._scheduler = GroupScheduler(
             self._run_train_group,
             config.scheduling,
             group_size=config.rollout.group_size,
-            budget=config.training.steps * config.scheduling.groups_per_step,
+            budget=(config.training.steps - self._version) * config.scheduling.groups_per_step,
             filters=make_filters(config, task),
+            version=self._version,
+            backlog=journal.backlog(self._train_sample),
+            observer=journal,
         )
 
     async def run(self) -> RunSummary:
@@ -108,7 +117,8 @@ class Controller:
         """
         started = time.monotonic()
         await self._sync()
-        reward_before = await self._validate()
+        if self._reward_before is None:
+            self._reward_before = await self._validate()
         try:
             async with asyncio.TaskGroup() as background:
                 admission = background.create_task(self._scheduler.run(), name="admission")
@@ -121,7 +131,7 @@ class Controller:
         await self._checkpoint()
         await self._trainer.export(self._run_dir.export)
         return RunSummary(
-            reward_before=reward_before,
+            reward_before=self._reward_before,
             reward_after=reward_after,
             steps=self._version,
             tokens=self._tokens,
@@ -132,7 +142,7 @@ class Controller:
     async def _train(self) -> None:
         """Consumes batches in data order; each step's slots come free once its version is pulled, which admits the
         groups of a later step."""
-        for step in range(1, self._config.training.steps + 1):
+        for step in range(self._version + 1, self._config.training.steps + 1):
             began = time.monotonic()
             batch = await self._scheduler.next_batch()
             waited = time.monotonic() - began
@@ -174,13 +184,31 @@ class Controller:
 
     async def _run_train_group(self, lease: Lease) -> RolloutGroup:
         return await self._rollouter.run_group(
-            suspendable(self._router, lease.gate, self._config),
-            self._task.train_sample(self._config.seed, lease.index),
+            self._generate_for(lease),
+            self._train_sample(lease.index),
             group_id=f"train-{lease.index}",
             group_size=self._config.rollout.group_size,
             sampling=self._sampling(self._config.sampling.temperature),
             on_finished=lease.rollout_finished,
         )
+
+    def _generate_for(self, lease: Lease) -> GenerateFn:
+        """The router behind the group's gate and the journal. Pauses and suspensions only make it slow."""
+
+        async def both_open() -> None:
+            await lease.gate.wait()
+            await self._router.wait_resumed()
+
+        guarded = lease.gate.guard(self._router.generate, self._router.abort)
+        return resume_on_abort(
+            self._journal.record(guarded, lease.index),
+            wait_until_resumed=both_open,
+            resume_timeout_s=self._config.scheduling.suspend_timeout_s,
+            max_context=self._config.model.max_context,
+        )
+
+    def _train_sample(self, index: int) -> Any:
+        return self._task.train_sample(self._config.seed, index)
 
     async def _validate(self) -> float:
         """Mean reward on the held-out samples. The seeds are the same each time, so that two validations differ by
@@ -251,8 +279,12 @@ class Controller:
     async def _checkpoint(self) -> None:
         if self._saved_version != self._version:
             root = self._run_dir.checkpoints
-            self._saved_version = await self._trainer.save(root, {"seed": self._config.seed})
+            self._journal.checkpoint(self._version, self._scheduler.next_index, self._router.tokens_so_far())
+            await asyncio.to_thread(self._journal.drain)
+            state = RunState(self._version, self._tokens, self._reward_before)
+            self._saved_version = await self._trainer.save(root, asdict(state))
             keep_last(root, self._config.checkpoint.keep)
+            self._journal.forget_before(min(map(step_of, list_checkpoints(root)), default=0))
 
     async def _save_what_is_trained(self) -> None:
         """On the way out of a run that failed or was stopped. What ended it is not to be hidden by this."""
@@ -269,21 +301,6 @@ def make_filters(config: RunConfig, task: Task) -> list[GroupFilter]:
     named = [BY_NAME[name] for name in config.scheduling.filters]
     own = [task.drop_reason] if isinstance(task, FilteringTask) else []
     return [too_few_siblings, too_long(config.training.row_tokens), *named, *own]
-
-
-def suspendable(router: GeneratorRouter, gate: Gate, config: RunConfig) -> GenerateFn:
-    """The router behind a group's gate. Pauses and suspensions only make it slow."""
-
-    async def both_open() -> None:
-        await gate.wait()
-        await router.wait_resumed()
-
-    return resume_on_abort(
-        gate.guard(router.generate, router.abort),
-        wait_until_resumed=both_open,
-        resume_timeout_s=config.scheduling.suspend_timeout_s,
-        max_context=config.model.max_context,
-    )
 
 
 def prefixed(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:

@@ -7,7 +7,6 @@ import contextlib
 import importlib.util
 import logging
 import os
-import shutil
 import signal
 import tempfile
 from collections.abc import Generator, Iterator
@@ -16,17 +15,21 @@ from typing import cast
 
 from titan_rl.config.run import RunConfig
 from titan_rl.controller import Controller
-from titan_rl.errors import MissingExtraError, TitanRLError
+from titan_rl.durability.run_journal import RunJournal
+from titan_rl.durability.run_state import RunState
+from titan_rl.errors import CheckpointError, MissingExtraError, TitanRLError
 from titan_rl.observability.progress import Progress
 from titan_rl.observability.report import write_report
 from titan_rl.observability.run_dir import RunDirectory
 from titan_rl.observability.sinks import open_sinks
+from titan_rl.owned_folder import OwnedFolder, clean_dead_folders
 from titan_rl.renderer import ChatTemplateRenderer
 from titan_rl.rollout.advantages import BY_NAME
 from titan_rl.rollout.rollouter import Rollouter
 from titan_rl.routing.limits import Limits
 from titan_rl.routing.router import GeneratorRouter
 from titan_rl.routing.strategies import LeastLoaded, RoundRobin, StickySession, Strategy
+from titan_rl.training.checkpoint import latest
 
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",  # engines and trainer share the cores; threads of their own would thrash
@@ -34,12 +37,16 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",  # a model is a folder; nothing is fetched while a run starts
 }
 
-LONGEST_TMPDIR = 32  # Monarch makes sockets below it, whose paths end at 107 characters
+SCRATCH = "titan_rl-run-"
+LONGEST_TMPDIR = 28  # Monarch makes sockets below it, whose paths end at 107 characters
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
-def run_training(config: RunConfig) -> int:
+def run_training(config: RunConfig, resume: Path | None = None) -> int:
     """Run a config to its end.
+
+    Args:
+        resume: the folder of an earlier run with this config, which is continued from its newest checkpoint.
 
     Returns:
         exit code: 0, or 128 + the number of the signal that ended the run in order.
@@ -50,17 +57,39 @@ def run_training(config: RunConfig) -> int:
     for module in ("torch", "monarch", "vllm", "torchtitan", "transformers"):
         if importlib.util.find_spec(module) is None:
             raise MissingExtraError(module, "cpu")
-    run_dir = RunDirectory.create(config)
-    logging.basicConfig(filename=run_dir.logs / "controller.log", level=logging.INFO, format=LOG_FORMAT, force=True)
-    with run_environment():
-        return asyncio.run(_run_until_signal(config, run_dir))
+    run_dir = RunDirectory.create(config) if resume is None else RunDirectory(resume)
+    with run_dir.locked():
+        checkpoint = None if resume is None else resumable(config, run_dir)
+        logging.basicConfig(filename=run_dir.logs / "controller.log", level=logging.INFO, format=LOG_FORMAT, force=True)
+        with run_environment():
+            return asyncio.run(_run_until_signal(config, run_dir, checkpoint))
+
+
+def resumable(config: RunConfig, run_dir: RunDirectory) -> Path | None:
+    """The checkpoint to continue from; None if there is none yet, and the run begins with what its journal has.
+
+    Raises:
+        CheckpointError: the run is finished.
+    """
+    checkpoint = latest(run_dir.checkpoints)
+    step = 0 if checkpoint is None else RunState.read(checkpoint).step
+    if step >= config.training.steps:
+        raise CheckpointError(
+            f"{run_dir.path} has trained all its {step} steps; give it more with --training.steps {2 * step}"
+        )
+    run_dir.cut_metrics(step)
+    return checkpoint
 
 
 @contextlib.contextmanager
 def run_environment() -> Generator[None]:
     """Environment variables for this process and its children, and a scratch folder that goes with the run."""
-    folder = tempfile.gettempdir()
-    scratch = Path(tempfile.mkdtemp(prefix="titan_rl-", dir=folder if len(folder) <= LONGEST_TMPDIR else "/tmp"))
+    root = Path(tempfile.gettempdir())
+    if len(str(root)) > LONGEST_TMPDIR:
+        root = Path("/tmp")
+    clean_dead_folders(SCRATCH, root)
+    folder = OwnedFolder(SCRATCH, root)
+    scratch = folder.path
     variables = ENVIRONMENT | {"TMPDIR": str(scratch), "MONARCH_LOG_SUFFIX": scratch.name}
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
@@ -74,15 +103,15 @@ def run_environment() -> Generator[None]:
             else:
                 os.environ[name] = value
         tempfile.tempdir = None
-        shutil.rmtree(scratch, ignore_errors=True)
+        folder.remove()
         for log in Path("/tmp").glob(f"*/monarch_log_{scratch.name}*"):  # Monarch's own, wherever TMPDIR points
             log.unlink(missing_ok=True)
 
 
-async def _run_until_signal(config: RunConfig, run_dir: RunDirectory) -> int:
+async def _run_until_signal(config: RunConfig, run_dir: RunDirectory, checkpoint: Path | None) -> int:
     """SIGINT and SIGTERM cancel the run, which then ends as on a failure: a checkpoint, and no process left."""
     received: list[signal.Signals] = []
-    run = asyncio.ensure_future(_run(config, run_dir))
+    run = asyncio.ensure_future(_run(config, run_dir, checkpoint))
 
     def stop(number: signal.Signals) -> None:
         received.append(number)
@@ -100,7 +129,7 @@ async def _run_until_signal(config: RunConfig, run_dir: RunDirectory) -> int:
     return 0
 
 
-async def _run(config: RunConfig, run_dir: RunDirectory) -> None:
+async def _run(config: RunConfig, run_dir: RunDirectory, checkpoint: Path | None) -> None:
     # Monarch writes to the terminal and opens sockets in TMPDIR when it is first used.
     from titan_rl.actors.cluster import start_cluster
     from titan_rl.statedict.board import VersionBoard
@@ -108,6 +137,7 @@ async def _run(config: RunConfig, run_dir: RunDirectory) -> None:
 
     clean_dead_segments()
     task = config.task
+    resumed = None if checkpoint is None else RunState.read(checkpoint)
     renderer = ChatTemplateRenderer.from_pretrained(config.model.path)
     with contextlib.ExitStack() as resources:
         progress = resources.enter_context(Progress(config.training.steps))
@@ -117,7 +147,12 @@ async def _run(config: RunConfig, run_dir: RunDirectory) -> None:
         progress.message(f"run directory: {run_dir.path}")
         progress.message(f"starting {config.generation.num_generators} generators and a trainer")
         board = VersionBoard()
+        journal = RunJournal(run_dir.journal, version=0 if resumed is None else resumed.step)
+        resources.callback(journal.close)
         async with start_cluster(config, run_dir, board) as cluster:
+            if checkpoint is not None:
+                await cluster.trainer.load(checkpoint)
+                progress.message(f"continuing from {checkpoint}")
             router = GeneratorRouter(
                 cluster.replicas,
                 make_strategy(config),
@@ -144,6 +179,8 @@ async def _run(config: RunConfig, run_dir: RunDirectory) -> None:
                 run_dir=run_dir,
                 log=sinks.log,
                 progress=progress,
+                journal=journal,
+                resumed=resumed,
             )
             async with asyncio.TaskGroup() as background:
                 watch = background.create_task(cluster.watch(router), name="watch")

@@ -11,8 +11,9 @@ from types import ModuleType
 import pytest
 
 from titan_rl.cli.main import main
+from titan_rl.cli.overrides import check_resume
 from titan_rl.config.run import RunConfig
-from titan_rl.errors import TrainingError
+from titan_rl.errors import ConfigError, TrainingError
 
 
 @pytest.fixture
@@ -21,7 +22,7 @@ def launch(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[RunConfig], i
 
     def install(run: Callable[[RunConfig], int]) -> None:
         module = ModuleType("titan_rl.launch")
-        module.run_training = run  # type: ignore[attr-defined]
+        module.run_training = lambda config, resume: run(config)  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "titan_rl.launch", module)
 
     return install
@@ -113,3 +114,34 @@ def test_no_command_is_a_usage_error():
     with pytest.raises(SystemExit) as stopped:
         main([])
     assert stopped.value.code == 2
+
+
+def test_resume_takes_the_settings_of_the_run(project: Path, launch, monkeypatch):
+    seen: list[object] = []
+    module = ModuleType("titan_rl.launch")
+    module.run_training = lambda config, resume: seen.append((config.training.steps, resume)) or 0  # type: ignore
+    monkeypatch.setitem(sys.modules, "titan_rl.launch", module)
+    run = project / "run-1"
+    run.mkdir()
+    (run / "config.toml").write_text((project / "config.toml").read_text())
+    assert main(["train", "--resume", str(run), "--training.steps", "77"]) == 0
+    assert seen == [(77, run)]
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["train"], "either CONFIG.toml, or --resume RUN"),
+        (["train", "a.toml", "--resume", "b"], "either CONFIG.toml, or --resume RUN"),
+        (["train", "--resume", "nowhere"], "no such file"),
+        (["train", "--resume", "nowhere", "--seed", "3"], "no such file"),
+    ],
+)
+def test_a_wrong_resume_says_what_is_right(argv, says, capsys):
+    assert main(argv) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_what_the_weights_come_from_cannot_change_on_resume():
+    with pytest.raises(ConfigError, match=r"--training.lr cannot change when a run is resumed; training.steps"):
+        check_resume([("training.steps", "9"), ("training.lr", "1")])

@@ -33,14 +33,25 @@ class Run:
         self.scratch = Path(tempfile.mkdtemp(prefix="t-", dir="/tmp"))  # short: there are sockets in it
         self._runs = folder / "runs"
         self._output = folder / "output.txt"
-        command = [sys.executable, "-m", "titan_rl.cli.main", "train", "examples/alphabet_sort/cpu.toml"]
+        arguments = ["examples/alphabet_sort/cpu.toml"]
         for key, value in (QUICK | settings | {"run_dir": str(self._runs)}).items():
-            command += [f"--{key}", str(value)]
+            arguments += [f"--{key}", str(value)]
+        self._start(arguments)
+
+    def resume(self, *overrides: str) -> None:
+        """Continue the run in a new process."""
+        self._start(["--resume", str(self.folder), *overrides])
+
+    def _start(self, arguments: list[str]) -> None:
         name, _, value = self._mark.partition("=")
         environment = os.environ | {"TMPDIR": str(self.scratch), name: value}
         with self._output.open("w") as output:
             self.process = subprocess.Popen(
-                command, cwd=REPOSITORY, env=environment, stdout=output, stderr=subprocess.STDOUT
+                [sys.executable, "-m", "titan_rl.cli.main", "train", *arguments],
+                cwd=REPOSITORY,
+                env=environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
             )
 
     @property

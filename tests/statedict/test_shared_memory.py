@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from titan_rl.errors import StateDictError
-from titan_rl.statedict.folder import OwnedFolder, clean_dead_segments
+from titan_rl.statedict.folder import clean_dead_segments, segment_folder
 from titan_rl.statedict.shared_memory import SharedMemoryTransport
 from titan_rl.statedict.types import Manifest, Probe
 
@@ -284,7 +284,7 @@ def test_what_a_killed_writer_left_is_removed_and_nothing_else(
 
 
 def test_two_writers_of_one_run_have_folders_of_their_own(tmp_path: Path) -> None:
-    folders = [OwnedFolder("same", tmp_path) for _ in range(2)]
+    folders = [segment_folder("same", tmp_path) for _ in range(2)]
     assert len(set(tmp_path.iterdir())) == 2
     assert clean_dead_segments(tmp_path) == []
     for folder in folders:

@@ -92,6 +92,10 @@ class TrainerActor(Actor):
         return version
 
     @concurrent_endpoint
+    async def load(self, checkpoint: Path) -> None:
+        await self._run(self._trainer.load, checkpoint / "trainer")
+
+    @concurrent_endpoint
     async def close(self) -> None:
         await self._run(self._publisher.close)
 
@@ -118,6 +122,14 @@ class ActorTrainer:
 
     async def save(self, root: Path, run_state: dict[str, Any]) -> int:
         return await call(self._actor.save, root, run_state, who="trainer")
+
+    async def load(self, checkpoint: Path) -> None:
+        """Continue from a checkpoint folder.
+
+        Raises:
+            CheckpointError: it is damaged, or of another model.
+        """
+        await call(self._actor.load, checkpoint, who="trainer")
 
     async def export(self, path: Path) -> None:
         await call(self._actor.export, path, who="trainer")

@@ -1,4 +1,4 @@
-"""The command line: `titan-rl train CONFIG.toml [--table.setting value ...] [--dry-run]`."""
+"""The command line: `titan-rl train (CONFIG.toml | --resume RUN) [--table.setting value ...] [--dry-run]`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import signal
 import sys
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 
-from titan_rl.cli.overrides import split_overrides
+from titan_rl.cli.overrides import check_resume, split_overrides
 from titan_rl.config.load import dump_config, load_config
 from titan_rl.config.reference import reference
 from titan_rl.errors import ConfigError, ModelError, TitanRLError
@@ -20,6 +21,7 @@ EXIT_INTERRUPTED = 128 + signal.SIGINT
 EXIT_TERMINATED = 128 + signal.SIGTERM
 
 FLAGS = ("--help", "-h", "--dry-run")
+OPTIONS = ("--resume",)  # of the command itself, each with a value
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,17 +47,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _dispatch(argv: list[str]) -> int:
     overrides: list[tuple[str, str]] = []
     if argv[:1] == ["train"]:
-        rest, overrides = split_overrides(argv[1:], flags=FLAGS)
+        rest, overrides = split_overrides(argv[1:], flags=FLAGS, options=OPTIONS)
         argv = ["train", *rest]
     arguments = _parser().parse_args(argv)
-    config = load_config(arguments.config, overrides)
+    resume = None if arguments.resume is None else Path(arguments.resume)
+    if (resume is None) == (arguments.config is None):
+        raise ConfigError("train needs either CONFIG.toml, or --resume RUN with the folder of an earlier run")
+    config = load_config(arguments.config if resume is None else resume / "config.toml", overrides)
+    if resume is not None:
+        check_resume(overrides)
     if arguments.dry_run:
         sys.stdout.write(dump_config(config))
         return 0
     # Not before the settings are known to be right: what starts processes also imports what they need.
     from titan_rl.launch import run_training
 
-    return run_training(config)
+    return run_training(config, resume)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -66,14 +73,17 @@ def _parser() -> argparse.ArgumentParser:
     train = commands.add_parser(
         "train",
         help="train a policy",
-        usage="titan-rl train CONFIG.toml [--table.setting value ...] [--dry-run]",
+        usage="titan-rl train (CONFIG.toml | --resume RUN) [--table.setting value ...] [--dry-run]",
         description="Train the policy that CONFIG.toml describes. An option --table.setting value, or "
         "--table.setting=value, replaces what the file says.",
         epilog=f"settings and their defaults:\n\n{reference()}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    train.add_argument("config", metavar="CONFIG.toml", help="the run's settings")
+    train.add_argument("config", metavar="CONFIG.toml", nargs="?", help="the run's settings")
+    train.add_argument(
+        "--resume", metavar="RUN", help="continue the run in this folder from its newest checkpoint and its journal"
+    )
     train.add_argument("--dry-run", action="store_true", help="check everything, print the resolved settings, and stop")
     return parser
 

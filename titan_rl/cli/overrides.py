@@ -4,12 +4,32 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
+from itertools import islice
 
 from titan_rl.errors import ConfigError
 
+RESUMABLE = ("training.steps", "generation.", "routing.", "validation.interval", "checkpoint.", "logging.")
 
-def split_overrides(argv: Sequence[str], flags: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
+
+def check_resume(overrides: Sequence[tuple[str, str]]) -> None:
+    """A run that goes on may be longer or run elsewhere. It may not change what its weights and rollouts come from.
+
+    Raises:
+        ConfigError: names the settings.
+    """
+    wrong = [key for key, _ in overrides if not key.startswith(RESUMABLE)]
+    if wrong:
+        allowed = ", ".join(name + "*" if name.endswith(".") else name for name in RESUMABLE)
+        raise ConfigError(f"--{wrong[0]} cannot change when a run is resumed; {allowed} can")
+
+
+def split_overrides(
+    argv: Sequence[str], flags: Sequence[str], options: Sequence[str] = ()
+) -> tuple[list[str], list[tuple[str, str]]]:
     """Take the settings out of the arguments; every option that is not one of `flags` is a setting.
+
+    Args:
+        options: other arguments that are followed by a value.
 
     Returns:
         the other arguments, and the settings in their order.
@@ -27,6 +47,9 @@ def split_overrides(argv: Sequence[str], flags: Sequence[str]) -> tuple[list[str
     for argument in arguments:
         if not argument.startswith("--") or argument in flags:
             rest.append(argument)
+            continue
+        if argument.partition("=")[0] in options:
+            rest += [argument] if "=" in argument else [argument, *islice(arguments, 1)]
             continue
         key, equals, value = argument.removeprefix("--").partition("=")
         if not equals:

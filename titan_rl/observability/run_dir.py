@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import math
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
 from titan_rl.config.load import dump_config
 from titan_rl.config.run import RunConfig
+from titan_rl.errors import CheckpointError
 
 
 class RunDirectory:
@@ -24,6 +26,7 @@ class RunDirectory:
         rollouts.jsonl   {"step": 3, "phase": "train", "messages": [...], "reward": 0.74, ...}, one line a rollout
         logs/            one file a process
         checkpoints/     one folder a saved step
+        journal/         what happened since, one file a checkpoint
         export/          the policy as a Hugging Face folder
         report.html      curves and transcripts, self-contained
 
@@ -54,6 +57,27 @@ class RunDirectory:
         _link(parent / "latest", path.name)
         return run_dir
 
+    @contextlib.contextmanager
+    def locked(self) -> Generator[None]:
+        """No other process runs this run within the block.
+
+        Raises:
+            CheckpointError: one does.
+        """
+        with (self.path / "lock").open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise CheckpointError(f"{self.path} is being run by another process; stop that one first") from None
+            yield
+
+    def cut_metrics(self, step: int) -> None:
+        """Leave out the records of steps after `step`, which are run again."""
+        records = [record for record in read_jsonl(self.metrics) if record["step"] <= step]
+        fresh = self.metrics.with_suffix(".tmp")
+        fresh.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records), encoding="utf-8")
+        fresh.replace(self.metrics)
+
     @property
     def config(self) -> Path:
         return self.path / "config.toml"
@@ -73,6 +97,10 @@ class RunDirectory:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    @property
+    def journal(self) -> Path:
+        return self.path / "journal"
 
     @property
     def export(self) -> Path:

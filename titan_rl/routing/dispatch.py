@@ -52,7 +52,7 @@ class Dispatcher:
     ) -> Completion:
         failures: list[Exception] = []
         with self._flights.track(request_id) as flight:
-            job = Job(request_id, prompt_token_ids, session_id, sampling)
+            flight.job = job = Job(request_id, prompt_token_ids, session_id, sampling)
             while (reservation := await self._board(flight, session_id, job.cost)) is not None:
                 with reservation as member:
                     epoch = member.epoch

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from titan_rl.errors import GenerationError, RequestError
+from titan_rl.routing.job import Job
 from titan_rl.routing.limits import Limits
 from titan_rl.routing.member import Member
 
@@ -27,6 +28,7 @@ class Flight:
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
         self.engine_id = request_id  # differs for each attempt, so that an orphan is never a duplicate
+        self.job: Job | None = None  # what it has got so far
         self.member: Member | None = None  # where it runs; None while it waits for a replica
         self.aborted = False  # its answer is an aborted completion, with the tokens that come back
         self.interrupted = False  # its present wait was cut short by the router

@@ -62,6 +62,14 @@ class Job:
         return None if reason is None else replace(self._kept, finish_reason=reason)
 
     @property
+    def so_far(self) -> Completion:
+        """Every token known, that of the present attempt as far as it is streamed."""
+        parts = [part for part in (self._kept, *self._streamed) if part is not None and part.token_ids]
+        if not parts:
+            return self.aborted
+        return replace(reduce(merge_completions, parts), request_id=self._request_id, metrics={})
+
+    @property
     def aborted(self) -> Completion:
         """What there is when the request is aborted."""
         return self._kept or Completion(self._request_id, (), (), FinishReason.ABORT, ())

@@ -178,6 +178,10 @@ class GeneratorRouter:
             flights = list(self._flights) if request_ids is None else self._flights.find(request_ids)
             return await self._flights.end(flights)
 
+    def tokens_so_far(self) -> dict[str, Completion]:
+        """What requests in flight have got, by id, as aborted completions: all that their replicas have streamed."""
+        return {flight.request_id: flight.job.so_far for flight in self._flights if flight.job is not None}
+
     def finish_session(self, session_id: str) -> None:
         """Free what the strategy keeps of a session: no further request of it comes."""
         self._pool.strategy.finish_session(session_id)

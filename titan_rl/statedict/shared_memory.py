@@ -16,7 +16,8 @@ import torch
 from numpy.typing import NDArray
 
 from titan_rl.errors import StateDictError
-from titan_rl.statedict.folder import OwnedFolder, clean_dead_segments
+from titan_rl.owned_folder import OwnedFolder
+from titan_rl.statedict.folder import clean_dead_segments, segment_folder
 from titan_rl.statedict.segment import ALIGNMENT, Segment, checksum, map_segment
 from titan_rl.statedict.types import Manifest, Probe, TensorEntry
 
@@ -140,7 +141,7 @@ class SharedMemoryTransport:
             raise StateDictError(f"version {version} is published already; release it first")
         if self._folder is None:
             clean_dead_segments(self._root)
-            self._folder = OwnedFolder(self._run_id, self._root)
+            self._folder = segment_folder(self._run_id, self._root)
         return self._folder
 
     def _take_segment(self, version: int, num_bytes: int) -> Segment:

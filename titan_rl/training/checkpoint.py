@@ -55,6 +55,11 @@ def step_directory(root: Path, step: int) -> Path:
     return root / f"step-{step:06d}"
 
 
+def step_of(checkpoint: Path) -> int:
+    """`step_of(Path("checkpoints/step-000040"))` is 40."""
+    return int(checkpoint.name.removeprefix("step-"))
+
+
 def list_checkpoints(root: Path) -> list[Path]:
     """The whole checkpoints under `root`, oldest first."""
     if not root.is_dir():
