@@ -16,7 +16,7 @@ from titan_rl.config.run import RunConfig
 from titan_rl.durability.run_journal import RunJournal
 from titan_rl.durability.run_state import RunState
 from titan_rl.errors import TitanRLError, TrainingError
-from titan_rl.generation.resume import resume_on_abort
+from titan_rl.group_player import GroupPlayer
 from titan_rl.observability.metrics import group_metrics
 from titan_rl.observability.progress import Progress, RunSummary, StepReport
 from titan_rl.observability.run_dir import RunDirectory
@@ -26,7 +26,6 @@ from titan_rl.rollout.types import RolloutGroup
 from titan_rl.routing.router import GeneratorRouter
 from titan_rl.scheduling.batch import GroupBatch
 from titan_rl.scheduling.filters import BY_NAME, GroupFilter, too_few_siblings, too_long
-from titan_rl.scheduling.lease import Lease
 from titan_rl.scheduling.scheduler import GroupScheduler
 from titan_rl.statedict.board import VersionBoard
 from titan_rl.statedict.types import Manifest
@@ -34,7 +33,6 @@ from titan_rl.task import FilteringTask, Task
 from titan_rl.training.checkpoint import keep_last, list_checkpoints, step_of
 from titan_rl.training.sample import TrainingSample
 from titan_rl.training.sample_builder import build_samples
-from titan_rl.types import GenerateFn, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -84,11 +82,8 @@ class Controller:
         resumed: RunState | None = None,
     ) -> None:
         self._config = config
-        self._task = task
-        self._rollouter = rollouter
         self._router = router
         self._trainer = trainer
-        self._stop_token_ids = tuple(stop_token_ids)
         self._board = board
         self._run_dir = run_dir
         self._log = log
@@ -98,14 +93,17 @@ class Controller:
         self._version = 0 if resumed is None else resumed.step
         self._saved_version = None if resumed is None else resumed.step
         self._tokens = 0 if resumed is None else resumed.tokens
+        self._player = GroupPlayer(
+            config, task, rollouter=rollouter, router=router, journal=journal, stop_token_ids=stop_token_ids
+        )
         self._scheduler = GroupScheduler(
-            self._run_train_group,
+            self._player.train_group,
             config.scheduling,
             group_size=config.rollout.group_size,
             budget=(config.training.steps - self._version) * config.scheduling.groups_per_step,
             filters=make_filters(config, task),
             version=self._version,
-            backlog=journal.backlog(self._train_sample),
+            backlog=journal.backlog(self._player.train_sample),
             observer=journal,
         )
 
@@ -182,53 +180,9 @@ class Controller:
         finally:
             await self._router.resume()
 
-    async def _run_train_group(self, lease: Lease) -> RolloutGroup:
-        return await self._rollouter.run_group(
-            self._generate_for(lease),
-            self._train_sample(lease.index),
-            group_id=f"train-{lease.index}",
-            group_size=self._config.rollout.group_size,
-            sampling=self._sampling(self._config.sampling.temperature),
-            on_finished=lease.rollout_finished,
-        )
-
-    def _generate_for(self, lease: Lease) -> GenerateFn:
-        """The router behind the group's gate and the journal. Pauses and suspensions only make it slow."""
-
-        async def both_open() -> None:
-            await lease.gate.wait()
-            await self._router.wait_resumed()
-
-        guarded = lease.gate.guard(self._router.generate, self._router.abort)
-        return resume_on_abort(
-            self._journal.record(guarded, lease.index),
-            wait_until_resumed=both_open,
-            resume_timeout_s=self._config.scheduling.suspend_timeout_s,
-            max_context=self._config.model.max_context,
-        )
-
-    def _train_sample(self, index: int) -> Any:
-        return self._task.train_sample(self._config.seed, index)
-
     async def _validate(self) -> float:
-        """Mean reward on the held-out samples. The seeds are the same each time, so that two validations differ by
-        their weights alone."""
-        settings = self._config.validation
-        sampling = self._sampling(settings.temperature)
-        async with asyncio.TaskGroup() as tasks:
-            running = [
-                tasks.create_task(
-                    self._rollouter.run_group(
-                        self._router.generate,
-                        sample,
-                        group_id=f"validation-{index}",
-                        group_size=settings.samples_per_prompt,
-                        sampling=sampling,
-                    )
-                )
-                for index, sample in enumerate(self._task.validation_samples(settings.num_prompts))
-            ]
-        groups = [task.result() for task in running]
+        """Mean reward on the held-out samples."""
+        groups = await self._player.validation_groups()
         rewards = [r.reward for group in groups for r in group.rollouts if r.reward is not None]
         if not rewards:
             raise TrainingError(
@@ -242,13 +196,6 @@ class Controller:
         self._record(groups, "validation")
         self._progress.message(f"validation at step {self._version}: reward {reward:.3f}")
         return reward
-
-    def _sampling(self, temperature: float) -> SamplingParams:
-        return SamplingParams(
-            max_tokens=self._config.sampling.max_tokens,
-            temperature=temperature,
-            stop_token_ids=self._stop_token_ids,
-        )
 
     def _samples(self, batch: GroupBatch) -> list[TrainingSample]:
         temperature = self._config.sampling.temperature

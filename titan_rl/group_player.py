@@ -1,0 +1,94 @@
+"""Plays the groups of a run: those to train on, and the held-out ones."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from titan_rl.config.run import RunConfig
+from titan_rl.durability.run_journal import RunJournal
+from titan_rl.generation.resume import resume_on_abort
+from titan_rl.rollout.rollouter import Rollouter
+from titan_rl.rollout.types import RolloutGroup
+from titan_rl.routing.router import GeneratorRouter
+from titan_rl.scheduling.lease import Lease
+from titan_rl.task import Task
+from titan_rl.types import GenerateFn, SamplingParams
+
+
+class GroupPlayer:
+    """Joins the samples of a task with what plays and generates for them."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        task: Task,
+        *,
+        rollouter: Rollouter,
+        router: GeneratorRouter,
+        journal: RunJournal,
+        stop_token_ids: Sequence[int],
+    ) -> None:
+        self._config = config
+        self._task = task
+        self._rollouter = rollouter
+        self._router = router
+        self._journal = journal
+        self._stop_token_ids = tuple(stop_token_ids)
+
+    def train_sample(self, index: int) -> Any:
+        return self._task.train_sample(self._config.seed, index)
+
+    async def train_group(self, lease: Lease) -> RolloutGroup:
+        """The group that a lease of the scheduler is for."""
+        return await self._rollouter.run_group(
+            self._generate_for(lease),
+            self.train_sample(lease.index),
+            group_id=f"train-{lease.index}",
+            group_size=self._config.rollout.group_size,
+            sampling=self._sampling(self._config.sampling.temperature),
+            on_finished=lease.rollout_finished,
+        )
+
+    async def validation_groups(self) -> list[RolloutGroup]:
+        """One group for each held-out sample. The seeds are the same each time, so that two validations differ by
+        their weights alone."""
+        settings = self._config.validation
+        sampling = self._sampling(settings.temperature)
+        async with asyncio.TaskGroup() as tasks:
+            running = [
+                tasks.create_task(
+                    self._rollouter.run_group(
+                        self._router.generate,
+                        sample,
+                        group_id=f"validation-{index}",
+                        group_size=settings.samples_per_prompt,
+                        sampling=sampling,
+                    )
+                )
+                for index, sample in enumerate(self._task.validation_samples(settings.num_prompts))
+            ]
+        return [task.result() for task in running]
+
+    def _generate_for(self, lease: Lease) -> GenerateFn:
+        """The router behind the group's gate and the journal. Pauses and suspensions only make it slow."""
+
+        async def both_open() -> None:
+            await lease.gate.wait()
+            await self._router.wait_resumed()
+
+        guarded = lease.gate.guard(self._router.generate, self._router.abort)
+        return resume_on_abort(
+            self._journal.record(guarded, lease.index),
+            wait_until_resumed=both_open,
+            resume_timeout_s=self._config.scheduling.suspend_timeout_s,
+            max_context=self._config.model.max_context,
+        )
+
+    def _sampling(self, temperature: float) -> SamplingParams:
+        return SamplingParams(
+            max_tokens=self._config.sampling.max_tokens,
+            temperature=temperature,
+            stop_token_ids=self._stop_token_ids,
+        )
