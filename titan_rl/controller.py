@@ -198,8 +198,9 @@ class Controller:
         return reward
 
     def _samples(self, batch: GroupBatch) -> list[TrainingSample]:
-        temperature = self._config.sampling.temperature
-        return [sample for group in batch.groups for sample in build_samples(group, temperature)]
+        temperature, max_age = self._config.sampling.temperature, self._config.scheduling.max_token_age
+        oldest = 0 if max_age is None else batch.version - max_age
+        return [s for group in batch.groups for s in build_samples(group, temperature, oldest_version=oldest)]
 
     def _report(self, step: int, batch: GroupBatch, metrics: dict[str, float], seconds: float) -> None:
         rollouts = group_metrics(batch.groups)

@@ -30,7 +30,10 @@ GroupRewardFn = Callable[[Sequence[Rollout]], Sequence[float] | Awaitable[Sequen
 
 
 class WeightedReward(Protocol):
-    """What a rubric needs of a reward: `Reward`, `GroupReward`, or a class of one's own."""
+    """What a rubric needs of a reward: `Reward`, `GroupReward`, or a class of one's own.
+
+    One with an attribute `per_rollout = True` judges each rollout for itself, and so may begin before its siblings end.
+    """
 
     @property
     def name(self) -> str: ...
@@ -98,6 +101,8 @@ class Reward(_Named):
     Raises:
         ValueError: the weight is not finite.
     """
+
+    per_rollout = True
 
     def __init__(self, fn: RewardFn, weight: float = 1.0, name: str | None = None, *, in_thread: bool = False) -> None:
         super().__init__(fn, weight, name, in_thread)
@@ -168,7 +173,7 @@ class Rubric:
         truncated_reward: fixed reward of a truncated rollout, whose functions then do not run.
             None judges it like any other.
         error_reward: fixed reward of an errored rollout. None leaves its reward None. Functions never run on one.
-        timeout_s: seconds all functions together may take for one group.
+        timeout_s: seconds all functions together may take for one group, or for one rollout ahead of it.
 
     Raises:
         ValueError: two rewards share a name, or the weights do not add up to more than zero.
@@ -199,10 +204,21 @@ class Rubric:
         self.error_reward = error_reward
         self.timeout_s = timeout_s
 
+    async def begin(self, rollout: Rollout) -> None:
+        """Judge one rollout ahead of its siblings, as far as that can be: fills `reward_breakdown` in part.
+
+        Raises:
+            RewardError: as `score`.
+        """
+        if self._judges(rollout):
+            early = [reward for reward in self.rewards if getattr(reward, "per_rollout", False)]
+            (breakdown,) = await self._judge([rollout], early)
+            rollout.reward_breakdown.update(breakdown)
+
     async def score(self, group: RolloutGroup | Sequence[Rollout]) -> None:
         """Fill `reward` and `reward_breakdown` (unweighted values by name) in place, all or none.
 
-        An aborted rollout is not judged: its reward stays None.
+        An aborted rollout is not judged: its reward stays None. What `begin` has judged is not judged again.
 
         Raises:
             RewardError: a function raised, gave no finite number, or took too long. Names the function and the
@@ -210,12 +226,16 @@ class Rubric:
         """
         rollouts = group.rollouts if isinstance(group, RolloutGroup) else group
         judged = [rollout for rollout in rollouts if self._judges(rollout)]
-        breakdowns = await self._judge(judged) if judged else []
+        missing = [
+            reward for reward in self.rewards if not all(reward.name in rollout.reward_breakdown for rollout in judged)
+        ]
+        breakdowns = await self._judge(judged, missing) if judged else []
 
         for rollout in rollouts:
             if not self._judges(rollout):
                 rollout.reward, rollout.reward_breakdown = self._fixed_reward(rollout.status), {}
-        for rollout, breakdown in zip(judged, breakdowns, strict=True):
+        for rollout, late in zip(judged, breakdowns, strict=True):
+            breakdown = {reward.name: (rollout.reward_breakdown | late)[reward.name] for reward in self.rewards}
             weighted = sum(reward.weight * breakdown[reward.name] for reward in self.rewards)
             rollout.reward, rollout.reward_breakdown = weighted / self._weight_sum, breakdown
 
@@ -231,12 +251,12 @@ class Rubric:
             return None
         return self.truncated_reward if status.is_truncated else self.error_reward
 
-    async def _judge(self, rollouts: Sequence[Rollout]) -> list[dict[str, float]]:
+    async def _judge(self, rollouts: Sequence[Rollout], rewards: Sequence[WeightedReward]) -> list[dict[str, float]]:
         running: dict[str, asyncio.Task[list[float]]] = {}
         failure: Exception | None = None
         try:
             async with asyncio.timeout(self.timeout_s), asyncio.TaskGroup() as tasks:
-                for reward in self.rewards:
+                for reward in rewards:
                     running[reward.name] = tasks.create_task(reward.values(rollouts))
         except TimeoutError as error:
             late = [name for name, task in running.items() if task.cancelled()]

@@ -415,11 +415,19 @@ async def test_a_group_with_an_aborted_sibling_is_not_judged() -> None:
         reason = FinishReason.ABORT if request_id == "g/1/0" else FinishReason.STOP
         return await Generator(reason)(prompt_token_ids, request_id=request_id, **kwargs)
 
-    def judge(rollout: Rollout) -> float:
-        raise AssertionError("judged")
+    ended: list[str] = []
 
-    group = await Stage(rubric=Rubric([Reward(judge)])).group(generate, size=2)
+    async def judge(rollout: Rollout) -> float:
+        try:
+            await asyncio.Event().wait()  # one that began before the abort does not end
+        finally:
+            ended.append(rollout.rollout_id)
+        return 1.0
+
+    group = await asyncio.wait_for(Stage(rubric=Rubric([Reward(judge)])).group(generate, size=2), 5)
     assert group.is_aborted
+    assert ended in ([], ["g/0"])
+    assert [r.reward_breakdown for r in group.rollouts] == [{}, {}]
     assert [(r.status.value, r.reward, r.advantage) for r in group.rollouts] == [
         ("completed", None, None),
         ("aborted", None, None),
@@ -519,3 +527,26 @@ async def test_an_errored_sibling_is_played_again_in_a_fresh_environment_within_
 
 def one(rollout: Rollout) -> float:
     return 1.0
+
+
+async def test_a_sibling_is_judged_as_soon_as_it_ends() -> None:
+    judged, release = asyncio.Event(), asyncio.Event()
+
+    async def generate(prompt_token_ids: Sequence[int], *, request_id: str, **kwargs: Any) -> Completion:
+        if request_id.startswith("g/1"):
+            await release.wait()
+        return await Generator()(prompt_token_ids, request_id=request_id, **kwargs)
+
+    calls: list[str] = []
+
+    def judge(rollout: Rollout) -> float:
+        calls.append(rollout.rollout_id)
+        judged.set()
+        return float(rollout.sibling)
+
+    group = asyncio.ensure_future(Stage(rubric=Rubric([Reward(judge)])).group(generate, size=2))
+    await asyncio.wait_for(judged.wait(), 5)
+    assert not group.done()
+    release.set()
+    assert [rollout.reward for rollout in (await group).rollouts] == [0.0, 1.0]
+    assert sorted(calls) == ["g/0", "g/1"]  # once each

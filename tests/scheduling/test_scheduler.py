@@ -376,3 +376,19 @@ async def test_metrics_add_up_the_time_of_slots_and_show_what_is_accepted():
     assert metrics["wasted_tokens"] == 2
     assert metrics["age/0"] == 1
     assert metrics["accepted_tokens_mean"] == metrics["generated_tokens_mean"] == 2
+
+
+async def test_a_group_of_old_tokens_alone_is_dropped_and_replaced():
+    stage, journal = Stage(), Journal()
+    scheduler = scheduler_of(
+        stage.run_group, groups_per_step=1, max_staleness=2, window=3, max_token_age=1, observer=journal
+    )
+    async with running(scheduler):
+        stage.end(0, 1, 2)
+        for version in (1, 2):
+            batch = await next_of(scheduler)
+            stage.version = version
+            batch.release()
+        stage.end(3)
+        assert indices(await next_of(scheduler)) == [3]  # 2 has tokens of version 0 alone
+        assert journal.lost == [2]

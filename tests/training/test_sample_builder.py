@@ -94,3 +94,15 @@ def test_every_completion_token_is_trained_once_in_its_own_context(plan: list[tu
         for t, token in enumerate(turn.completion.token_ids)
     ]
     assert trained == sampled
+
+
+def test_tokens_that_are_too_old_are_context_only():
+    spans = (VersionSpan(2, 1), VersionSpan(3, 2))
+    mixed = Turn([7], Completion("r", [5, 6, 1], [-0.5, -0.25, -2.0], FinishReason.STOP, spans))
+    (sample,) = build_samples(group(rollout(mixed)), 1.0, oldest_version=3)
+    assert list(sample.token_ids) == [7, 5, 6, 1]
+    assert list(sample.loss_mask) == [False, False, True, True]
+    assert list(sample.behaviour_logprobs) == [0, 0, -0.25, -2.0]
+    assert list(sample.versions) == [-1, -1, 3, 3]
+    assert list(sample.advantages) == [0, 0, 1.5, 1.5]
+    assert build_samples(group(rollout(mixed)), 1.0, oldest_version=4) == []

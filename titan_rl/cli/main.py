@@ -50,7 +50,7 @@ def _dispatch(argv: list[str]) -> int:
         rest, overrides = split_overrides(argv[1:], flags=FLAGS, options=OPTIONS)
         argv = ["train", *rest]
     arguments = _parser().parse_args(argv)
-    resume = None if arguments.resume is None else Path(arguments.resume)
+    resume = None if arguments.resume is None else Path(arguments.resume).resolve()
     if (resume is None) == (arguments.config is None):
         raise ConfigError("train needs either CONFIG.toml, or --resume RUN with the folder of an earlier run")
     config = load_config(arguments.config if resume is None else resume / "config.toml", overrides)

@@ -112,6 +112,8 @@ class SchedulingConfig(Section):
     """Unfinished groups that a batch overtook run on, wait until groups_per_step of them do, or are dropped by age."""
     tail_age: PositiveInt = 1
     """With tail = "drop": versions pulled since its admission at which an unfinished group is dropped."""
+    max_token_age: NonNegativeInt | None = None
+    """Tokens older than so many versions are context and not trained. By default all are trained."""
     max_running_rollouts: PositiveInt | None = None
     """Most rollouts in flight; a group starts when all its siblings fit. By default as many as the groups have."""
     suspend_timeout_s: PositiveFloat = 3600.0

@@ -6,8 +6,7 @@ import asyncio
 import hashlib
 import logging
 import math
-from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,13 +14,14 @@ from titan_rl.config.sections import RolloutConfig
 from titan_rl.environment.types import TokenEnv
 from titan_rl.errors import RewardError
 from titan_rl.rollout.advantages import AdvantageFn, standardized
+from titan_rl.rollout.boundary import RolloutEnded, close_env, ends_with
+from titan_rl.rollout.judging import Judging
 from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus, Turn
 from titan_rl.rubric import Rubric
 from titan_rl.types import FinishReason, GenerateFn, SamplingParams
 
 logger = logging.getLogger(__name__)
 
-_CLOSE_TIMEOUT_S = 10.0
 _RETRIED = {RolloutStatus.ERROR_ENV, RolloutStatus.ERROR_TIMEOUT, RolloutStatus.ERROR_GENERATE}
 
 
@@ -93,7 +93,7 @@ class Rollouter:
         sampling: SamplingParams,
         on_finished: Callable[[Rollout], None] | None = None,
     ) -> RolloutGroup:
-        """Play `group_size` siblings at once, score them, and fill in their advantages.
+        """Play `group_size` siblings at once, score each as it ends, and fill in their advantages.
 
         A sibling that fails is data and leaves the others alone. One that ends in an error, but for ERROR_PARSE, which
         is the policy's own, is played again in a fresh environment, up to `limits.max_retries` times for the group.
@@ -123,14 +123,19 @@ class Rollouter:
             rollout.metrics["retries"] = float(attempt)
             if on_finished is not None:
                 on_finished(rollout)
+            judging.ended(rollout)
             return rollout
 
         async with asyncio.TaskGroup() as tasks:
+            judging = Judging(self.rubric, tasks)
             siblings = [tasks.create_task(play(sibling)) for sibling in range(group_size)]
         group = RolloutGroup(group_id, sample, [sibling.result() for sibling in siblings])
-        if not group.is_aborted:
-            await self.rubric.score(group)
-            self._compare(group)
+        if group.is_aborted:
+            for rollout in group.rollouts:
+                rollout.reward_breakdown = {}
+            return group
+        await judging.finish(group)
+        self._compare(group)
         return group
 
     async def run_rollout(
@@ -154,14 +159,14 @@ class Rollouter:
         start = loop.time()
         env: TokenEnv | None = None
         try:
-            async with _ends_with(RolloutStatus.ERROR_ENV):
+            async with ends_with(RolloutStatus.ERROR_ENV):
                 env = self.make_env(sample)
             rollout.status = await self._play(env, generate, rollout, sampling, start + self.limits.rollout_timeout_s)
-        except _Ended as end:
+        except RolloutEnded as end:
             rollout.status, rollout.error = end.status, end.error
         finally:
             try:
-                if env is not None and (failure := await _close(env, min(self.limits.env_timeout_s, _CLOSE_TIMEOUT_S))):
+                if env is not None and (failure := await close_env(env, self.limits.env_timeout_s)):
                     rollout.metrics["close_failed"] = 1.0
                     rollout.error = rollout.error or f"close: {failure}"
             finally:
@@ -178,7 +183,7 @@ class Rollouter:
         def env_deadline() -> float:
             return min(deadline, loop.time() + self.limits.env_timeout_s)
 
-        async with _ends_with(RolloutStatus.ERROR_ENV, env_deadline()):
+        async with ends_with(RolloutStatus.ERROR_ENV, env_deadline()):
             observation = await env.reset()
             rollout.messages.extend(observation.messages)
             prompt = list(observation.prompt_token_ids)
@@ -186,11 +191,11 @@ class Rollouter:
         for turn in range(self.limits.max_turns):
             room = self.max_context - len(prompt)
             if room < 1:
-                raise _Ended(
+                raise RolloutEnded(
                     RolloutStatus.TRUNCATED_PROMPT,
                     f"the prompt of turn {turn} has {len(prompt)} tokens, max_context is {self.max_context}",
                 )
-            async with _ends_with(RolloutStatus.ERROR_GENERATE, deadline):
+            async with ends_with(RolloutStatus.ERROR_GENERATE, deadline):
                 completion = await generate(
                     prompt,
                     request_id=f"{rollout.rollout_id}/{turn}",
@@ -201,7 +206,7 @@ class Rollouter:
             if completion.finish_reason is FinishReason.ABORT:
                 return RolloutStatus.ABORTED
 
-            async with _ends_with(RolloutStatus.ERROR_ENV, env_deadline()):
+            async with ends_with(RolloutStatus.ERROR_ENV, env_deadline()):
                 step = await env.step(completion)
                 rollout.turns[-1] = replace(rollout.turns[-1], rewards=dict(step.rewards))
                 rollout.messages.extend(step.messages)
@@ -244,67 +249,3 @@ def turn_seed(base: int, rollout_id: str, turn: int) -> int:
     """
     digest = hashlib.blake2b(repr((base, rollout_id, turn)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
-
-
-class _Ended(Exception):
-    """A rollout is over."""
-
-    def __init__(self, status: RolloutStatus, error: str) -> None:
-        super().__init__(status, error)
-        self.status = status
-        self.error = error
-
-
-@asynccontextmanager
-async def _ends_with(status: RolloutStatus, deadline: float | None = None) -> AsyncGenerator[None]:
-    """The edge to code that is not ours: what it raises ends the rollout with `status`, or ERROR_TIMEOUT."""
-    timeout = asyncio.timeout_at(deadline)
-    try:
-        async with timeout:
-            yield
-    except Exception as error:
-        if timeout.expired():
-            raise _Ended(RolloutStatus.ERROR_TIMEOUT, f"TimeoutError: {_LIMITS[status]}") from error
-        raise _Ended(status, f"{type(error).__name__}: {error}") from error
-    except asyncio.CancelledError as error:
-        task = asyncio.current_task()
-        if task is None or task.cancelling():
-            raise
-        # Nobody cancelled this rollout: something it waited for was, such as a future of a client that closed.
-        raise _Ended(status, f"{type(error).__name__}: {error}") from error
-
-
-_LIMITS = {
-    RolloutStatus.ERROR_ENV: "the environment took longer than env_timeout_s, or the rollout than rollout_timeout_s",
-    RolloutStatus.ERROR_GENERATE: "the rollout took longer than rollout_timeout_s while it was generating",
-}
-
-
-async def _close(env: TokenEnv, timeout_s: float) -> str | None:
-    """Close `env`; return what went wrong. Cancellation waits for that, but not longer than the time limit."""
-
-    async def close() -> None:
-        await env.close()
-
-    loop = asyncio.get_running_loop()
-    closing = loop.create_task(close())
-    cancelled: asyncio.CancelledError | None = None
-    failure: str | None = None
-    for seconds in (timeout_s, 1.0):  # the second is for its handling of being cancelled
-        deadline = loop.time() + seconds
-        while not closing.done() and (left := deadline - loop.time()) > 0:
-            try:
-                await asyncio.wait({closing}, timeout=left)
-            except asyncio.CancelledError as error:
-                cancelled = error
-        if not closing.done():
-            failure = f"TimeoutError: it took longer than {timeout_s:g} s"
-            closing.cancel()
-    if closing.done() and failure is None:
-        error = asyncio.CancelledError() if closing.cancelled() else closing.exception()
-        failure = f"{type(error).__name__}: {error}" if error is not None else None
-    if failure is not None:
-        logger.warning("closing %s failed: %s", type(env).__name__, failure)
-    if cancelled is not None:
-        raise cancelled
-    return failure

@@ -122,11 +122,13 @@ class GroupScheduler:
             TrainingError: too many groups were dropped since the last batch, or lost to errors in a row; or a token
                 is older than the bound, which only a generator that pulled other weights than it says can bring about.
         """
+        self._drop_stale()
         while not (leases := self._choose()):
             self._give_up_if_hopeless()
             self._resume_tail_if_due()
             self._changed.clear()
             await self._changed.wait()
+            self._drop_stale()
         version = self._next_version
         self._next_version += 1
         for lease in leases:
@@ -166,6 +168,16 @@ class GroupScheduler:
         self._ledger.dropped(reason, group)
         if self._observer is not None:
             self._observer.dropped(lease.index, reason)
+
+    def _drop_stale(self) -> None:
+        """Groups none of whose tokens is young enough for the next batch will not be for a later one."""
+        max_age = self._settings.max_token_age
+        if max_age is None or self._replay:
+            return
+        for lease in list(self._waiting.values()):
+            versions = lease.group.versions if lease.group is not None else ()
+            if versions and max(versions) < self._next_version - max_age:
+                self._drop(lease, "too_stale", lease.group)
 
     def _choose(self) -> list[Lease]:
         """The groups of the next batch; none while there are too few."""

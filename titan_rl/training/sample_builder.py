@@ -13,13 +13,15 @@ from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus, Turn
 from titan_rl.training.sample import TrainingSample
 
 
-def build_samples(group: RolloutGroup, temperature: float) -> list[TrainingSample]:
+def build_samples(group: RolloutGroup, temperature: float, *, oldest_version: int = 0) -> list[TrainingSample]:
     """The samples of every rollout that takes part in training.
 
     Rollouts that were aborted, ended in an error, have no advantage or no completion token give none.
 
     Args:
         temperature: what the completions were sampled with; the loss scores them at the same temperature.
+        oldest_version: tokens of earlier versions are context and are not trained; a sample of none but those is left
+            out.
 
     Example: two turns, the second prompt being the first prompt [7, 8], its completion [5, 1] and an answer [9]:
 
@@ -38,7 +40,7 @@ def build_samples(group: RolloutGroup, temperature: float) -> list[TrainingSampl
         if rollout.advantage is None or rollout.status.is_error or rollout.status is RolloutStatus.ABORTED:
             continue
         for turns in _extending_runs(rollout):
-            sample = _merge(rollout, turns, rollout.advantage, temperature)
+            sample = _merge(rollout, turns, rollout.advantage, temperature, oldest_version)
             if sample.num_trained_tokens:
                 samples.append(sample)
     return samples
@@ -58,7 +60,9 @@ def _extending_runs(rollout: Rollout) -> Iterator[list[Turn]]:
         yield run
 
 
-def _merge(rollout: Rollout, turns: list[Turn], advantage: float, temperature: float) -> TrainingSample:
+def _merge(
+    rollout: Rollout, turns: list[Turn], advantage: float, temperature: float, oldest_version: int
+) -> TrainingSample:
     token_ids: list[int] = []
     loss_mask: list[bool] = []
     logprobs: list[float] = []
@@ -71,9 +75,10 @@ def _merge(rollout: Rollout, turns: list[Turn], advantage: float, temperature: f
         versions += [-1] * len(context)
         completion = turn.completion
         token_ids += completion.token_ids
-        loss_mask += [True] * len(completion.token_ids)
-        logprobs += completion.logprobs
-        versions += completion.versions
+        fresh = [version >= oldest_version for version in completion.versions]
+        loss_mask += fresh
+        logprobs += [logprob if ok else 0.0 for logprob, ok in zip(completion.logprobs, fresh, strict=True)]
+        versions += [version if ok else -1 for version, ok in zip(completion.versions, fresh, strict=True)]
     return TrainingSample(
         group_id=rollout.group_id,
         rollout_id=rollout.rollout_id,
