@@ -20,7 +20,7 @@ from titan_rl.group_player import GroupPlayer
 from titan_rl.observability.metrics import group_metrics
 from titan_rl.observability.progress import Progress, RunSummary, StepReport
 from titan_rl.observability.run_dir import RunDirectory
-from titan_rl.rollout.rollouter import Rollouter
+from titan_rl.rollout.runner import GroupRunner
 from titan_rl.rollout.transcript import transcript
 from titan_rl.rollout.types import RolloutGroup
 from titan_rl.routing.router import GeneratorRouter
@@ -70,7 +70,7 @@ class Controller:
         config: RunConfig,
         task: Task,
         *,
-        rollouter: Rollouter,
+        rollouter: GroupRunner,
         router: GeneratorRouter,
         trainer: Trainer,
         stop_token_ids: Sequence[int],
@@ -94,7 +94,7 @@ class Controller:
         self._saved_version = None if resumed is None else resumed.step
         self._tokens = 0 if resumed is None else resumed.tokens
         self._player = GroupPlayer(
-            config, task, rollouter=rollouter, router=router, journal=journal, stop_token_ids=stop_token_ids
+            config, task, runner=rollouter, router=router, journal=journal, stop_token_ids=stop_token_ids
         )
         self._scheduler = GroupScheduler(
             self._player.train_group,

@@ -9,8 +9,8 @@ from typing import Any
 from titan_rl.config.run import RunConfig
 from titan_rl.durability.run_journal import RunJournal
 from titan_rl.generation.resume import resume_on_abort
-from titan_rl.rollout.rollouter import Rollouter
-from titan_rl.rollout.types import RolloutGroup
+from titan_rl.rollout.runner import GroupRunner
+from titan_rl.rollout.types import Rollout, RolloutGroup
 from titan_rl.routing.router import GeneratorRouter
 from titan_rl.scheduling.lease import Lease
 from titan_rl.task import Task
@@ -25,14 +25,14 @@ class GroupPlayer:
         config: RunConfig,
         task: Task,
         *,
-        rollouter: Rollouter,
+        runner: GroupRunner,
         router: GeneratorRouter,
         journal: RunJournal,
         stop_token_ids: Sequence[int],
     ) -> None:
         self._config = config
         self._task = task
-        self._rollouter = rollouter
+        self._runner = runner
         self._router = router
         self._journal = journal
         self._stop_token_ids = tuple(stop_token_ids)
@@ -42,13 +42,18 @@ class GroupPlayer:
 
     async def train_group(self, lease: Lease) -> RolloutGroup:
         """The group that a lease of the scheduler is for."""
-        return await self._rollouter.run_group(
+
+        def on_finished(rollout: Rollout) -> None:
+            lease.rollout_finished(rollout)
+            self._finished(rollout)
+
+        return await self._runner.run_group(
             self._generate_for(lease),
             self.train_sample(lease.index),
             group_id=f"train-{lease.index}",
             group_size=self._config.rollout.group_size,
             sampling=self._sampling(self._config.sampling.temperature),
-            on_finished=lease.rollout_finished,
+            on_finished=on_finished,
         )
 
     async def validation_groups(self) -> list[RolloutGroup]:
@@ -59,17 +64,21 @@ class GroupPlayer:
         async with asyncio.TaskGroup() as tasks:
             running = [
                 tasks.create_task(
-                    self._rollouter.run_group(
+                    self._runner.run_group(
                         self._router.generate,
                         sample,
                         group_id=f"validation-{index}",
                         group_size=settings.samples_per_prompt,
                         sampling=sampling,
+                        on_finished=self._finished,
                     )
                 )
                 for index, sample in enumerate(self._task.validation_samples(settings.num_prompts))
             ]
         return [task.result() for task in running]
+
+    def _finished(self, rollout: Rollout) -> None:
+        self._router.finish_session(rollout.rollout_id)
 
     def _generate_for(self, lease: Lease) -> GenerateFn:
         """The router behind the group's gate and the journal. Pauses and suspensions only make it slow."""

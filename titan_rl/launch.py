@@ -24,8 +24,7 @@ from titan_rl.observability.run_dir import RunDirectory
 from titan_rl.observability.sinks import open_sinks
 from titan_rl.owned_folder import OwnedFolder, clean_dead_folders
 from titan_rl.renderer import ChatTemplateRenderer
-from titan_rl.rollout.advantages import BY_NAME
-from titan_rl.rollout.rollouter import Rollouter
+from titan_rl.rollout.from_config import make_rollouter
 from titan_rl.routing.limits import Limits
 from titan_rl.routing.router import GeneratorRouter
 from titan_rl.routing.strategies import LeastLoaded, RoundRobin, StickySession, Strategy
@@ -163,15 +162,7 @@ async def _run(config: RunConfig, run_dir: RunDirectory, checkpoint: Path | None
             controller = Controller(
                 config,
                 task,
-                rollouter=Rollouter(
-                    lambda sample: task.make_env(sample, renderer),
-                    task.rubric(),
-                    advantage=BY_NAME[config.training.advantage],
-                    limits=config.rollout,
-                    max_context=config.model.max_context,
-                    seed=config.seed,
-                    finish_session=router.finish_session,
-                ),
+                rollouter=cluster.workers if config.rollout.num_workers else make_rollouter(config, renderer),
                 router=router,
                 trainer=cluster.trainer,
                 stop_token_ids=renderer.get_stop_token_ids(),

@@ -10,11 +10,14 @@ from typing import Any
 
 from monarch.actor import this_proc
 
+from titan_rl.actors.generate_service import GenerateService
 from titan_rl.actors.generator import GeneratorActor, GeneratorSettings
 from titan_rl.actors.process import call, stderr_into
 from titan_rl.actors.replica import ActorReplica
+from titan_rl.actors.rollout_worker import RolloutWorkerActor, RolloutWorkerSettings
 from titan_rl.actors.supervisor import ProcessFailure, Supervisor
 from titan_rl.actors.trainer import ActorTrainer, TrainerActor, TrainerSettings
+from titan_rl.actors.worker_pool import WorkerPool
 from titan_rl.config.run import RunConfig
 from titan_rl.errors import ActorDiedError, EngineDeadError
 from titan_rl.observability.run_dir import RunDirectory
@@ -25,19 +28,25 @@ from titan_rl.statedict.board import VersionBoard
 logger = logging.getLogger(__name__)
 
 TRAINER = "trainer"
+WORKER = "rollout-worker-"
 STOP_TIMEOUT_S = 30.0
 
 
 class Cluster:
-    """One trainer and its generators, each an actor in a process of its own. Made by `start_cluster`."""
+    """One trainer, its generators and rollout workers, each an actor in a process of its own. Made by
+    `start_cluster`."""
 
-    def __init__(self, config: RunConfig, run_dir: RunDirectory, board: VersionBoard, supervisor: Any) -> None:
+    def __init__(
+        self, config: RunConfig, run_dir: RunDirectory, board: VersionBoard, supervisor: Any, service: Any
+    ) -> None:
         self.trainer: ActorTrainer
         self.replicas: list[ActorReplica]
+        self.workers = WorkerPool(wait_s=config.generation.start_timeout_s)
         self._config = config
         self._run_dir = run_dir
         self._board = board
         self._supervisor = supervisor
+        self._service = service
         self._respawns_left = config.generation.max_respawns
         self._broken: asyncio.Queue[tuple[str, Exception]] = asyncio.Queue()
 
@@ -51,6 +60,8 @@ class Cluster:
         async with asyncio.TaskGroup() as starting:
             trainer = starting.create_task(self._start_trainer())
             generators = [starting.create_task(self._start_generator(name)) for name in names]
+            for index in range(self._config.rollout.num_workers):
+                starting.create_task(self._start_worker(f"{WORKER}{index}"))
         self.trainer = trainer.result()
         self.replicas = [task.result() for task in generators]
 
@@ -75,9 +86,12 @@ class Cluster:
                     await call(self._supervisor.replace, name, str(error), who="supervisor", timeout_s=STOP_TIMEOUT_S)
 
             async def respawn(name: str) -> None:
-                replica = await self._start_generator(name)
-                inlets[name] = background.create_task(replica.inlet.run())
-                await router.add_replica(replica)
+                if name.startswith(WORKER):
+                    await self._start_worker(name)
+                else:
+                    replica = await self._start_generator(name)
+                    inlets[name] = background.create_task(replica.inlet.run())
+                    await router.add_replica(replica)
 
             background.create_task(replace_broken())
             while True:
@@ -87,7 +101,9 @@ class Cluster:
                     raise ActorDiedError(f"{failure.name} died: {failure.reason}; its log is {log}")
                 self._respawns_left -= 1
                 logger.warning("%s died: %s; starting another", failure.name, failure.reason)
-                inlets[failure.name].cancel()
+                self.workers.remove(failure.name)
+                if (inlet := inlets.get(failure.name)) is not None:
+                    inlet.cancel()
                 if failure.name in {member.name for member in router.members}:  # else it died while it started
                     router.remove_replica(failure.name)
                 background.create_task(respawn(failure.name))
@@ -106,8 +122,12 @@ class Cluster:
         await replica.open_stream()
         return replica
 
-    async def _spawn(self, name: str, actor_class: Any, settings: Any) -> Any:
-        actor = await call(self._supervisor.spawn, name, actor_class, (settings,), who="supervisor")
+    async def _start_worker(self, name: str) -> None:
+        settings = RolloutWorkerSettings(str(self._run_dir.config), self._log_path(name))
+        self.workers.add(name, await self._spawn(name, RolloutWorkerActor, settings, self._service))
+
+    async def _spawn(self, name: str, actor_class: Any, *arguments: Any) -> Any:
+        actor = await call(self._supervisor.spawn, name, actor_class, arguments, who="supervisor")
         await call(actor.start, who=name, timeout_s=self._config.generation.start_timeout_s)
         return actor
 
@@ -128,7 +148,8 @@ async def start_cluster(config: RunConfig, run_dir: RunDirectory, board: Version
     """
     with stderr_into(run_dir.logs / "monarch.log"):  # it greets its user there when it is first used
         supervisor = this_proc().spawn("supervisor", Supervisor)
-    cluster = Cluster(config, run_dir, board, supervisor)
+        service = this_proc().spawn("generate_service", GenerateService)
+    cluster = Cluster(config, run_dir, board, supervisor, service)
     try:
         await cluster.start()
         yield cluster

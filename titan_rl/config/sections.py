@@ -90,6 +90,8 @@ class RolloutConfig(Section):
     """Longest time of one rollout."""
     env_timeout_s: PositiveFloat = 60.0
     """Longest time of one call into the environment."""
+    num_workers: NonNegativeInt = 0
+    """Processes that play rollouts, where environments or scoring take much computing; 0 plays in the controller."""
     max_retries: NonNegativeInt = 0
     """Siblings of one group that are played again after an error other than of parsing, in fresh environments."""
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from titan_rl.durability.records import Part, digest
 from titan_rl.types import Completion, GenerateFn, SamplingParams
 
-Parts = Mapping[tuple[str, bytes], Completion]
-"""(request id, digest of its prompt) -> what it came back with."""
+Known = Callable[[str, bytes], Completion | None]
+"""What a request came back with, by its id and the digest of its prompt."""
 
 
 class Recorder:
@@ -22,8 +22,8 @@ class Recorder:
         self._on_part = on_part
         self._asked: dict[str, tuple[int, bytes]] = {}  # request id -> group and prompt of what is in flight
 
-    def record(self, generate: GenerateFn, index: int, known: Parts) -> GenerateFn:
-        """A `GenerateFn` that answers from `known` what is in it, and notes everything else.
+    def record(self, generate: GenerateFn, index: int, known: Known) -> GenerateFn:
+        """A `GenerateFn` that answers what is known, and notes everything else.
 
         A fresh environment that is given the recorded answers arrives where its predecessor was, so environments need
         not be saved. One that asks with another prompt than before gets new answers from there on. A part that was
@@ -41,7 +41,7 @@ class Recorder:
             sampling: SamplingParams,
         ) -> Completion:
             prompt_digest = digest(prompt_token_ids)
-            if (answer := known.get((request_id, prompt_digest))) is not None:
+            if (answer := known(request_id, prompt_digest)) is not None:
                 return answer
             self._asked[request_id] = (index, prompt_digest)
             try:

@@ -125,8 +125,13 @@ class RunJournal:
         )
 
     def record(self, generate: GenerateFn, index: int) -> GenerateFn:
-        """`generate` for the rollouts of a group, which are answered again what they were answered before."""
-        known = {key: part.completion for key, part in self.state.parts.get(index, {}).items()}
+        """`generate` for the rollouts of a group, which are answered again what they were answered before: by an
+        earlier process, or when a worker died and the group is played again."""
+
+        def known(request_id: str, prompt_digest: bytes) -> Completion | None:
+            part = self.state.parts.get(index, {}).get((request_id, prompt_digest))
+            return None if part is None else part.completion
+
         return self._recorder.record(generate, index, known)
 
     def finished(self, index: int, group: RolloutGroup) -> None:

@@ -1,0 +1,128 @@
+"""Streaming against synchronous training on the real stack, on alphabet-sort with a long tail: seconds to one reward.
+
+    python benchmarks/streaming.py [--steps 30] [--seed 0]
+
+One conversation in twenty-five waits some seconds for a slow tool between its turns. A synchronous step waits for the
+slowest of its 128; a streaming one trains on the groups that are done and lets the others go on. Both runs are the
+shipped CPU config with the same seed, data and number of steps, one after the other. Time is that of training steps
+alone: starting and validating are the same for both. One JSON line a figure: `name`, `value`, `target`, `unit`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from statistics import fmean
+
+from examples.alphabet_sort.data import Sample
+from examples.alphabet_sort.task import AlphabetSort
+from titan_rl.environment.types import TokenEnv, TokenObservation, TokenStep
+from titan_rl.observability.run_dir import read_jsonl
+from titan_rl.renderer.types import Renderer
+from titan_rl.types import Completion
+
+REPOSITORY = Path(__file__).parents[1]
+SCHEDULES = {
+    "synchronous": {"scheduling.max_staleness": 0},
+    "streaming": {"scheduling.max_staleness": 1, "scheduling.oversample": 1.0},
+}
+
+
+class SlowTail(AlphabetSort):
+    """Alphabet-sort in which some conversations wait for a slow tool."""
+
+    slow_share: float = 0.04
+    """Of the conversations."""
+    slow_s: float = 6.0
+    """What a slow one waits before each of its turns but the first."""
+
+    def make_env(self, sample: Sample, renderer: Renderer) -> TokenEnv:
+        env = super().make_env(sample, renderer)
+        return SlowEnv(env, self.slow_s) if random.random() < self.slow_share else env
+
+
+class SlowEnv:
+    """A `TokenEnv` that takes its time."""
+
+    def __init__(self, env: TokenEnv, seconds: float) -> None:
+        self._env = env
+        self._seconds = seconds
+
+    async def reset(self) -> TokenObservation:
+        return await self._env.reset()
+
+    async def step(self, completion: Completion) -> TokenStep:
+        await asyncio.sleep(self._seconds)
+        return await self._env.step(completion)
+
+    async def close(self) -> None:
+        await self._env.close()
+
+
+def run(name: str, steps: int, seed: int, folder: Path) -> list[dict[str, float]]:
+    """The metrics of one run."""
+    settings = {
+        "task.type": "benchmarks.streaming:SlowTail",
+        "training.steps": steps,
+        "validation.interval": 5,
+        "validation.num_prompts": 32,
+        "seed": seed,
+        "run_dir": str(folder / name),
+        **SCHEDULES[name],
+    }
+    command = [sys.executable, "-m", "titan_rl.cli.main", "train", "examples/alphabet_sort/cpu.toml"]
+    command += [text for key, value in settings.items() for text in (f"--{key}", str(value))]
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, cwd=REPOSITORY, env=environment, check=True, stdout=subprocess.DEVNULL)
+    return read_jsonl(folder / name / "latest" / "metrics.jsonl")
+
+
+def curve(records: list[dict[str, float]]) -> list[tuple[float, float]]:
+    """(seconds of training, validation reward), one for each validation."""
+    seconds, points = 0.0, list[tuple[float, float]]()
+    for record in records:
+        seconds += record.get("time/step_s", 0.0)
+        if "validation/reward_mean" in record:
+            points.append((seconds, record["validation/reward_mean"]))
+    return points
+
+
+def seconds_to(points: list[tuple[float, float]], reward: float) -> float:
+    """When the curve first reaches a reward, between two validations by a straight line."""
+    before_s, before = points[0]
+    for after_s, after in points:
+        if after >= reward:
+            return before_s + (after_s - before_s) * (reward - before) / (after - before) if after > before else after_s
+        before_s, before = after_s, after
+    raise ValueError(f"the curve does not reach {reward}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        records = {name: run(name, arguments.steps, arguments.seed, Path(folder)) for name in SCHEDULES}
+    curves = {name: curve(found) for name, found in records.items()}
+    for name, points in curves.items():
+        steps = [record for record in records[name] if "train/loss" in record]
+        age = fmean(record["scheduling/age_mean"] for record in steps)
+        print(f"{name}: {fmean(record['time/step_s'] for record in steps):.2f} s a step, mean age {age:.2f}")
+        print("  " + "  ".join(f"{seconds:.0f} s {reward:.3f}" for seconds, reward in points))
+    reward = min(max(reward for _, reward in points) for points in curves.values())
+    ratio = seconds_to(curves["synchronous"], reward) / seconds_to(curves["streaming"], reward)
+    print(f"to validation reward {reward:.3f}:")
+    figure = {"name": "streaming_speedup_to_reward", "value": round(ratio, 3), "target": 1.0, "unit": "ratio, at least"}
+    print(json.dumps(figure))
+
+
+if __name__ == "__main__":
+    main()

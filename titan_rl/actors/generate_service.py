@@ -1,0 +1,98 @@
+"""The controller's end of rollouts that run in other processes: their `GenerateFn` is a call to this actor."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Generator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from monarch.actor import Actor, concurrent_endpoint
+
+from titan_rl.errors import RequestError
+from titan_rl.rollout.types import Rollout
+from titan_rl.types import Completion, GenerateFn, SamplingParams
+
+T = TypeVar("T")
+
+
+class GroupDesk:
+    """What one group in a worker may ask for while it runs. Lives on the event loop that made it."""
+
+    def __init__(self, generate: GenerateFn, on_finished: Callable[[Rollout], None] | None) -> None:
+        self._generate = generate
+        self._on_finished = on_finished
+        self._loop = asyncio.get_running_loop()
+        self._tasks: set[asyncio.Task[Completion]] = set()
+
+    async def generate(
+        self, prompt_token_ids: Sequence[int], request_id: str, session_id: str | None, sampling: SamplingParams
+    ) -> Completion:
+        """From any event loop: have this one's loop generate."""
+
+        async def on_loop() -> Completion:
+            task = asyncio.ensure_future(
+                self._generate(prompt_token_ids, request_id=request_id, session_id=session_id, sampling=sampling)
+            )
+            self._tasks.add(task)
+            try:
+                return await task
+            finally:
+                self._tasks.discard(task)
+
+        return await self._run(on_loop())
+
+    async def finished(self, rollout: Rollout) -> None:
+        async def on_loop() -> None:
+            if self._on_finished is not None:
+                self._on_finished(rollout)
+
+        await self._run(on_loop())
+
+    async def close(self) -> None:
+        """Cancel what the group still asks for. Called on the desk's own loop."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
+
+
+_desks: dict[str, GroupDesk] = {}  # by group id; the actor lives in the process that fills it
+
+
+@contextmanager
+def open_desk(group_id: str, desk: GroupDesk) -> Generator[None]:
+    """Within the block, workers reach `desk` through the service under `group_id`."""
+    assert group_id not in _desks, f"group {group_id!r} runs already"
+    _desks[group_id] = desk
+    try:
+        yield
+    finally:
+        del _desks[group_id]
+
+
+class GenerateService(Actor):
+    """Spawned in the controller's own process."""
+
+    @concurrent_endpoint
+    async def generate(
+        self,
+        group_id: str,
+        prompt_token_ids: Sequence[int],
+        request_id: str,
+        session_id: str | None,
+        sampling: SamplingParams,
+    ) -> Completion:
+        return await _desk(group_id).generate(prompt_token_ids, request_id, session_id, sampling)
+
+    @concurrent_endpoint
+    async def finished(self, group_id: str, rollout: Rollout) -> None:
+        await _desk(group_id).finished(rollout)
+
+
+def _desk(group_id: str) -> GroupDesk:
+    if (desk := _desks.get(group_id)) is None:
+        raise RequestError(f"group {group_id!r} is no longer wanted")
+    return desk

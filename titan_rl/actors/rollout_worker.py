@@ -1,0 +1,89 @@
+"""A process that plays rollouts: environments, parsing and scoring hold Python's lock, and each process has its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from monarch.actor import Actor, concurrent_endpoint
+
+from titan_rl.actors.process import call, enter_actor_process
+from titan_rl.rollout.types import Rollout, RolloutGroup
+from titan_rl.types import Completion, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutWorkerSettings:
+    """Everything a worker process needs. The task is imported there, from its name in the resolved settings."""
+
+    config_path: str
+    log_path: str
+
+
+class RolloutWorkerActor(Actor):
+    """Runs a `Rollouter` whose `GenerateFn` is a call to the controller."""
+
+    def __init__(self, settings: RolloutWorkerSettings, service: Any) -> None:
+        enter_actor_process(settings.log_path)
+        self._settings = settings
+        self._service = service
+        self._groups: dict[str, asyncio.Task[RolloutGroup]] = {}
+
+    @concurrent_endpoint
+    async def start(self) -> None:
+        """Returns once the task and the renderer are there.
+
+        Raises:
+            ConfigError: the task cannot be imported here.
+        """
+        from titan_rl.config.load import load_config
+        from titan_rl.rollout.from_config import make_rollouter
+
+        self._rollouter = make_rollouter(load_config(self._settings.config_path, check_files=False))
+
+    @concurrent_endpoint
+    async def run_group(self, sample: Any, group_id: str, group_size: int, sampling: SamplingParams) -> RolloutGroup:
+        """As `Rollouter.run_group`."""
+        finishing: list[asyncio.Future[None]] = []
+
+        def on_finished(rollout: Rollout) -> None:
+            finishing.append(asyncio.ensure_future(call(self._service.finished, group_id, rollout, who="controller")))
+
+        task = self._groups[group_id] = asyncio.ensure_future(
+            self._rollouter.run_group(
+                partial(self._generate, group_id),
+                sample,
+                group_id=group_id,
+                group_size=group_size,
+                sampling=sampling,
+                on_finished=on_finished,
+            )
+        )
+        try:
+            group = await task
+            await asyncio.gather(*finishing)
+            return group
+        finally:
+            del self._groups[group_id]
+
+    @concurrent_endpoint
+    async def cancel(self, group_id: str) -> None:
+        """Close the environments of a group. One that has ended is no error."""
+        if (task := self._groups.get(group_id)) is not None:
+            task.cancel()
+
+    async def _generate(
+        self,
+        group_id: str,
+        prompt_token_ids: Sequence[int],
+        *,
+        request_id: str,
+        session_id: str | None = None,
+        sampling: SamplingParams,
+    ) -> Completion:
+        return await call(
+            self._service.generate, group_id, prompt_token_ids, request_id, session_id, sampling, who="controller"
+        )

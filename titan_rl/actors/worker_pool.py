@@ -1,0 +1,96 @@
+"""Rollout workers as one `GroupRunner`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from titan_rl.actors.generate_service import GroupDesk, open_desk
+from titan_rl.actors.process import call
+from titan_rl.errors import ActorDiedError
+from titan_rl.rollout.types import Rollout, RolloutGroup
+from titan_rl.types import GenerateFn, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+CANCEL_TIMEOUT_S = 10.0
+
+
+class WorkerPool:
+    """Plays each group in the worker with the fewest rollouts. A group whose worker dies is played again in another.
+
+    Args:
+        max_attempts: workers that may die under one group.
+        wait_s: how long a group waits for a worker when there is none.
+    """
+
+    def __init__(self, *, max_attempts: int = 3, wait_s: float = 180.0) -> None:
+        self._workers: dict[str, Any] = {}  # name -> actor
+        self._load: dict[str, int] = {}  # name -> rollouts
+        self._max_attempts = max_attempts
+        self._wait_s = wait_s
+        self._changed = asyncio.Event()
+
+    def add(self, name: str, actor: Any) -> None:
+        self._workers[name], self._load[name] = actor, 0
+        self._changed.set()
+
+    def remove(self, name: str) -> None:
+        self._workers.pop(name, None)
+
+    async def run_group(
+        self,
+        generate: GenerateFn,
+        sample: Any,
+        *,
+        group_id: str,
+        group_size: int,
+        sampling: SamplingParams,
+        on_finished: Callable[[Rollout], None] | None = None,
+    ) -> RolloutGroup:
+        """As `Rollouter.run_group`; `on_finished` is called once for each sibling, however often it is played.
+
+        Raises:
+            ActorDiedError: `max_attempts` workers died under the group, or none came up in time.
+        """
+        told: set[int] = set()
+
+        def tell(rollout: Rollout) -> None:
+            if on_finished is not None and rollout.sibling not in told:
+                told.add(rollout.sibling)
+                on_finished(rollout)
+
+        for attempt in range(1, self._max_attempts + 1):
+            name = await self._least_loaded()
+            actor, desk = self._workers[name], GroupDesk(generate, tell)
+            self._load[name] += group_size
+            try:
+                with open_desk(group_id, desk):
+                    return await call(actor.run_group, sample, group_id, group_size, sampling, who=name)
+            except ActorDiedError as error:
+                self.remove(name)
+                if attempt == self._max_attempts:
+                    raise
+                logger.warning("%s; group %s is played again", error, group_id)
+            except asyncio.CancelledError:
+                with suppress(ActorDiedError):
+                    await call(actor.cancel, group_id, who=name, timeout_s=CANCEL_TIMEOUT_S)
+                raise
+            finally:
+                if name in self._load:
+                    self._load[name] -= group_size
+                await desk.close()
+        raise AssertionError("the last attempt returns or raises")
+
+    async def _least_loaded(self) -> str:
+        try:
+            async with asyncio.timeout(self._wait_s):
+                while not self._workers:
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            raise ActorDiedError(f"no rollout worker came up within {self._wait_s:g} s") from None
+        return min(self._workers, key=lambda name: self._load[name])

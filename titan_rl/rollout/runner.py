@@ -1,0 +1,24 @@
+"""What plays groups: a `Rollouter` in this process, or others behind something that looks like one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from titan_rl.rollout.types import Rollout, RolloutGroup
+from titan_rl.types import GenerateFn, SamplingParams
+
+
+class GroupRunner(Protocol):
+    async def run_group(
+        self,
+        generate: GenerateFn,
+        sample: Any,
+        *,
+        group_id: str,
+        group_size: int,
+        sampling: SamplingParams,
+        on_finished: Callable[[Rollout], None] | None = None,
+    ) -> RolloutGroup:
+        """Play, score and compare the siblings of one sample; see `Rollouter.run_group`."""
+        ...
