@@ -3,8 +3,8 @@
 The router, rollouter and scheduler are the real ones; engines and trainer only take time (titan_rl.simulate). No
 source gives a histogram of its lengths: where lengths differ, 97% are log-normal and 3% lie within a tenth of the cap.
 The longest answer then takes what the synchronous step takes; medians, the cost of a request beside others, and the
-share of the trainer are assumptions, stated with each workload. No answer is dropped: every schedule trains on all it
-admits, `length bias` is the mean length trained on over the mean length on offer.
+share of the trainer are assumptions, stated with each workload. No figure is of a schedule that drops answers: those
+train on all they admit. `length bias` is the mean length trained on over the mean length on offer.
 
     python benchmarks/long_tail.py            # all, some minutes
     python benchmarks/long_tail.py --steps 6  # quicker and noisier
@@ -56,7 +56,7 @@ class Case:
             )
             oldest = max(result.ages)
             assert oldest <= settings.age_bound, f"{name}: a token of age {oldest}, the bound is {settings.age_bound}"
-            assert result.wasted_tokens == 0, f"{name} threw {result.wasted_tokens} tokens away"
+            assert result.wasted_tokens == 0 or settings.tail == "drop", f"{name} wasted {result.wasted_tokens} tokens"
             results[name] = result
             ages = " ".join(f"{age}:{count / result.ages.total():.0%}" for age, count in sorted(result.ages.items()))
             print(
@@ -80,6 +80,7 @@ ALL: dict[str, Knobs] = {
     "partial (keep)": PARTIAL_KEEP,
     "fully asynchronous": ASYNCHRONOUS,
 }
+DROPPING: Knobs = {**STREAMING, "tail": "drop", "tail_age": 1}
 COLOCATED = {name: knobs for name, knobs in ALL.items() if "partial" in name or name == "synchronous"}
 
 
@@ -88,7 +89,8 @@ def verl_2200() -> Case:
     a synchronous step gives it; a full batch costs twice an empty one."""
     workload = Workload(log_normal_with_tail(median=300, sigma=0.5, cap=16384), group_size=8)
     cost = CostModel(step=0.02, request=0.02 / 128, prompt_token=1e-5, load=1.0)
-    return Case("verl #2200, rollout alone", workload, Cluster(8, cost, max_running=128), 128, ALL)
+    schedules = {**ALL, "dropping the tail": DROPPING}  # for what it does to the lengths, not for its speed
+    return Case("verl #2200, rollout alone", workload, Cluster(8, cost, max_running=128), 128, schedules)
 
 
 def equal_lengths() -> Case:

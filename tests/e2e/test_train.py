@@ -33,6 +33,23 @@ def test_a_run_trains_verifies_and_leaves_its_files_and_nothing_else(tmp_path):
         assert run.leftovers() == []
 
 
+def test_rollouts_that_each_batch_interrupts_go_on(tmp_path):
+    with run_training(
+        tmp_path,
+        training__steps=6,
+        scheduling__oversample=1.0,
+        scheduling__on_batch_ready="abort",
+        scheduling__tail="tail_batch",
+    ) as run:
+        assert run.wait() == 0, run.output
+        steps = [record for record in run.metrics() if "train/loss" in record]
+        assert [record["step"] for record in steps] == [1, 2, 3, 4, 5, 6]
+        assert all(record["rollout/status/aborted"] == 0 for record in steps)
+        assert any(record.get("completion/num_resumes", 0) > 0 for record in steps)
+        assert all(record["train/staleness_max"] <= 4 for record in steps)  # (8 + 4 slots + a window of 8 - 2) // 4
+        assert run.leftovers() == []
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_run_in_order(tmp_path, number):
     with run_training(tmp_path, training__steps=1000) as run:
