@@ -1,8 +1,8 @@
 """Streaming against synchronous training on the real stack, on alphabet-sort with a long tail: seconds to one reward.
 
-    python benchmarks/streaming.py [--steps 30] [--seed 0]
+    python benchmarks/streaming.py [--steps 20] [--seed 0]
 
-One conversation in twenty-five waits some seconds for a slow tool between its turns. A synchronous step waits for the
+One conversation in twenty-five waits three seconds for a slow tool between its turns. A synchronous step waits for the
 slowest of its 128; a streaming one trains on the groups that are done and lets the others go on. Both runs are the
 shipped CPU config with the same seed, data and number of steps, one after the other. Time is that of training steps
 alone: starting and validating are the same for both. One JSON line a figure: `name`, `value`, `target`, `unit`.
@@ -40,7 +40,7 @@ class SlowTail(AlphabetSort):
 
     slow_share: float = 0.04
     """Of the conversations."""
-    slow_s: float = 6.0
+    slow_s: float = 3.0
     """What a slow one waits before each of its turns but the first."""
 
     def make_env(self, sample: Sample, renderer: Renderer) -> TokenEnv:
@@ -106,7 +106,7 @@ def seconds_to(points: list[tuple[float, float]], reward: float) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

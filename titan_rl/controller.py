@@ -162,7 +162,7 @@ class Controller:
         manifest = await self._trainer.publish()
         published = time.monotonic()
         self._board.announce(manifest)
-        await self._router.pull_state_dict(manifest.version)
+        await self._router.pull_state_dict(manifest.version, self._config.generation.pull_mode)
         pulled = time.monotonic()
         figures = prefixed("sync", self._board.worst())
         return figures | {"sync/publish_s": published - began, "sync/pull_s": pulled - published}

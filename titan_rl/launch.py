@@ -25,6 +25,7 @@ from titan_rl.observability.sinks import open_sinks
 from titan_rl.owned_folder import OwnedFolder, clean_dead_folders
 from titan_rl.renderer import ChatTemplateRenderer
 from titan_rl.rollout.from_config import make_rollouter
+from titan_rl.routing.affinity import ConsistentHash, GroupAffinity
 from titan_rl.routing.limits import Limits
 from titan_rl.routing.router import GeneratorRouter
 from titan_rl.routing.strategies import LeastLoaded, RoundRobin, StickySession, Strategy
@@ -186,6 +187,11 @@ def make_strategy(config: RunConfig) -> Strategy:
     match config.routing.strategy:
         case "sticky":
             return StickySession(fallback=LeastLoaded(), max_sessions=config.routing.max_sessions)
+        case "group_affinity":
+            affinity = GroupAffinity(fallback=LeastLoaded())
+            return StickySession(fallback=affinity, max_sessions=config.routing.max_sessions)
+        case "consistent_hash":
+            return ConsistentHash()
         case "least_loaded":
             return LeastLoaded()
         case "round_robin":

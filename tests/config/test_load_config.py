@@ -117,6 +117,18 @@ def test_all_wrong_settings_are_reported_at_once(project: Path):
         ({"training.row_tokens": "256"}, ["training.row_tokens = 256", "model.max_context = 512"]),
         ({"training.warmup_steps": "6"}, ["training.warmup_steps = 6", "training.steps = 5"]),
         ({"validation.temperature": "0"}, ["validation.temperature = 0", "samples_per_prompt = 1"]),
+        (
+            {"generation.pull_mode": "drain", "generation.reset_prefix_cache": "false"},
+            ["generation.reset_prefix_cache = false", 'pull_mode = "drain"', "reset_prefix_cache = true"],
+        ),
+        (
+            {"generation.running_kv": "recompute", "generation.reset_prefix_cache": "false"},
+            ["generation.reset_prefix_cache = false", 'running_kv = "recompute"', "reset_prefix_cache = true"],
+        ),
+        (
+            {"generation.pull_mode": "drain", "scheduling.on_batch_ready": "keep"},
+            ['generation.pull_mode = "drain"', 'on_batch_ready = "keep"', 'pull_mode = "hot_swap"'],
+        ),
     ],
 )
 def test_settings_that_exclude_each_other_are_refused(project: Path, overrides: dict[str, str], names: list[str]):

@@ -177,6 +177,23 @@ async def test_a_cancelled_pull_leaves_no_replica_behind(mode: str) -> None:
     await router.close()
 
 
+@pytest.mark.parametrize("pause_at", [0.5, 15.0])
+async def test_a_drain_does_not_count_the_time_that_a_pause_freezes(pause_at: float) -> None:
+    replicas = [FakeReplica("a"), FakeReplica("b")]
+    router = GeneratorRouter(replicas, limits=Limits(drain_s=20))
+    running = [ask(router, "1", tokens=12), ask(router, "2", tokens=30)]
+    await asyncio.sleep(0)
+    pulling = asyncio.create_task(router.pull_state_dict(1, "drain"))
+    await asyncio.sleep(pause_at)
+    await router.pause("keep")
+    await asyncio.sleep(100)
+    await router.resume()
+    assert (await pulling).aborted == ()
+    assert [len((await request).token_ids) for request in running] == [12, 30]
+    assert [replica.version for replica in replicas] == [1, 1]
+    await router.close()
+
+
 async def test_drain_while_paused_is_refused_and_hot_swap_is_not() -> None:
     a = FakeReplica("a")
     router = GeneratorRouter([a])

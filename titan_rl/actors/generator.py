@@ -13,6 +13,7 @@ from titan_rl.config.sections import GenerationConfig, ModelConfig
 from titan_rl.generation.engine import Engine
 from titan_rl.generation.engine_loop import EngineLoop
 from titan_rl.generation.local_replica import pause_anew, resume_if_paused
+from titan_rl.generation.types import KVPolicy
 from titan_rl.statedict.probes import verify
 from titan_rl.statedict.types import Manifest
 from titan_rl.types import Completion, SamplingParams
@@ -35,7 +36,12 @@ class GeneratorActor(Actor):
     def __init__(self, settings: GeneratorSettings) -> None:
         enter_actor_process(settings.log_path)
         self._settings = settings
-        self._loop = EngineLoop(self._make_engine, stream_interval=settings.generation.stream_interval)
+        generation = settings.generation
+        self._loop = EngineLoop(
+            self._make_engine,
+            kv_policy=KVPolicy(generation.running_kv, generation.reset_prefix_cache),
+            stream_interval=generation.stream_interval,
+        )
         self._outlet: TokenOutlet | None = None
 
     def _make_engine(self) -> Engine:

@@ -80,6 +80,22 @@ def conflicts(config: RunConfig) -> Iterator[str]:
             f"training.warmup_steps = {config.training.warmup_steps} is more than training.steps = "
             f"{config.training.steps}; the learning rate would never reach training.lr"
         )
+    generation = config.generation
+    if not generation.reset_prefix_cache and generation.pull_mode == "drain":
+        yield (
+            'generation.reset_prefix_cache = false with generation.pull_mode = "drain": no request mixes weights, '
+            "but later ones would reuse KV of the old; set reset_prefix_cache = true"
+        )
+    if not generation.reset_prefix_cache and generation.running_kv == "recompute":
+        yield (
+            'generation.reset_prefix_cache = false with generation.running_kv = "recompute": running requests would be '
+            "computed anew from KV of the old weights; set reset_prefix_cache = true"
+        )
+    if generation.pull_mode == "drain" and config.scheduling.on_batch_ready != "continue":
+        yield (
+            f'generation.pull_mode = "drain" with scheduling.on_batch_ready = "{config.scheduling.on_batch_ready}": '
+            'interrupted requests cannot finish; use pull_mode = "hot_swap" or on_batch_ready = "continue"'
+        )
     if config.validation.temperature == 0 and config.validation.samples_per_prompt > 1:
         yield (
             f"validation.temperature = 0 is greedy, so all validation.samples_per_prompt = "

@@ -48,6 +48,12 @@ class GenerationConfig(Section):
     """Most requests one engine advances at a time."""
     kv_cache_gib: PositiveFloat = 1.0
     """Memory of one engine's KV cache; it holds at least one full context."""
+    pull_mode: Literal["hot_swap", "drain"] = "hot_swap"
+    """New weights are loaded between two tokens of running requests, or once a generator's requests have finished."""
+    running_kv: Literal["keep", "recompute"] = "keep"
+    """At a hot swap running requests keep the KV cache of the old weights, or compute it anew."""
+    reset_prefix_cache: bool = True
+    """With new weights later requests reuse no KV cache of the old ones."""
     stream_interval: PositiveInt = 32
     """Engine steps between two messages of new tokens to the router, which goes on from those if a generator dies."""
     request_timeout_s: PositiveFloat = 300.0
@@ -61,8 +67,8 @@ class GenerationConfig(Section):
 class RoutingConfig(Section):
     """How a request finds its replica."""
 
-    strategy: Literal["sticky", "least_loaded", "round_robin"] = "sticky"
-    """sticky keeps a rollout on the replica that holds its KV cache, else takes the least loaded."""
+    strategy: Literal["sticky", "group_affinity", "consistent_hash", "least_loaded", "round_robin"] = "sticky"
+    """sticky keeps a rollout on the replica that holds its KV cache; group_affinity also starts its siblings there."""
     max_sessions: PositiveInt = 65536
     """Sessions remembered; the one longest unused is forgotten first."""
 

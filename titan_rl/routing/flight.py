@@ -43,8 +43,11 @@ class Flight:
         self.engine_id = f"{self.request_id}~{self._num_departures}" if self._num_departures else self.request_id
         self._num_departures += 1
 
-    async def within(self, seconds: float, coroutine: Coroutine[Any, Any, T]) -> T:
+    async def within(self, seconds: float, coroutine: Coroutine[Any, Any, T], frozen_s: float | None = None) -> T:
         """The coroutine's result.
+
+        Args:
+            frozen_s: the wait begins frozen, for so long at most.
 
         Raises:
             TimeoutError: `seconds` have passed, not counting frozen ones, or the flight was interrupted.
@@ -53,6 +56,8 @@ class Flight:
         self.interrupted = False
         try:
             async with asyncio.timeout(seconds) as self._scope:
+                if frozen_s is not None:
+                    self.freeze(frozen_s)
                 return await coroutine
         except TimeoutError as error:
             frozen = self._remaining_s is not None and not self.interrupted
@@ -88,6 +93,33 @@ class Flights:
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._flights: dict[str, Flight] = {}
+        self._waits: set[Flight] = set()  # for flights to land, frozen with them
+        self._frozen_s: float | None = None  # how long a freeze may last, while there is one
+
+    def freeze(self, limit_s: float) -> None:
+        """Stop the clocks of all flights, and of those that wait for some to land."""
+        self._frozen_s = limit_s
+        for flight in (*self, *self._waits):
+            flight.freeze(limit_s)
+
+    def thaw(self) -> None:
+        self._frozen_s = None
+        for flight in (*self, *self._waits):
+            flight.thaw()
+
+    async def wait(self, seconds: float, landing: Coroutine[Any, Any, T]) -> T:
+        """The result of something that waits for flights to land.
+
+        Raises:
+            TimeoutError: `seconds` have passed, not counting those in which the flights were frozen.
+            NotResumedError: they were frozen for too long.
+        """
+        wait = Flight("")
+        self._waits.add(wait)
+        try:
+            return await wait.within(seconds, landing, self._frozen_s)
+        finally:
+            self._waits.discard(wait)
 
     def __iter__(self) -> Iterator[Flight]:
         return iter(tuple(self._flights.values()))

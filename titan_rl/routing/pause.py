@@ -56,8 +56,7 @@ class Pause:
             flight.aborted = True
         async with self._changing:
             if mode == "keep":
-                for flight in self._flights:
-                    flight.freeze(self._limits.paused_s)
+                self._flights.freeze(self._limits.paused_s)
             elif mode == "wait" and not await self._all_idle():
                 aborted = [flight for flight in self._flights if flight.member is not None]
             cancelled = await self._flights.end(aborted)
@@ -106,8 +105,7 @@ class Pause:
     def _open_gate(self) -> None:
         if self.mode is not None:  # paused again while the replicas were resuming
             return
-        for flight in self._flights:
-            flight.thaw()
+        self._flights.thaw()
         self.open.set()
 
     async def _apply_to_all(self) -> dict[str, Exception]:

@@ -107,8 +107,7 @@ class Puller:
         self._pool.withdraw(member)
         member.draining = True
         try:
-            async with asyncio.timeout(self._limits.drain_s):
-                await member.idle.wait()
+            await self._flights.wait(self._limits.drain_s, member.idle.wait())
         except TimeoutError:
             late = self._flights.on(member)
             logger.warning("replica %s did not drain; aborting %d requests", member.name, len(late))
