@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -309,7 +309,7 @@ async def test_a_generation_that_hangs_is_a_timeout_and_earlier_turns_are_kept()
             await asyncio.Event().wait()
         return await Generator()(prompt_token_ids, request_id=request_id, **kwargs)
 
-    stage = Stage(limits=RolloutConfig(rollout_timeout_s=30.0))
+    stage = Stage(limits=RolloutConfig(generate_timeout_s=30.0))
     (rollout,) = (await stage.group(generate)).rollouts
     assert (rollout.status, len(rollout.turns)) == (RolloutStatus.ERROR_TIMEOUT, 1)
     assert rollout.metrics["seconds"] == pytest.approx(30.0)
@@ -550,3 +550,18 @@ async def test_a_sibling_is_judged_as_soon_as_it_ends() -> None:
     release.set()
     assert [rollout.reward for rollout in (await group).rollouts] == [0.0, 1.0]
     assert sorted(calls) == ["g/0", "g/1"]  # once each
+
+
+@pytest.mark.looptime
+@pytest.mark.parametrize(
+    ("interrupted_s", "ends"), [(100.0, RolloutStatus.COMPLETED), (0.0, RolloutStatus.ERROR_TIMEOUT)]
+)
+async def test_the_time_of_an_interruption_is_not_the_rollouts(interrupted_s: float, ends: RolloutStatus) -> None:
+    async def generate(prompt_token_ids: Sequence[int], *, request_id: str, **kwargs: Any) -> Completion:
+        await asyncio.sleep(100.0)
+        completion = await Generator()(prompt_token_ids, request_id=request_id, **kwargs)
+        return replace(completion, metrics={"interrupted_s": interrupted_s} if interrupted_s else {})
+
+    stage = Stage(limits=RolloutConfig(rollout_timeout_s=30.0))
+    (rollout,) = (await stage.group(generate)).rollouts
+    assert rollout.status == ends

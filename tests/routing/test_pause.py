@@ -259,3 +259,16 @@ async def test_abort_reaches_requests_that_wait_for_a_replica_or_a_resume() -> N
     await router.abort(["2"])
     assert (await held).finish_reason is FinishReason.ABORT
     await router.close()
+
+
+async def test_the_time_that_a_pause_took_is_told() -> None:
+    router = GeneratorRouter([FakeReplica("a")])
+    running = asyncio.create_task(router.generate([1], request_id="1", sampling=SamplingParams(max_tokens=10)))
+    await asyncio.sleep(3.5)
+    await router.pause("keep")
+    late = asyncio.create_task(router.generate([1], request_id="2", sampling=SamplingParams(max_tokens=10)))
+    await asyncio.sleep(50)
+    await router.resume()
+    assert (await running).metrics["interrupted_s"] == pytest.approx(50)
+    assert (await late).metrics["interrupted_s"] == pytest.approx(50)
+    await router.close()

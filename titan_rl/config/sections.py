@@ -93,7 +93,9 @@ class RolloutConfig(Section):
     max_turns: PositiveInt = 8
     """Completions of one rollout."""
     rollout_timeout_s: PositiveFloat = 300.0
-    """Longest time of one rollout."""
+    """Longest time of one rollout, without that in which its generation is interrupted."""
+    generate_timeout_s: PositiveFloat = 7200.0
+    """Longest time of one completion, interruptions included."""
     env_timeout_s: PositiveFloat = 60.0
     """Longest time of one call into the environment."""
     num_workers: NonNegativeInt = 0

@@ -28,8 +28,8 @@ def remaining_sampling(sampling: SamplingParams, num_tokens: int) -> SamplingPar
 def merge_completions(first: Completion, second: Completion) -> Completion:
     """`second` continues `first`. Associative, so that parts may be merged as they come.
 
-    The ending is the second's, the latency and cached prompt tokens are those of the first, queue times add up, and
-    `inter_token_s` is the mean over both. `num_resumes` counts the seams.
+    The ending is the second's, the latency and cached prompt tokens are those of the first, queued and interrupted
+    times add up, and `inter_token_s` is the mean over both. `num_resumes` counts the seams.
     """
     spans = list(first.version_spans)
     for span in second.version_spans:
@@ -54,8 +54,9 @@ def merge_completions(first: Completion, second: Completion) -> Completion:
 def _merge_metrics(first: Completion, second: Completion) -> dict[str, float]:
     before, after = first.metrics, second.metrics
     merged = {**after, **before}
-    if "queue_s" in before or "queue_s" in after:
-        merged["queue_s"] = before.get("queue_s", 0.0) + after.get("queue_s", 0.0)
+    for name in ("queue_s", "interrupted_s"):
+        if name in before or name in after:
+            merged[name] = before.get(name, 0.0) + after.get(name, 0.0)
     weights = [
         (part.metrics["inter_token_s"], len(part.token_ids))
         for part in (first, second)

@@ -34,6 +34,9 @@ def resume_on_abort(
         max_attempts: requests made for one completion; when they are used up the completion says ABORT.
         max_context: tokens of prompt and completion that end a completion with "length".
 
+    Returns:
+        A `GenerateFn` whose completions have the metric `interrupted_s`, the seconds they waited, if they did.
+
     Raises:
         GenerationError: routed experts were asked for, and a part came without them.
     """
@@ -46,9 +49,20 @@ def resume_on_abort(
         sampling: SamplingParams,
     ) -> Completion:
         whole: Completion | None = None
+        loop, interrupted_s = asyncio.get_running_loop(), 0.0
+
+        def timed(completion: Completion) -> Completion:
+            if not interrupted_s:
+                return completion
+            before = completion.metrics.get("interrupted_s", 0.0)
+            return replace(completion, metrics={**completion.metrics, "interrupted_s": before + interrupted_s})
+
         for attempt in range(max_attempts):
-            if attempt and not await _resumed(wait_until_resumed, resume_timeout_s):
-                break
+            if attempt:
+                began = loop.time()
+                if not await _resumed(wait_until_resumed, resume_timeout_s):
+                    break
+                interrupted_s += loop.time() - began
             part = await generate(
                 prompt_token_ids if whole is None else [*prompt_token_ids, *whole.token_ids],
                 request_id=request_id,
@@ -59,9 +73,9 @@ def resume_on_abort(
                 raise GenerationError(f"request {request_id!r} asked for routed experts and got none")
             whole = part if whole is None else merge_completions(whole, part)
             if whole.finish_reason is not FinishReason.ABORT:
-                return whole
+                return timed(whole)
             if (end := ending(whole, sampling, len(prompt_token_ids), max_context)) is not None:
-                return replace(whole, finish_reason=end)
+                return timed(replace(whole, finish_reason=end))
         assert whole is not None, "max_attempts is at least 1"
         return whole
 

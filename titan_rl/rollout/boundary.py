@@ -49,7 +49,7 @@ async def ends_with(status: RolloutStatus, deadline: float | None = None) -> Asy
 
 _LIMITS = {
     RolloutStatus.ERROR_ENV: "the environment took longer than env_timeout_s, or the rollout than rollout_timeout_s",
-    RolloutStatus.ERROR_GENERATE: "the rollout took longer than rollout_timeout_s while it was generating",
+    RolloutStatus.ERROR_GENERATE: "the completion took longer than generate_timeout_s",
 }
 
 

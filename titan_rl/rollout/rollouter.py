@@ -195,7 +195,7 @@ class Rollouter:
                     RolloutStatus.TRUNCATED_PROMPT,
                     f"the prompt of turn {turn} has {len(prompt)} tokens, max_context is {self.max_context}",
                 )
-            async with ends_with(RolloutStatus.ERROR_GENERATE, deadline):
+            async with ends_with(RolloutStatus.ERROR_GENERATE, loop.time() + self.limits.generate_timeout_s):
                 completion = await generate(
                     prompt,
                     request_id=f"{rollout.rollout_id}/{turn}",
@@ -206,6 +206,9 @@ class Rollouter:
             if completion.finish_reason is FinishReason.ABORT:
                 return RolloutStatus.ABORTED
 
+            deadline += completion.metrics.get("interrupted_s", 0.0)
+            if loop.time() > deadline:
+                raise RolloutEnded(RolloutStatus.ERROR_TIMEOUT, "the rollout took longer than rollout_timeout_s")
             async with ends_with(RolloutStatus.ERROR_ENV, env_deadline()):
                 step = await env.step(completion)
                 rollout.turns[-1] = replace(rollout.turns[-1], rewards=dict(step.rewards))

@@ -84,7 +84,9 @@ class Dispatcher:
                 return None
             try:
                 if not self._pause.open.is_set():
+                    began = asyncio.get_running_loop().time()
                     await flight.within(self._limits.paused_s, self._pause.open.wait())
+                    flight.interrupted_s += asyncio.get_running_loop().time() - began
                 elif not self._pool.serving.is_set():
                     await flight.within(self._limits.no_replica_s, self._pool.serving.wait())
                 else:
@@ -108,6 +110,9 @@ class Dispatcher:
             raise
         member.failures = 0
         completion = job.completed_by(completion)
+        if flight.interrupted_s:
+            metrics = {**completion.metrics, "interrupted_s": flight.interrupted_s}
+            completion = replace(completion, metrics=metrics)
         if flight.aborted:
             return replace(completion, finish_reason=FinishReason.ABORT)
         return completion

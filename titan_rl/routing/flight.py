@@ -34,7 +34,9 @@ class Flight:
         self.interrupted = False  # its present wait was cut short by the router
         self.landed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._scope: asyncio.Timeout | None = None
+        self.interrupted_s = 0.0  # spent frozen, or waiting for a pause to end
         self._remaining_s: float | None = None  # of a frozen limit
+        self._frozen_at = 0.0
         self._num_departures = 0
 
     def depart(self, member: Member) -> None:
@@ -76,14 +78,16 @@ class Flight:
     def freeze(self, limit_s: float) -> None:
         """Stop the clock of the present wait, for `limit_s` at most."""
         if self._scope is not None and not self._scope.expired() and (when := self._scope.when()) is not None:
-            now = asyncio.get_running_loop().time()
+            now = self._frozen_at = asyncio.get_running_loop().time()
             self._remaining_s = when - now
             self._scope.reschedule(now + limit_s)
 
     def thaw(self) -> None:
         """Let the clock run on, with what was left."""
         if self._scope is not None and not self._scope.expired() and self._remaining_s is not None:
-            self._scope.reschedule(asyncio.get_running_loop().time() + self._remaining_s)
+            now = asyncio.get_running_loop().time()
+            self.interrupted_s += now - self._frozen_at
+            self._scope.reschedule(now + self._remaining_s)
             self._remaining_s = None
 
 
