@@ -146,10 +146,16 @@ async def test_an_engine_that_cannot_be_made_says_why() -> None:
     await loop.close()
 
 
+def engine_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "engine-loop"}
+
+
 async def test_close_resolves_everything() -> None:
     engine = ScriptedEngine(block_at_step=1)
+    before = engine_threads()
     loop = EngineLoop(lambda: engine)
     await loop.start()
+    assert len(engine_threads() - before) == 1
     calls = [request(loop, f"r{i}") for i in range(3)]
     await blocked(engine)
     calls.append(request(loop, "queued"))
@@ -165,7 +171,7 @@ async def test_close_resolves_everything() -> None:
     await loop.close()
     with pytest.raises(EngineDeadError, match="closed"):
         await request(loop, "late")
-    assert threading.active_count() < 20
+    assert engine_threads() <= before
 
 
 async def test_close_does_not_wait_for_a_stuck_engine() -> None:
