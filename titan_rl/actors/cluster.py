@@ -12,7 +12,7 @@ from monarch.actor import this_proc
 
 from titan_rl.actors.generate_service import GenerateService
 from titan_rl.actors.generator import GeneratorActor, GeneratorSettings
-from titan_rl.actors.process import call, stderr_into
+from titan_rl.actors.process import call, call_all, stderr_into
 from titan_rl.actors.replica import ActorReplica
 from titan_rl.actors.rollout_worker import RolloutWorkerActor, RolloutWorkerSettings
 from titan_rl.actors.supervisor import ProcessFailure, Supervisor
@@ -118,7 +118,9 @@ class Cluster:
     async def _start_generator(self, name: str) -> ActorReplica:
         config = self._config
         settings = GeneratorSettings(config.model, config.generation, self._run_id, self._log_path(name), config.seed)
-        replica = ActorReplica(name, await self._spawn(name, GeneratorActor, settings), self._board)
+        num_ranks = config.generation.tensor_parallel_size
+        ranks = await self._spawn(name, GeneratorActor, settings, num_ranks=num_ranks)
+        replica = ActorReplica(name, ranks.slice(procs=0), self._board)
         await replica.open_stream()
         return replica
 
@@ -126,9 +128,9 @@ class Cluster:
         settings = RolloutWorkerSettings(str(self._run_dir.config), self._log_path(name))
         self.workers.add(name, await self._spawn(name, RolloutWorkerActor, settings, self._service))
 
-    async def _spawn(self, name: str, actor_class: Any, *arguments: Any) -> Any:
-        actor = await call(self._supervisor.spawn, name, actor_class, arguments, who="supervisor")
-        await call(actor.start, who=name, timeout_s=self._config.generation.start_timeout_s)
+    async def _spawn(self, name: str, actor_class: Any, *arguments: Any, num_ranks: int = 1) -> Any:
+        actor = await call(self._supervisor.spawn, name, actor_class, arguments, num_ranks, who="supervisor")
+        await call_all(actor.start, who=name, timeout_s=self._config.generation.start_timeout_s)
         return actor
 
     @property

@@ -1,22 +1,29 @@
-"""One generator: an engine loop in a process of its own."""
+"""One generator: an engine loop in a process of its own, or in as many as the model is split over."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from monarch.actor import Actor, Port, concurrent_endpoint
+from monarch.actor import Actor, Port, concurrent_endpoint, current_rank
 
-from titan_rl.actors.process import enter_actor_process
+from titan_rl.actors.process import enter_actor_process, log_of_rank
 from titan_rl.actors.token_stream import TokenOutlet
 from titan_rl.config.sections import GenerationConfig, ModelConfig
 from titan_rl.generation.engine import Engine
 from titan_rl.generation.engine_loop import EngineLoop
+from titan_rl.generation.engine_rank import Weights, follow_leader
 from titan_rl.generation.local_replica import pause_anew, resume_if_paused
+from titan_rl.generation.ranks import GlooRanks, OneRank
 from titan_rl.generation.types import KVPolicy
 from titan_rl.statedict.probes import verify
 from titan_rl.statedict.types import Manifest
 from titan_rl.types import Completion, SamplingParams
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,16 +38,20 @@ class GeneratorSettings:
 
 
 class GeneratorActor(Actor):
-    """Generates, and pulls weights between two engine steps."""
+    """Generates, and pulls weights between two engine steps. Of several ranks the first is called, and the others do
+    what its loop decides."""
 
     def __init__(self, settings: GeneratorSettings) -> None:
-        enter_actor_process(settings.log_path)
+        self._rank = current_rank().rank
+        enter_actor_process(log_of_rank(settings.log_path, self._rank))
         self._settings = settings
         generation = settings.generation
+        self._kv_policy = KVPolicy(generation.running_kv, generation.reset_prefix_cache)
         self._loop = EngineLoop(
             self._make_engine,
-            kv_policy=KVPolicy(generation.running_kv, generation.reset_prefix_cache),
+            kv_policy=self._kv_policy,
             stream_interval=generation.stream_interval,
+            make_ranks=GlooRanks if generation.tensor_parallel_size > 1 else OneRank,
         )
         self._outlet: TokenOutlet | None = None
 
@@ -55,12 +66,24 @@ class GeneratorActor(Actor):
             max_running=generation.max_running,
             kv_cache_gib=generation.kv_cache_gib,
             seed=self._settings.seed,
+            tensor_parallel_size=generation.tensor_parallel_size,
         )
 
     @concurrent_endpoint
     async def start(self) -> None:
-        """Returns once the engine can serve."""
-        await self._loop.start()
+        """Called on every rank. Returns once the engine can serve, on ranks that follow at once."""
+        if self._rank == 0:
+            await self._loop.start()
+        else:
+            threading.Thread(target=self._follow, name="engine-loop", daemon=True).start()
+
+    def _follow(self) -> None:
+        try:
+            follow_leader(self._make_engine, GlooRanks, self._open, self._kv_policy)
+        except BaseException:
+            # The first rank waits for this one inside a collective: only the end of the process tells it.
+            logger.exception("rank %d cannot go on", self._rank)
+            os._exit(1)
 
     @concurrent_endpoint
     async def stream_into(self, port: Port[list[Completion]]) -> None:
@@ -82,21 +105,23 @@ class GeneratorActor(Actor):
         Returns:
             load_s, verify_s, stall_s (how long the engine did not step) and probe_diff.
         """
-        from titan_rl.statedict.shared_memory import SharedMemoryTransport
-
         probe_diffs: list[float] = []
-
-        def check(engine: Engine) -> None:
-            probe_diffs.append(verify(manifest.probes, engine.score, manifest.tolerance))
-
-        transport = SharedMemoryTransport(self._settings.run_id)
-        result = await self._loop.pull(manifest.version, lambda: transport.pull(manifest), check)
+        weights = self._open(manifest, probe_diffs.append)
+        result = await self._loop.pull(manifest.version, lambda: weights.items, weights.verify, manifest=manifest)
         return {
             "load_s": result.load_s,
             "verify_s": result.verify_s,
             "stall_s": result.stall_s,
             "probe_diff": max(probe_diffs, default=0.0),
         }
+
+    def _open(self, manifest: Manifest, on_verified: Callable[[float], object] = float) -> Weights:
+        from titan_rl.statedict.shared_memory import SharedMemoryTransport
+
+        def check(engine: Engine) -> None:
+            on_verified(verify(manifest.probes, engine.score, manifest.tolerance))
+
+        return Weights(SharedMemoryTransport(self._settings.run_id).pull(manifest), check)
 
     @concurrent_endpoint
     async def pause(self, mode: str) -> None:

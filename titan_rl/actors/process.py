@@ -25,6 +25,12 @@ def enter_actor_process(log_path: str | Path) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
 
+def log_of_rank(log_path: str | Path, rank: int) -> Path:
+    """Where a process of a group writes; that of the first has the group's own name."""
+    path = Path(log_path)
+    return path if rank == 0 else path.with_stem(f"{path.stem}-rank{rank}")
+
+
 @contextlib.contextmanager
 def stderr_into(log_path: str | Path) -> Iterator[None]:
     """Send what native code writes to standard error to a file instead, for the length of the block."""
@@ -50,8 +56,21 @@ async def call(endpoint: Any, *args: Any, who: str, timeout_s: float | None = No
         ActorDiedError: the actor's process is gone, or did not answer within `timeout_s` seconds.
     """
 
+    return await _answered(endpoint.call_one, *args, who=who, timeout_s=timeout_s)
+
+
+async def call_all(endpoint: Any, *args: Any, who: str, timeout_s: float | None = None) -> None:
+    """Call an endpoint of every rank at once, and return when all have answered.
+
+    Raises:
+        ActorDiedError: as `call`, of any of them.
+    """
+    await _answered(endpoint.call, *args, who=who, timeout_s=timeout_s)
+
+
+async def _answered(send: Any, *args: Any, who: str, timeout_s: float | None) -> Any:
     async def answer() -> Any:
-        return await endpoint.call_one(*args)
+        return await send(*args)
 
     try:
         return await asyncio.wait_for(answer(), timeout_s)

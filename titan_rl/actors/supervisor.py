@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import socket
 from dataclasses import dataclass
 from typing import Any
 
 import monarch.actor
 from monarch.actor import Actor, MeshFailure, concurrent_endpoint, this_host
+from monarch.spmd import setup_torch_elastic_env_async
 
 from titan_rl.actors.process import last_line
 
 logger = logging.getLogger(__name__)
+
+LOCAL_HOST = "127.0.0.1"
 
 
 def _log_fault(failure: MeshFailure) -> None:
@@ -39,35 +43,38 @@ class Supervisor(Actor):
 
     def __init__(self) -> None:
         self._processes: dict[str, Any] = {}  # name -> ProcMesh
-        self._failures: asyncio.Queue[ProcessFailure] = asyncio.Queue()
+        self._failures: asyncio.Queue[tuple[ProcessFailure, Any]] = asyncio.Queue()
 
     def __supervise__(self, failure: MeshFailure) -> bool:
         name = failure.mesh_name.rsplit("-", 1)[0]  # Monarch appends a random suffix
-        if self._processes.pop(name, None) is not None:
-            self._failures.put_nowait(ProcessFailure(name, last_line(str(failure))))
+        if (processes := self._processes.pop(name, None)) is not None:
+            self._failures.put_nowait((ProcessFailure(name, last_line(str(failure))), processes))
         return True
 
     @concurrent_endpoint
-    async def spawn(self, name: str, actor_class: type[Actor], args: tuple[Any, ...]) -> Any:
-        """Start a process that holds one actor.
+    async def spawn(self, name: str, actor_class: type[Actor], args: tuple[Any, ...], num_ranks: int = 1) -> Any:
+        """Start a process that holds one actor, or as many as have ranks in one torch.distributed world.
 
         Returns:
-            the actor's handle.
+            the actor's handle, with the dimension "procs".
         """
-        process = this_host().spawn_procs({"procs": 1}, name=name)
-        self._processes[name] = process
-        return process.spawn(name, actor_class, *args)
+        processes = this_host().spawn_procs({"procs": num_ranks}, name=name)
+        self._processes[name] = processes
+        if num_ranks > 1:
+            await setup_torch_elastic_env_async(processes, LOCAL_HOST, _free_port())
+        return processes.spawn(name, actor_class, *args)
 
     @concurrent_endpoint
     async def next_failure(self) -> ProcessFailure:
-        return await self._failures.get()
+        failure, processes = await self._failures.get()
+        await _stop(processes)  # those of a group that still live are of no use without the one that died
+        return failure
 
     @concurrent_endpoint
     async def replace(self, name: str, reason: str) -> None:
         """End a process that is of no more use, and report it as one that died."""
         if (process := self._processes.pop(name, None)) is not None:
-            await _stop(process)
-            self._failures.put_nowait(ProcessFailure(name, reason))
+            self._failures.put_nowait((ProcessFailure(name, reason), process))
 
     @concurrent_endpoint
     async def terminate(self, names: tuple[str, ...] | None = None) -> None:
@@ -77,6 +84,12 @@ class Supervisor(Actor):
             for process in chosen:
                 if process is not None:
                     stops.create_task(_stop(process))
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind((LOCAL_HOST, 0))
+        return listener.getsockname()[1]
 
 
 async def _stop(process: Any) -> None:

@@ -42,6 +42,8 @@ class GenerationConfig(Section):
 
     num_generators: PositiveInt = 2
     """Generator actors, one engine each."""
+    tensor_parallel_size: PositiveInt = 1
+    """Processes that share the model of one generator; it divides the model's attention heads."""
     engine: Literal["vllm"] = "vllm"
     """What runs the model."""
     max_running: PositiveInt = 64

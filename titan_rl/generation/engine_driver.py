@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 
-from titan_rl.errors import GenerationError, RequestError, StateDictError
-from titan_rl.generation.engine import Engine, EngineRequest, TokenDelta
+from titan_rl.errors import StateDictError
+from titan_rl.generation.engine import Engine, TokenDelta
+from titan_rl.generation.engine_rank import EngineRank, Weights
 from titan_rl.generation.loop_decision import LoopAction, LoopDecision
 from titan_rl.generation.loop_state import LoopState, PendingPull
-from titan_rl.generation.pending import Outbox, PendingCall, with_cause
+from titan_rl.generation.pending import Outbox, PendingCall
+from titan_rl.generation.ranks import Ranks
 from titan_rl.generation.types import KVPolicy, PullResult
 from titan_rl.types import FinishReason
 
@@ -18,66 +20,61 @@ logger = logging.getLogger(__name__)
 
 def run_engine(
     make_engine: Callable[[], Engine],
+    make_ranks: Callable[[], Ranks],
     state: LoopState,
     kv_policy: KVPolicy,
     stream_interval: int,
 ) -> None:
     """The whole life of an engine, in the thread that alone touches it. Raises nothing: the reason goes to `state`."""
-    engine, reason, cause = None, "the engine loop is closed", None
+    engine, ranks, reason, cause = None, None, "the engine loop is closed", None
     outbox = Outbox()
     try:
         engine = make_engine()
-        driver = EngineDriver(engine, state, outbox, kv_policy, stream_interval)
+        ranks = make_ranks()
+        driver = EngineDriver(EngineRank(engine, ranks, kv_policy), ranks, state, outbox, stream_interval)
         while (decision := state.decide()).action is not LoopAction.CLOSE:
             driver.follow(decision)
             outbox.send()
+        ranks.broadcast(decision)
     except BaseException as error:
         logger.exception("the engine failed")
         reason, cause = f"the engine failed: {type(error).__name__}: {error}", error
     outbox.send()
     state.end(reason, cause)
-    if engine is not None:
-        try:
-            engine.close()
-        except Exception:
-            logger.exception("the engine failed to close")
+    for part in (ranks, engine):
+        if part is not None:
+            try:
+                part.close()
+            except Exception:
+                logger.exception("%r failed to close", part)
 
 
 class EngineDriver:
-    """Follows one decision at a time."""
+    """Follows one decision at a time, on rank 0, after telling the other ranks."""
 
-    def __init__(
-        self, engine: Engine, state: LoopState, outbox: Outbox, kv_policy: KVPolicy, stream_interval: int
-    ) -> None:
-        self._engine = engine
+    def __init__(self, rank: EngineRank, ranks: Ranks, state: LoopState, outbox: Outbox, stream_interval: int) -> None:
+        self._rank = rank
+        self._ranks = ranks
         self._state = state
         self._outbox = outbox
-        self._kv_policy = kv_policy
         self._stream_interval = stream_interval
         self._unstreamed_steps = 0
 
     def follow(self, decision: LoopDecision) -> None:
+        self._ranks.broadcast(decision)
         match decision.action:
             case LoopAction.PULL:
-                self._pull()
+                assert decision.version is not None
+                self._pull(decision.version)
             case LoopAction.ABORT:
-                if decision.request_ids:
-                    self._engine.abort(decision.request_ids)
+                self._rank.abort(decision.request_ids)
                 self._state.aborted(decision.request_ids, self._outbox)
             case _:
-                for request in decision.requests:
-                    self._add(request)
-                self._absorb(self._engine.step())
+                rejected, deltas = self._rank.step(decision.requests)
+                for request_id, error in rejected.items():
+                    self._state.reject(request_id, error, self._outbox)
+                self._absorb(deltas)
                 self._stream()
-
-    def _add(self, request: EngineRequest) -> None:
-        try:
-            self._engine.add(request)
-        except Exception as error:
-            # What the engine did not foresee in one request is still no reason to fail the others.
-            if not isinstance(error, RequestError):
-                error = with_cause(GenerationError(f"request {request.request_id!r} was not accepted: {error}"), error)
-            self._state.reject(request.request_id, error, self._outbox)
 
     def _absorb(self, deltas: Iterable[TokenDelta]) -> None:
         """Hand what the engine produced to the calls it is for."""
@@ -105,48 +102,46 @@ class EngineDriver:
                 if call.on_tokens is not None and call.num_unstreamed:
                     self._outbox.call(call.future.get_loop(), call.on_tokens, call.take_chunk())
 
-    def _pull(self) -> None:
+    def _pull(self, version: int) -> None:
         """Load the newest of the pulls that wait; the others share its outcome."""
         state = self._state
         with state.lock:
-            pulls = list(state.pulls)
-        newest = max(pulls, key=lambda pull: pull.version)
-        began = state.clock()
+            pulls = [pull for pull in state.pulls if pull.version <= version]
+        newest = next(pull for pull in pulls if pull.version == version)
+        outcome: PullResult | StateDictError
         try:
-            self._load(newest)
-            loaded = state.clock()
-            if newest.verify is not None:
-                newest.verify(self._engine)
-        except Exception as error:
-            outcome: PullResult | StateDictError = self._distrust(newest.version, error)
+            weights = self._rank.open(lambda: Weights(newest.items, newest.verify))
+        except StateDictError as error:
+            outcome = error
         else:
-            done = state.clock()
-            outcome = PullResult(newest.version, loaded - began, done - loaded, done - began)
-            state.distrusted = None
-            # Verifying may have advanced running requests, under these weights and not the next ones.
-            self._absorb(self._engine.flush())
+            try:
+                outcome = self._load(newest, weights)
+            except StateDictError as error:
+                self._distrust(error)
+                outcome = error
         for pull in pulls:
             if (close := getattr(pull.source, "close", None)) is not None:
                 close()
         state.pulled(pulls, outcome, self._outbox)
 
-    def _load(self, pull: PendingPull) -> None:
+    def _load(self, pull: PendingPull, weights: Weights) -> PullResult:
         state = self._state
-        self._engine.load_state_dict(pull.items, pull.version)
+        began = state.clock()
+        self._rank.load(weights, pull.version)
         state.version = pull.version
         with state.lock:
             for call in state.running.values():
                 call.mark(pull.version)
-        # KV computed under unknown weights is never offered again, whatever the policy.
-        if self._kv_policy.reset_prefix_cache or state.distrusted is not None:
-            self._engine.reset_prefix_cache(recompute_running=self._kv_policy.running == "recompute")
+        loaded = state.clock()
+        self._rank.verify(weights)
+        done = state.clock()
+        state.distrusted = None
+        # Verifying may have advanced running requests, under these weights and not the next ones.
+        self._absorb(self._rank.engine.flush())
+        return PullResult(pull.version, loaded - began, done - loaded, done - began)
 
-    def _distrust(self, version: int, cause: Exception) -> StateDictError:
+    def _distrust(self, cause: Exception) -> None:
         orphans = self._state.distrust(cause, self._outbox)
-        self._engine.abort(orphans)
-        self._engine.flush()
-        if isinstance(cause, StateDictError):
-            return cause
-        return with_cause(
-            StateDictError(f"version {version} could not be loaded: {type(cause).__name__}: {cause}"), cause
-        )
+        self._ranks.broadcast(LoopDecision(LoopAction.ABORT, request_ids=orphans))
+        self._rank.abort(orphans)
+        self._rank.engine.flush()

@@ -24,6 +24,7 @@ from titan_rl.generation.engine import Engine, EngineRequest
 from titan_rl.generation.engine_driver import run_engine
 from titan_rl.generation.loop_state import LoopState, PendingPull
 from titan_rl.generation.pending import OnTokens, PendingCall
+from titan_rl.generation.ranks import OneRank, Ranks
 from titan_rl.generation.types import KVPolicy, PauseMode, PullResult
 from titan_rl.types import Completion, SamplingParams
 
@@ -46,6 +47,8 @@ class EngineLoop:
         make_engine: called in the loop's own thread, which alone touches the engine.
         version: of the weights that the engine starts with.
         stream_interval: engine steps between two calls of `on_tokens`; a step gives a request at most one token.
+        make_ranks: called after `make_engine` in the same thread: the link to the other ranks of the replica, each of
+            which runs `follow_leader`. By default there are none.
     """
 
     def __init__(
@@ -55,12 +58,13 @@ class EngineLoop:
         version: int = 0,
         kv_policy: KVPolicy | None = None,
         stream_interval: int = 16,
+        make_ranks: Callable[[], Ranks] = OneRank,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._state = LoopState(version, clock)
         self._thread = threading.Thread(
             target=run_engine,
-            args=(make_engine, self._state, kv_policy or KVPolicy(), stream_interval),
+            args=(make_engine, make_ranks, self._state, kv_policy or KVPolicy(), stream_interval),
             name="engine-loop",
             daemon=True,
         )
@@ -175,7 +179,12 @@ class EngineLoop:
         self._state.resume()
 
     async def pull(
-        self, version: int, make_items: Callable[[], Items], verify: Callable[[Engine], None] | None = None
+        self,
+        version: int,
+        make_items: Callable[[], Items],
+        verify: Callable[[Engine], None] | None = None,
+        *,
+        manifest: Any = None,
     ) -> PullResult:
         """Load weights between two engine steps, also while paused. Pulls that wait together become the newest one.
 
@@ -184,6 +193,7 @@ class EngineLoop:
         Args:
             make_items: (Hugging Face parameter name, tensor) pairs of the version.
             verify: looks at the loaded engine, in its thread, and raises if the weights are not right.
+            manifest: what the other ranks open the version from. It pickles.
 
         Raises:
             StateDictError: `make_items` raised it before its first pair, and the old weights go on serving; or
@@ -194,7 +204,7 @@ class EngineLoop:
         self._require_started()
         items, source = await asyncio.to_thread(_open, make_items)
         future: asyncio.Future[PullResult] = asyncio.get_running_loop().create_future()
-        self._state.add_pull(PendingPull(version, items, source, verify, future))
+        self._state.add_pull(PendingPull(version, items, source, verify, manifest, future))
         return await future
 
     async def close(self, *, timeout_s: float = 30.0) -> None:

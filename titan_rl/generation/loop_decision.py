@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 from titan_rl.generation.engine import EngineRequest
 
@@ -28,5 +29,6 @@ class LoopDecision:
 
     action: LoopAction
     version: int | None = None  # PULL: the version to load
+    manifest: Any = None  # PULL: what a follower opens the version from
     request_ids: tuple[str, ...] = ()  # ABORT: the requests to forget
     requests: tuple[EngineRequest, ...] = ()  # STEP: what joins the batch first

@@ -27,6 +27,7 @@ class PendingPull:
     items: Iterable[tuple[str, Any]]
     source: Iterator[tuple[str, Any]]  # what `items` reads from; closed if nobody does
     verify: Callable[[Engine], None] | None
+    manifest: Any
     future: asyncio.Future[PullResult]
 
 
@@ -154,7 +155,8 @@ class LoopState:
                 if self.closing:
                     return LoopDecision(LoopAction.CLOSE)
                 if self.pulls:
-                    return LoopDecision(LoopAction.PULL, version=max(pull.version for pull in self.pulls))
+                    newest = max(self.pulls, key=lambda pull: pull.version)
+                    return LoopDecision(LoopAction.PULL, version=newest.version, manifest=newest.manifest)
                 if self.aborting or self.barriers:
                     return LoopDecision(LoopAction.ABORT, request_ids=tuple(self.aborting))
                 if self.paused is None and (self.inbox or self.running):

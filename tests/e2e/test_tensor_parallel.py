@@ -1,0 +1,92 @@
+"""A real generator of two ranks: vLLM's external launcher, in lockstep over gloo."""
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
+pytest.importorskip("vllm", reason="needs the cpu or gpu extra")
+
+from e2e.runs import REPOSITORY, process_writing_to
+
+from titan_rl.actors.cluster import Cluster, start_cluster
+from titan_rl.config.load import load_config
+from titan_rl.errors import RequestError
+from titan_rl.observability.run_dir import RunDirectory
+from titan_rl.routing import GeneratorRouter
+from titan_rl.statedict.board import VersionBoard
+from titan_rl.training.sample import TrainingSample
+from titan_rl.types import SamplingParams
+
+SETTINGS = [
+    ("generation.num_generators", "1"),
+    ("generation.tensor_parallel_size", "2"),
+    ("generation.stream_interval", "8"),
+]
+LENGTH = 120
+SAMPLING = SamplingParams(max_tokens=LENGTH, min_tokens=LENGTH, seed=7)
+
+
+async def test_two_ranks_generate_pull_and_are_replaced_together(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    config = load_config("examples/alphabet_sort/cpu.toml", SETTINGS)
+    run_dir, board = RunDirectory(tmp_path / "run"), VersionBoard()
+    async with start_cluster(config, run_dir, board) as cluster:
+        router = GeneratorRouter(cluster.replicas)
+        async with asyncio.timeout(300), asyncio.TaskGroup() as background:
+            watch = background.create_task(cluster.watch(router))
+            await publish(cluster, board, router)
+            alone = await asyncio.gather(*ask(router, "alone"))
+
+            # Two ranks in lockstep take in requests that come in the middle, and one that is refused.
+            early = ask(router, "early")
+            await streamed(router, early)
+            with pytest.raises(RequestError):
+                await router.generate([10**6], request_id="bad", sampling=SAMPLING)
+            late = ask(router, "late")
+            await cluster.trainer.step(samples())
+            await publish(cluster, board, router)  # the trainer's logprobs hold for the sharded weights too
+            completions = await asyncio.gather(*early, *late)
+            assert {span.version for completion in completions for span in completion.version_spans} == {0, 1}
+            for completion, expected in zip(completions, alone * 2, strict=True):
+                before_swap = sum(span.num_tokens for span in completion.version_spans if span.version == 0)
+                assert completion.token_ids[:before_swap] == expected.token_ids[:before_swap]
+
+            # One rank dies: both are replaced, and the requests go on from what they had.
+            doomed = ask(router, "doomed")
+            await streamed(router, doomed)
+            os.kill(process_writing_to(run_dir.logs / "generator-0-rank1.log"), signal.SIGKILL)
+            completions = await asyncio.gather(*doomed)
+            assert any(completion.metrics.get("num_resumes") for completion in completions)
+            assert [len(completion.token_ids) for completion in completions] == [LENGTH] * len(doomed)
+            watch.cancel()
+        await router.close()
+        await cluster.trainer.close()
+
+
+def ask(router: GeneratorRouter, name: str):
+    return [
+        asyncio.ensure_future(router.generate([5, 6, 7, n], request_id=f"{name}-{n}", sampling=SAMPLING))
+        for n in range(6)
+    ]
+
+
+async def streamed(router: GeneratorRouter, requests, tokens: int = 16) -> None:
+    while max((len(part.token_ids) for part in router.tokens_so_far().values()), default=0) < tokens:
+        done, _ = await asyncio.wait(requests, timeout=0.001)
+        assert len(done) < len(requests)
+
+
+def samples() -> list[TrainingSample]:
+    tokens = [5, 6, 7, 8]
+    ones = [1.0] * len(tokens)
+    return [TrainingSample("g", "g/0", tokens, [True] * 4, [-1.0] * 4, ones, [0] * 4, temperature=1.0)]
+
+
+async def publish(cluster: Cluster, board: VersionBoard, router: GeneratorRouter) -> None:
+    manifest = await cluster.trainer.publish()
+    board.announce(manifest)
+    await router.pull_state_dict(manifest.version)
