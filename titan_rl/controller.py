@@ -174,11 +174,8 @@ class Controller:
         if mode == "continue":
             yield
             return
-        await self._router.pause(mode)
-        try:
+        async with self._player.paused(mode):
             yield
-        finally:
-            await self._router.resume()
 
     async def _validate(self) -> float:
         """Mean reward on the held-out samples."""

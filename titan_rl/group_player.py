@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import contextlib
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from titan_rl.config.run import RunConfig
@@ -11,6 +12,7 @@ from titan_rl.durability.run_journal import RunJournal
 from titan_rl.generation.resume import resume_on_abort
 from titan_rl.rollout.runner import GroupRunner
 from titan_rl.rollout.types import Rollout, RolloutGroup
+from titan_rl.routing.replica import PauseMode
 from titan_rl.routing.router import GeneratorRouter
 from titan_rl.scheduling.lease import Lease
 from titan_rl.task import Task
@@ -52,9 +54,22 @@ class GroupPlayer:
             self.train_sample(lease.index),
             group_id=f"train-{lease.index}",
             group_size=self._config.rollout.group_size,
-            sampling=self._sampling(self._config.sampling.temperature),
+            sampling=self._sampling(
+                self._config.sampling.temperature, routed_experts=self._config.generation.return_routed_experts
+            ),
             on_finished=on_finished,
         )
+
+    @contextlib.asynccontextmanager
+    async def paused(self, mode: PauseMode) -> AsyncGenerator[None]:
+        """Rollouts in flight are interrupted for the length of the block; see `GeneratorRouter.pause`."""
+        await self._router.pause(mode)
+        try:
+            self._runner.pause_judging()
+            yield
+        finally:
+            self._runner.resume_judging()
+            await self._router.resume()
 
     async def validation_groups(self) -> list[RolloutGroup]:
         """One group for each held-out sample. The seeds are the same each time, so that two validations differ by
@@ -95,9 +110,10 @@ class GroupPlayer:
             max_context=self._config.model.max_context,
         )
 
-    def _sampling(self, temperature: float) -> SamplingParams:
+    def _sampling(self, temperature: float, *, routed_experts: bool = False) -> SamplingParams:
         return SamplingParams(
             max_tokens=self._config.sampling.max_tokens,
             temperature=temperature,
             stop_token_ids=self._stop_token_ids,
+            return_routed_experts=routed_experts,
         )

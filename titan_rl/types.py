@@ -92,7 +92,7 @@ class Completion:
     logprobs: Sequence[float]  # [num_tokens]
     finish_reason: FinishReason
     version_spans: Sequence[VersionSpan]
-    routed_experts: Any = None  # [num_tokens, num_layers, top_k] from a mixture-of-experts model, or None
+    routed_experts: Any = None  # [num_tokens, num_layers, top_k] of the forward that produced each token, or None
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
 
     def __post_init__(self) -> None:

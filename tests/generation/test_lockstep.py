@@ -1,4 +1,4 @@
-"""Several ranks of one replica, as threads with an engine each: what one does all do, and what one suffers all learn."""
+"""Several ranks of one replica, as threads with an engine each: what one does, all do; what one suffers, all learn."""
 
 from __future__ import annotations
 

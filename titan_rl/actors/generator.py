@@ -51,6 +51,7 @@ class GeneratorActor(Actor):
             self._make_engine,
             kv_policy=self._kv_policy,
             stream_interval=generation.stream_interval,
+            routed_experts=generation.return_routed_experts,
             make_ranks=GlooRanks if generation.tensor_parallel_size > 1 else OneRank,
         )
         self._outlet: TokenOutlet | None = None
@@ -66,6 +67,7 @@ class GeneratorActor(Actor):
             max_running=generation.max_running,
             kv_cache_gib=generation.kv_cache_gib,
             seed=self._settings.seed,
+            routed_experts=generation.return_routed_experts,
             tensor_parallel_size=generation.tensor_parallel_size,
         )
 

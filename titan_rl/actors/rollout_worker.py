@@ -75,6 +75,14 @@ class RolloutWorkerActor(Actor):
         if (task := self._groups.get(group_id)) is not None:
             task.cancel()
 
+    @concurrent_endpoint
+    async def pause_judging(self) -> None:
+        self._rollouter.pause_judging()
+
+    @concurrent_endpoint
+    async def resume_judging(self) -> None:
+        self._rollouter.resume_judging()
+
     async def _generate(
         self,
         group_id: str,

@@ -85,6 +85,14 @@ class WorkerPool:
                 await desk.close()
         raise AssertionError("the last attempt returns or raises")
 
+    def pause_judging(self) -> None:
+        for worker in self._workers.values():
+            worker.pause_judging.broadcast()
+
+    def resume_judging(self) -> None:
+        for worker in self._workers.values():
+            worker.resume_judging.broadcast()
+
     async def _least_loaded(self) -> str:
         try:
             async with asyncio.timeout(self._wait_s):

@@ -12,6 +12,9 @@ from titan_rl.errors import ConfigError, ModelError
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 """Any one of them holds a vocabulary."""
 
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""What the config of a mixture of experts calls the number of them."""
+
 BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -62,6 +65,10 @@ def _check_fit(config: RunConfig, architecture: dict[str, Any]) -> None:
     if positions is not None and context > positions:
         raise ConfigError(f"model.max_context = {context} is more than the model's {positions} positions")
 
+    if config.generation.return_routed_experts and not any(name in architecture for name in EXPERT_COUNTS):
+        raise ConfigError(
+            "generation.return_routed_experts = true, and the model is no mixture of experts; set it to false"
+        )
     heads = architecture.get("num_attention_heads")
     layers, hidden = architecture.get("num_hidden_layers"), architecture.get("hidden_size")
     if heads is None or layers is None or hidden is None:

@@ -50,6 +50,8 @@ class GenerationConfig(Section):
     """Most requests one engine advances at a time."""
     kv_cache_gib: PositiveFloat = 1.0
     """Memory of one engine's KV cache; it holds at least one full context."""
+    return_routed_experts: bool = False
+    """Training completions tell which experts each token took. For mixtures of experts, on GPUs."""
     pull_mode: Literal["hot_swap", "drain"] = "hot_swap"
     """New weights are loaded between two tokens of running requests, or once a generator's requests have finished."""
     running_kv: Literal["keep", "recompute"] = "keep"
@@ -100,6 +102,8 @@ class RolloutConfig(Section):
     """Longest time of one completion, interruptions included."""
     env_timeout_s: PositiveFloat = 60.0
     """Longest time of one call into the environment."""
+    judge_grace_s: NonNegativeFloat = 10.0
+    """While generation is paused, rewards being computed have this long; they are then cancelled and begun anew."""
     num_workers: NonNegativeInt = 0
     """Processes that play rollouts, where environments or scoring take much computing; 0 plays in the controller."""
     max_retries: NonNegativeInt = 0

@@ -26,7 +26,7 @@ class TokenDelta:
     token_ids: Sequence[int]  # [num_new_tokens], may be empty
     logprobs: Sequence[float]  # [num_new_tokens]
     finish_reason: FinishReason | None = None
-    routed_experts: Any = None
+    routed_experts: Any = None  # [num_new_tokens, num_layers, top_k] if the request asks for them
     metrics: dict[str, float] = field(default_factory=dict[str, float])  # e.g. cached_prompt_tokens, once
 
 

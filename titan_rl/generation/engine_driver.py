@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 
-from titan_rl.errors import StateDictError
+from titan_rl.errors import GenerationError, StateDictError
 from titan_rl.generation.engine import Engine, TokenDelta
 from titan_rl.generation.engine_rank import EngineRank, Weights
 from titan_rl.generation.loop_decision import LoopAction, LoopDecision
@@ -78,7 +78,7 @@ class EngineDriver:
 
     def _absorb(self, deltas: Iterable[TokenDelta]) -> None:
         """Hand what the engine produced to the calls it is for."""
-        state, finished = self._state, list[tuple[PendingCall, FinishReason]]()
+        state, finished, lacking = self._state, list[tuple[PendingCall, FinishReason]](), list[str]()
         with state.lock:
             now = state.clock()
             for delta in deltas:
@@ -86,9 +86,16 @@ class EngineDriver:
                 if call is None:  # its caller no longer waits
                     continue
                 call.extend(delta, now)
-                if delta.finish_reason is not None:
+                if call.lacks_experts:
+                    lacking.append(delta.request_id)
+                elif delta.finish_reason is not None:
                     finished.append((call, delta.finish_reason))
             state.finish(finished, self._outbox)
+            for request_id in lacking:
+                error = GenerationError(f"request {request_id!r} asked for routed experts, and a token came without")
+                state.reject(request_id, error, self._outbox)
+        if lacking:
+            self._abort(tuple(lacking))
 
     def _stream(self) -> None:
         """Every `stream_interval` steps tell of the tokens since. All requests at once, because a message costs more
@@ -141,7 +148,10 @@ class EngineDriver:
         return PullResult(pull.version, loaded - began, done - loaded, done - began)
 
     def _distrust(self, cause: Exception) -> None:
-        orphans = self._state.distrust(cause, self._outbox)
+        self._abort(self._state.distrust(cause, self._outbox))
+        self._rank.engine.flush()
+
+    def _abort(self, orphans: tuple[str, ...]) -> None:
+        """Have every rank forget requests whose calls have failed."""
         self._ranks.broadcast(LoopDecision(LoopAction.ABORT, request_ids=orphans))
         self._rank.abort(orphans)
-        self._rank.engine.flush()

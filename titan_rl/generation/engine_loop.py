@@ -17,6 +17,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -47,6 +48,7 @@ class EngineLoop:
         make_engine: called in the loop's own thread, which alone touches the engine.
         version: of the weights that the engine starts with.
         stream_interval: engine steps between two calls of `on_tokens`; a step gives a request at most one token.
+        routed_experts: hand on the experts each token took to requests that ask for them; else none is returned.
         make_ranks: called after `make_engine` in the same thread: the link to the other ranks of the replica, each of
             which runs `follow_leader`. By default there are none.
     """
@@ -58,10 +60,12 @@ class EngineLoop:
         version: int = 0,
         kv_policy: KVPolicy | None = None,
         stream_interval: int = 16,
+        routed_experts: bool = False,
         make_ranks: Callable[[], Ranks] = OneRank,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._state = LoopState(version, clock)
+        self._routed_experts = routed_experts
         self._thread = threading.Thread(
             target=run_engine,
             args=(make_engine, make_ranks, self._state, kv_policy or KVPolicy(), stream_interval),
@@ -115,10 +119,13 @@ class EngineLoop:
 
         Raises:
             RequestError: this request can never run.
-            GenerationError: the weights loaded are unknown, since a pull failed; a later pull cures it.
+            GenerationError: the weights loaded are unknown, since a pull failed; a later pull cures it. Or a token came
+                without the routed experts asked for.
             EngineDeadError: the loop has ended, or ends before the completion.
         """
         self._require_started()
+        if sampling.return_routed_experts and not self._routed_experts:
+            sampling = replace(sampling, return_routed_experts=False)
         request = EngineRequest(request_id, prompt_token_ids, sampling)
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         call = PendingCall(request, future, on_tokens, self._state.clock())

@@ -68,14 +68,19 @@ class PendingCall:
     def extend(self, delta: TokenDelta, now: float) -> None:
         self.token_ids.extend(delta.token_ids)
         self.logprobs.extend(delta.logprobs)
-        if delta.routed_experts is not None:
-            self._routed_experts.extend(delta.routed_experts)
+        if self.request.sampling.return_routed_experts:
+            self._routed_experts.extend(() if delta.routed_experts is None else delta.routed_experts)
         if delta.metrics:
             self._metrics.update(delta.metrics)
         if delta.token_ids:
             self._last_token_at = now
             if self._first_token_at is None:
                 self._first_token_at = now
+
+    @property
+    def lacks_experts(self) -> bool:
+        """It asked for the experts of each token, and some token came without."""
+        return self.request.sampling.return_routed_experts and len(self._routed_experts) != len(self.token_ids)
 
     @property
     def num_unstreamed(self) -> int:

@@ -76,6 +76,7 @@ class ScriptedEngine:
         script: the next token for a context (prompt and completion so far). By default a hash of it.
         mean_tokens: a request with stop tokens samples one with this expectation; None leaves it to the script.
         tokens_depend_on_version: tokens are also a function of the loaded version. Logprobs always are.
+        experts: number of layers, experts taken per layer and experts there are, of a pretended mixture of experts.
         sleep: passes `cost`'s seconds. In virtual time, something that advances the clock.
         fail_at_step: the step, counted from 1, that raises RuntimeError.
         block_at_step: the step that sets `started` and waits for `release`.
@@ -92,6 +93,7 @@ class ScriptedEngine:
         tokens_depend_on_version: bool = False,
         max_context: int = 4096,
         max_running: int = 64,
+        experts: tuple[int, int, int] | None = None,
         cost: CostModel | None = None,
         sleep: Callable[[float], None] = time.sleep,
         fail_at_step: int | None = None,
@@ -111,6 +113,7 @@ class ScriptedEngine:
         self._tokens_depend_on_version = tokens_depend_on_version
         self._max_context = max_context
         self._max_running = max_running
+        self._experts = experts
         self._cost = cost or CostModel()
         self._sleep = sleep
         self._fail_at_step = fail_at_step
@@ -209,7 +212,14 @@ class ScriptedEngine:
         if finish is not None:
             del self._running[request.request_id]
         metrics, sequence.metrics = sequence.metrics, {}
-        return TokenDelta(request.request_id, (token,), (logprob,), finish, metrics=metrics)
+        rows = [self._route(sequence.state)] if sampling.return_routed_experts and self._experts is not None else None
+        return TokenDelta(request.request_id, (token,), (logprob,), finish, rows, metrics)
+
+    def _route(self, state: int) -> list[list[int]]:
+        """[num_layers, top_k]"""
+        assert self._experts is not None
+        layers, top_k, num_experts = self._experts
+        return [[(_mix(state, layer) + k) % num_experts for k in range(top_k)] for layer in range(layers)]
 
     def _next_token(self, sequence: _Sequence) -> int:
         if self._script is not None:

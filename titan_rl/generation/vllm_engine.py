@@ -38,6 +38,8 @@ class VLLMEngine:
         max_running: most requests advanced at a time; others wait.
         kv_cache_gib: memory for the KV cache.
         seed: of requests that bring none.
+        routed_experts: return the experts that each token of a mixture of experts took. Not on CPU, where vLLM has the
+            model runner for it only with a Triton that compiles for CPUs.
         tensor_parallel_size: ranks that share the model, each with an engine of its own, in lockstep. They are
             started by whoever started this process, with torch.distributed's environment variables set.
 
@@ -55,6 +57,7 @@ class VLLMEngine:
         max_running: int = 64,
         kv_cache_gib: float = 1.0,
         seed: int = 0,
+        routed_experts: bool = False,
         tensor_parallel_size: int = 1,
     ) -> None:
         if not (Path(model_path) / "config.json").is_file():
@@ -71,6 +74,10 @@ class VLLMEngine:
         from vllm.v1.executor import Executor
 
         on_cpu = current_platform.is_cpu()
+        if on_cpu and routed_experts:
+            raise ModelError(
+                "vLLM does not return routed experts on CPU; set generation.return_routed_experts = false or use a GPU"
+            )
         if on_cpu:
             # Compiling takes 20 s or more at start and at the first step, and gains nothing for models that fit a CPU.
             torch._dynamo.config.disable = True
@@ -103,6 +110,7 @@ class VLLMEngine:
             block_size=32
             if on_cpu
             else None,  # the default of 128 hides most of a short conversation from the prefix cache
+            enable_return_routed_experts=routed_experts,
             tensor_parallel_size=tensor_parallel_size,
             distributed_executor_backend="external_launcher" if tensor_parallel_size > 1 else "uni",
             disable_log_stats=True,
@@ -222,12 +230,14 @@ class VLLMEngine:
             metrics = {}
             if output.prefill_stats is not None:
                 metrics = {"cached_prompt_tokens": float(output.prefill_stats.num_cached_tokens)}
-            deltas.append(TokenDelta(request_id, output.new_token_ids, logprobs, finish_reason, metrics=metrics))
+            tokens = output.new_token_ids
+            experts = output.routed_experts  # of every position computed: the last ones produced the new tokens
+            if experts is not None:
+                experts = experts[len(experts) - len(tokens) :]
+            deltas.append(TokenDelta(request_id, tokens, logprobs, finish_reason, experts, metrics))
         return deltas
 
     def _params(self, request_id: str, sampling: SamplingParams, room: int) -> Any:
-        if sampling.return_routed_experts:
-            raise RequestError(f"request {request_id!r} asks for routed experts, which this engine does not return")
         max_tokens = min(sampling.max_tokens, room)
         try:
             return self._sampling_type(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from titan_rl.errors import RewardError
+from titan_rl.rollout.recess import Recess
 from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus
 from titan_rl.rubric import Rubric
 
@@ -14,10 +15,12 @@ class Judging:
 
     Args:
         tasks: the group's own; judges end with it.
+        recess: where judges wait while generation is paused.
     """
 
-    def __init__(self, rubric: Rubric, tasks: asyncio.TaskGroup) -> None:
+    def __init__(self, rubric: Rubric, tasks: asyncio.TaskGroup, recess: Recess) -> None:
         self._rubric = rubric
+        self._recess = recess
         self._tasks = tasks
         self._running: list[asyncio.Task[None]] = []
         self._stopped = False
@@ -39,10 +42,10 @@ class Judging:
         """
         if self._failure is not None:
             raise self._failure
-        await self._rubric.score(group)
+        await self._recess.judge(lambda: self._rubric.score(group))
 
     async def _begin(self, rollout: Rollout) -> None:
         try:
-            await self._rubric.begin(rollout)
+            await self._recess.judge(lambda: self._rubric.begin(rollout))
         except RewardError as error:
             self._failure = self._failure or error

@@ -16,6 +16,7 @@ from titan_rl.errors import RewardError
 from titan_rl.rollout.advantages import AdvantageFn, standardized
 from titan_rl.rollout.boundary import RolloutEnded, close_env, ends_with
 from titan_rl.rollout.judging import Judging
+from titan_rl.rollout.recess import Recess
 from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus, Turn
 from titan_rl.rubric import Rubric
 from titan_rl.types import FinishReason, GenerateFn, SamplingParams
@@ -82,6 +83,14 @@ class Rollouter:
         self.limits = limits or RolloutConfig()
         self.seed = seed
         self.finish_session = finish_session
+        self._recess = Recess(self.limits.judge_grace_s, self.limits.generate_timeout_s)
+
+    def pause_judging(self) -> None:
+        """Generation is paused: rewards being computed have `limits.judge_grace_s`, and begin anew after that."""
+        self._recess.begin()
+
+    def resume_judging(self) -> None:
+        self._recess.end()
 
     async def run_group(
         self,
@@ -127,7 +136,7 @@ class Rollouter:
             return rollout
 
         async with asyncio.TaskGroup() as tasks:
-            judging = Judging(self.rubric, tasks)
+            judging = Judging(self.rubric, tasks, self._recess)
             siblings = [tasks.create_task(play(sibling)) for sibling in range(group_size)]
         group = RolloutGroup(group_id, sample, [sibling.result() for sibling in siblings])
         if group.is_aborted:

@@ -22,3 +22,9 @@ class GroupRunner(Protocol):
     ) -> RolloutGroup:
         """Play, score and compare the siblings of one sample; see `Rollouter.run_group`."""
         ...
+
+    def pause_judging(self) -> None:
+        """Generation is paused; see `Rollouter.pause_judging`."""
+        ...
+
+    def resume_judging(self) -> None: ...

@@ -1,0 +1,104 @@
+"""Judges while generation is paused, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from titan_rl.config.sections import RolloutConfig
+from titan_rl.environment.types import TokenObservation, TokenStep
+from titan_rl.rollout.rollouter import Rollouter
+from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus
+from titan_rl.rubric import Reward, Rubric
+from titan_rl.types import Completion, FinishReason, SamplingParams, VersionSpan
+
+GRACE_S = 5.0
+
+
+class Env:
+    async def reset(self) -> TokenObservation:
+        return TokenObservation([1, 2])
+
+    async def step(self, completion: Completion) -> TokenStep:
+        return TokenStep(status=RolloutStatus.COMPLETED)
+
+    async def close(self) -> None: ...
+
+
+async def generate(prompt_token_ids: Sequence[int], *, request_id: str, **_: Any) -> Completion:
+    return Completion(request_id, [5], [-0.5], FinishReason.STOP, (VersionSpan(0, 1),))
+
+
+class Judge:
+    """A reward that takes its time, and notes when it begins and how it ends."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.began: list[float] = []
+        self.cancelled = 0
+
+    async def __call__(self, rollout: Rollout) -> float:
+        self.began.append(asyncio.get_running_loop().time())
+        try:
+            await asyncio.sleep(self.seconds)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        return 1.0 + rollout.sibling
+
+
+def stage(judge: Judge) -> tuple[Rollouter, asyncio.Future[RolloutGroup]]:
+    reward = Reward(judge, name="judge")
+    rollouter = Rollouter(
+        lambda _: Env(), Rubric([reward]), max_context=100, limits=RolloutConfig(judge_grace_s=GRACE_S)
+    )
+    playing = rollouter.run_group(generate, None, group_id="g", group_size=2, sampling=SamplingParams(max_tokens=4))
+    return rollouter, asyncio.ensure_future(playing)
+
+
+@pytest.mark.looptime
+@pytest.mark.parametrize(
+    ("seconds", "began", "cancelled"),
+    [(4.0, [0.0, 0.0], 0), (8.0, [0.0, 0.0, 101.0, 101.0], 2)],
+    ids=["within the grace period", "longer"],
+)
+async def test_a_judge_finishes_in_the_grace_period_or_begins_anew(
+    seconds: float, began: list[float], cancelled: int
+) -> None:
+    judge = Judge(seconds)
+    rollouter, playing = stage(judge)
+    await asyncio.sleep(1.0)
+    rollouter.pause_judging()
+    await asyncio.sleep(100.0)
+    rollouter.resume_judging()
+    group = await playing
+    assert judge.began == began
+    assert judge.cancelled == cancelled
+    assert [rollout.reward for rollout in group.rollouts] == [1.0, 2.0]
+
+
+@pytest.mark.looptime
+async def test_what_ends_in_a_pause_is_judged_after_it() -> None:
+    judge = Judge(1.0)
+    rollouter, playing = stage(judge)
+    rollouter.pause_judging()
+    await asyncio.sleep(50.0)
+    assert not judge.began
+    rollouter.resume_judging()
+    assert (await playing).rollouts[1].reward == 2.0
+    assert judge.began == [50.0, 50.0]
+
+
+@pytest.mark.looptime
+async def test_a_group_that_is_cancelled_takes_its_judges_along() -> None:
+    judge = Judge(1e6)
+    rollouter, playing = stage(judge)
+    await asyncio.sleep(1.0)
+    rollouter.pause_judging()
+    playing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await playing
+    assert judge.cancelled == 2
