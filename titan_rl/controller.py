@@ -20,6 +20,7 @@ from titan_rl.group_player import GroupPlayer
 from titan_rl.observability.metrics import group_metrics
 from titan_rl.observability.progress import Progress, RunSummary, StepReport
 from titan_rl.observability.run_dir import RunDirectory
+from titan_rl.rollout.advantages import subtract_batch_mean
 from titan_rl.rollout.runner import GroupRunner
 from titan_rl.rollout.transcript import transcript
 from titan_rl.rollout.types import RolloutGroup
@@ -195,6 +196,8 @@ class Controller:
         return reward
 
     def _samples(self, batch: GroupBatch) -> list[TrainingSample]:
+        if self._config.training.advantage == "batch_mean":
+            subtract_batch_mean(batch.groups)
         temperature, max_age = self._config.sampling.temperature, self._config.scheduling.max_token_age
         oldest = 0 if max_age is None else batch.version - max_age
         return [s for group in batch.groups for s in build_samples(group, temperature, oldest_version=oldest)]

@@ -98,7 +98,8 @@ def test_a_nonfinite_behaviour_logprob_only_removes_its_token(untied: Path):
     assert metrics["num_tokens"] == other.step([masked]).metrics["num_tokens"]
     expected = weights(other)
     for name, tensor in weights(trainer).items():
-        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-6)
+        # AdamW's first step divides a gradient by its own size, rounding included; a wrong one moves by `lr`.
+        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=5e-5)
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from titan_rl.config.sections import RolloutConfig
 from titan_rl.errors import GenerationError, RequestError, RewardError
 from titan_rl.rollout.rollouter import Rollouter, turn_seed
 from titan_rl.rubric import Reward, Rubric
+from titan_rl.training.sample_builder import build_samples
 
 Hook = Callable[["Env"], Coroutine[Any, Any, None]]
 
@@ -565,3 +566,24 @@ async def test_the_time_of_an_interruption_is_not_the_rollouts(interrupted_s: fl
     stage = Stage(limits=RolloutConfig(rollout_timeout_s=30.0))
     (rollout,) = (await stage.group(generate)).rollouts
     assert rollout.status == ends
+
+
+async def test_an_environment_may_give_every_token_an_advantage_of_its_own() -> None:
+    class Marked(Env):
+        marks = (0.25, -0.25)
+
+        async def step(self, completion: Completion) -> TokenStep:
+            return TokenStep(status=RolloutStatus.COMPLETED, token_advantages=self.marks)
+
+    stage = Stage(lambda _: Marked())
+    group = await stage.group(Generator(), size=3)
+    assert [list(rollout.turns[0].token_advantages or ()) for rollout in group.rollouts] == [[0.25, -0.25]] * 3
+    (sample, *_) = build_samples(group, temperature=1.0)
+    rollout = group.rollouts[0]
+    assert rollout.advantage is not None
+    assert sample.advantages == [0, 0, 0, rollout.advantage + 0.25, rollout.advantage - 0.25]
+
+    Marked.marks = (0.25, float("nan"))
+    (rollout,) = (await stage.group(Generator())).rollouts
+    assert rollout.status is RolloutStatus.ERROR_ENV
+    assert "token_advantages = [0.25, nan]; the completion's 2 tokens need a finite one each" in (rollout.error or "")

@@ -1,6 +1,12 @@
-"""The loss against a float64 NumPy reference that shares no code with it."""
+"""Every loss, correction and average against a float64 NumPy reference that shares no code with them.
+
+The reference goes token by token in plain loops, with derivatives worked out by hand.
+"""
 
 from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,130 +14,263 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titan_rl.training.losses import grpo_loss, selected_logprobs
-from titan_rl.training.metrics import TokenRecord, token_metrics
+from titan_rl.config.sections import ADVANTAGES, LOSSES, CorrectionConfig, TrainingConfig
+from titan_rl.errors import ConfigError
+from titan_rl.rollout import advantages
+from titan_rl.training.batch import Batch, make_batch
+from titan_rl.training.losses import BY_NAME, LossTokens, TokenLoss
+from titan_rl.training.objective import Objective
+from titan_rl.training.sample import TrainingSample
 
-LOW, HIGH = 0.2, 0.28
+VERSION, CONTEXT, LIMIT = 7, 512, 20.0
+NAN, INF = float("nan"), float("inf")
 
-
-def reference(logprobs: np.ndarray, behaviour: np.ndarray, advantages: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Loss and its derivative by the logprob, token by token."""
-    losses, slopes = np.zeros(len(logprobs)), np.zeros(len(logprobs))
-    for i, (p, b, a) in enumerate(zip(logprobs, behaviour, advantages, strict=True)):
-        if not np.isfinite(p - b):
-            continue
-        ratio = np.exp(np.clip(p - b, -20, 20))
-        inside = abs(p - b) <= 20
-        if a > 0 and ratio > 1 + HIGH:
-            losses[i] = -a * (1 + HIGH)
-        elif a < 0 and ratio < 1 - LOW:
-            losses[i] = -a * (1 - LOW)
-        else:
-            losses[i] = -a * ratio
-            slopes[i] = -a * ratio if inside else 0.0
-    return losses, slopes
+Row = dict[str, Any]  # one token
 
 
-def check(logprobs: list[float], behaviour: list[float], advantages: list[float]) -> None:
-    p = torch.tensor(logprobs, dtype=torch.float64, requires_grad=True)
-    b, a = torch.tensor(behaviour, dtype=torch.float64), torch.tensor(advantages, dtype=torch.float64)
-    result = grpo_loss(p, b, a, clip_low=LOW, clip_high=HIGH)
-    result.loss_N.sum().backward()
-    losses, slopes = reference(np.array(logprobs), np.array(behaviour), np.array(advantages))
-    np.testing.assert_allclose(result.loss_N.detach().numpy(), losses, rtol=1e-12)
-    assert p.grad is not None
-    np.testing.assert_allclose(p.grad.numpy(), slopes, rtol=1e-12)
-    np.testing.assert_array_equal(result.valid_N.numpy(), np.isfinite(np.array(logprobs) - np.array(behaviour)))
+def reference(rows: list[Row], training: TrainingConfig, correction: CorrectionConfig) -> dict[str, Any]:
+    """Loss, its derivative by each logprob, and the denominator."""
+    for row in rows:
+        age = max(0, VERSION - row["version"])
+        row["old"] = {
+            "behaviour": row["behaviour"],
+            "recomputed": row["start"],
+            "interpolated": row["behaviour"] + age / (age + 1) * (row["policy"] - row["behaviour"]),
+        }[correction.proximal]
+        needed = [row["policy"], row["behaviour"], row["old"]] + ([row["reference"]] if training.kl_coef else [])
+        row["valid"] = all(np.isfinite(value) for value in needed)
+    slopes = np.zeros(len(rows))
+    total = 0.0
+    sequences: dict[int, list[int]] = {}
+    for i, row in enumerate(rows):
+        if row["valid"]:
+            sequences.setdefault(row["sequence"], []).append(i)
+    denominator = {
+        "token": float(sum(map(len, sequences.values()))),
+        "sequence": float(len(sequences)),
+        "constant": float(len(sequences) * CONTEXT),
+    }[training.average]
+    masked: list[bool] = []
+    for members in sequences.values():
+        log_rho = {i: np.clip(rows[i]["old"] - rows[i]["behaviour"], -LIMIT, LIMIT) for i in members}
+        product = np.exp(np.clip(sum(log_rho.values()), -LIMIT, LIMIT))
+        geometric = np.exp(sum(log_rho.values()) / len(members))
+        log_ratio = {i: np.clip(rows[i]["policy"] - rows[i]["old"], -LIMIT, LIMIT) for i in members}
+        sequence_ratio = np.exp(sum(log_ratio.values()) / len(members))
+        vetoed = correction.veto is not None and any(np.exp(rho) < correction.veto for rho in log_rho.values())
+        for i in members:
+            row, rho = rows[i], np.exp(log_rho[i])
+            weight = {"none": 1.0, "token": rho, "sequence": product}[correction.weight]
+            if correction.cap is not None:
+                weight = min(weight, correction.cap)
+            measured = {"none": correction.bounds[0], "token": rho, "sequence": product, "geometric": geometric}
+            low, high = correction.bounds
+            row["masked"] = vetoed or not low <= measured[correction.mask] <= high
+            masked.append(row["masked"])
+            inside = abs(row["policy"] - row["old"]) <= LIMIT
+            loss, slope = policy_loss(training, row, np.exp(log_ratio[i]), sequence_ratio, inside)
+            if row["masked"]:
+                weight = loss = slope = 0.0
+            share = 1 / len(members) if training.average == "sequence" else 1.0
+            kl, kl_slope = kl_loss(training, row)
+            total += share * (weight * loss + training.kl_coef * kl)
+            slopes[i] = share * (weight * slope + training.kl_coef * kl_slope)
+    return {"loss": total, "slopes": slopes, "denominator": denominator, "masked": sum(masked)}
 
 
-logprob = st.floats(-100, 0)
-behaviour_logprob = st.one_of(logprob, st.just(float("nan")), st.just(float("-inf")))
+def policy_loss(
+    training: TrainingConfig, row: Row, ratio: float, sequence_ratio: float, inside: bool
+) -> tuple[float, float]:
+    a, low, high = row["advantage"], 1 - training.clip_low, 1 + training.clip_high
+    match training.loss:
+        case "reinforce":
+            return -a * row["policy"], -a
+        case "cispo":
+            weight = min(max(ratio, low), high)
+            return -weight * a * row["policy"], -weight * a
+        case "gspo":
+            ratio, inside = sequence_ratio, True
+    if a > 0 and ratio > high:
+        return -a * high, 0.0
+    if a < 0 and ratio < low:
+        return -a * low, 0.0
+    return -a * ratio, -a * ratio if inside else 0.0
 
 
-@given(st.lists(st.tuples(logprob, behaviour_logprob, st.floats(-5, 5)), max_size=20))
-def test_random_tokens(tokens: list[tuple[float, float, float]]):
-    p, b, a = ([token[i] for token in tokens] for i in range(3))
-    check(p, b, a)
+def kl_loss(training: TrainingConfig, row: Row) -> tuple[float, float]:
+    if not training.kl_coef:
+        return 0.0, 0.0
+    d = row["reference"] - row["policy"]
+    inside, d = abs(d) <= LIMIT, np.clip(d, -LIMIT, LIMIT)
+    if training.kl == "k2":
+        return d * d / 2, -d if inside else 0.0
+    return np.exp(d) - d - 1, 1 - np.exp(d) if inside else 0.0
 
 
+def batch_of(rows: list[Row], num_sequences: int) -> Batch:
+    blank = make_batch([[TrainingSample("g", "g/0", [1, 2], [False, False], [0, 0], [0, 0], [-1, -1], 1.0)]])
+
+    def column(name: str, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+        return torch.tensor([row[name] for row in rows], dtype=dtype)
+
+    return replace(
+        blank,
+        behaviour_logprobs_N=column("behaviour"),
+        advantages_N=column("advantage"),
+        versions_N=column("version", torch.int64),
+        oldest_versions_N=column("version", torch.int64),
+        sequences_N=column("sequence", torch.int64),
+        num_sequences=num_sequences,
+    )
+
+
+def check(rows: list[Row], training: TrainingConfig, correction: CorrectionConfig) -> dict[str, Any]:
+    logprobs = torch.tensor([row["policy"] for row in rows], dtype=torch.float64, requires_grad=True)
+    start = torch.tensor([row["start"] for row in rows], dtype=torch.float64)
+    held_to = torch.tensor([row["reference"] for row in rows], dtype=torch.float64)
+    summed, record = Objective(training, correction, CONTEXT)(
+        batch_of(rows, num_sequences=4),
+        logprobs,
+        torch.zeros(len(rows)),
+        version=VERSION,
+        proximal_logprobs_N=start,
+        reference_logprobs_N=held_to if training.kl_coef else None,
+    )
+    summed.backward()
+    expected = reference(rows, training, correction)
+    assert logprobs.grad is not None
+    assert torch.isfinite(logprobs.grad).all()
+    scale = 1 + np.abs(expected["slopes"]).max(initial=0.0)
+    np.testing.assert_allclose(logprobs.grad.numpy(), expected["slopes"], rtol=1e-9, atol=1e-9 * scale)
+    np.testing.assert_allclose(float(summed.detach()), expected["loss"], rtol=1e-9, atol=1e-7 * scale * (1 + len(rows)))
+    assert float(record.denominator.sum()) == expected["denominator"]
+    assert record.valid_N.tolist() == [row["valid"] for row in rows]
+    assert int(record.masked_M.sum()) == expected["masked"]
+    return expected
+
+
+logprob = st.floats(-60, 0)
+strange = st.sampled_from([NAN, -INF, INF])
+token = st.fixed_dictionaries(
+    {
+        "policy": logprob,
+        "behaviour": st.one_of(logprob, strange),
+        "start": st.one_of(logprob, logprob, strange),
+        "reference": st.one_of(logprob, logprob, strange),
+        "advantage": st.floats(-5, 5),
+        "version": st.integers(0, VERSION),
+        "sequence": st.integers(0, 3),
+    }
+)
+near = st.builds(  # ratios near 1, where the bounds are
+    lambda row, *offsets: (
+        row | {name: row["policy"] + d for name, d in zip(("behaviour", "start", "reference"), offsets, strict=True)}
+    ),
+    token,
+    *[st.floats(-0.6, 0.6)] * 3,
+)
+trainings = st.builds(
+    TrainingConfig,
+    loss=st.sampled_from(list(BY_NAME)),
+    average=st.sampled_from(["token", "sequence", "constant"]),
+    kl_coef=st.sampled_from([0.0, 0.3]),
+    kl=st.sampled_from(["k2", "k3"]),
+    clip_low=st.sampled_from([0.2, 1.0]),
+    clip_high=st.sampled_from([0.28, 5.0]),
+)
+corrections = st.builds(
+    CorrectionConfig,
+    proximal=st.sampled_from(["behaviour", "recomputed", "interpolated"]),
+    weight=st.sampled_from(["none", "token", "sequence"]),
+    cap=st.sampled_from([None, 2.0]),
+    mask=st.sampled_from(["none", "token", "sequence", "geometric"]),
+    bounds=st.sampled_from([(0.5, 5.0), (0.99, 1.01)]),
+    veto=st.sampled_from([None, 1e-4]),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.one_of(token, near), max_size=12), trainings, corrections)
+def test_any_tokens_under_any_settings(rows: list[Row], training: TrainingConfig, correction: CorrectionConfig) -> None:
+    check(rows, training, correction)
+
+
+def row_of(**values: Any) -> Row:
+    return {
+        "policy": -1.0,
+        "behaviour": -1.0,
+        "start": -1.0,
+        "reference": -1.0,
+        "advantage": 1.0,
+        "version": VERSION,
+        "sequence": 0,
+    } | values
+
+
+@pytest.mark.parametrize("loss", BY_NAME)
 @pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])
 @pytest.mark.parametrize("log_ratio", [-90.0, -0.5, -0.1, 0.0, 0.1, 0.5, 90.0])
-def test_each_side_of_each_bound(advantage: float, log_ratio: float):
-    check([-100.0 + log_ratio], [-100.0], [advantage])
+def test_each_side_of_each_bound(loss: str, advantage: float, log_ratio: float) -> None:
+    row = row_of(policy=-100.0 + log_ratio, behaviour=-100.0, advantage=advantage)
+    check([row], TrainingConfig(loss=loss), CorrectionConfig())
 
 
-def test_no_tokens():
-    check([], [], [])
+@pytest.mark.parametrize("loss", BY_NAME)
+def test_no_tokens_and_none_that_is_finite(loss: str) -> None:
+    for rows in ([], [row_of(behaviour=NAN)]):
+        assert check(rows, TrainingConfig(loss=loss), CorrectionConfig())["denominator"] == 0
 
 
-def test_a_nonfinite_behaviour_logprob_leaves_the_others_alone():
-    whole = grpo_loss(torch.tensor([-1.0]), torch.tensor([-1.1]), torch.tensor([1.0]), clip_low=LOW, clip_high=HIGH)
-    p = torch.tensor([-1.0, -2.0], requires_grad=True)
-    b = torch.tensor([-1.1, float("nan")])
-    result = grpo_loss(p, b, torch.tensor([1.0, 1.0]), clip_low=LOW, clip_high=HIGH)
-    assert result.valid_N.tolist() == [True, False]
-    assert result.loss_N.sum() == whole.loss_N.sum()
-    result.loss_N.sum().backward()
-    assert p.grad is not None
-    assert p.grad[1] == 0
+def test_a_value_exactly_at_a_bound_is_kept() -> None:
+    correction = CorrectionConfig(proximal="recomputed", mask="token", bounds=(0.5, 1.0))
+    rows = [row_of(), row_of(start=-0.99, sequence=1)]
+    assert check(rows, TrainingConfig(), correction)["masked"] == 1
 
 
-@settings(max_examples=25)
-@given(st.integers(0, 5), st.floats(0.1, 3.0), st.integers(0, 1000))
-def test_selected_logprobs_and_their_gradient(num_tokens: int, temperature: float, seed: int):
-    rng = np.random.default_rng(seed)
-    logits = rng.normal(size=(num_tokens, 7)) * 10
-    targets, upstream = rng.integers(0, 7, num_tokens), rng.normal(size=num_tokens)
-    scaled = logits / temperature
-    log_softmax = scaled - np.log(np.exp(scaled - scaled.max(-1, keepdims=True, initial=-99)).sum(-1, keepdims=True))
-    log_softmax -= scaled.max(-1, keepdims=True, initial=-99)
-    one_hot = np.eye(7)[targets]
-
-    x = torch.tensor(logits, dtype=torch.float32, requires_grad=True)
-    temperatures = torch.full((num_tokens,), temperature)
-    logprobs, entropies = selected_logprobs(x, torch.tensor(targets), temperatures)
-    (logprobs * torch.tensor(upstream, dtype=torch.float32)).sum().backward()
-
-    np.testing.assert_allclose(logprobs.detach().numpy(), (log_softmax * one_hot).sum(-1), rtol=1e-4, atol=1e-4)
-    probs = np.exp(log_softmax)
-    np.testing.assert_allclose(entropies.numpy(), -(probs * log_softmax).sum(-1), rtol=1e-4, atol=1e-4)
-    assert x.grad is not None
-    expected = (one_hot - probs) * upstream[:, None] / temperature
-    np.testing.assert_allclose(x.grad.numpy(), expected, rtol=1e-3, atol=1e-4)
-    assert not entropies.requires_grad
+def test_what_a_mask_leaves_out_stays_in_the_denominator() -> None:
+    correction = CorrectionConfig(proximal="recomputed", veto=1e-4)
+    rows = [row_of(), row_of(start=-40.0, sequence=1), row_of(sequence=1)]
+    expected = check(rows, TrainingConfig(), correction)
+    assert (expected["masked"], expected["denominator"]) == (2, 3.0)
 
 
-def test_metrics_compare_on_policy_tokens_and_measure_staleness():
-    record = TokenRecord(
-        loss_N=torch.zeros(4),
-        valid_N=torch.tensor([True, True, True, False]),
-        log_ratio_N=torch.tensor([0.0, -0.25, 0.5, 0.0]),
-        clipped_N=torch.tensor([False, False, True, False]),
-        entropy_N=torch.tensor([1.0, 2.0, 3.0, 99.0]),
-        version_N=torch.tensor([5, 5, 3, 0]),
-        oldest_version_N=torch.tensor([5, 5, 3, 0]),
+def test_tokens_of_one_sequence_are_corrected_by_their_own_versions() -> None:
+    """A hot swap in the middle: the newest token keeps its behaviour logprob, the oldest nearly the policy's."""
+    rows = [row_of(policy=-1.0, behaviour=-2.0, version=version) for version in (VERSION, VERSION - 1, VERSION - 9)]
+    correction = CorrectionConfig(proximal="interpolated", weight="token", cap=None)
+    expected = check(rows, TrainingConfig(loss="reinforce"), correction)
+    np.testing.assert_allclose(expected["slopes"], [-1.0, -np.exp(0.5), -np.exp(0.9)])
+
+
+def test_splitting_a_batch_changes_nothing() -> None:
+    rows = [row_of(policy=-1.0 - i / 10, sequence=i // 2, advantage=i - 2.0) for i in range(6)]
+    for average in ("token", "sequence", "constant"):
+        training = TrainingConfig(average=average)
+        whole = check(rows, training, CorrectionConfig())
+        parts = [check(part, training, CorrectionConfig()) for part in (rows[:2], rows[2:])]
+        assert sum(part["denominator"] for part in parts) == whole["denominator"]
+        np.testing.assert_allclose(sum(part["loss"] for part in parts), whole["loss"])
+
+
+def twice_reinforce(tokens: LossTokens, clip: object) -> TokenLoss:
+    loss_N = -2 * tokens.advantages_N * tokens.logprobs_N
+    return TokenLoss(loss_N, torch.zeros_like(loss_N, dtype=torch.bool))
+
+
+def test_a_loss_of_ones_own() -> None:
+    rows = [row_of()]
+    training = TrainingConfig(loss=f"{__name__}:twice_reinforce")
+    logprobs = torch.tensor([-1.0], dtype=torch.float64, requires_grad=True)
+    summed, _ = Objective(training, CorrectionConfig(), CONTEXT)(
+        batch_of(rows, 1), logprobs, torch.zeros(1), version=VERSION
     )
-    metrics = token_metrics(record, version=5)
-    assert metrics["on_policy_logprob_diff_max"] == 0.25
-    assert metrics["on_policy_logprob_diff_mean"] == 0.125
-    assert (metrics["staleness_mean"], metrics["staleness_max"]) == (pytest.approx(2 / 3), 2)
-    assert metrics["clip_fraction"] == pytest.approx(1 / 3)
-    assert metrics["entropy"] == 2
-    assert metrics["num_nonfinite_tokens"] == 1
-    ratios = np.exp([0.0, -0.25, 0.5])
-    assert metrics["ratio_max"] == pytest.approx(ratios.max())
-    assert metrics["approx_kl"] == pytest.approx(np.mean(ratios - 1 - np.log(ratios)))
-    assert "on_policy_logprob_diff_max" not in token_metrics(record, version=6)
+    assert summed.item() == 2.0
+    with pytest.raises(ConfigError, match="has no function thrice"):
+        Objective(TrainingConfig(loss=f"{__name__}:thrice"), CorrectionConfig(), CONTEXT)
+    with pytest.raises(ValueError, match="must be one of grpo, gspo, cispo, reinforce"):
+        TrainingConfig(loss="ppo")
 
 
-def test_tokens_sampled_over_keys_of_older_weights_are_not_compared():
-    record = TokenRecord(
-        loss_N=torch.zeros(2),
-        valid_N=torch.tensor([True, True]),
-        log_ratio_N=torch.tensor([0.5, 0.5]),
-        clipped_N=torch.tensor([False, False]),
-        entropy_N=torch.zeros(2),
-        version_N=torch.tensor([4, 5]),
-        oldest_version_N=torch.tensor([4, 4]),
-    )
-    assert "on_policy_logprob_diff_max" not in token_metrics(record, version=5)
+def test_the_names_of_the_config_are_those_of_the_library() -> None:
+    assert set(LOSSES) == set(BY_NAME)
+    assert set(ADVANTAGES) == set(advantages.BY_NAME)

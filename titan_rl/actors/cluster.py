@@ -111,7 +111,13 @@ class Cluster:
     async def _start_trainer(self) -> ActorTrainer:
         config = self._config
         settings = TrainerSettings(
-            config.model, config.training, config.statedict, self._run_id, self._log_path(TRAINER), config.seed
+            config.model,
+            config.training,
+            config.correction,
+            config.statedict,
+            self._run_id,
+            self._log_path(TRAINER),
+            config.seed,
         )
         return ActorTrainer(await self._spawn(TRAINER, TrainerActor, settings))
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from monarch.actor import Actor, concurrent_endpoint
 
 from titan_rl.actors.process import call, enter_actor_process
-from titan_rl.config.sections import ModelConfig, StateDictConfig, TrainingConfig
+from titan_rl.config.sections import CorrectionConfig, ModelConfig, StateDictConfig, TrainingConfig
 from titan_rl.statedict.types import Manifest
 from titan_rl.training.checkpoint import atomic_directory, step_directory
 from titan_rl.training.sample import TrainingSample
@@ -30,6 +30,7 @@ class TrainerSettings:
 
     model: ModelConfig
     training: TrainingConfig
+    correction: CorrectionConfig
     statedict: StateDictConfig
     run_id: str
     log_path: str
@@ -62,7 +63,7 @@ class TrainerActor(Actor):
         from titan_rl.training.trainer import TrainerCore
 
         settings = self._settings
-        self._trainer = TrainerCore(settings.model, settings.training, seed=settings.seed)
+        self._trainer = TrainerCore(settings.model, settings.training, settings.correction, seed=settings.seed)
         self._publisher = WeightPublisher(
             self._trainer,
             SharedMemoryTransport(settings.run_id),

@@ -9,6 +9,7 @@ from pydantic import ConfigDict, Field, SerializeAsAny, model_validator
 
 from titan_rl.config.sections import (
     CheckpointConfig,
+    CorrectionConfig,
     GenerationConfig,
     LoggingConfig,
     ModelConfig,
@@ -46,6 +47,7 @@ class RunConfig(Section):
     rollout: RolloutConfig = RolloutConfig()
     scheduling: SchedulingConfig = SchedulingConfig()
     training: TrainingConfig = TrainingConfig()
+    correction: CorrectionConfig = CorrectionConfig()
     validation: ValidationConfig = ValidationConfig()
     generation: GenerationConfig = GenerationConfig()
     routing: RoutingConfig = RoutingConfig()
@@ -79,6 +81,16 @@ def conflicts(config: RunConfig) -> Iterator[str]:
         yield (
             f"training.warmup_steps = {config.training.warmup_steps} is more than training.steps = "
             f"{config.training.steps}; the learning rate would never reach training.lr"
+        )
+    correction = config.correction
+    if correction.proximal == "behaviour" and (correction.weight, correction.mask, correction.veto) != (
+        "none",
+        "none",
+        None,
+    ):
+        yield (
+            'correction.proximal = "behaviour" makes every importance ratio 1, so correction.weight, mask and veto do '
+            'nothing; set proximal = "recomputed" or "interpolated"'
         )
     generation = config.generation
     if not generation.reset_prefix_cache and generation.pull_mode == "drain":

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import os
-import sys
-from types import ModuleType
 from typing import Any, cast
 
 from pydantic import ValidationError
 from typing_extensions import get_protocol_members
 
 from titan_rl.config.explain import Origins, explain
+from titan_rl.config.imports import import_module
 from titan_rl.config.sections import Section
 from titan_rl.errors import ConfigError
 from titan_rl.task import Task
@@ -53,7 +50,7 @@ def _find_class(name: object) -> type[Section]:
     if not isinstance(name, str) or name.count(":") != 1:
         raise ConfigError('must be a string "module:Class"')
     module_name, _, class_name = name.partition(":")
-    module = _import(module_name)
+    module = import_module(module_name)
     found: object = getattr(module, class_name, None)
     if isinstance(found, type) and issubclass(found, Section):
         missing = _missing_members(found)
@@ -66,19 +63,6 @@ def _find_class(name: object) -> type[Section]:
         problem = f"{class_name} is no subclass of titan_rl.config.sections.Section"
     tasks = [key for key, value in vars(module).items() if _is_task(value)]
     raise ConfigError(f"{problem}; tasks in {module_name}: {', '.join(tasks) or 'none'}")
-
-
-def _import(name: str) -> ModuleType:
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise ConfigError(f"importing {name} failed: {error}") from error
-        raise ConfigError(f"there is no module {error.name} (looked in {os.getcwd()} too)") from None
-    except Exception as error:
-        raise ConfigError(f"importing {name} failed: {type(error).__name__}: {error}") from error
 
 
 def _is_task(found: object) -> bool:

@@ -1,18 +1,39 @@
 """How much better than its siblings a rollout was.
 
-An advantage is a function from the rewards of a group to as many advantages; pass your own to `Rollouter`.
+An advantage is a function from the rewards of a group to as many advantages. `training.advantage` names one of these,
+or yours as "module:function"; in code pass it to `Rollouter`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
+
+from titan_rl.rollout.types import RolloutGroup
 
 AdvantageFn = Callable[[Sequence[float]], Sequence[float]]
 
 
+def reward(rewards: Sequence[float]) -> list[float]:
+    """The reward itself, `A_i = r_i`: REINFORCE without a baseline (Williams, 1992).
+
+    >>> reward([1.0, 0.0])
+    [1.0, 0.0]
+    """
+    return list(rewards)
+
+
+def batch_mean(rewards: Sequence[float]) -> list[float]:
+    """The reward, from which training subtracts the mean reward of its batch: REINFORCE with a baseline.
+
+    What siblings alone can know of that is the reward; `subtract_batch_mean` does the rest.
+    """
+    return list(rewards)
+
+
 def group_mean(rewards: Sequence[float]) -> list[float]:
-    """Distance from the group's mean, `A_i = r_i - mean(r)`, as in Dr. GRPO (arXiv:2503.20783).
+    """Distance from the group's mean, `A_i = r_i - mean(r)`, as in Dr. GRPO (arXiv:2503.20783, section 3.2), which
+    also averages losses by a constant: `training.average = "constant"`.
 
     >>> group_mean([1.0, 0.0, 0.5, 0.5])
     [0.5, -0.5, 0.0, 0.0]
@@ -23,8 +44,20 @@ def group_mean(rewards: Sequence[float]) -> list[float]:
     return [reward - mean for reward in rewards]
 
 
+def leave_one_out(rewards: Sequence[float]) -> list[float]:
+    """Distance from the mean of the others, `A_i = r_i - mean(r_j, j != i)`: RLOO (arXiv:2402.14740, eq. 8).
+
+    That is the distance from the group's mean times n / (n - 1). A single rollout has advantage 0.
+
+    >>> leave_one_out([1.0, 0.0, 0.0])
+    [1.0, -0.5, -0.5]
+    """
+    count = len(rewards)
+    return [distance * count / (count - 1) for distance in group_mean(rewards)] if count > 1 else [0.0] * count
+
+
 def standardized(rewards: Sequence[float], eps: float = 1e-6) -> list[float]:
-    """The same in units of the group's standard deviation, as in GRPO (arXiv:2402.03300, section 4.1).
+    """Distance from the group's mean in units of its standard deviation, as in GRPO (arXiv:2402.03300, section 4.1).
 
     `A_i = (r_i - mean(r)) / (std(r) + eps)` with the population standard deviation. Siblings that all have the same
     reward teach nothing: their advantages are 0.
@@ -37,5 +70,22 @@ def standardized(rewards: Sequence[float], eps: float = 1e-6) -> list[float]:
     return [distance / (std + eps) for distance in distances]
 
 
-BY_NAME: dict[str, AdvantageFn] = {"standardized": standardized, "group_mean": group_mean}
+def subtract_batch_mean(groups: Iterable[RolloutGroup]) -> None:
+    """Make rewards that stand as advantages distances from their mean over a whole batch, in place.
+
+    A baseline that includes the rollout itself scales the gradient by 1 - 1/n, n being the rollouts of the batch.
+    """
+    compared = [rollout for group in groups for rollout in group.rollouts if rollout.advantage is not None]
+    mean = fmean(rollout.advantage or 0.0 for rollout in compared) if compared else 0.0
+    for rollout in compared:
+        rollout.advantage = (rollout.advantage or 0.0) - mean
+
+
+BY_NAME: dict[str, AdvantageFn] = {
+    "standardized": standardized,
+    "group_mean": group_mean,
+    "leave_one_out": leave_one_out,
+    "reward": reward,
+    "batch_mean": batch_mean,
+}
 """The advantages that `training.advantage` in a config names."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from titan_rl.config.imports import find_function
 from titan_rl.renderer import ChatTemplateRenderer
 from titan_rl.rollout.advantages import BY_NAME
 from titan_rl.rollout.rollouter import Rollouter
@@ -23,7 +24,7 @@ def make_rollouter(config: RunConfig, renderer: ChatTemplateRenderer | None = No
     return Rollouter(
         lambda sample: task.make_env(sample, renderer),
         task.rubric(),
-        advantage=BY_NAME[config.training.advantage],
+        advantage=find_function("training.advantage", config.training.advantage, BY_NAME),
         limits=config.rollout,
         max_context=config.model.max_context,
         seed=config.seed,

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from titan_rl.rollout.judging import Judging
 from titan_rl.rollout.recess import Recess
 from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus, Turn
 from titan_rl.rubric import Rubric
-from titan_rl.types import FinishReason, GenerateFn, SamplingParams
+from titan_rl.types import Completion, FinishReason, GenerateFn, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -220,7 +220,11 @@ class Rollouter:
                 raise RolloutEnded(RolloutStatus.ERROR_TIMEOUT, "the rollout took longer than rollout_timeout_s")
             async with ends_with(RolloutStatus.ERROR_ENV, env_deadline()):
                 step = await env.step(completion)
-                rollout.turns[-1] = replace(rollout.turns[-1], rewards=dict(step.rewards))
+                rollout.turns[-1] = replace(
+                    rollout.turns[-1],
+                    rewards=dict(step.rewards),
+                    token_advantages=_checked(step.token_advantages, completion),
+                )
                 rollout.messages.extend(step.messages)
                 prompt = list(step.prompt_token_ids or ())
             if completion.finish_reason is FinishReason.LENGTH and step.status in (None, RolloutStatus.COMPLETED):
@@ -251,6 +255,15 @@ class Rollouter:
             )
         for rollout, advantage in zip(compared, advantages, strict=True):
             rollout.advantage = advantage
+
+
+def _checked(advantages: Sequence[float] | None, completion: Completion) -> list[float] | None:
+    if advantages is None:
+        return None
+    values, num_tokens = [float(advantage) for advantage in advantages], len(completion.token_ids)
+    if len(values) != num_tokens or not all(map(math.isfinite, values)):
+        raise ValueError(f"token_advantages = {values}; the completion's {num_tokens} tokens need a finite one each")
+    return values
 
 
 def turn_seed(base: int, rollout_id: str, turn: int) -> int:

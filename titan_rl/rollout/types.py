@@ -42,6 +42,7 @@ class Turn:
     prompt_token_ids: Sequence[int]  # [num_prompt_tokens], the whole context
     completion: Completion
     rewards: Mapping[str, float] = field(default_factory=dict[str, float])  # from the environment, by name
+    token_advantages: Sequence[float] | None = None  # [num_completion_tokens], from the environment
 
 
 @dataclass(slots=True)

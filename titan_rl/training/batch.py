@@ -28,6 +28,8 @@ class Batch:
     temperatures_N: torch.Tensor  # float32
     versions_N: torch.Tensor  # int64
     oldest_versions_N: torch.Tensor  # int64, of any token of the same sample
+    sequences_N: torch.Tensor  # int64, the number of the sample in this micro-batch
+    num_sequences: int
     num_padding: int
 
     @property
@@ -51,6 +53,8 @@ def make_batch(rows: Sequence[Sequence[TrainingSample]], device: torch.device | 
     temperatures: list[float] = []
     versions: list[int] = []
     oldest_versions: list[int] = []
+    sequences: list[int] = []
+    num_sequences = 0
     num_padding = 0
     for index, row in enumerate(rows):
         for sample in row:
@@ -64,6 +68,8 @@ def make_batch(rows: Sequence[Sequence[TrainingSample]], device: torch.device | 
             advantages += [sample.advantages[t] for t in targets]
             temperatures += [sample.temperature] * len(targets)
             versions += [sample.versions[t] for t in targets]
+            sequences += [num_sequences] * len(targets)
+            num_sequences += 1
             oldest_versions += [min(sample.versions[t] for t in targets)] * len(targets) if targets else []
         if padding := (index + 1) * width - len(token_ids):
             token_ids += [0] * padding
@@ -89,5 +95,7 @@ def make_batch(rows: Sequence[Sequence[TrainingSample]], device: torch.device | 
         temperatures_N=floats(temperatures),
         versions_N=ints(versions),
         oldest_versions_N=ints(oldest_versions),
+        sequences_N=ints(sequences),
+        num_sequences=num_sequences,
         num_padding=num_padding,
     )

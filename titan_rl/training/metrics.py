@@ -7,20 +7,24 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from titan_rl.training.losses import MAX_LOG_RATIO
+from titan_rl.training.losses.types import MAX_LOG_RATIO
 
 
 @dataclass(frozen=True, slots=True)
 class TokenRecord:
-    """The trained tokens of a batch, detached.  # all [N]"""
+    """The trained tokens of a batch, detached. Of N tokens, M are finite and count."""
 
-    loss_N: torch.Tensor
-    valid_N: torch.Tensor
-    log_ratio_N: torch.Tensor
-    clipped_N: torch.Tensor
-    entropy_N: torch.Tensor
-    version_N: torch.Tensor
-    oldest_version_N: torch.Tensor
+    valid_N: torch.Tensor  # bool
+    loss_M: torch.Tensor  # each token's part of the sum
+    log_ratio_M: torch.Tensor  # log(policy / behaviour)
+    clipped_M: torch.Tensor  # bool
+    weight_M: torch.Tensor  # of the off-policy correction
+    masked_M: torch.Tensor  # bool, by the off-policy correction
+    kl_M: torch.Tensor  # to the reference model
+    entropy_M: torch.Tensor
+    version_M: torch.Tensor
+    oldest_version_M: torch.Tensor
+    denominator: torch.Tensor  # [number of micro-batches], what the sum is divided by
 
     @staticmethod
     def concatenate(records: Sequence[TokenRecord]) -> TokenRecord:
@@ -30,39 +34,45 @@ class TokenRecord:
 
 
 def token_metrics(record: TokenRecord, version: int) -> dict[str, float]:
-    """Metrics over the valid tokens, of which there is at least one.
+    """Metrics over the tokens that count, of which there is at least one.
 
     Args:
-        version: of the weights that computed the record.
+        version: of the weights at the start of the step.
 
     Returns:
         ratio_mean, ratio_max: of policy to behaviour probability.
-        clip_fraction: share of tokens without a gradient because they are clipped.
+        clip_fraction: share of tokens whose ratio was bounded.
         entropy: mean, in nats, of the distribution each token was drawn from.
         approx_kl: mean of ratio - 1 - log(ratio), the k3 estimate (Schulman, 2020) of KL(behaviour || policy).
+        reference_kl: mean estimate of the KL to the reference model; 0 without one.
         staleness_mean, staleness_max: optimizer steps between the weights that sampled a token and `version`.
-        num_nonfinite_tokens: tokens left out because their behaviour logprob or ratio is not finite.
+        num_nonfinite_tokens: tokens left out because one of their logprobs is not finite.
+        correction_weight_mean, correction_weight_max: of the off-policy correction, masked tokens included as 0.
+        correction_masked_fraction: share of tokens that it masks.
         on_policy_logprob_diff_mean, on_policy_logprob_diff_max: absolute difference between the trainer's and the
             generator's logprob of the same token under the same weights. Of samples that are wholly of this version:
             the later tokens of others were sampled with keys and values of older weights. Absent if there is none.
     """
-    valid_N = record.valid_N
-    log_ratio_N = record.log_ratio_N[valid_N].double()
-    clamped_N = log_ratio_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    ratio_N = clamped_N.exp()
-    staleness_N = (version - record.version_N[valid_N]).double()
+    log_ratio_M = record.log_ratio_M.double()
+    clamped_M = log_ratio_M.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    ratio_M = clamped_M.exp()
+    staleness_M = (version - record.version_M).double()
     metrics = {
-        "ratio_mean": ratio_N.mean(),
-        "ratio_max": ratio_N.max(),
-        "clip_fraction": record.clipped_N[valid_N].double().mean(),
-        "entropy": record.entropy_N[valid_N].double().mean(),
-        "approx_kl": (ratio_N - 1 - clamped_N).mean(),
-        "staleness_mean": staleness_N.mean(),
-        "staleness_max": staleness_N.max(),
-        "num_nonfinite_tokens": (~valid_N).sum(),
+        "ratio_mean": ratio_M.mean(),
+        "ratio_max": ratio_M.max(),
+        "clip_fraction": record.clipped_M.double().mean(),
+        "entropy": record.entropy_M.double().mean(),
+        "approx_kl": (ratio_M - 1 - clamped_M).mean(),
+        "reference_kl": record.kl_M.double().mean(),
+        "staleness_mean": staleness_M.mean(),
+        "staleness_max": staleness_M.max(),
+        "num_nonfinite_tokens": (~record.valid_N).sum(),
+        "correction_weight_mean": record.weight_M.double().mean(),
+        "correction_weight_max": record.weight_M.max(),
+        "correction_masked_fraction": record.masked_M.double().mean(),
     }
-    on_policy_N = log_ratio_N[record.oldest_version_N[valid_N] == version].abs()
-    if on_policy_N.numel():
-        metrics["on_policy_logprob_diff_mean"] = on_policy_N.mean()
-        metrics["on_policy_logprob_diff_max"] = on_policy_N.max()
+    on_policy_M = log_ratio_M[record.oldest_version_M == version].abs()
+    if on_policy_M.numel():
+        metrics["on_policy_logprob_diff_mean"] = on_policy_M.mean()
+        metrics["on_policy_logprob_diff_max"] = on_policy_M.max()
     return {name: float(value) for name, value in metrics.items()}

@@ -18,6 +18,8 @@ def build_samples(group: RolloutGroup, temperature: float, *, oldest_version: in
 
     Rollouts that were aborted, ended in an error, have no advantage or no completion token give none.
 
+    A token's advantage is its rollout's, plus its own where the environment gave one.
+
     Args:
         temperature: what the completions were sampled with; the loss scores them at the same temperature.
         oldest_version: tokens of earlier versions are context and are not trained; a sample of none but those is left
@@ -67,25 +69,29 @@ def _merge(
     loss_mask: list[bool] = []
     logprobs: list[float] = []
     versions: list[int] = []
+    advantages: list[float] = []
     for turn in turns:
         context = turn.prompt_token_ids[len(token_ids) :]
         token_ids += context
         loss_mask += [False] * len(context)
         logprobs += [0.0] * len(context)
         versions += [-1] * len(context)
+        advantages += [0.0] * len(context)
         completion = turn.completion
         token_ids += completion.token_ids
         fresh = [version >= oldest_version for version in completion.versions]
         loss_mask += fresh
         logprobs += [logprob if ok else 0.0 for logprob, ok in zip(completion.logprobs, fresh, strict=True)]
         versions += [version if ok else -1 for version, ok in zip(completion.versions, fresh, strict=True)]
+        added = turn.token_advantages or [0.0] * len(fresh)
+        advantages += [advantage + own if ok else 0.0 for own, ok in zip(added, fresh, strict=True)]
     return TrainingSample(
         group_id=rollout.group_id,
         rollout_id=rollout.rollout_id,
         token_ids=token_ids,
         loss_mask=loss_mask,
         behaviour_logprobs=logprobs,
-        advantages=[advantage if trained else 0.0 for trained in loss_mask],
+        advantages=advantages,
         versions=versions,
         temperature=temperature,
     )

@@ -1,31 +1,25 @@
-"""The trainer of one policy: torchtitan's model, AdamW, one optimizer step for each batch of samples."""
+"""The trainer of one policy: torchtitan's model, AdamW, and a step for each batch of samples."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from statistics import fmean
 
 import torch
 
-from titan_rl.config.sections import ModelConfig, TrainingConfig
+from titan_rl.config.sections import CorrectionConfig, ModelConfig, TrainingConfig
 from titan_rl.errors import TrainingError
 from titan_rl.training.batch import Batch, make_batch
-from titan_rl.training.device import local_device
 from titan_rl.training.hf_export import export_hf
-from titan_rl.training.losses import grpo_loss, selected_logprobs
 from titan_rl.training.metrics import TokenRecord, token_metrics
-from titan_rl.training.model import (
-    build_model,
-    hf_named_tensors,
-    load_weights,
-    model_config_from_hf,
-    read_hf_config,
-)
-from titan_rl.training.packer import pack
+from titan_rl.training.minibatch import Minibatch, lay_out
+from titan_rl.training.model import hf_named_tensors
+from titan_rl.training.objective import Objective
+from titan_rl.training.policy import Policy
 from titan_rl.training.sample import TrainingSample
 from titan_rl.training.schedule import learning_rate
 from titan_rl.training.train_state import load_train_state, save_train_state
@@ -33,14 +27,24 @@ from titan_rl.training.train_state import load_train_state, save_train_state
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one optimizer step did.
+    """What one step did.
 
-    `metrics` holds loss, grad_norm, lr, num_tokens (trained), num_samples, num_dropped_samples (longer than a row),
-    padding_fraction, and what `titan_rl.training.metrics.token_metrics` documents.
+    `metrics` holds loss and grad_norm (means over its minibatches), lr, num_tokens (trained), num_samples,
+    num_dropped_samples (longer than a row), padding_fraction, and what `titan_rl.training.metrics.token_metrics`
+    documents.
     """
 
     version: int  # of the weights after the step
     metrics: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class _Update:
+    """One optimizer step."""
+
+    loss: float
+    grad_norm: float
+    record: TokenRecord
 
 
 class TrainerCore:
@@ -54,6 +58,7 @@ class TrainerCore:
 
     Raises:
         ModelError: the folder lacks a file, or its config and weights do not fit together.
+        ConfigError: there is no such `training.loss`.
 
     Example:
 
@@ -62,17 +67,22 @@ class TrainerCore:
         result.version  # 1
     """
 
-    def __init__(self, model_config: ModelConfig, training: TrainingConfig, *, seed: int) -> None:
+    def __init__(
+        self,
+        model_config: ModelConfig,
+        training: TrainingConfig,
+        correction: CorrectionConfig | None = None,
+        *,
+        seed: int,
+    ) -> None:
         torch.manual_seed(seed)
         self._config = model_config
         self._training = training
-        self._device = local_device()
-        self._dtype: torch.dtype = getattr(torch, model_config.dtype)
-        self._folder = Path(model_config.path)
+        self._objective = Objective(training, correction or CorrectionConfig(), model_config.max_context)
         longest = max(model_config.max_context, training.row_tokens)
-        hf_config = read_hf_config(self._folder)
-        self._model = build_model(model_config_from_hf(hf_config, max_context=longest), self._device)
-        load_weights(self._model, self._folder)
+        self._policy = Policy(model_config, max_positions=longest)
+        self._model = self._policy.model
+        self._reference = Policy(model_config, max_positions=longest) if training.kl_coef else None
         self._parameters = list(self._model.parameters())
         self._optimizer = torch.optim.AdamW(
             self._parameters,
@@ -91,54 +101,34 @@ class TrainerCore:
     @property
     def vocab_size(self) -> int:
         """Token ids are below this."""
-        return self._model.config.vocab_size
+        return self._policy.vocab_size
 
     def step(self, samples: Sequence[TrainingSample]) -> StepResult:
-        """One optimizer step over all samples, in as many micro-batches as they need.
-
-        The loss is averaged over every trained token of the whole batch, so the split does not change the step.
+        """One step over all samples: an optimizer step for each of `training.minibatches`, in as many micro-batches
+        as they need. The split into micro-batches does not change the step.
 
         Raises:
-            TrainingError: no token is left to train on, a token id is outside the vocabulary, or loss or gradient is
-                not finite. Weights, optimizer state and version are unchanged.
+            TrainingError: a minibatch has no token to train on, a token id is outside the vocabulary, or loss or
+                gradient is not finite. Weights, optimizer state and version are as before that minibatch.
         """
-        packing = pack(samples, self._training.row_tokens)
-        size = self._training.rows_per_micro_batch
-        records: list[TokenRecord] = []
-        num_padding = num_positions = 0
-        self._optimizer.zero_grad()
-        for start in range(0, len(packing.rows), size):
-            batch = make_batch(packing.rows[start : start + size], self._device)
-            num_padding += batch.num_padding
-            num_positions += batch.token_ids_BL.numel()
-            if batch.num_trained:
-                records.append(self._accumulate_gradients(batch))
-        record = TokenRecord.concatenate(records) if records else None
-        num_tokens = int(record.valid_N.sum()) if record else 0
-        if record is None or not num_tokens:
-            raise TrainingError(
-                f"none of {len(samples)} samples has a token to train on: {len(packing.dropped)} are longer than "
-                f"training.row_tokens ({self._training.row_tokens}), the others have no finite behaviour logprob"
-            )
-        loss = float(record.loss_N.sum()) / num_tokens
-        grad_norm = self._average_and_clip_gradients(num_tokens)
-        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            self._optimizer.zero_grad()
-            raise TrainingError(
-                f"step {self._version + 1} has loss {loss} and gradient norm {grad_norm}; the weights are unchanged"
-            )
-        lr = learning_rate(self._version, self._training)
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
-        self._optimizer.step()
+        training = self._training
+        minibatches = lay_out(
+            samples, training.minibatches, training.row_tokens, training.rows_per_micro_batch, self._policy.device
+        )
+        proximal = self._proximal_logprobs(minibatches)
+        lr = learning_rate(self._version, training)
+        updates = [self._update(minibatch, proximal, lr) for minibatch in minibatches]
+        record = TokenRecord.concatenate([update.record for update in updates])
+        num_dropped = sum(minibatch.num_dropped for minibatch in minibatches)
+        num_positions = sum(minibatch.num_positions for minibatch in minibatches)
         metrics = {
-            "loss": loss,
-            "grad_norm": grad_norm,
+            "loss": fmean(update.loss for update in updates),
+            "grad_norm": fmean(update.grad_norm for update in updates),
             "lr": lr,
-            "num_tokens": float(num_tokens),
-            "num_samples": float(len(samples) - len(packing.dropped)),
-            "num_dropped_samples": float(len(packing.dropped)),
-            "padding_fraction": num_padding / num_positions,
+            "num_tokens": float(record.loss_M.numel()),
+            "num_samples": float(len(samples) - num_dropped),
+            "num_dropped_samples": float(num_dropped),
+            "padding_fraction": sum(minibatch.num_padding for minibatch in minibatches) / num_positions,
             **token_metrics(record, self._version),
         }
         self._version += 1
@@ -165,7 +155,7 @@ class TrainerCore:
         if not row:
             return [[] for _ in sequences]
         with torch.no_grad():
-            logprobs_N, _ = self._logprobs(make_batch([row], self._device))
+            logprobs_N, _ = self._policy.logprobs(make_batch([row], self._policy.device))
         logprobs = iter(logprobs_N.tolist())
         return [list(islice(logprobs, max(len(sequence) - 1, 0))) for sequence in sequences]
 
@@ -188,7 +178,7 @@ class TrainerCore:
                 [TrainingSample("", "", [*ids, 0], mask, blank, blank, [self._version] * length, temperature=1.0)]
                 for ids in sequences
             ]
-            probs_NV = self._logits(make_batch(rows, self._device)).float().softmax(-1).cpu()
+            probs_NV = self._policy.logits(make_batch(rows, self._policy.device)).float().softmax(-1).cpu()
             for ids, token in zip(sequences, torch.multinomial(probs_NV, 1, generator=generator), strict=True):
                 ids.append(int(token))
         return sequences
@@ -200,7 +190,7 @@ class TrainerCore:
         is no `lm_head.weight`.
         """
         for name, tensor in hf_named_tensors(self._model):
-            yield name, tensor.to(self._dtype)
+            yield name, tensor.to(self._policy.dtype)
 
     def save(self, directory: str | Path) -> None:
         """Write model, optimizer, version and random state, so that `load` continues to the bit.
@@ -227,47 +217,59 @@ class TrainerCore:
         Raises:
             CheckpointError: it could not be written.
         """
-        export_hf(Path(directory), self.named_tensors(), source=self._folder, dtype=self._config.dtype)
+        export_hf(Path(directory), self.named_tensors(), source=Path(self._config.path), dtype=self._config.dtype)
 
-    def _accumulate_gradients(self, batch: Batch) -> TokenRecord:
+    def _proximal_logprobs(self, minibatches: Sequence[Minibatch]) -> dict[int, torch.Tensor]:
+        """Logprobs under the weights at the start of the step, by the id of the micro-batch. Empty where the forward
+        pass of the update gives them: the first minibatch is updated from these very weights."""
+        if len(minibatches) == 1 or self._objective.correction.proximal != "recomputed":
+            return {}
+        with torch.no_grad():
+            return {id(b): self._policy.logprobs(b)[0] for minibatch in minibatches for b in minibatch.batches}
+
+    def _update(self, minibatch: Minibatch, proximal: dict[int, torch.Tensor], lr: float) -> _Update:
+        """One optimizer step, or an error and none."""
+        self._optimizer.zero_grad()
+        records = [self._accumulate_gradients(batch, proximal.get(id(batch))) for batch in minibatch.batches]
+        record = TokenRecord.concatenate(records) if records else None
+        if record is None or not record.loss_M.numel():
+            raise TrainingError(
+                f"none of {minibatch.num_samples} samples has a token to train on: {minibatch.num_dropped} are longer "
+                f"than training.row_tokens ({self._training.row_tokens}), the others have no finite behaviour logprob"
+            )
+        denominator = float(record.denominator.sum())
+        loss = float(record.loss_M.sum()) / denominator
+        grad_norm = self._average_and_clip_gradients(denominator)
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            self._optimizer.zero_grad()
+            raise TrainingError(
+                f"step {self._version + 1} has loss {loss} and gradient norm {grad_norm}; the weights are unchanged"
+            )
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.step()
+        return _Update(loss, grad_norm, record)
+
+    def _accumulate_gradients(self, batch: Batch, proximal_N: torch.Tensor | None) -> TokenRecord:
         """Add the gradient of the batch's summed loss. The sum is divided once the whole batch's tokens are known."""
-        logprobs_N, entropies_N = self._logprobs(batch)
-        loss = grpo_loss(
+        reference_N = None
+        if self._reference is not None:
+            with torch.no_grad():
+                reference_N, _ = self._reference.logprobs(batch)
+        logprobs_N, entropies_N = self._policy.logprobs(batch)
+        summed, record = self._objective(
+            batch,
             logprobs_N,
-            batch.behaviour_logprobs_N,
-            batch.advantages_N,
-            clip_low=self._training.clip_low,
-            clip_high=self._training.clip_high,
+            entropies_N,
+            version=self._version,
+            proximal_logprobs_N=proximal_N,
+            reference_logprobs_N=reference_N,
         )
-        loss.loss_N.sum().backward()
-        return TokenRecord(
-            loss_N=loss.loss_N.detach(),
-            valid_N=loss.valid_N,
-            log_ratio_N=loss.log_ratio_N,
-            clipped_N=loss.clipped_N,
-            entropy_N=entropies_N.detach(),
-            version_N=batch.versions_N,
-            oldest_version_N=batch.oldest_versions_N,
-        )
+        summed.backward()
+        return record
 
-    def _average_and_clip_gradients(self, num_tokens: int) -> float:
+    def _average_and_clip_gradients(self, denominator: float) -> float:
         """Turn summed gradients into clipped mean gradients. Returns the norm of the mean before clipping."""
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        torch._foreach_div_(gradients, float(num_tokens))
+        torch._foreach_div_(gradients, denominator)
         return float(torch.nn.utils.clip_grad_norm_(self._parameters, self._training.max_grad_norm))
-
-    def _logprobs(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logprobs and entropies of the trained tokens at their temperatures.  # [N], [N]"""
-        return selected_logprobs(self._logits(batch), batch.targets_N, batch.temperatures_N)
-
-    def _logits(self, batch: Batch) -> torch.Tensor:
-        """What the model predicts in place of each trained token.  # [N, V]"""
-        vocab_size = self._model.config.vocab_size
-        if not 0 <= int(batch.token_ids_BL.min()) <= int(batch.token_ids_BL.max()) < vocab_size:
-            raise TrainingError(
-                f"a sample has token id {int(batch.token_ids_BL.max())}; the vocabulary is {vocab_size}"
-            )
-        autocast = self._dtype is not torch.float32
-        with torch.autocast(self._device.type, self._dtype) if autocast else nullcontext():
-            hidden_BLD = self._model(batch.token_ids_BL, batch.positions_BL, batch.layout)
-            return self._model.lm_head(hidden_BLD.flatten(0, 1).index_select(0, batch.predictors_N))

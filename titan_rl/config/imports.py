@@ -1,0 +1,55 @@
+"""Objects that a config names: one of the library's by its name, or the user's as "module:name"."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any, TypeVar
+
+from titan_rl.errors import ConfigError
+
+T = TypeVar("T")
+
+
+def import_module(name: str) -> ModuleType:
+    """The module, which may also lie in the current directory, as for `python -m`.
+
+    Raises:
+        ConfigError: there is none, or importing it failed.
+    """
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise ConfigError(f"importing {name} failed: {error}") from error
+        raise ConfigError(f"there is no module {error.name} (looked in {os.getcwd()} too)") from None
+    except Exception as error:
+        raise ConfigError(f"importing {name} failed: {type(error).__name__}: {error}") from error
+
+
+def find_function(setting: str, name: str, known: Mapping[str, T]) -> T:
+    """The function of `known` with that name, or the one that "module:function" names.
+
+    Args:
+        setting: the field, for the error.
+
+    Raises:
+        ConfigError: neither is there.
+    """
+    if name in known:
+        return known[name]
+    module_name, _, attribute = name.partition(":")
+    if not attribute:
+        raise ConfigError(f'{setting} = {name!r} is none of {", ".join(known)}, nor "module:function"')
+    try:
+        found: Any = getattr(import_module(module_name), attribute, None)
+    except ConfigError as error:
+        raise ConfigError(f"{setting} = {name!r}: {error}") from error.__cause__
+    if not callable(found):
+        raise ConfigError(f"{setting} = {name!r}: {module_name} has no function {attribute}")
+    return found  # pyright: ignore[reportReturnType]

@@ -1,0 +1,28 @@
+"""Estimates of KL(pi_theta || pi_ref) from a token sampled, by d = log pi_ref - log pi_theta.
+
+    k2 = d^2 / 2              its gradient is an unbiased one of the KL, on-policy
+    k3 = exp(d) - d - 1       unbiased and never negative; GRPO's (arXiv:2402.03300, eq. 4)
+
+Schulman, 2020, "Approximating KL divergence", http://joschu.net/blog/kl-approx.html.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from titan_rl.training.losses.types import MAX_LOG_RATIO
+
+
+def k2(logprobs_N: torch.Tensor, reference_logprobs_N: torch.Tensor) -> torch.Tensor:
+    """Half the squared log-ratio.  # [N]"""
+    return (reference_logprobs_N - logprobs_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).square() / 2
+
+
+def k3(logprobs_N: torch.Tensor, reference_logprobs_N: torch.Tensor) -> torch.Tensor:
+    """`exp(d) - d - 1`.  # [N]"""
+    d_N = (reference_logprobs_N - logprobs_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return d_N.exp() - d_N - 1
+
+
+BY_NAME = {"k2": k2, "k3": k3}
+"""The estimates that `training.kl` names."""

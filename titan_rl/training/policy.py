@@ -1,0 +1,58 @@
+"""A model that scores tokens: the policy itself, or the reference it is held to."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+
+from titan_rl.config.sections import ModelConfig
+from titan_rl.errors import TrainingError
+from titan_rl.training.batch import Batch
+from titan_rl.training.device import local_device
+from titan_rl.training.logprobs import selected_logprobs
+from titan_rl.training.model import build_model, load_weights, model_config_from_hf, read_hf_config
+
+
+class Policy:
+    """torchtitan's model of a Hugging Face folder, on this process's device. Weights are float32; with
+    `dtype = "bfloat16"` the forward pass runs in bfloat16.
+
+    Args:
+        max_positions: tokens of the longest document that is scored.
+
+    Raises:
+        ModelError: the folder lacks a file, or its config and weights do not fit together.
+    """
+
+    def __init__(self, config: ModelConfig, *, max_positions: int) -> None:
+        folder = Path(config.path)
+        self.device = local_device()
+        self.dtype: torch.dtype = getattr(torch, config.dtype)
+        self.model = build_model(model_config_from_hf(read_hf_config(folder), max_context=max_positions), self.device)
+        load_weights(self.model, folder)
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this."""
+        return self.model.config.vocab_size
+
+    def logprobs(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logprobs and entropies of the trained tokens at their temperatures.  # [N], [N]"""
+        return selected_logprobs(self.logits(batch), batch.targets_N, batch.temperatures_N)
+
+    def logits(self, batch: Batch) -> torch.Tensor:
+        """What the model predicts in place of each trained token.  # [N, V]
+
+        Raises:
+            TrainingError: a token id is outside the vocabulary.
+        """
+        if not 0 <= int(batch.token_ids_BL.min()) <= int(batch.token_ids_BL.max()) < self.vocab_size:
+            raise TrainingError(
+                f"a sample has token id {int(batch.token_ids_BL.max())}; the vocabulary is {self.vocab_size}"
+            )
+        autocast = self.dtype is not torch.float32
+        with torch.autocast(self.device.type, self.dtype) if autocast else nullcontext():
+            hidden_BLD = self.model(batch.token_ids_BL, batch.positions_BL, batch.layout)
+            return self.model.lm_head(hidden_BLD.flatten(0, 1).index_select(0, batch.predictors_N))
