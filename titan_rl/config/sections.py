@@ -237,8 +237,8 @@ class CorrectionConfig(Section):
     """Ratios are clipped against what the generator sampled from, the policy at the start of the step, or a mean."""
     weight: Literal["none", "token", "sequence"] = "none"
     """Losses are weighed by proximal over behaviour probability, of the token or of the whole sequence."""
-    cap: PositiveFloat | None = Field(default=2.0)
-    """Largest such weight. None is no limit."""
+    cap: PositiveFloat | None = None
+    """Largest such weight. By default there is no limit."""
     mask: Literal["none", "token", "sequence", "geometric"] = "none"
     """Tokens or sequences are left out whose proximal over behaviour probability is out of `bounds`."""
     bounds: tuple[PositiveFloat, PositiveFloat] = Field(default=(0.5, 5.0), strict=False)
