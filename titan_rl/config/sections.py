@@ -224,6 +224,12 @@ class TrainingConfig(Section):
     """The policy ratio is clipped above 1 + clip_high."""
     advantage: Annotated[str, _function_of(*ADVANTAGES)] = "standardized"
     """One of standardized, group_mean, leave_one_out, reward, batch_mean, or a function as "module:function"."""
+    data_parallel: PositiveInt = 1
+    """Trainer processes, or groups of them, that have rows of their own; they share parameters and optimizer (FSDP)."""
+    tensor_parallel: PositiveInt = 1
+    """Trainer processes that compute each row together, every one with a part of each matrix."""
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    """What the backward pass computes again instead of keeping it."""
     row_tokens: PositiveInt = 1024
     """Tokens in one packed row; at least `model.max_context`, so that every sample fits."""
     rows_per_micro_batch: PositiveInt = 8

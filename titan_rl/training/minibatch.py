@@ -1,60 +1,45 @@
-"""The samples of one optimizer step, as micro-batches."""
+"""One rank's share of an optimizer step, as tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from titan_rl.training.batch import Batch, make_batch
-from titan_rl.training.packer import pack
 from titan_rl.training.sample import TrainingSample
+from titan_rl.training.step_plan import MinibatchPlan
+
+PLACEHOLDER = TrainingSample("", "", [0, 0], [False, False], [0.0, 0.0], [0.0, 0.0], [-1, -1], temperature=1.0)
+"""What a rank without rows passes through the model, since all ranks meet in every layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Minibatch:
-    """What one optimizer step is computed from."""
+    """What one optimizer step is computed from on this rank."""
 
-    batches: list[Batch]  # those with a token to train on
-    num_samples: int
-    num_dropped: int  # longer than a row
+    batches: list[Batch]
+    num_samples: int  # of all ranks
+    num_dropped: int  # of all ranks; longer than a row
     num_padding: int
     num_positions: int
 
+    @staticmethod
+    def from_plan(plan: MinibatchPlan, device: torch.device, *, alone: bool) -> Minibatch:
+        """Lay the rows out.
 
-def lay_out(
-    samples: Sequence[TrainingSample],
-    num_minibatches: int,
-    row_tokens: int,
-    rows_per_micro_batch: int,
-    device: torch.device,
-) -> list[Minibatch]:
-    """Split samples into minibatches, siblings together and groups in order, and pack each.
-
-    There are fewer minibatches where there are fewer groups.
-    """
-    groups = list(dict.fromkeys(sample.group_id for sample in samples))
-    count = max(1, min(num_minibatches, len(groups)))
-    part_of = {group: index * count // len(groups) for index, group in enumerate(groups)}
-    parts: list[list[TrainingSample]] = [[] for _ in range(count)]
-    for sample in samples:
-        parts[part_of[sample.group_id]].append(sample)
-    return [_lay_out(part, row_tokens, rows_per_micro_batch, device) for part in parts]
-
-
-def _lay_out(
-    samples: Sequence[TrainingSample], row_tokens: int, rows_per_micro_batch: int, device: torch.device
-) -> Minibatch:
-    packing = pack(samples, row_tokens)
-    batches = [
-        make_batch(packing.rows[start : start + rows_per_micro_batch], device)
-        for start in range(0, len(packing.rows), rows_per_micro_batch)
-    ]
-    return Minibatch(
-        batches=[batch for batch in batches if batch.num_trained],
-        num_samples=len(samples),
-        num_dropped=len(packing.dropped),
-        num_padding=sum(batch.num_padding for batch in batches),
-        num_positions=sum(batch.token_ids_BL.numel() for batch in batches),
-    )
+        Args:
+            alone: no other rank waits for this one, so micro-batches without a trained token are left out.
+        """
+        batches = [make_batch(rows or [[PLACEHOLDER]], device) for rows in plan.micro_batches]
+        idle = [not rows for rows in plan.micro_batches]
+        return Minibatch(
+            batches=[batch for batch in batches if batch.num_trained or not alone],
+            num_samples=plan.num_samples,
+            num_dropped=plan.num_dropped,
+            num_padding=sum(
+                batch.token_ids_BL.numel() if without else batch.num_padding
+                for batch, without in zip(batches, idle, strict=True)
+            ),
+            num_positions=sum(batch.token_ids_BL.numel() for batch in batches),
+        )

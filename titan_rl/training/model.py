@@ -19,6 +19,7 @@ from torch import nn
 import titan_rl.training.device  # noqa: F401  before torchtitan
 from titan_rl.errors import ModelError
 from titan_rl.training.attention import DocumentAttention
+from titan_rl.training.parallel import whole
 
 # isort: split
 from torchtitan.models.common import CosSinRoPE, Embedding, Linear
@@ -132,11 +133,14 @@ def build_model(config: Qwen3Model.Config, device: torch.device) -> Qwen3Model:
 
 
 def hf_named_tensors(model: Qwen3Model) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every parameter under its Hugging Face name, detached and sharing the model's memory.
+    """Every parameter under its Hugging Face name, detached, whole, and where no rank holds a part of it sharing the
+    model's memory. All ranks iterate at the same time.
 
     With tied embeddings there is no `lm_head.weight`.
     """
-    yield from _adapter(model).to_hf(model.state_dict()).items()
+    adapter = _adapter(model)
+    for name, tensor in model.state_dict().items():
+        yield from adapter.to_hf({name: whole(tensor)}).items()
 
 
 def load_weights(model: Qwen3Model, folder: Path) -> None:

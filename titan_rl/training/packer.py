@@ -5,7 +5,7 @@ then levelled: the same number of rows is packed again with the least capacity t
 to its longest row.
 
 What holds of every packing: each sample is in one row or dropped, whole; no row exceeds the capacity; a sample is
-dropped only where it is longer than a row; of two rows or more, the mean row is over half the capacity.
+dropped only where it is longer than a row; of two rows or more for one rank, the mean row is over half the capacity.
 """
 
 from __future__ import annotations
@@ -38,11 +38,13 @@ class Packing:
         return 1 - sum(lengths) / (len(lengths) * max(lengths)) if lengths else 0.0
 
 
-def pack(samples: Sequence[TrainingSample], row_tokens: int) -> Packing:
+def pack(samples: Sequence[TrainingSample], row_tokens: int, *, multiple_of: int = 1) -> Packing:
     """Pack samples into as few rows as best-fit decreasing needs. The same input gives the same rows.
 
     Args:
         row_tokens: the most tokens in one row.
+        multiple_of: so many ranks share the rows. Where there are samples enough, each rank gets as many rows, which
+            are then shorter, so that no rank idles while others compute.
     """
     assert all(sample.token_ids for sample in samples), "a sample has no tokens"
     fitting = [sample for sample in samples if len(sample.token_ids) <= row_tokens]
@@ -50,12 +52,13 @@ def pack(samples: Sequence[TrainingSample], row_tokens: int) -> Packing:
     fitting.sort(key=lambda sample: len(sample.token_ids), reverse=True)
     rows = _best_fit(fitting, row_tokens)
     if rows:
-        mean = -(-sum(len(sample.token_ids) for sample in fitting) // len(rows))
+        most = min(len(fitting), len(rows) + -len(rows) % multiple_of)
+        mean = -(-sum(len(sample.token_ids) for sample in fitting) // most)
         low, high = max(mean, len(fitting[0].token_ids)), row_tokens
         while low < high:
             middle = (low + high) // 2
             levelled = _best_fit(fitting, middle)
-            if len(levelled) <= len(rows):
+            if len(levelled) <= most:
                 rows, high = levelled, middle
             else:
                 low = middle + 1

@@ -7,31 +7,35 @@ from pathlib import Path
 
 import torch
 
-from titan_rl.config.sections import ModelConfig
-from titan_rl.errors import TrainingError
+from titan_rl.config.sections import ModelConfig, TrainingConfig
 from titan_rl.training.batch import Batch
 from titan_rl.training.device import local_device
 from titan_rl.training.logprobs import selected_logprobs
 from titan_rl.training.model import build_model, load_weights, model_config_from_hf, read_hf_config
+from titan_rl.training.parallel import local, parallelize, plan_sharding, whole
+from titan_rl.training.world import World
 
 
 class Policy:
     """torchtitan's model of a Hugging Face folder, on this process's device. Weights are float32; with
     `dtype = "bfloat16"` the forward pass runs in bfloat16.
 
-    Args:
-        max_positions: tokens of the longest document that is scored.
+    In a world of several ranks each holds a part, and all of them call every method at the same time.
 
     Raises:
         ModelError: the folder lacks a file, or its config and weights do not fit together.
     """
 
-    def __init__(self, config: ModelConfig, *, max_positions: int) -> None:
+    def __init__(self, config: ModelConfig, training: TrainingConfig, world: World) -> None:
         folder = Path(config.path)
         self.device = local_device()
         self.dtype: torch.dtype = getattr(torch, config.dtype)
-        self.model = build_model(model_config_from_hf(read_hf_config(folder), max_context=max_positions), self.device)
+        longest = max(config.max_context, training.row_tokens)
+        model_config = model_config_from_hf(read_hf_config(folder), max_context=longest)
+        plan_sharding(model_config, world)
+        self.model = build_model(model_config, self.device)
         load_weights(self.model, folder)
+        parallelize(self.model, world, training)
 
     @property
     def vocab_size(self) -> int:
@@ -43,16 +47,14 @@ class Policy:
         return selected_logprobs(self.logits(batch), batch.targets_N, batch.temperatures_N)
 
     def logits(self, batch: Batch) -> torch.Tensor:
-        """What the model predicts in place of each trained token.  # [N, V]
-
-        Raises:
-            TrainingError: a token id is outside the vocabulary.
-        """
-        if not 0 <= int(batch.token_ids_BL.min()) <= int(batch.token_ids_BL.max()) < self.vocab_size:
-            raise TrainingError(
-                f"a sample has token id {int(batch.token_ids_BL.max())}; the vocabulary is {self.vocab_size}"
-            )
+        """What the model predicts in place of each trained token.  # [N, V]"""
         autocast = self.dtype is not torch.float32
         with torch.autocast(self.device.type, self.dtype) if autocast else nullcontext():
-            hidden_BLD = self.model(batch.token_ids_BL, batch.positions_BL, batch.layout)
-            return self.model.lm_head(hidden_BLD.flatten(0, 1).index_select(0, batch.predictors_N))
+            hidden_BLD = local(self.model(batch.token_ids_BL, batch.positions_BL, batch.layout))
+            return whole(self.model.lm_head(hidden_BLD.flatten(0, 1).index_select(0, batch.predictors_N)))
+
+    def complaint(self, batch: Batch) -> str | None:
+        """Why this batch cannot be scored: a token id that is outside the vocabulary."""
+        if 0 <= int(batch.token_ids_BL.min()) <= int(batch.token_ids_BL.max()) < self.vocab_size:
+            return None
+        return f"a sample has token id {int(batch.token_ids_BL.max())}; the vocabulary is {self.vocab_size}"

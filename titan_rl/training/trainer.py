@@ -16,13 +16,16 @@ from titan_rl.errors import TrainingError
 from titan_rl.training.batch import Batch, make_batch
 from titan_rl.training.hf_export import export_hf
 from titan_rl.training.metrics import TokenRecord, token_metrics
-from titan_rl.training.minibatch import Minibatch, lay_out
+from titan_rl.training.minibatch import Minibatch
 from titan_rl.training.model import hf_named_tensors
 from titan_rl.training.objective import Objective
+from titan_rl.training.parallel import whole
 from titan_rl.training.policy import Policy
 from titan_rl.training.sample import TrainingSample
 from titan_rl.training.schedule import learning_rate
+from titan_rl.training.step_plan import StepPlan, plan_step
 from titan_rl.training.train_state import load_train_state, save_train_state
+from titan_rl.training.world import World
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +82,10 @@ class TrainerCore:
         self._config = model_config
         self._training = training
         self._objective = Objective(training, correction or CorrectionConfig(), model_config.max_context)
-        longest = max(model_config.max_context, training.row_tokens)
-        self._policy = Policy(model_config, max_positions=longest)
+        self._world = World.join(training)
+        self._policy = Policy(model_config, training, self._world)
         self._model = self._policy.model
-        self._reference = Policy(model_config, max_positions=longest) if training.kl_coef else None
+        self._reference = Policy(model_config, training, self._world) if training.kl_coef else None
         self._parameters = list(self._model.parameters())
         self._optimizer = torch.optim.AdamW(
             self._parameters,
@@ -105,31 +108,46 @@ class TrainerCore:
 
     def step(self, samples: Sequence[TrainingSample]) -> StepResult:
         """One step over all samples: an optimizer step for each of `training.minibatches`, in as many micro-batches
-        as they need. The split into micro-batches does not change the step.
+        as they need. The split into micro-batches and over ranks does not change the step.
+
+        Every rank is given all samples; `train` is for one that is given its own rows alone.
 
         Raises:
             TrainingError: a minibatch has no token to train on, a token id is outside the vocabulary, or loss or
                 gradient is not finite. Weights, optimizer state and version are as before that minibatch.
         """
-        training = self._training
-        minibatches = lay_out(
-            samples, training.minibatches, training.row_tokens, training.rows_per_micro_batch, self._policy.device
-        )
+        return self.train(plan_step(samples, self._training)[self._world.data_rank])
+
+    def train(self, plan: StepPlan) -> StepResult:
+        """This rank's share of a step: the part of `plan_step` for its data-parallel rank.
+
+        Raises:
+            TrainingError: as `step`, on all ranks alike.
+        """
+        device, alone = self._policy.device, self._world.size == 1
+        minibatches = [Minibatch.from_plan(minibatch, device, alone=alone) for minibatch in plan]
+        complaints = (self._policy.complaint(batch) for minibatch in minibatches for batch in minibatch.batches)
+        self._world.agree(next((complaint for complaint in complaints if complaint is not None), None))
         proximal = self._proximal_logprobs(minibatches)
-        lr = learning_rate(self._version, training)
+        lr = learning_rate(self._version, self._training)
         updates = [self._update(minibatch, proximal, lr) for minibatch in minibatches]
         record = TokenRecord.concatenate([update.record for update in updates])
+        num_samples = sum(minibatch.num_samples for minibatch in minibatches)
         num_dropped = sum(minibatch.num_dropped for minibatch in minibatches)
-        num_positions = sum(minibatch.num_positions for minibatch in minibatches)
+        num_padding, num_positions = self._world.sum(
+            [
+                sum(minibatch.num_padding for minibatch in minibatches),
+                sum(minibatch.num_positions for minibatch in minibatches),
+            ]
+        )
         metrics = {
             "loss": fmean(update.loss for update in updates),
             "grad_norm": fmean(update.grad_norm for update in updates),
             "lr": lr,
-            "num_tokens": float(record.loss_M.numel()),
-            "num_samples": float(len(samples) - num_dropped),
+            "num_samples": float(num_samples - num_dropped),
             "num_dropped_samples": float(num_dropped),
-            "padding_fraction": sum(minibatch.num_padding for minibatch in minibatches) / num_positions,
-            **token_metrics(record, self._version),
+            "padding_fraction": num_padding / num_positions,
+            **token_metrics(record, self._version, self._world),
         }
         self._version += 1
         return StepResult(self._version, metrics)
@@ -154,6 +172,7 @@ class TrainerCore:
                 row.append(TrainingSample("", "", sequence, [True] * length, blank, blank, versions, temperature=1.0))
         if not row:
             return [[] for _ in sequences]
+        self._world.agree(self._policy.complaint(make_batch([row])))
         with torch.no_grad():
             logprobs_N, _ = self._policy.logprobs(make_batch([row], self._policy.device))
         logprobs = iter(logprobs_N.tolist())
@@ -184,10 +203,10 @@ class TrainerCore:
         return sequences
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every parameter under its Hugging Face name, in `model.dtype`.
+        """Every parameter under its Hugging Face name, in `model.dtype`, whole. All ranks iterate at the same time.
 
-        In float32 the tensors share the trainer's memory: copy them before the next step. With tied embeddings there
-        is no `lm_head.weight`.
+        In float32 the tensors of a single rank share the trainer's memory: copy them before the next step. With tied
+        embeddings there is no `lm_head.weight`.
         """
         for name, tensor in hf_named_tensors(self._model):
             yield name, tensor.to(self._policy.dtype)
@@ -231,14 +250,18 @@ class TrainerCore:
         """One optimizer step, or an error and none."""
         self._optimizer.zero_grad()
         records = [self._accumulate_gradients(batch, proximal.get(id(batch))) for batch in minibatch.batches]
-        record = TokenRecord.concatenate(records) if records else None
-        if record is None or not record.loss_M.numel():
+        summed, denominator = self._world.sum(
+            [
+                float(torch.cat([record.loss_M for record in records]).sum()) if records else 0.0,
+                sum(float(record.denominator) for record in records),
+            ]
+        )
+        if not denominator:
             raise TrainingError(
                 f"none of {minibatch.num_samples} samples has a token to train on: {minibatch.num_dropped} are longer "
                 f"than training.row_tokens ({self._training.row_tokens}), the others have no finite behaviour logprob"
             )
-        denominator = float(record.denominator.sum())
-        loss = float(record.loss_M.sum()) / denominator
+        loss = summed / denominator
         grad_norm = self._average_and_clip_gradients(denominator)
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             self._optimizer.zero_grad()
@@ -248,7 +271,7 @@ class TrainerCore:
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._optimizer.step()
-        return _Update(loss, grad_norm, record)
+        return _Update(loss, grad_norm, TokenRecord.concatenate(records))
 
     def _accumulate_gradients(self, batch: Batch, proximal_N: torch.Tensor | None) -> TokenRecord:
         """Add the gradient of the batch's summed loss. The sum is divided once the whole batch's tokens are known."""
@@ -272,4 +295,6 @@ class TrainerCore:
         """Turn summed gradients into clipped mean gradients. Returns the norm of the mean before clipping."""
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         torch._foreach_div_(gradients, denominator)
-        return float(torch.nn.utils.clip_grad_norm_(self._parameters, self._training.max_grad_norm))
+        norm = whole(torch.nn.utils.get_total_norm(gradients))
+        torch.nn.utils.clip_grads_with_norm_(self._parameters, self._training.max_grad_norm, norm)
+        return float(norm)

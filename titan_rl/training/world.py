@@ -1,0 +1,106 @@
+"""The processes that train one policy together, and what they agree on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from titan_rl.config.sections import TrainingConfig
+from titan_rl.errors import TrainingError
+from titan_rl.training.device import local_device
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """One rank's view. Ranks that share rows (tensor parallel) are neighbours; every other step of that size has rows
+    of its own (data parallel).
+
+    Example: of 2 x 2 ranks, rank 3 has `data_rank` 1 and holds the second half of each matrix.
+    """
+
+    data_parallel: int = 1
+    tensor_parallel: int = 1
+    rank: int = 0
+    dims: Any = None  # torchtitan's ParallelDims, where there are several ranks
+
+    @staticmethod
+    def join(training: TrainingConfig) -> World:
+        """Meet the other ranks, as torch.distributed's environment variables say. Alone there is nobody to meet.
+
+        Raises:
+            TrainingError: there are more or fewer processes than the settings ask for.
+        """
+        data_parallel, tensor_parallel = training.data_parallel, training.tensor_parallel
+        size = data_parallel * tensor_parallel
+        found = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+        if found != size:
+            raise TrainingError(
+                f"there are {found} trainer processes; training.data_parallel = {data_parallel} and "
+                f"training.tensor_parallel = {tensor_parallel} need {size}"
+            )
+        if size == 1:
+            return World()
+        from torchtitan.config import ParallelismConfig
+        from torchtitan.distributed import ParallelDims
+
+        if not dist.is_initialized():
+            dist.init_process_group("gloo" if local_device().type == "cpu" else "cpu:gloo,cuda:nccl")
+        settings = ParallelismConfig(
+            spmd_backend="partial_dtensor",
+            data_parallel_shard_degree=data_parallel,
+            tensor_parallel_degree=tensor_parallel,
+        )
+        dims = ParallelDims.from_config(settings, size)
+        dims.build_mesh()
+        return World(data_parallel, tensor_parallel, dist.get_rank(), dims)
+
+    @property
+    def size(self) -> int:
+        return self.data_parallel * self.tensor_parallel
+
+    @property
+    def data_rank(self) -> int:
+        return self.rank // self.tensor_parallel
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Each value summed over the ranks that have rows of their own."""
+        return self._reduce(values, dist.ReduceOp.SUM)
+
+    def max(self, values: Sequence[float]) -> list[float]:
+        return self._reduce(values, dist.ReduceOp.MAX)
+
+    def agree(self, problem: str | None) -> None:
+        """Every rank calls this, and all fail if one has a problem.
+
+        Raises:
+            TrainingError: with the first problem.
+        """
+        problems = [problem]
+        if self.size > 1:
+            problems = [None] * self.size
+            dist.all_gather_object(problems, problem)
+        if (first := next((each for each in problems if each is not None), None)) is not None:
+            raise TrainingError(first)
+
+    def barrier(self) -> None:
+        if self.size > 1:
+            dist.barrier()
+
+    def _reduce(self, values: Sequence[float], operation: Any) -> list[float]:
+        if self.data_parallel == 1:
+            return list(values)
+        tensor = torch.tensor(values, dtype=torch.float64)
+        group = self.dims.get_mesh("fsdp").get_group()
+        device = torch.device("cpu") if dist.get_backend(group) == "gloo" else local_device()
+        tensor = tensor.to(device)
+        dist.all_reduce(tensor, operation, group=group)
+        return tensor.tolist()
