@@ -119,7 +119,9 @@ class Cluster:
             self._log_path(TRAINER),
             config.seed,
         )
-        return ActorTrainer(await self._spawn(TRAINER, TrainerActor, settings))
+        num_ranks = config.training.data_parallel * config.training.tensor_parallel
+        ranks = await self._spawn(TRAINER, TrainerActor, settings, num_ranks=num_ranks)
+        return ActorTrainer(ranks, config.training)
 
     async def _start_generator(self, name: str) -> ActorReplica:
         config = self._config

@@ -1,4 +1,4 @@
-"""The trainer in a process of its own, and the handle by which the controller knows it."""
+"""The trainer in processes of its own, and the handle by which the controller knows it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from monarch.actor import Actor, concurrent_endpoint
+from monarch.actor import Actor, concurrent_endpoint, current_rank
 
-from titan_rl.actors.process import call, enter_actor_process
+from titan_rl.actors.process import call, enter_actor_process, log_of_rank
 from titan_rl.config.sections import CorrectionConfig, ModelConfig, StateDictConfig, TrainingConfig
+from titan_rl.errors import ActorDiedError, TitanRLError
 from titan_rl.statedict.types import Manifest
-from titan_rl.training.checkpoint import atomic_directory, step_directory
+from titan_rl.training.checkpoint import atomic_directory, step_directory, temporary_of
 from titan_rl.training.sample import TrainingSample
+from titan_rl.training.step_plan import StepPlan, plan_step
 
 logger = logging.getLogger(__name__)
 
@@ -38,10 +40,12 @@ class TrainerSettings:
 
 
 class TrainerActor(Actor):
-    """Steps the optimizer and publishes the weights. Its calls run one at a time, in the order they come."""
+    """One rank: steps the optimizer and publishes the weights. Its calls run one at a time, in the order they come, and
+    go to all ranks alike."""
 
     def __init__(self, settings: TrainerSettings) -> None:
-        enter_actor_process(settings.log_path)
+        rank = current_rank().rank
+        enter_actor_process(log_of_rank(settings.log_path, rank))
         self._settings = settings
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")
 
@@ -66,7 +70,7 @@ class TrainerActor(Actor):
         self._trainer = TrainerCore(settings.model, settings.training, settings.correction, seed=settings.seed)
         self._publisher = WeightPublisher(
             self._trainer,
-            SharedMemoryTransport(settings.run_id),
+            SharedMemoryTransport(settings.run_id) if self._trainer.is_first else None,
             model=settings.model,
             statedict=settings.statedict,
             seed=settings.seed,
@@ -74,11 +78,11 @@ class TrainerActor(Actor):
         logger.info("training the model of %s", settings.model.path)
 
     @concurrent_endpoint
-    async def step(self, samples: Sequence[TrainingSample]) -> dict[str, float]:
-        return (await self._run(self._trainer.step, samples)).metrics
+    async def train(self, plan: StepPlan) -> dict[str, float]:
+        return (await self._run(self._trainer.train, plan)).metrics
 
     @concurrent_endpoint
-    async def publish(self) -> Manifest:
+    async def publish(self) -> Manifest | None:
         return await self._run(self._publisher.publish)
 
     @concurrent_endpoint
@@ -87,7 +91,11 @@ class TrainerActor(Actor):
 
     def _save(self, root: Path, run_state: dict[str, Any]) -> int:
         version = self._trainer.version
-        with atomic_directory(step_directory(root, version)) as folder:
+        checkpoint = step_directory(root, version)
+        if not self._trainer.is_first:
+            self._trainer.save(temporary_of(checkpoint) / "trainer")
+            return version
+        with atomic_directory(checkpoint) as folder:
             self._trainer.save(folder / "trainer")
             (folder / "run_state.json").write_text(json.dumps(run_state | {"step": version}))
         return version
@@ -106,23 +114,27 @@ class TrainerActor(Actor):
 
 
 class ActorTrainer:
-    """The controller's `Trainer` over one `TrainerActor`.
+    """The controller's `Trainer` over the ranks of a `TrainerActor`.
 
     Raises:
-        ActorDiedError: from every call, once the trainer's process is gone.
+        ActorDiedError: from every call, once a process of the trainer is gone.
     """
 
-    def __init__(self, actor: Any) -> None:
-        self._actor = actor
+    def __init__(self, ranks: Any, training: TrainingConfig) -> None:
+        self._training = training
+        size = training.data_parallel * training.tensor_parallel
+        self._ranks = [ranks.slice(procs=rank) for rank in range(size)]
 
     async def step(self, samples: Sequence[TrainingSample]) -> dict[str, float]:
-        return await call(self._actor.step, samples, who="trainer")
+        """As `TrainerCore.step`. Each rank is sent its own rows."""
+        plans = await asyncio.to_thread(plan_step, samples, self._training)
+        return await self._all("train", *([plan] for plan in plans for _ in range(self._training.tensor_parallel)))
 
     async def publish(self) -> Manifest:
-        return await call(self._actor.publish, who="trainer")
+        return await self._all("publish")
 
     async def save(self, root: Path, run_state: dict[str, Any]) -> int:
-        return await call(self._actor.save, root, run_state, who="trainer")
+        return await self._all("save", *[(root, run_state)] * len(self._ranks))
 
     async def load(self, checkpoint: Path) -> None:
         """Continue from a checkpoint folder.
@@ -130,11 +142,28 @@ class ActorTrainer:
         Raises:
             CheckpointError: it is damaged, or of another model.
         """
-        await call(self._actor.load, checkpoint, who="trainer")
+        await self._all("load", *[(checkpoint,)] * len(self._ranks))
 
     async def export(self, path: Path) -> None:
-        await call(self._actor.export, path, who="trainer")
+        await self._all("export", *[(path,)] * len(self._ranks))
 
     async def close(self) -> None:
         """Give the published versions back."""
-        await call(self._actor.close, who="trainer", timeout_s=30.0)
+        await self._all("close", timeout_s=30.0)
+
+    async def _all(self, endpoint: str, *arguments: Sequence[Any], timeout_s: float | None = None) -> Any:
+        """Call every rank, each with its arguments, and return what the first one does."""
+        calls = [
+            call(getattr(rank, endpoint), *own, who="trainer", timeout_s=timeout_s)
+            for rank, own in zip(self._ranks, arguments or [()] * len(self._ranks), strict=True)
+        ]
+        try:
+            first, *_ = await asyncio.gather(*calls)
+        except TitanRLError:
+            raise
+        except Exception as error:
+            if len(self._ranks) == 1:
+                raise
+            # What no rank foresaw leaves them out of step; above all the end of one of them.
+            raise ActorDiedError(f"trainer died: a rank failed with {type(error).__name__}: {error}") from error
+        return first

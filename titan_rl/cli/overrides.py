@@ -8,7 +8,16 @@ from itertools import islice
 
 from titan_rl.errors import ConfigError
 
-RESUMABLE = ("training.steps", "generation.", "routing.", "validation.interval", "checkpoint.", "logging.")
+RESUMABLE = (
+    "training.steps",
+    "training.data_parallel",
+    "training.tensor_parallel",
+    "generation.",
+    "routing.",
+    "validation.interval",
+    "checkpoint.",
+    "logging.",
+)
 
 
 def check_resume(overrides: Sequence[tuple[str, str]]) -> None:

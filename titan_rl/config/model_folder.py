@@ -73,13 +73,19 @@ def _check_fit(config: RunConfig, architecture: dict[str, Any]) -> None:
     layers, hidden = architecture.get("num_hidden_layers"), architecture.get("hidden_size")
     if heads is None or layers is None or hidden is None:
         return
+    kv_heads = architecture.get("num_key_value_heads") or heads
     ranks = config.generation.tensor_parallel_size
     if heads % ranks:
         raise ConfigError(
             f"generation.tensor_parallel_size = {ranks} does not divide the model's {heads} attention heads; "
-            f"choose one that does"
+            "choose one that does"
         )
-    kv_heads = architecture.get("num_key_value_heads") or heads
+    ranks = config.training.tensor_parallel
+    if kv_heads % ranks:
+        raise ConfigError(
+            f"training.tensor_parallel = {ranks} does not divide the model's {kv_heads} heads of keys and values; "
+            "choose one that does"
+        )
     head_dim = architecture.get("head_dim") or hidden // heads
     # Keys and values of every layer and head, for one token.
     token_bytes = 2 * layers * kv_heads * head_dim * BYTES[config.model.dtype]

@@ -26,7 +26,7 @@ def atomic_directory(path: Path) -> Iterator[Path]:
     Raises:
         CheckpointError: anything in the block or the move failed; the cause says what. Interrupts pass unchanged.
     """
-    temporary, replaced = path.with_name(f".{path.name}.tmp"), path.with_name(f".{path.name}.old.tmp")
+    temporary, replaced = temporary_of(path), path.with_name(f".{path.name}.old.tmp")
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
@@ -48,6 +48,11 @@ def atomic_directory(path: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
         if path.exists():
             shutil.rmtree(replaced, ignore_errors=True)
+
+
+def temporary_of(path: Path) -> Path:
+    """Where a block of `atomic_directory(path)` writes."""
+    return path.with_name(f".{path.name}.tmp")
 
 
 def step_directory(root: Path, step: int) -> Path:

@@ -13,10 +13,8 @@ from titan_rl.training.world import World
 # isort: split
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torchtitan.config import CompileConfig, ParallelismConfig
-from torchtitan.config import TrainingConfig as TitanTraining
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
-from torchtitan.models.qwen3.parallelize import parallelize_qwen3
+from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
 from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
 
 _CHECKPOINTING = {"full": FullAC.Config, "selective": SelectiveAC.Config}
@@ -33,19 +31,17 @@ def parallelize(model: Any, world: World, training: TrainingConfig) -> None:
 
     Gradients are summed over the ranks, not averaged: the loss has a denominator of its own.
     """
-    checkpointing = _CHECKPOINTING.get(training.activation_checkpointing)
+    if world.tensor_parallel > 1:
+        model.parallelize(world.dims)
+        if model.enable_weight_tying:
+            model.tok_embeddings.weight = model.lm_head.weight  # each was split into a parameter of its own
+    if (checkpointing := _CHECKPOINTING.get(training.activation_checkpointing)) is not None:
+        checkpointing().build(dump_folder="").apply(model)
     if world.size == 1:
-        if checkpointing is not None:
-            checkpointing().build(dump_folder="").apply(model)
         return
-    parallelize_qwen3(
-        model,
-        parallel_dims=world.dims,
-        training=TitanTraining(mixed_precision_param="float32"),
-        parallelism=ParallelismConfig(spmd_backend="partial_dtensor"),
-        compile_config=CompileConfig(),
-        ac_config=checkpointing() if checkpointing is not None else None,  # pyright: ignore[reportArgumentType]
-        dump_folder="",
+    float32 = torch.float32
+    apply_fsdp_to_decoder(
+        model, world.dims.get_mesh(["fsdp"]), param_dtype=float32, reduce_dtype=float32, pp_enabled=False
     )
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -15,21 +15,31 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from titan_rl.errors import CheckpointError
-from titan_rl.training.checkpoint import atomic_directory
+from titan_rl.training.checkpoint import atomic_directory, temporary_of
+from titan_rl.training.world import World
 
 
-def save_train_state(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer, version: int) -> None:
-    """Write model, optimizer, version and torch's random state. The folder appears whole or not at all.
+def save_train_state(
+    directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer, version: int, world: World
+) -> None:
+    """Write model, optimizer, version and torch's random state, every rank its part. The folder appears whole or not
+    at all.
 
     Raises:
         CheckpointError: it could not be written; what was at `directory` is unchanged.
     """
-    with atomic_directory(directory) as temporary, _plain_errors():
-        dcp.save(_state(model, optimizer, version), checkpoint_id=temporary, no_dist=True)
+    if world.is_first:
+        with atomic_directory(directory) as temporary:
+            world.barrier()
+            _save(temporary, model, optimizer, version, world)
+    else:
+        world.barrier()
+        _save(temporary_of(directory), model, optimizer, version, world)
+    world.barrier()
 
 
-def load_train_state(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Read what `save_train_state` wrote, in place.
+def load_train_state(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> int:
+    """Read what `save_train_state` wrote, in place. It may have been written by another number of ranks.
 
     Returns:
         the version.
@@ -42,12 +52,17 @@ def load_train_state(directory: Path, model: nn.Module, optimizer: torch.optim.O
     state = _state(model, optimizer, version=0)
     try:
         with _plain_errors():
-            dcp.load(state, checkpoint_id=directory, no_dist=True)
+            dcp.load(state, checkpoint_id=directory, no_dist=world.size == 1)
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     except Exception as error:
         raise CheckpointError(f"{directory} could not be read: {error}") from error
     torch.set_rng_state(state["rng"])
     return int(state["version"])
+
+
+def _save(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, version: int, world: World) -> None:
+    with _plain_errors():
+        dcp.save(_state(model, optimizer, version), checkpoint_id=folder, no_dist=world.size == 1)
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer, version: int) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -100,6 +101,11 @@ class TrainerCore:
     def version(self) -> int:
         """The policy version of the current weights: 0 as loaded, one more after each step."""
         return self._version
+
+    @property
+    def is_first(self) -> bool:
+        """This is rank 0, which publishes and exports."""
+        return self._world.is_first
 
     @property
     def vocab_size(self) -> int:
@@ -212,23 +218,23 @@ class TrainerCore:
             yield name, tensor.to(self._policy.dtype)
 
     def save(self, directory: str | Path) -> None:
-        """Write model, optimizer, version and random state, so that `load` continues to the bit.
+        """Write model, optimizer, version and random state, so that `load` on as many ranks continues to the bit.
 
         The folder appears whole or not at all; one already there is replaced.
 
         Raises:
             CheckpointError: it could not be written.
         """
-        save_train_state(Path(directory), self._model, self._optimizer, self._version)
+        save_train_state(Path(directory), self._model, self._optimizer, self._version, self._world)
 
     def load(self, directory: str | Path) -> None:
-        """Continue from what `save` wrote.
+        """Continue from what `save` wrote, also on another number of ranks.
 
         Raises:
             CheckpointError: there is no checkpoint, it is damaged, or it is of another model. The trainer may be left
                 with part of it and must not be used.
         """
-        self._version = load_train_state(Path(directory), self._model, self._optimizer)
+        self._version = load_train_state(Path(directory), self._model, self._optimizer, self._world)
 
     def export_hf(self, directory: str | Path) -> None:
         """Write a Hugging Face folder: weights, config, and the tokenizer files of the folder the model came from.
@@ -236,7 +242,12 @@ class TrainerCore:
         Raises:
             CheckpointError: it could not be written.
         """
-        export_hf(Path(directory), self.named_tensors(), source=Path(self._config.path), dtype=self._config.dtype)
+        tensors = self.named_tensors()
+        if self._world.is_first:
+            export_hf(Path(directory), tensors, source=Path(self._config.path), dtype=self._config.dtype)
+        else:
+            deque(tensors, maxlen=0)  # to hand the first rank its parts
+        self._world.barrier()
 
     def _proximal_logprobs(self, minibatches: Sequence[Minibatch]) -> dict[int, torch.Tensor]:
         """Logprobs under the weights at the start of the step, by the id of the micro-batch. Empty where the forward

@@ -1,0 +1,72 @@
+"""FSDP, tensor parallel and both make the steps that one rank makes, on gloo."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torchtitan", reason="needs the cpu or gpu extra")
+
+import torch
+from e2e.sharded_steps import run_ranks, three_steps
+from e2e.tiny_policy import make_tiny_qwen3
+from safetensors.torch import load_file
+
+LAYOUTS = {"FSDP 2": (2, 1, False), "TP 2": (1, 2, False), "FSDP 2 x TP 2, tied": (2, 2, True)}
+EXACT = ["num_tokens", "num_samples", "num_dropped_samples", "num_nonfinite_tokens", "staleness_max", "lr"]
+
+
+@dataclass
+class OneRank:
+    folder: Path
+    out: Path
+    metrics: list[dict[str, float]]
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, OneRank]:
+    """By whether embeddings are tied."""
+    found: dict[bool, OneRank] = {}
+    for tied in (False, True):
+        folder = make_tiny_qwen3(tmp_path_factory.mktemp("model"), tied=tied)
+        out = tmp_path_factory.mktemp("one")
+        three_steps(folder, out)
+        found[tied] = OneRank(folder, out, three_steps(folder, out, resume=out / "checkpoint"))
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_three_steps_and_one_from_a_checkpoint_of_one_rank(
+    one_rank: dict[bool, OneRank], layout: str, tmp_path: Path
+) -> None:
+    data_parallel, tensor_parallel, tied = LAYOUTS[layout]
+    alone = one_rank[tied]
+    ranks = run_ranks(
+        alone.folder,
+        tmp_path,
+        data_parallel * tensor_parallel,
+        data_parallel=data_parallel,
+        tensor_parallel=tensor_parallel,
+        activation_checkpointing="full" if layout == "FSDP 2" else "none",
+        resume=alone.out / "checkpoint",
+    )
+    for metrics in ranks:
+        assert len(metrics) == len(alone.metrics) == 4
+        for found, expected in zip(metrics, alone.metrics, strict=True):
+            assert found.keys() == expected.keys()
+            assert [found[name] for name in EXACT] == [expected[name] for name in EXACT]
+            for name in found.keys() - {"padding_fraction", *EXACT}:
+                assert math.isclose(found[name], expected[name], rel_tol=2e-4, abs_tol=2e-6), name
+    expected = load_file(alone.out / "export" / "model.safetensors")
+    exported = load_file(tmp_path / "export" / "model.safetensors")
+    assert exported.keys() == expected.keys()
+    for name, tensor in exported.items():
+        # AdamW divides gradients by their own size, rounding included; a wrong one moves by `lr`, 1e-4, a step.
+        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=5e-6)
+
+    # One rank goes on from what several have written.
+    (*_, resumed) = three_steps(alone.folder, tmp_path / "again", resume=tmp_path / "checkpoint")
+    assert math.isclose(resumed["loss"], alone.metrics[-1]["loss"], rel_tol=2e-4, abs_tol=2e-6)

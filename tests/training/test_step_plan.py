@@ -1,0 +1,58 @@
+"""Which rank trains which rows: nothing twice, nothing lost, and nobody idle for longer than it must be."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from titan_rl.config.sections import TrainingConfig
+from titan_rl.training.sample import TrainingSample
+from titan_rl.training.step_plan import plan_step
+
+
+def sample(index: int, length: int, group: int) -> TrainingSample:
+    zeros = [0.0] * length
+    return TrainingSample(f"g{group}", f"r{index}", [1] * length, [True] * length, zeros, zeros, [0] * length, 1.0)
+
+
+samples = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 6)), max_size=40).map(
+    lambda drawn: [sample(i, length, group) for i, (length, group) in enumerate(sorted(drawn, key=lambda d: d[1]))]
+)
+
+
+@given(samples, st.integers(1, 4), st.integers(1, 3), st.integers(1, 3))
+def test_every_sample_is_trained_once_or_dropped(
+    samples: list[TrainingSample], ranks: int, minibatches: int, rows: int
+) -> None:
+    training = TrainingConfig(data_parallel=ranks, minibatches=minibatches, row_tokens=32, rows_per_micro_batch=rows)
+    plans = plan_step(samples, training)
+    assert len(plans) == ranks
+    assert len({tuple(len(minibatch.micro_batches) for minibatch in plan) for plan in plans}) == 1
+    trained: Counter[str] = Counter()
+    homes: dict[str, set[int]] = {}
+    for plan in plans:
+        for number, minibatch in enumerate(plan):
+            for micro_batch in minibatch.micro_batches:
+                assert len(micro_batch) <= rows
+                for row in micro_batch:
+                    assert sum(len(s.token_ids) for s in row) <= 32
+                    for s in row:
+                        trained[s.rollout_id] += 1
+                        homes.setdefault(s.group_id, set()).add(number)
+    fitting = [s.rollout_id for s in samples if len(s.token_ids) <= 32]
+    assert trained == Counter(fitting)
+    assert all(len(numbers) == 1 for numbers in homes.values())  # siblings are trained in one optimizer step
+    assert sum(minibatch.num_samples for minibatch in plans[0]) == len(samples)
+    assert sum(minibatch.num_dropped for minibatch in plans[0]) == len(samples) - len(fitting)
+
+
+@given(st.lists(st.integers(8, 32), min_size=16, max_size=64), st.integers(2, 4))
+def test_rows_are_dealt_evenly(lengths: list[int], ranks: int) -> None:
+    plans = plan_step(
+        [sample(i, length, 0) for i, length in enumerate(lengths)],
+        TrainingConfig(data_parallel=ranks, row_tokens=64, rows_per_micro_batch=2),
+    )
+    rows = [sum(len(micro_batch) for minibatch in plan for micro_batch in minibatch.micro_batches) for plan in plans]
+    assert max(rows) - min(rows) <= 1
