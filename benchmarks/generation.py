@@ -109,7 +109,7 @@ def make_model(folder: Path) -> dict[str, Any]:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
-        max_position_embeddings=512,
+        max_position_embeddings=1024,
         tie_word_embeddings=False,
     )
     model = Qwen3ForCausalLM(config)
