@@ -73,7 +73,7 @@ def make_batch(rows: Sequence[Sequence[TrainingSample]], device: torch.device | 
             oldest_versions += [min(sample.versions[t] for t in targets)] * len(targets) if targets else []
         if padding := (index + 1) * width - len(token_ids):
             token_ids += [0] * padding
-            positions += range(padding)
+            positions += [0] * padding
             lengths.append(padding)
             num_padding += padding
 

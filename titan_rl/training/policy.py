@@ -30,8 +30,11 @@ class Policy:
         folder = Path(config.path)
         self.device = local_device()
         self.dtype: torch.dtype = getattr(torch, config.dtype)
-        longest = max(config.max_context, training.row_tokens)
-        model_config = model_config_from_hf(read_hf_config(folder), max_context=longest)
+        hf_config = read_hf_config(folder)
+        # Positions restart with every sample, so rows may be longer than what the model can attend to.
+        positions = hf_config.get("max_position_embeddings", training.row_tokens)
+        self._longest = max(config.max_context, min(training.row_tokens, positions))
+        model_config = model_config_from_hf(hf_config, max_context=self._longest)
         plan_sharding(model_config, world)
         self.model = build_model(model_config, self.device)
         load_weights(self.model, folder)
@@ -54,7 +57,9 @@ class Policy:
             return whole(self.model.lm_head(hidden_BLD.flatten(0, 1).index_select(0, batch.predictors_N)))
 
     def complaint(self, batch: Batch) -> str | None:
-        """Why this batch cannot be scored: a token id that is outside the vocabulary."""
-        if 0 <= int(batch.token_ids_BL.min()) <= int(batch.token_ids_BL.max()) < self.vocab_size:
-            return None
-        return f"a sample has token id {int(batch.token_ids_BL.max())}; the vocabulary is {self.vocab_size}"
+        """Why this batch cannot be scored: a token id outside the vocabulary, or more positions than the model has."""
+        if not 0 <= int(batch.token_ids_BL.min()) <= int(batch.token_ids_BL.max()) < self.vocab_size:
+            return f"a sample has token id {int(batch.token_ids_BL.max())}; the vocabulary is {self.vocab_size}"
+        if (length := int(batch.positions_BL.max()) + 1) > self._longest:
+            return f"a sample has {length} tokens; the model has {self._longest} positions"
+        return None
