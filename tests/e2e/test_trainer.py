@@ -156,7 +156,7 @@ def broken_folder(source: Path, folder: Path, config: dict[str, Any], drop: str 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"config": {"model_type": "llama"}}, "model_type 'llama'"),
+        ({"config": {"model_type": "mamba"}}, "model_type 'mamba'; qwen3, qwen3_moe, llama can be trained"),
         ({"config": {"hidden_size": None}}, "lacks 'hidden_size'"),
         ({"config": {"max_position_embeddings": 64}}, "max_position_embeddings 64"),
         ({"config": {"intermediate_size": 96}}, r"mlp\.\w+_proj\.weight' in .* has shape"),

@@ -8,7 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from titan_rl.config.sections import ModelConfig, TrainingConfig
 from titan_rl.training.sample import TrainingSample
@@ -30,13 +37,61 @@ def make_tiny_qwen3(
         tie_word_embeddings=tied,
         rope_parameters={"rope_type": "default", "rope_theta": 50000.0},
     )
+    return _save(Qwen3ForCausalLM, config, folder, seed)
+
+
+def make_tiny_llama3(folder: Path) -> Path:
+    config = LlamaConfig(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=1024,
+        tie_word_embeddings=False,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 50000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 128,
+        },
+    )
+    return _save(LlamaForCausalLM, config, folder, seed=0)
+
+
+def make_tiny_moe(folder: Path) -> Path:
+    config = Qwen3MoeConfig(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=128,
+        moe_intermediate_size=48,
+        num_experts=6,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        decoder_sparse_step=1,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=1024,
+        tie_word_embeddings=False,
+        rope_parameters={"rope_type": "default", "rope_theta": 50000.0},
+    )
+    return _save(Qwen3MoeForCausalLM, config, folder, seed=0)
+
+
+def _save(model_class: type[Any], config: Any, folder: Path, seed: int) -> Path:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(config).float()
+        model = model_class(config).float()
         # Random weights give nearly uniform distributions; larger ones make every test of logits sharper.
         with torch.no_grad():
             for parameter in model.parameters():
-                if parameter.ndim == 2:
+                if parameter.ndim >= 2:
                     parameter.mul_(4)
     model.save_pretrained(folder)
     (folder / "chat_template.jinja").write_text("{{ messages }}")

@@ -82,6 +82,7 @@ class VLLMEngine:
             # Compiling takes 20 s or more at start and at the first step, and gains nothing for models that fit a CPU.
             torch._dynamo.config.disable = True
 
+        self._on_cpu = on_cpu
         self._sampling_type = VLLMSamplingParams
         self._request_type = EngineCoreRequest
         self._max_context = max_context
@@ -160,6 +161,8 @@ class VLLMEngine:
 
     def load_state_dict(self, items: Iterable[tuple[str, Any]], version: int) -> None:
         pairs = _with_tied_head(items) if self._tied else iter(items)
+        if self._on_cpu:
+            self._core.collective_rpc(_drop_packed_experts)
         self._core.collective_rpc("reload_weights", kwargs={"weights_iterator": pairs})
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -275,3 +278,12 @@ def _with_tied_head(items: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any
         yield name, tensor
     if embedding is not None and "lm_head.weight" not in names:
         yield "lm_head.weight", embedding
+
+
+def _drop_packed_experts(worker: Any) -> None:
+    """Have vLLM pack the experts of a mixture anew: on CPU a reload leaves them out, and reads what is not packed as if
+    it were."""
+    for module in worker.get_model().modules():
+        method = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 
 from titan_rl.training.attention import DocumentLayout, layout_documents
+from titan_rl.training.models.experts import FREE
 from titan_rl.training.sample import TrainingSample
 
 ROW_MULTIPLE = 16
@@ -30,6 +33,7 @@ class Batch:
     oldest_versions_N: torch.Tensor  # int64, of any token of the same sample
     sequences_N: torch.Tensor  # int64, the number of the sample in this micro-batch
     num_sequences: int
+    experts_BLRK: torch.Tensor | None  # int64, of R routers; FREE where they choose. None without a sample that has any
     num_padding: int
 
     @property
@@ -55,6 +59,7 @@ def make_batch(rows: Sequence[Sequence[TrainingSample]], device: torch.device | 
     oldest_versions: list[int] = []
     sequences: list[int] = []
     num_sequences = 0
+    experts: dict[int, Any] = {}  # position of the token that the router sees -> [num_layers, top_k]
     num_padding = 0
     for index, row in enumerate(rows):
         for sample in row:
@@ -68,6 +73,9 @@ def make_batch(rows: Sequence[Sequence[TrainingSample]], device: torch.device | 
             advantages += [sample.advantages[t] for t in targets]
             temperatures += [sample.temperature] * len(targets)
             versions += [sample.versions[t] for t in targets]
+            for t, row in enumerate(sample.routed_experts or ()):
+                if t and row is not None:
+                    experts[start + t - 1] = row
             sequences += [num_sequences] * len(targets)
             num_sequences += 1
             oldest_versions += [min(sample.versions[t] for t in targets)] * len(targets) if targets else []
@@ -97,5 +105,15 @@ def make_batch(rows: Sequence[Sequence[TrainingSample]], device: torch.device | 
         oldest_versions_N=ints(oldest_versions),
         sequences_N=ints(sequences),
         num_sequences=num_sequences,
+        experts_BLRK=_experts(experts, len(rows), width, device),
         num_padding=num_padding,
     )
+
+
+def _experts(experts: dict[int, Any], num_rows: int, width: int, device: torch.device | str) -> torch.Tensor | None:
+    if not experts:
+        return None
+    rows_PRK = torch.from_numpy(np.stack([np.asarray(row) for row in experts.values()]).astype(np.int64))
+    experts_TRK = torch.full((num_rows * width, *rows_PRK.shape[1:]), FREE)
+    experts_TRK[list(experts)] = rows_PRK
+    return experts_TRK.unflatten(0, (num_rows, width)).to(device)

@@ -15,15 +15,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
-from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
 
 _CHECKPOINTING = {"full": FullAC.Config, "selective": SelectiveAC.Config}
-
-
-def plan_sharding(model_config: Any, world: World) -> None:
-    """Write into a model's config, before it is built, how tensor parallel splits it."""
-    if world.tensor_parallel > 1:
-        set_qwen3_sharding_config(model_config, enable_sp=False, enable_ep=False)
 
 
 def parallelize(model: Any, world: World, training: TrainingConfig) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -11,8 +12,9 @@ from titan_rl.config.sections import ModelConfig, TrainingConfig
 from titan_rl.training.batch import Batch
 from titan_rl.training.device import local_device
 from titan_rl.training.logprobs import selected_logprobs
-from titan_rl.training.model import build_model, load_weights, model_config_from_hf, read_hf_config
-from titan_rl.training.parallel import local, parallelize, plan_sharding, whole
+from titan_rl.training.models.experts import replay, routers
+from titan_rl.training.models.folder import HFModel, read_hf_config
+from titan_rl.training.parallel import local, parallelize, whole
 from titan_rl.training.world import World
 
 
@@ -30,14 +32,12 @@ class Policy:
         folder = Path(config.path)
         self.device = local_device()
         self.dtype: torch.dtype = getattr(torch, config.dtype)
-        hf_config = read_hf_config(folder)
         # Positions restart with every sample, so rows may be longer than what the model can attend to.
-        positions = hf_config.get("max_position_embeddings", training.row_tokens)
+        positions = read_hf_config(folder).get("max_position_embeddings", training.row_tokens)
         self._longest = max(config.max_context, min(training.row_tokens, positions))
-        model_config = model_config_from_hf(hf_config, max_context=self._longest)
-        plan_sharding(model_config, world)
-        self.model = build_model(model_config, self.device)
-        load_weights(self.model, folder)
+        self._hf = HFModel(folder, self.device, world, max_context=self._longest)
+        self.model = self._hf.decoder
+        self._routers = routers(self.model)
         parallelize(self.model, world, training)
 
     @property
@@ -45,12 +45,21 @@ class Policy:
         """Token ids are below this."""
         return self.model.config.vocab_size
 
+    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `HFModel.named_tensors`; here in the policy's dtype."""
+        for name, tensor in self._hf.named_tensors():
+            yield name, tensor.to(self.dtype)
+
     def logprobs(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Logprobs and entropies of the trained tokens at their temperatures.  # [N], [N]"""
         return selected_logprobs(self.logits(batch), batch.targets_N, batch.temperatures_N)
 
     def logits(self, batch: Batch) -> torch.Tensor:
-        """What the model predicts in place of each trained token.  # [N, V]"""
+        """What the model predicts in place of each trained token.  # [N, V]
+
+        A mixture of experts takes the experts that the batch brings, until the next call: backward may run it again.
+        """
+        replay(self.model, batch.experts_BLRK)
         autocast = self.dtype is not torch.float32
         with torch.autocast(self.device.type, self.dtype) if autocast else nullcontext():
             hidden_BLD = local(self.model(batch.token_ids_BL, batch.positions_BL, batch.layout))
@@ -62,4 +71,10 @@ class Policy:
             return f"a sample has token id {int(batch.token_ids_BL.max())}; the vocabulary is {self.vocab_size}"
         if (length := int(batch.positions_BL.max()) + 1) > self._longest:
             return f"a sample has {length} tokens; the model has {self._longest} positions"
+        if batch.experts_BLRK is not None:
+            has = {(len(self._routers), router.top_k) for router in self._routers}
+            if (given := tuple(batch.experts_BLRK.shape[2:])) not in has:
+                return f"a sample has routed experts of {given} (layers, experts); the model has {has or 'none'}"
+            if (highest := int(batch.experts_BLRK.max())) >= self._routers[0].num_experts:
+                return f"a sample was routed to expert {highest}; the model has {self._routers[0].num_experts}"
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,6 +13,8 @@ class TrainingSample:
 
     Position t holds the values of token t itself, not of the token after it. Where `loss_mask[t]` is False
     (prompt and environment tokens) logprob and advantage are 0 and version is -1.
+
+    `routed_experts[t]` are those of the forward pass that produced token t, from the tokens before it.
 
     Example: a two-token prompt, a two-token completion:
 
@@ -28,6 +31,7 @@ class TrainingSample:
     advantages: Sequence[float]  # [num_tokens]
     versions: Sequence[int]  # [num_tokens]
     temperature: float
+    routed_experts: Sequence[Any] | None = None  # [num_tokens], [num_layers, top_k] or None where the router chooses
 
     @property
     def num_trained_tokens(self) -> int:

@@ -8,6 +8,7 @@ whose history was edited opens a new one.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus, Turn
 from titan_rl.training.sample import TrainingSample
@@ -70,6 +71,7 @@ def _merge(
     logprobs: list[float] = []
     versions: list[int] = []
     advantages: list[float] = []
+    experts: list[Any] = []
     for turn in turns:
         context = turn.prompt_token_ids[len(token_ids) :]
         token_ids += context
@@ -77,6 +79,7 @@ def _merge(
         logprobs += [0.0] * len(context)
         versions += [-1] * len(context)
         advantages += [0.0] * len(context)
+        experts += [None] * len(context)
         completion = turn.completion
         token_ids += completion.token_ids
         fresh = [version >= oldest_version for version in completion.versions]
@@ -84,6 +87,7 @@ def _merge(
         logprobs += [logprob if ok else 0.0 for logprob, ok in zip(completion.logprobs, fresh, strict=True)]
         versions += [version if ok else -1 for version, ok in zip(completion.versions, fresh, strict=True)]
         added = turn.token_advantages or [0.0] * len(fresh)
+        experts += [None] * len(fresh) if completion.routed_experts is None else completion.routed_experts
         advantages += [advantage + own if ok else 0.0 for own, ok in zip(added, fresh, strict=True)]
     return TrainingSample(
         group_id=rollout.group_id,
@@ -94,4 +98,5 @@ def _merge(
         advantages=advantages,
         versions=versions,
         temperature=temperature,
+        routed_experts=experts if any(row is not None for row in experts) else None,
     )

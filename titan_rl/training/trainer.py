@@ -18,7 +18,6 @@ from titan_rl.training.batch import Batch, make_batch
 from titan_rl.training.hf_export import export_hf
 from titan_rl.training.metrics import TokenRecord, token_metrics
 from titan_rl.training.minibatch import Minibatch
-from titan_rl.training.model import hf_named_tensors
 from titan_rl.training.objective import Objective
 from titan_rl.training.parallel import whole
 from titan_rl.training.policy import Policy
@@ -214,8 +213,7 @@ class TrainerCore:
         In float32 the tensors of a single rank share the trainer's memory: copy them before the next step. With tied
         embeddings there is no `lm_head.weight`.
         """
-        for name, tensor in hf_named_tensors(self._model):
-            yield name, tensor.to(self._policy.dtype)
+        return self._policy.named_tensors()
 
     def save(self, directory: str | Path) -> None:
         """Write model, optimizer, version and random state, so that `load` on as many ranks continues to the bit.

@@ -1,0 +1,126 @@
+"""Every model family: the trainer, transformers and vLLM agree on it, and it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torchtitan", reason="needs the cpu or gpu extra")
+pytest.importorskip("vllm", reason="needs the cpu or gpu extra")
+
+import torch
+from e2e.tiny_policy import (
+    make_tiny_llama3,
+    make_tiny_moe,
+    make_tiny_qwen3,
+    make_trainer,
+    on_policy_samples,
+    sequences,
+    transformers_logprobs,
+    weights,
+)
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from titan_rl.errors import TrainingError
+from titan_rl.generation.vllm_engine import VLLMEngine
+
+FAMILIES: dict[str, Callable[[Path], Path]] = {
+    "qwen3": make_tiny_qwen3,
+    "llama": make_tiny_llama3,
+    "qwen3_moe": make_tiny_moe,
+}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return FAMILIES[request.param](tmp_path_factory.mktemp(request.param))
+
+
+def test_scores_and_published_names_are_those_of_transformers(folder: Path) -> None:
+    trainer = make_trainer(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for sequence, scores in zip(sequences(40, 17), trainer.score(sequences(40, 17)), strict=True):
+        torch.testing.assert_close(torch.tensor(scores), transformers_logprobs(model, sequence), rtol=0, atol=2e-5)
+    published, stored = weights(trainer), load_file(folder / "model.safetensors")
+    assert published.keys() == stored.keys()
+    assert all(torch.equal(tensor, stored[name]) for name, tensor in published.items())
+
+
+def test_after_a_step_vllm_scores_the_published_weights_like_the_trainer(folder: Path) -> None:
+    trainer = make_trainer(folder, lr=1e-2)
+    before = weights(trainer)
+    trainer.step(on_policy_samples(trainer, 40, 33))
+    moved = [name for name, tensor in weights(trainer).items() if not torch.equal(tensor, before[name])]
+    assert len(moved) > 0.9 * len(before)
+    engine = VLLMEngine(str(folder), max_context=128, kv_cache_gib=0.1)
+    engine.load_state_dict(list(trainer.named_tensors()), 1)
+    for mine, theirs in zip(trainer.score(sequences(40, 17)), engine.score(sequences(40, 17)), strict=True):
+        torch.testing.assert_close(torch.tensor(theirs), torch.tensor(mine), rtol=0, atol=2e-5)
+    engine.close()
+
+
+NUM_LAYERS, TOP_K, NUM_EXPERTS = 3, 2, 6
+
+
+@pytest.fixture(scope="module")
+def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_moe(tmp_path_factory.mktemp("moe"))
+
+
+def with_experts(sample: Any, experts: Any) -> Any:
+    rows = [experts if trained else None for trained in sample.loss_mask]
+    return replace(sample, routed_experts=rows)
+
+
+def own_choice(folder: Path, token_ids: list[int]) -> Any:
+    """[num_tokens, num_layers, top_k] by transformers' routers, of the forward that produced each token."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    logits = model(torch.tensor([token_ids]), output_router_logits=True).router_logits
+    chosen = torch.stack([layer.topk(TOP_K).indices for layer in logits], dim=1)
+    return [None, *chosen[:-1].tolist()]
+
+
+def test_replaying_what_the_routers_choose_anyway_changes_nothing(moe: Path) -> None:
+    trainer, replayed = make_trainer(moe), make_trainer(moe)
+    (sample,) = on_policy_samples(trainer, 30)
+    chosen = own_choice(moe, list(sample.token_ids))
+    rows = [row if trained else None for row, trained in zip(chosen, sample.loss_mask, strict=True)]
+    plain = trainer.step([sample]).metrics
+    again = replayed.step([replace(sample, routed_experts=rows)]).metrics
+    for name in ("loss", "grad_norm", "ratio_max"):
+        assert again[name] == pytest.approx(plain[name], rel=1e-5), name
+
+
+@pytest.mark.parametrize("activation_checkpointing", ["none", "full"])
+def test_given_experts_are_used_and_trained_forward_and_backward(moe: Path, activation_checkpointing: str) -> None:
+    trainer = make_trainer(moe, activation_checkpointing=activation_checkpointing)
+    (sample,) = on_policy_samples(trainer, 30)
+    # All tokens but the first are trained, so each position with a loss takes the experts that are given.
+    trained = [False, *[True] * 29]
+    sample = replace(sample, loss_mask=trained, versions=[-1, *[0] * 29], advantages=[0.0, *[1.0] * 29])
+    before = weights(trainer)
+    trainer.step([with_experts(sample, [[0, 3]] * NUM_LAYERS)])
+    after = weights(trainer)
+    for layer in range(NUM_LAYERS):
+        for expert in range(NUM_EXPERTS):
+            name = f"model.layers.{layer}.mlp.experts.{expert}.down_proj.weight"
+            assert torch.equal(after[name], before[name]) == (expert not in (0, 3))
+
+
+@pytest.mark.parametrize(
+    ("experts", "message"),
+    [
+        ([[0, 1]] * 2, r"routed experts of \(2, 2\)"),
+        ([[0, 1]] * 2 + [[0, 6]], "routed to expert 6; the model has 6"),
+    ],
+)
+def test_experts_of_another_model_are_refused(moe: Path, experts: Any, message: str) -> None:
+    trainer = make_trainer(moe)
+    (sample,) = on_policy_samples(trainer, 30)
+    with pytest.raises(TrainingError, match=message):
+        trainer.step([with_experts(sample, experts)])

@@ -1,0 +1,113 @@
+"""A mixture of experts that computes in the precision of its input, and whose routing can be replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import titan_rl.training.device  # noqa: F401  before torchtitan
+
+# isort: split
+from torchtitan.models.common.linear import Linear
+from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts, TokenChoiceTopKRouter
+from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
+
+FREE = -1
+"""In place of an expert: the router chooses for itself."""
+
+
+class Experts(GroupedExperts):
+    """torchtitan's experts cast to bfloat16, which the engine that samples does not where it runs in float32."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GroupedExperts.Config):
+        pass
+
+    def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
+        """Args:
+        x_RD: routed tokens, sorted by expert.
+        """
+        w1_EFD, w2_EDF, w3_EFD = (
+            weight.to_local() if isinstance(weight, DTensor) else weight
+            for weight in (self.w1_EFD, self.w2_EDF, self.w3_EFD)
+        )
+        outputs: list[torch.Tensor] = []
+        for expert, x in enumerate(x_RD.split(num_tokens_per_expert_E.tolist())):
+            hidden = F.silu(F.linear(x, w1_EFD[expert])) * F.linear(x, w3_EFD[expert])
+            outputs.append(F.linear(hidden, w2_EDF[expert]))
+        return torch.cat(outputs).type_as(x_RD)
+
+
+class Router(TokenChoiceTopKRouter):
+    """Top-k routing, but for tokens whose experts are given: router replay (R3, arXiv:2510.11370).
+
+    The generator's choice is taken, and the weights of the experts are the trainer's own, so that the router learns.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(TokenChoiceTopKRouter.Config):
+        pass
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.replayed_BLK: torch.Tensor | None = None  # FREE where the router chooses
+
+    def forward(
+        self, x_BLD: torch.Tensor, expert_bias_E: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        scores_BLE = F.softmax(self.gate(x_BLD).float(), dim=-1)
+        ids_BLK = scores_BLE.topk(self.top_k, dim=-1, sorted=False).indices
+        if self.replayed_BLK is not None:
+            ids_BLK = self.replayed_BLK.where(self.replayed_BLK != FREE, ids_BLK)
+        chosen_BLK = scores_BLE.gather(-1, ids_BLK)
+        if self.route_norm:
+            chosen_BLK = chosen_BLK / chosen_BLK.sum(-1, keepdim=True)
+        return chosen_BLK, ids_BLK, scores_BLE
+
+
+def moe_config(
+    *,
+    dim: int,
+    hidden_dim: int,
+    num_experts: int,
+    top_k: int,
+    renormalize: bool,
+    param_init: dict[str, Callable[..., Any]],
+) -> MoE.Config:
+    """Softmax over all experts, the `top_k` best of them, without shared experts or a balancing bias."""
+    experts_init = dict.fromkeys(("w1_EFD", "w2_EDF", "w3_EFD"), param_init["weight"])
+    return MoE.Config(
+        num_experts=num_experts,
+        load_balance_coeff=None,
+        router=Router.Config(
+            num_experts=num_experts,
+            gate=Linear.Config(in_features=dim, out_features=num_experts, bias=False, param_init=param_init),
+            top_k=top_k,
+            score_func="softmax",
+            route_norm=renormalize,
+        ),
+        routed_experts=RoutedExperts.Config(
+            inner_experts=Experts.Config(
+                dim=dim, hidden_dim=hidden_dim, num_experts=num_experts, param_init=experts_init
+            ),
+            token_dispatcher=LocalTokenDispatcher.Config(num_experts=num_experts, top_k=top_k),
+        ),
+    )
+
+
+def routers(model: nn.Module) -> list[Router]:
+    """In the order of the layers; none in a dense model."""
+    return [module for module in model.modules() if isinstance(module, Router)]
+
+
+def replay(model: nn.Module, experts_BLRK: torch.Tensor | None) -> None:
+    """From here on the model's R routers take these experts, forward and backward. None lets them choose again."""
+    found = routers(model)
+    for index, router in enumerate(found):
+        router.replayed_BLK = None if experts_BLRK is None else experts_BLRK[:, :, index]

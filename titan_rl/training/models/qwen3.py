@@ -1,0 +1,71 @@
+"""Qwen3, dense and with a mixture of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import titan_rl.training.device  # noqa: F401  before torchtitan
+from titan_rl.errors import ModelError
+from titan_rl.training.models.architecture import INIT, Architecture, Dimensions
+from titan_rl.training.models.experts import moe_config
+
+# isort: split
+from torchtitan.models.common import CosSinRoPE
+from torchtitan.models.qwen3.model import Qwen3Model, Qwen3TransformerBlock
+from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
+from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
+
+
+def _build(size: Dimensions, hf: Mapping[str, Any]) -> Qwen3Model.Config:
+    if (rope_type := size.rope["rope_type"]) != "default":
+        raise ModelError(f"config.json has rope type {rope_type!r}; only 'default' is supported")
+    rope = CosSinRoPE.Config(dim=size.head_dim, max_seq_len=size.max_context, theta=float(size.rope["rope_theta"]))
+    layers = [
+        Qwen3TransformerBlock.Config(
+            attention_norm=size.norm(),
+            ffn_norm=size.norm(),
+            attention=size.attention(rope, qk_norm=size.norm(size.head_dim)),
+            **_mlp(size, hf),
+        )
+        for _ in range(size.num_layers)
+    ]
+    return size.decoder(Qwen3Model.Config, layers)
+
+
+def _mlp(size: Dimensions, hf: Mapping[str, Any]) -> dict[str, Any]:
+    if hf["model_type"] == "qwen3":
+        return {"feed_forward": size.feed_forward()}
+    num_experts = hf.get("num_experts", hf.get("num_local_experts"))
+    if num_experts is None:
+        raise ModelError("config.json lacks 'num_experts'")
+    try:
+        hidden_dim, top_k = hf["moe_intermediate_size"], hf["num_experts_per_tok"]
+    except KeyError as error:
+        raise ModelError(f"config.json lacks {error.args[0]!r}") from None
+    return {
+        "moe": moe_config(
+            dim=size.dim,
+            hidden_dim=hidden_dim,
+            num_experts=num_experts,
+            top_k=top_k,
+            renormalize=bool(hf.get("norm_topk_prob", False)),
+            param_init=INIT,
+        )
+    }
+
+
+_COMMON = {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False}
+
+QWEN3 = Architecture(
+    supported=_COMMON,
+    build=_build,
+    adapter=Qwen3StateDictAdapter,
+    plan_sharding=lambda config: set_qwen3_sharding_config(config, enable_sp=False, enable_ep=False),
+)
+QWEN3_MOE = Architecture(
+    supported={**_COMMON, "decoder_sparse_step": 1, "mlp_only_layers": []},
+    build=_build,
+    adapter=Qwen3StateDictAdapter,
+    plan_sharding=QWEN3.plan_sharding,
+)
