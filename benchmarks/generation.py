@@ -25,7 +25,7 @@ from titan_rl.actors.generator import GeneratorActor, GeneratorSettings
 from titan_rl.actors.process import call, enter_actor_process
 from titan_rl.actors.replica import ActorReplica
 from titan_rl.actors.supervisor import Supervisor
-from titan_rl.config.sections import GenerationConfig, ModelConfig
+from titan_rl.config.sections import GenerationConfig, ModelConfig, StateDictConfig
 from titan_rl.generation.engine import EngineRequest
 from titan_rl.launch import run_environment
 from titan_rl.rollout.rollouter import turn_seed
@@ -177,7 +177,7 @@ async def measure(folder: Path, repeats: int) -> list[tuple[str, float, float | 
     board = VersionBoard()
 
     async def start(name: str, actor_class: Any) -> Any:
-        settings = GeneratorSettings(model, generation, "benchmark", str(folder / f"{name}.log"), 0)
+        settings = GeneratorSettings(model, generation, StateDictConfig(), "benchmark", str(folder / f"{name}.log"), 0)
         actor = await call(supervisor.spawn, name, actor_class, (settings,), who="supervisor")
         await call(actor.start, who=name, timeout_s=180)
         return actor

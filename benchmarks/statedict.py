@@ -1,6 +1,6 @@
 """How fast a state dict goes from one process to another, against a plain copy of the same bytes the same way.
 
-    python benchmarks/statedict.py [--megabytes 64 256 1024 2048] [--repeats 5]
+    python -m benchmarks.statedict [--megabytes 64 256 1024 2048] [--repeats 5]
 
 The plain copy is two `memcpy`s of every tensor through one shared mapping that both processes keep mapped: writer to
 mapping, mapping to the reader's own memory. Publish and pull do the same two copies, the second one being the
@@ -12,6 +12,7 @@ there is one.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import mmap
 import multiprocessing
@@ -27,6 +28,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 import torch
 
+from benchmarks import rdma
 from titan_rl.statedict.folder import segment_root
 from titan_rl.statedict.shared_memory import SharedMemoryTransport
 
@@ -139,4 +141,5 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     for size in arguments.megabytes:
         measure(size, arguments.repeats)
+    asyncio.run(rdma.measure(256, arguments.repeats))
     report("shm_publish_pull_vs_memcpy", min(ratios), "ratio", TARGET)

@@ -125,7 +125,9 @@ class Cluster:
 
     async def _start_generator(self, name: str) -> ActorReplica:
         config = self._config
-        settings = GeneratorSettings(config.model, config.generation, self._run_id, self._log_path(name), config.seed)
+        settings = GeneratorSettings(
+            config.model, config.generation, config.statedict, self._run_id, self._log_path(name), config.seed
+        )
         num_ranks = config.generation.tensor_parallel_size
         ranks = await self._spawn(name, GeneratorActor, settings, num_ranks=num_ranks)
         replica = ActorReplica(name, ranks.slice(procs=0), self._board)

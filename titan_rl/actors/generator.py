@@ -12,7 +12,7 @@ from monarch.actor import Actor, Port, concurrent_endpoint, current_rank
 
 from titan_rl.actors.process import enter_actor_process, log_of_rank
 from titan_rl.actors.token_stream import TokenOutlet
-from titan_rl.config.sections import GenerationConfig, ModelConfig
+from titan_rl.config.sections import GenerationConfig, ModelConfig, StateDictConfig
 from titan_rl.generation.engine import Engine
 from titan_rl.generation.engine_loop import EngineLoop
 from titan_rl.generation.engine_rank import Weights, follow_leader
@@ -32,6 +32,7 @@ class GeneratorSettings:
 
     model: ModelConfig
     generation: GenerationConfig
+    statedict: StateDictConfig
     run_id: str
     log_path: str
     seed: int
@@ -118,12 +119,13 @@ class GeneratorActor(Actor):
         }
 
     def _open(self, manifest: Manifest, on_verified: Callable[[float], object] = float) -> Weights:
-        from titan_rl.statedict.shared_memory import SharedMemoryTransport
+        from titan_rl.statedict.transports import make_transport
 
         def check(engine: Engine) -> None:
             on_verified(verify(manifest.probes, engine.score, manifest.tolerance))
 
-        return Weights(SharedMemoryTransport(self._settings.run_id).pull(manifest), check)
+        transport = make_transport(self._settings.statedict, self._settings.run_id)
+        return Weights(transport.pull(manifest), check)
 
     @concurrent_endpoint
     async def pause(self, mode: str) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import json
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -50,7 +52,9 @@ class TrainerActor(Actor):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")
 
     async def _run(self, function: Callable[..., R], *args: Any) -> R:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+        # Monarch keeps the actor that calls in the context.
+        work = partial(contextvars.copy_context().run, function, *args)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     @concurrent_endpoint
     async def start(self) -> None:
@@ -62,7 +66,7 @@ class TrainerActor(Actor):
         await self._run(self._load)
 
     def _load(self) -> None:
-        from titan_rl.statedict.shared_memory import SharedMemoryTransport
+        from titan_rl.statedict.transports import make_transport
         from titan_rl.training.publishing import WeightPublisher
         from titan_rl.training.trainer import TrainerCore
 
@@ -70,7 +74,7 @@ class TrainerActor(Actor):
         self._trainer = TrainerCore(settings.model, settings.training, settings.correction, seed=settings.seed)
         self._publisher = WeightPublisher(
             self._trainer,
-            SharedMemoryTransport(settings.run_id) if self._trainer.is_first else None,
+            make_transport(settings.statedict, settings.run_id) if self._trainer.is_first else None,
             model=settings.model,
             statedict=settings.statedict,
             seed=settings.seed,

@@ -262,6 +262,8 @@ class CorrectionConfig(Section):
 class StateDictConfig(Section):
     """How every published version is verified by the generators that pull it."""
 
+    transport: Literal["shared_memory", "rdma"] = "shared_memory"
+    """Generators are on the trainer's host; with rdma they may be elsewhere, too, and read over the network there."""
     num_probes: NonNegativeInt = 4
     """Sequences whose logprobs the trainer publishes with each version; 0 verifies nothing."""
     tolerance: PositiveFloat | None = None

@@ -284,6 +284,6 @@ def _drop_packed_experts(worker: Any) -> None:
     """Have vLLM pack the experts of a mixture anew: on CPU a reload leaves them out, and reads what is not packed as if
     it were."""
     for module in worker.get_model().modules():
-        method = getattr(module, "quant_method", None)
+        method: Any = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:
             method.moe_kernel = None

@@ -104,10 +104,23 @@ class SharedMemoryTransport:
         Raises:
             StateDictError: the version is gone, or its size, layout or checksum differ from the manifest's.
         """
-        for entry in manifest.entries:
-            _check_entry(entry, manifest)
-        mapping = map_segment(Path(manifest.location), manifest.num_bytes, manifest.checksum)
-        return ((entry.name, _view(mapping, entry)) for entry in manifest.entries)
+        check_entries(manifest)
+        return views(manifest, map_segment(Path(manifest.location), manifest.num_bytes, manifest.checksum))
+
+    @property
+    def versions(self) -> set[int]:
+        """Those that are published and not released."""
+        with self._lock:
+            return set(self._published)
+
+    def bytes_of(self, version: int) -> NDArray[np.uint8]:
+        """The memory of a published version.  # [num_bytes]
+
+        Raises:
+            KeyError: it is not published.
+        """
+        with self._lock:
+            return self._published[version].data
 
     def release(self, version: int) -> None:
         """Withdraw a version. Its memory serves the next one, or is freed once its readers are done."""
@@ -212,6 +225,21 @@ def _view(buffer: mmap | NDArray[np.uint8], entry: TensorEntry) -> torch.Tensor:
     if numel == 0:
         return torch.empty(entry.shape, dtype=dtype)
     return torch.frombuffer(buffer, dtype=dtype, count=numel, offset=entry.offset).view(entry.shape)
+
+
+def views(manifest: Manifest, buffer: mmap | NDArray[np.uint8]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a version, as views of its bytes.
+
+    Raises:
+        StateDictError: the manifest describes a tensor that does not fit them.
+    """
+    check_entries(manifest)
+    return ((entry.name, _view(buffer, entry)) for entry in manifest.entries)
+
+
+def check_entries(manifest: Manifest) -> None:
+    for entry in manifest.entries:
+        _check_entry(entry, manifest)
 
 
 def _check_entry(entry: TensorEntry, manifest: Manifest) -> None:

@@ -37,6 +37,8 @@ class Manifest:
     entries: tuple[TensorEntry, ...]
     probes: tuple[Probe, ...] = ()
     tolerance: float = 1e-5  # largest mean difference allowed between a probe's logprobs and the reader's
+    host: str = ""  # of the writer, where other hosts can read it, too
+    remote: Any = None  # by what they read it
 
 
 class StateDictTransport(Protocol):

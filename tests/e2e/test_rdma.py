@@ -1,0 +1,81 @@
+"""Weights read over the network by Monarch's RDMA, here in its TCP fallback: a reader that says it is elsewhere."""
+
+import asyncio
+import sys
+import uuid
+
+import cloudpickle
+import pytest
+
+pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
+
+import torch
+
+from titan_rl.actors.process import call, enter_actor_process
+from titan_rl.actors.supervisor import Supervisor
+from titan_rl.errors import StateDictError
+from titan_rl.statedict.rdma import RDMATransport
+from titan_rl.statedict.shared_memory import SharedMemoryTransport
+from titan_rl.statedict.types import Manifest
+
+from monarch.actor import Actor, concurrent_endpoint, this_proc  # isort: skip
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # actor processes cannot import a test module
+
+SHAPES = {"a.weight": (300, 500), "b.bias": (7,), "c.weight": (64, 64)}
+
+
+def tensors(version: int) -> dict[str, torch.Tensor]:
+    return {name: torch.full(shape, float(version + len(name))) for name, shape in SHAPES.items()}
+
+
+class Writer(Actor):
+    def __init__(self, log_path: str, run_id: str) -> None:
+        enter_actor_process(log_path)
+        self._transport = RDMATransport(SharedMemoryTransport(run_id), host="here")
+
+    @concurrent_endpoint
+    async def publish(self, version: int) -> Manifest:
+        return await asyncio.to_thread(self._transport.publish, version, tensors(version).items())
+
+    @concurrent_endpoint
+    async def close(self) -> None:
+        await asyncio.to_thread(self._transport.close)
+
+
+class Reader(Actor):
+    def __init__(self, log_path: str, run_id: str, host: str) -> None:
+        enter_actor_process(log_path)
+        self._transport = RDMATransport(SharedMemoryTransport(run_id), host=host)
+
+    @concurrent_endpoint
+    async def pull(self, manifest: Manifest) -> dict[str, torch.Tensor]:
+        pairs = await asyncio.to_thread(self._transport.pull, manifest)
+        return {name: tensor.clone() for name, tensor in pairs}
+
+
+async def test_readers_here_and_elsewhere_get_what_was_published_and_never_a_mixture(tmp_path):
+    supervisor = this_proc().spawn("supervisor_of_rdma", Supervisor)
+    run_id = f"rdma-{uuid.uuid4().hex[:8]}"
+
+    async def start(name: str, actor_class, *arguments):
+        arguments = (str(tmp_path / f"{name}.log"), run_id, *arguments)
+        return await call(supervisor.spawn, name, actor_class, arguments, who="supervisor")
+
+    try:
+        writer = await start("writer", Writer)
+        readers = [await start("near", Reader, "here"), await start("far", Reader, "elsewhere")]
+        manifests = []
+        for version in range(4):
+            manifests.append(await call(writer.publish, version, who="writer", timeout_s=60))
+            for reader in readers:
+                found = await call(reader.pull, manifests[-1], who="reader", timeout_s=60)
+                assert found.keys() == SHAPES.keys()
+                assert all(torch.equal(found[name], tensor) for name, tensor in tensors(version).items())
+        # Two versions are kept: the oldest one's memory has been written over, and its buffer dropped.
+        for reader in readers:
+            with pytest.raises(StateDictError, match=r"version 0|released|cannot be opened"):
+                await call(reader.pull, manifests[0], who="reader", timeout_s=60)
+        await call(writer.close, who="writer", timeout_s=60)
+    finally:
+        await call(supervisor.terminate, who="supervisor", timeout_s=30)

@@ -1,0 +1,17 @@
+"""The transport that a config names."""
+
+from __future__ import annotations
+
+from titan_rl.config.sections import StateDictConfig
+from titan_rl.statedict.shared_memory import SharedMemoryTransport
+from titan_rl.statedict.types import StateDictTransport
+
+
+def make_transport(config: StateDictConfig, run_id: str) -> StateDictTransport:
+    """One end of it: a writer's, or a reader's, which only pulls."""
+    local = SharedMemoryTransport(run_id)
+    if config.transport == "shared_memory":
+        return local
+    from titan_rl.statedict.rdma import RDMATransport
+
+    return RDMATransport(local, timeout_s=config.pull_timeout_s)
