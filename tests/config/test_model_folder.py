@@ -83,3 +83,34 @@ def test_settings_that_do_not_fit_the_model_are_refused(project: Path, key: str,
 
 def test_the_smallest_cache_that_holds_one_context_is_enough(project: Path):
     load_config("config.toml", [("generation.kv_cache_gib", str(2**18 / 2**30))])
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "added", "fits"),
+    [({"a": 0, "b": 99}, [], True), ({"a": 0}, [{"id": 100}], False), ([["a", 0.0]] * 101, [], False)],
+    ids=["fewer ids than the model", "an added token too many", "a list of tokens"],
+)
+def test_a_tokenizer_of_another_model_is_found_before_anything_starts(
+    project: Path, vocabulary: object, added: list[object], fits: bool
+):
+    config = json.loads(Path("policy/config.json").read_text()) | {"vocab_size": 100}
+    Path("policy/config.json").write_text(json.dumps(config))
+    Path("policy/tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}, "added_tokens": added}))
+    if fits:
+        load_config("config.toml")
+        return
+    with pytest.raises(ModelError, match=r"tokenizer with token id 100, and a model of 100 tokens"):
+        load_config("config.toml")
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "message"),
+    [
+        ("generation.tensor_parallel_size", "3", "generation.tensor_parallel_size = 3 does not divide"),
+        ("training.tensor_parallel", "3", "training.tensor_parallel = 3 does not divide"),
+        ("generation.return_routed_experts", "true", "is no mixture of experts"),
+    ],
+)
+def test_settings_that_the_model_cannot_take(project: Path, setting: str, value: str, message: str):
+    with pytest.raises(ConfigError, match=message):
+        load_config("config.toml", [(setting, value)])

@@ -45,6 +45,7 @@ def check_model_folder(config: RunConfig, *, beside: Path) -> None:
     _check_weights(folder)
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise ModelError(f"model.path = {path!r} has no tokenizer: none of {', '.join(TOKENIZER_FILES)} is there")
+    _check_vocabulary(folder, architecture)
     _check_fit(config, architecture)
 
 
@@ -57,6 +58,21 @@ def _check_weights(folder: Path) -> None:
             raise ModelError(f"{folder} lacks {', '.join(missing)}, which {index.name} names")
     elif not any(folder.glob("*.safetensors")):
         raise ModelError(f"{folder} has no weights: no *.safetensors file is there")
+
+
+def _check_vocabulary(folder: Path, architecture: dict[str, Any]) -> None:
+    """A tokenizer may have fewer ids than the model, whose embedding is often padded, but not more."""
+    if not (folder / "tokenizer.json").is_file() or "vocab_size" not in architecture:
+        return
+    tokenizer = _read_json(folder, "tokenizer.json")
+    vocabulary = tokenizer.get("model", {}).get("vocab", ())
+    ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else list(range(len(vocabulary)))
+    ids += [token["id"] for token in tokenizer.get("added_tokens", ())]
+    if ids and max(ids) >= architecture["vocab_size"]:
+        raise ModelError(
+            f"{folder} has a tokenizer with token id {max(ids)}, and a model of {architecture['vocab_size']} tokens "
+            "(vocab_size in config.json); they belong to different models"
+        )
 
 
 def _check_fit(config: RunConfig, architecture: dict[str, Any]) -> None:
