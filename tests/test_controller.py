@@ -14,6 +14,7 @@ from titan_rl import Completion, FinishReason, GeneratorRouter, Reward, Rolloute
 from titan_rl.config.run import RunConfig
 from titan_rl.config.sections import (
     CheckpointConfig,
+    GenerationConfig,
     ModelConfig,
     RolloutConfig,
     SamplingConfig,
@@ -86,14 +87,18 @@ class FakeReplica:
     def __init__(self, refuse: int | None = None) -> None:
         self.version = -1
         self.pulled: list[int] = []
+        self.asked_for_experts: dict[str, bool] = {}
         self.hold: asyncio.Event | None = None
         self._refuse = refuse
 
     async def generate(self, prompt_token_ids, *, request_id, session_id=None, sampling) -> Completion:
         if self.hold is not None and request_id.startswith("train"):
             await self.hold.wait()
+        self.asked_for_experts[request_id.split("-")[0]] = sampling.return_routed_experts
         answer = await count_down(prompt_token_ids, request_id=request_id, sampling=sampling)
-        return Completion(request_id, answer.token_ids, [-0.5], FinishReason.STOP, [VersionSpan(self.version, 1)])
+        experts = [[[3, 1]]] if sampling.return_routed_experts else None
+        spans = [VersionSpan(self.version, 1)]
+        return Completion(request_id, answer.token_ids, [-0.5], FinishReason.STOP, spans, experts)
 
     async def pull(self, version: int) -> None:
         if version == self._refuse:
@@ -121,6 +126,7 @@ class Rig:
         staleness: int = 0,
         rubric: Rubric | None = None,
         refuse: int | None = None,
+        generation: GenerationConfig | None = None,
     ) -> None:
         task = Counting()
         config = RunConfig(
@@ -132,6 +138,7 @@ class Rig:
             training=TrainingConfig(steps=steps, row_tokens=16),
             validation=ValidationConfig(num_prompts=2, samples_per_prompt=2, interval=2),
             checkpoint=CheckpointConfig(interval=3),
+            generation=generation or GenerationConfig(),
         )
         self.trainer = FakeTrainer()
         self.replica = FakeReplica(refuse)
@@ -169,6 +176,15 @@ async def test_a_run_validates_trains_in_data_order_and_saves(tmp_path):
     assert rig.trainer.saved == [3, 4]
     assert rig.trainer.exported == [rig.run_dir.export]
     assert (summary.steps, summary.reward_before) == (4, summary.reward_after)
+
+
+async def test_training_asks_for_routed_experts_and_validation_does_not(tmp_path):
+    rig = Rig(tmp_path, generation=GenerationConfig(return_routed_experts=True))
+    await rig.run()
+    assert rig.replica.asked_for_experts == {"train": True, "validation": False}
+    samples = [sample for batch in rig.trainer.trained for sample in batch]
+    for sample in samples:
+        assert [row is not None for row in sample.routed_experts] == list(sample.loss_mask)
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 2])
