@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from titan_rl.config.sections import ModelConfig, TrainingConfig
 from titan_rl.errors import ModelError, TrainingError
+from titan_rl.training.sample import TrainingSample
 from titan_rl.training.trainer import TrainerCore
 
 
@@ -73,6 +74,41 @@ def test_the_split_into_micro_batches_does_not_change_the_step(untied: Path):
         assert grad_norm == pytest.approx(results[0][0], rel=1e-5)
         for name, tensor in tensors.items():
             torch.testing.assert_close(tensor, results[0][1][name], rtol=0, atol=2e-6)
+
+
+def test_sharing_prompts_does_not_change_the_step(untied: Path):
+    """Two groups of siblings with a prompt of 30 tokens each, and one more that stands alone."""
+    results: list[tuple[dict[str, float], dict[str, torch.Tensor]]] = []
+    for share_prompts in (False, True):
+        trainer = make_trainer(untied, share_prompts=share_prompts, row_tokens=128, lr=1e-4)
+        samples: list[TrainingSample] = []
+        for group, prompt in enumerate(sequences(30, 30)):
+            for sibling, answer in enumerate(sequences(5, 12, 1, 9)):
+                ids = [*prompt, *answer]
+                logprobs = [0.0, *trainer.score([ids])[0]]
+                trained = [False] * 30 + [True] * len(answer)
+                samples.append(
+                    TrainingSample(
+                        group_id=f"g{group}",
+                        rollout_id=f"g{group}/{sibling}",
+                        token_ids=ids,
+                        loss_mask=trained,
+                        behaviour_logprobs=[p if own else 0.0 for p, own in zip(logprobs, trained, strict=True)],
+                        advantages=[(-1.0) ** sibling if own else 0.0 for own in trained],
+                        versions=[0 if own else -1 for own in trained],
+                        temperature=1.0,
+                    )
+                )
+        samples += on_policy_samples(trainer, 40)
+        metrics = trainer.step(samples).metrics
+        assert metrics["on_policy_logprob_diff_max"] < 1e-5
+        results.append((metrics, weights(trainer)))
+    (alone, expected), (shared, found) = results
+    assert shared["num_tokens"] == alone["num_tokens"]
+    assert shared["loss"] == pytest.approx(alone["loss"], abs=1e-6)
+    assert shared["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-5)
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=5e-6)
 
 
 def test_rewarded_completions_become_likely_and_the_version_counts_steps(untied: Path):

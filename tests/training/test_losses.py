@@ -18,6 +18,7 @@ from titan_rl.config.sections import ADVANTAGES, LOSSES, CorrectionConfig, Train
 from titan_rl.errors import ConfigError
 from titan_rl.rollout import advantages
 from titan_rl.training.batch import Batch, make_batch
+from titan_rl.training.family import Family
 from titan_rl.training.losses import BY_NAME, LossTokens, TokenLoss
 from titan_rl.training.objective import Objective
 from titan_rl.training.sample import TrainingSample
@@ -108,7 +109,7 @@ def kl_loss(training: TrainingConfig, row: Row) -> tuple[float, float]:
 
 
 def batch_of(rows: list[Row], num_sequences: int) -> Batch:
-    blank = make_batch([[TrainingSample("g", "g/0", [1, 2], [False, False], [0, 0], [0, 0], [-1, -1], 1.0)]])
+    blank = make_batch([[Family((TrainingSample("g", "g/0", [1, 2], [False, False], [0, 0], [0, 0], [-1, -1], 1.0),))]])
 
     def column(name: str, dtype: torch.dtype = torch.float64) -> torch.Tensor:
         return torch.tensor([row[name] for row in rows], dtype=dtype)

@@ -37,8 +37,8 @@ def test_every_sample_is_trained_once_or_dropped(
             for micro_batch in minibatch.micro_batches:
                 assert len(micro_batch) <= rows
                 for row in micro_batch:
-                    assert sum(len(s.token_ids) for s in row) <= 32
-                    for s in row:
+                    assert sum(family.num_tokens for family in row) <= 32
+                    for s in (sample for family in row for sample in family.samples):
                         trained[s.rollout_id] += 1
                         homes.setdefault(s.group_id, set()).add(number)
     fitting = [s.rollout_id for s in samples if len(s.token_ids) <= 32]

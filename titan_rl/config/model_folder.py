@@ -65,8 +65,8 @@ def _check_vocabulary(folder: Path, architecture: dict[str, Any]) -> None:
     if not (folder / "tokenizer.json").is_file() or "vocab_size" not in architecture:
         return
     tokenizer = _read_json(folder, "tokenizer.json")
-    vocabulary = tokenizer.get("model", {}).get("vocab", ())
-    ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else list(range(len(vocabulary)))
+    vocabulary: Any = tokenizer.get("model", {}).get("vocab", ())
+    ids: list[int] = [*(vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary)))]
     ids += [token["id"] for token in tokenizer.get("added_tokens", ())]
     if ids and max(ids) >= architecture["vocab_size"]:
         raise ModelError(

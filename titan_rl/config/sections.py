@@ -224,6 +224,8 @@ class TrainingConfig(Section):
     """The policy ratio is clipped above 1 + clip_high."""
     advantage: Annotated[str, _function_of(*ADVANTAGES)] = "standardized"
     """One of standardized, group_mean, leave_one_out, reward, batch_mean, or a function as "module:function"."""
+    share_prompts: bool = True
+    """What the siblings of a group have in common is passed through the model once, not once for each."""
     data_parallel: PositiveInt = 1
     """Trainer processes, or groups of them, that have rows of their own; they share parameters and optimizer (FSDP)."""
     tensor_parallel: PositiveInt = 1

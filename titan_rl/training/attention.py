@@ -2,7 +2,8 @@
 
 A row holds several documents, and a dense mask over a row costs its length squared. Here documents of similar length
 are gathered into one padded batch, where plain causal attention needs no mask: a padded key lies after every real
-query of its document, so no real query sees it. The cost is the sum of the squared document lengths.
+query of its document, so no real query sees it. The cost is the sum of the squared document lengths. A document that
+continues a prefix, which others may continue too, also attends to the prefix's keys, under a mask.
 """
 
 from __future__ import annotations
@@ -24,6 +25,29 @@ MIN_FILL = 0.75
 
 
 @dataclass(frozen=True, slots=True)
+class Document:
+    """Consecutive tokens that attend to each other, and to a prefix of other tokens before them if there is one."""
+
+    length: int
+    prefix_start: int = 0
+    prefix_length: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Documents of similar length, padded to one width."""
+
+    num_documents: int
+    width: int
+    prefix_tokens: torch.Tensor | None = None  # [num_documents * prefix_width], padded with token 0
+    mask: torch.Tensor | None = None  # bool [num_documents, 1, width, prefix_width + width]; without it causal
+
+    @property
+    def num_slots(self) -> int:
+        return self.num_documents * self.width
+
+
+@dataclass(frozen=True, slots=True)
 class DocumentLayout:
     """Where every token of a batch goes when its documents are gathered into buckets.
 
@@ -31,45 +55,66 @@ class DocumentLayout:
 
     Example: one row of five tokens, documents of lengths 3 and 2, in two buckets:
 
-        DocumentLayout(shapes=((1, 3), (1, 2)), token_of_slot=[0, 1, 2, 3, 4], slot_of_token=[0, 1, 2, 3, 4],
-                       padded_slots=[])
+        DocumentLayout(buckets=(Bucket(1, 3), Bucket(1, 2)), token_of_slot=[0, 1, 2, 3, 4],
+                       slot_of_token=[0, 1, 2, 3, 4], padded_slots=[])
     """
 
-    shapes: tuple[tuple[int, int], ...]  # (num_documents, width) of each bucket
+    buckets: tuple[Bucket, ...]
     token_of_slot: torch.Tensor  # [num_slots]
     slot_of_token: torch.Tensor  # [num_tokens]
     padded_slots: torch.Tensor  # [num_padded_slots]; they repeat token 0
 
 
-def layout_documents(lengths: Sequence[int], device: torch.device | str = "cpu") -> DocumentLayout:
-    """Sort documents into buckets.
+def layout_documents(documents: Sequence[Document], device: torch.device | str = "cpu") -> DocumentLayout:
+    """Sort documents into buckets, those with a prefix apart from those without.
 
     Args:
-        lengths: the documents in token order; together they cover every token of the batch, padding included.
+        documents: in token order; together they cover every token of the batch, padding included.
     """
     starts = [0]
-    for length in lengths:
-        starts.append(starts[-1] + length)
-    shapes: list[tuple[int, int]] = []
+    for document in documents:
+        starts.append(starts[-1] + document.length)
+    members: list[list[int]] = []
+    for index in sorted(range(len(documents)), key=lambda i: (documents[i].prefix_length > 0, -documents[i].length)):
+        first = documents[members[-1][0]] if members else None
+        alike = first is not None and (first.prefix_length > 0) == (documents[index].prefix_length > 0)
+        if first is not None and alike and documents[index].length >= MIN_FILL * first.length:
+            members[-1].append(index)
+        else:
+            members.append([index])
     token_of_slot: list[int] = []
     slot_of_token = [0] * starts[-1]
     padded_slots: list[int] = []
-    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        start, length = starts[index], lengths[index]
-        if shapes and length >= MIN_FILL * shapes[-1][1]:
-            shapes[-1] = (shapes[-1][0] + 1, shapes[-1][1])
-        else:
-            shapes.append((1, length))
-        slot, width = len(token_of_slot), shapes[-1][1]
-        token_of_slot.extend(range(start, start + length))
-        slot_of_token[start : start + length] = range(slot, slot + length)
-        token_of_slot.extend([0] * (width - length))
-        padded_slots.extend(range(slot + length, slot + width))
+    for bucket in members:
+        width = documents[bucket[0]].length
+        for index in bucket:
+            start, length, slot = starts[index], documents[index].length, len(token_of_slot)
+            token_of_slot.extend(range(start, start + length))
+            slot_of_token[start : start + length] = range(slot, slot + length)
+            token_of_slot.extend([0] * (width - length))
+            padded_slots.extend(range(slot + length, slot + width))
 
     def ints(values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=device)
 
-    return DocumentLayout(tuple(shapes), ints(token_of_slot), ints(slot_of_token), ints(padded_slots))
+    buckets = tuple(_bucket([documents[index] for index in bucket], device) for bucket in members)
+    return DocumentLayout(buckets, ints(token_of_slot), ints(slot_of_token), ints(padded_slots))
+
+
+def _bucket(documents: Sequence[Document], device: torch.device | str) -> Bucket:
+    count, width = len(documents), documents[0].length
+    prefix_width = max(document.prefix_length for document in documents)
+    if not prefix_width:
+        return Bucket(count, width)
+    tokens: list[int] = []
+    for document in documents:
+        tokens += range(document.prefix_start, document.prefix_start + document.prefix_length)
+        tokens += [0] * (prefix_width - document.prefix_length)
+    lengths = torch.tensor([document.prefix_length for document in documents], device=device)
+    in_prefix = torch.arange(prefix_width, device=device) < lengths[:, None]  # [num_documents, prefix_width]
+    causal = torch.ones(width, width, dtype=torch.bool, device=device).tril()
+    mask = torch.cat([in_prefix[:, None, None].expand(-1, -1, width, -1), causal.expand(count, 1, -1, -1)], dim=-1)
+    return Bucket(count, width, torch.tensor(tokens, device=device), mask)
 
 
 class _Gather(torch.autograd.Function):
@@ -122,11 +167,25 @@ class DocumentAttention(Module):
     ) -> torch.Tensor:
         """Attend within documents. The batch and length of the result are those of the query.  # [B, L, N, H]"""
         layout = attention_masks
-        buckets = [num_documents * width for num_documents, width in layout.shapes]
-        slots = (_Gather.apply(x.flatten(0, 1), layout).split(buckets) for x in (q_BLNH, k_BLNH, v_BLNH))
+        sizes = [bucket.num_slots for bucket in layout.buckets]
+        tokens = [x.flatten(0, 1) for x in (q_BLNH, k_BLNH, v_BLNH)]
+        slots = (_Gather.apply(x, layout).split(sizes) for x in tokens)
         outputs: list[torch.Tensor] = []
-        for (num_documents, width), *qkv in zip(layout.shapes, *slots, strict=True):
-            q, k, v = (x.view(num_documents, width, *x.shape[1:]).transpose(1, 2) for x in qkv)
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=enable_gqa)
+        for bucket, *qkv in zip(layout.buckets, *slots, strict=True):
+            q, k, v = (x.view(bucket.num_documents, bucket.width, *x.shape[1:]) for x in qkv)
+            if bucket.prefix_tokens is not None:
+                k, v = (
+                    torch.cat(
+                        [x.index_select(0, bucket.prefix_tokens).view(bucket.num_documents, -1, *x.shape[1:]), own], 1
+                    )
+                    for x, own in zip(tokens[1:], (k, v), strict=True)
+                )
+            out = F.scaled_dot_product_attention(
+                *(x.transpose(1, 2) for x in (q, k, v)),
+                attn_mask=bucket.mask,
+                is_causal=bucket.mask is None,
+                scale=scale,
+                enable_gqa=enable_gqa,
+            )
             outputs.append(out.transpose(1, 2).flatten(0, 1))
         return _Ungather.apply(torch.cat(outputs), layout).view(q_BLNH.shape)

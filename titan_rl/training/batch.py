@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from titan_rl.training.attention import DocumentLayout, layout_documents
+from titan_rl.training.attention import Document, DocumentLayout, layout_documents
+from titan_rl.training.family import Family
 from titan_rl.training.models.experts import FREE
-from titan_rl.training.sample import TrainingSample
 
 ROW_MULTIPLE = 16
 """Rows are padded to a multiple of this, so that few distinct shapes occur."""
@@ -41,16 +41,16 @@ class Batch:
         return self.targets_N.numel()
 
 
-def make_batch(rows: Sequence[Sequence[TrainingSample]], device: torch.device | str = "cpu") -> Batch:
+def make_batch(rows: Sequence[Sequence[Family]], device: torch.device | str = "cpu") -> Batch:
     """Lay rows out as tensors, padded to the longest of them.
 
     The first token of a document has no context to be predicted from, so it is never trained.
     """
-    width = max(sum(len(sample.token_ids) for sample in row) for row in rows)
+    width = max(sum(family.num_tokens for family in row) for row in rows)
     width += -width % ROW_MULTIPLE
     token_ids: list[int] = []
     positions: list[int] = []
-    lengths: list[int] = []
+    documents: list[Document] = []
     trained: list[int] = []
     behaviour_logprobs: list[float] = []
     advantages: list[float] = []
@@ -62,27 +62,33 @@ def make_batch(rows: Sequence[Sequence[TrainingSample]], device: torch.device | 
     experts: dict[int, Any] = {}  # position of the token that the router sees -> [num_layers, top_k]
     num_padding = 0
     for index, row in enumerate(rows):
-        for sample in row:
-            start, length = len(token_ids), len(sample.token_ids)
-            token_ids += sample.token_ids
-            positions += range(length)
-            lengths.append(length)
-            targets = [t for t in range(1, length) if sample.loss_mask[t]]
-            trained += [start + t for t in targets]
-            behaviour_logprobs += [sample.behaviour_logprobs[t] for t in targets]
-            advantages += [sample.advantages[t] for t in targets]
-            temperatures += [sample.temperature] * len(targets)
-            versions += [sample.versions[t] for t in targets]
-            for t, row in enumerate(sample.routed_experts or ()):
-                if t and row is not None:
-                    experts[start + t - 1] = row
-            sequences += [num_sequences] * len(targets)
-            num_sequences += 1
-            oldest_versions += [min(sample.versions[t] for t in targets)] * len(targets) if targets else []
+        for family in row:
+            prefix_start, prefix_length = len(token_ids), family.prefix_length
+            if prefix_length:
+                token_ids += family.samples[0].token_ids[:prefix_length]
+                positions += range(prefix_length)
+                documents.append(Document(prefix_length))
+            for sample in family.samples:
+                start, length = len(token_ids) - prefix_length, len(sample.token_ids)
+                token_ids += sample.token_ids[prefix_length:]
+                positions += range(prefix_length, length)
+                documents.append(Document(length - prefix_length, prefix_start, prefix_length))
+                targets = [t for t in range(1, length) if sample.loss_mask[t]]
+                trained += [start + t for t in targets]
+                behaviour_logprobs += [sample.behaviour_logprobs[t] for t in targets]
+                advantages += [sample.advantages[t] for t in targets]
+                temperatures += [sample.temperature] * len(targets)
+                versions += [sample.versions[t] for t in targets]
+                for t, experts_RK in enumerate(sample.routed_experts or ()):
+                    if t > prefix_length and experts_RK is not None:
+                        experts[start + t - 1] = experts_RK
+                sequences += [num_sequences] * len(targets)
+                num_sequences += 1
+                oldest_versions += [min(sample.versions[t] for t in targets)] * len(targets) if targets else []
         if padding := (index + 1) * width - len(token_ids):
             token_ids += [0] * padding
             positions += [0] * padding
-            lengths.append(padding)
+            documents.append(Document(padding))
             num_padding += padding
 
     def floats(values: list[float]) -> torch.Tensor:
@@ -95,7 +101,7 @@ def make_batch(rows: Sequence[Sequence[TrainingSample]], device: torch.device | 
     return Batch(
         token_ids_BL=token_ids_T.view(len(rows), width),
         positions_BL=ints(positions).view(len(rows), width),
-        layout=layout_documents(lengths, device),
+        layout=layout_documents(documents, device),
         predictors_N=trained_N - 1,
         targets_N=token_ids_T[trained_N],
         behaviour_logprobs_N=floats(behaviour_logprobs),

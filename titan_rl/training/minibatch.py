@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import torch
 
 from titan_rl.training.batch import Batch, make_batch
+from titan_rl.training.family import Family
 from titan_rl.training.sample import TrainingSample
 from titan_rl.training.step_plan import MinibatchPlan
 
-PLACEHOLDER = TrainingSample("", "", [0, 0], [False, False], [0.0, 0.0], [0.0, 0.0], [-1, -1], temperature=1.0)
+PLACEHOLDER = Family((TrainingSample("", "", [0, 0], [False, False], [0.0, 0.0], [0.0, 0.0], [-1, -1], 1.0),))
 """What a rank without rows passes through the model, since all ranks meet in every layer."""
 
 

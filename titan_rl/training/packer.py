@@ -1,10 +1,10 @@
-"""Packs samples of unequal length into rows, so that little of a batch is padding. Standard library only.
+"""Packs families of unequal length into rows, so that little of a batch is padding. Standard library only.
 
-Best-fit decreasing (Johnson, 1973): the longest sample first, each into the fullest row that still has room. Rows are
+Best-fit decreasing (Johnson, 1973): the longest first, each into the fullest row that still has room. Rows are
 then levelled: the same number of rows is packed again with the least capacity that holds, because a batch is padded
 to its longest row.
 
-What holds of every packing: each sample is in one row or dropped, whole; no row exceeds the capacity; a sample is
+What holds of every packing: each family is in one row or dropped, whole; no row exceeds the capacity; one is
 dropped only where it is longer than a row; of two rows or more for one rank, the mean row is over half the capacity.
 """
 
@@ -14,22 +14,22 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from titan_rl.training.sample import TrainingSample
+from titan_rl.training.family import Family
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Samples laid out in rows. Each sample is one document: positions restart, attention stays inside it.
+    """Families of samples laid out in rows. Positions restart with each, attention stays inside it.
 
-    Example: samples of 5, 3 and 9 tokens, rows of 8: `Packing(rows=[[five, three]], dropped=[nine])`.
+    Example: families of 5, 3 and 9 tokens, rows of 8: `Packing(rows=[[five, three]], dropped=[nine])`.
     """
 
-    rows: list[list[TrainingSample]]  # no row is empty
-    dropped: list[TrainingSample]  # longer than a row
+    rows: list[list[Family]]  # no row is empty
+    dropped: list[Family]  # longer than a row
 
     @property
     def row_lengths(self) -> list[int]:
-        return [sum(len(sample.token_ids) for sample in row) for row in self.rows]
+        return [sum(family.num_tokens for family in row) for row in self.rows]
 
     @property
     def padding_fraction(self) -> float:
@@ -38,23 +38,23 @@ class Packing:
         return 1 - sum(lengths) / (len(lengths) * max(lengths)) if lengths else 0.0
 
 
-def pack(samples: Sequence[TrainingSample], row_tokens: int, *, multiple_of: int = 1) -> Packing:
-    """Pack samples into as few rows as best-fit decreasing needs. The same input gives the same rows.
+def pack(families: Sequence[Family], row_tokens: int, *, multiple_of: int = 1) -> Packing:
+    """Pack families into as few rows as best-fit decreasing needs. The same input gives the same rows.
 
     Args:
         row_tokens: the most tokens in one row.
-        multiple_of: so many ranks share the rows. Where there are samples enough, each rank gets as many rows, which
+        multiple_of: so many ranks share the rows. Where there are families enough, each rank gets as many rows, which
             are then shorter, so that no rank idles while others compute.
     """
-    assert all(sample.token_ids for sample in samples), "a sample has no tokens"
-    fitting = [sample for sample in samples if len(sample.token_ids) <= row_tokens]
-    dropped = [sample for sample in samples if len(sample.token_ids) > row_tokens]
-    fitting.sort(key=lambda sample: len(sample.token_ids), reverse=True)
+    assert all(family.num_tokens for family in families), "a family has no tokens"
+    fitting = [family for family in families if family.num_tokens <= row_tokens]
+    dropped = [family for family in families if family.num_tokens > row_tokens]
+    fitting.sort(key=lambda family: family.num_tokens, reverse=True)
     rows = _best_fit(fitting, row_tokens)
     if rows:
         most = min(len(fitting), len(rows) + -len(rows) % multiple_of)
-        mean = -(-sum(len(sample.token_ids) for sample in fitting) // most)
-        low, high = max(mean, len(fitting[0].token_ids)), row_tokens
+        mean = -(-sum(family.num_tokens for family in fitting) // most)
+        low, high = max(mean, fitting[0].num_tokens), row_tokens
         while low < high:
             middle = (low + high) // 2
             levelled = _best_fit(fitting, middle)
@@ -65,18 +65,18 @@ def pack(samples: Sequence[TrainingSample], row_tokens: int, *, multiple_of: int
     return Packing(rows, dropped)
 
 
-def _best_fit(samples: Sequence[TrainingSample], capacity: int) -> list[list[TrainingSample]]:
-    """Rows of `samples`, which come longest first and are no longer than `capacity`."""
-    rows: list[list[TrainingSample]] = []
+def _best_fit(families: Sequence[Family], capacity: int) -> list[list[Family]]:
+    """Rows of `families`, which come longest first and are no longer than `capacity`."""
+    rows: list[list[Family]] = []
     free: list[tuple[int, int]] = []  # (tokens left, row), sorted
-    for sample in samples:
-        length = len(sample.token_ids)
+    for family in families:
+        length = family.num_tokens
         place = bisect_left(free, (length, 0))
         if place < len(free):
             left, row = free.pop(place)
-            rows[row].append(sample)
+            rows[row].append(family)
         else:
             left, row = capacity, len(rows)
-            rows.append([sample])
+            rows.append([family])
         insort(free, (left - length, row))
     return rows

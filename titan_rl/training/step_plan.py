@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from titan_rl.config.sections import TrainingConfig
+from titan_rl.training.family import Family, find_families
 from titan_rl.training.packer import pack
 from titan_rl.training.sample import TrainingSample
 
-MicroBatch = list[list[TrainingSample]]
-"""Rows of samples that one forward and backward pass takes; empty where a rank only accompanies the others."""
+MicroBatch = list[list[Family]]
+"""Rows of families that one forward and backward pass takes; empty where a rank only accompanies the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,12 @@ def plan_step(samples: Sequence[TrainingSample], training: TrainingConfig) -> li
 def _deal(samples: Sequence[TrainingSample], training: TrainingConfig) -> list[MinibatchPlan]:
     """The rows of each micro-batch are neighbours in the packing, so that they are of similar length."""
     ranks = training.data_parallel
-    packing = pack(samples, training.row_tokens, multiple_of=ranks)
+    families = (
+        find_families(samples, training.row_tokens)
+        if training.share_prompts
+        else [Family((sample,)) for sample in samples]
+    )
+    packing = pack(families, training.row_tokens, multiple_of=ranks)
     at_once = ranks * training.rows_per_micro_batch
     micro_batches: list[list[MicroBatch]] = [[] for _ in range(ranks)]
     for start in range(0, len(packing.rows), at_once):

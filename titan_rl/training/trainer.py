@@ -15,6 +15,7 @@ import torch
 from titan_rl.config.sections import CorrectionConfig, ModelConfig, TrainingConfig
 from titan_rl.errors import TrainingError
 from titan_rl.training.batch import Batch, make_batch
+from titan_rl.training.family import Family
 from titan_rl.training.hf_export import export_hf
 from titan_rl.training.metrics import TokenRecord, token_metrics
 from titan_rl.training.minibatch import Minibatch
@@ -167,14 +168,15 @@ class TrainerCore:
             TrainingError: a token id is outside the vocabulary.
             ValueError: a sequence is longer than model.max_context.
         """
-        row: list[TrainingSample] = []
+        row: list[Family] = []
         for sequence in sequences:
             length = len(sequence)
             if length > self._config.max_context:
                 raise ValueError(f"a sequence has {length} tokens; model.max_context is {self._config.max_context}")
             if length > 1:
                 blank, versions = [0.0] * length, [self._version] * length
-                row.append(TrainingSample("", "", sequence, [True] * length, blank, blank, versions, temperature=1.0))
+                sample = TrainingSample("", "", sequence, [True] * length, blank, blank, versions, temperature=1.0)
+                row.append(Family((sample,)))
         if not row:
             return [[] for _ in sequences]
         self._world.agree(self._policy.complaint(make_batch([row])))
@@ -199,7 +201,7 @@ class TrainerCore:
             # The token to be drawn is the only one asked for; what stands in its place is not seen by its predictor.
             mask = [False] * size + [True]
             rows = [
-                [TrainingSample("", "", [*ids, 0], mask, blank, blank, [self._version] * length, temperature=1.0)]
+                [Family((TrainingSample("", "", [*ids, 0], mask, blank, blank, [self._version] * length, 1.0),))]
                 for ids in sequences
             ]
             probs_NV = self._policy.logits(make_batch(rows, self._policy.device)).float().softmax(-1).cpu()
