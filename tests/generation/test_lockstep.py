@@ -16,6 +16,7 @@ from titan_rl.errors import EngineDeadError, GenerationError, RequestError, Stat
 from titan_rl.generation.engine import EngineRequest, TokenDelta
 from titan_rl.generation.engine_loop import EngineLoop
 from titan_rl.generation.engine_rank import Weights, follow_leader
+from titan_rl.generation.loop_decision import LoopAction, LoopDecision
 from titan_rl.generation.ranks import ThreadRanks
 from titan_rl.generation.scripted_engine import ScriptedEngine
 from titan_rl.types import FinishReason, SamplingParams
@@ -201,3 +202,21 @@ async def test_a_leader_whose_engine_fails_releases_its_followers() -> None:
             await replica.generate("a")
         replica.join()
         assert all(isinstance(error, EngineDeadError) for error in replica.ended[1:])
+
+
+def test_a_rank_that_is_slow_to_wake_misses_nothing_of_a_leader_that_leaves() -> None:
+    for _ in range(50):
+        leader, follower = ThreadRanks.make(2)
+        heard: list[Any] = []
+
+        def listen(follower: ThreadRanks = follower, heard: list[Any] = heard) -> None:
+            heard.append(follower.agree(None))
+            heard.append(follower.receive().action)
+
+        thread = threading.Thread(target=listen)
+        thread.start()
+        leader.agree("torn")
+        leader.broadcast(LoopDecision(LoopAction.CLOSE))
+        leader.close()
+        thread.join(10)
+        assert heard == ["rank 0: torn", LoopAction.CLOSE]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import threading
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -11,6 +10,8 @@ from titan_rl.errors import EngineDeadError
 from titan_rl.generation.loop_decision import LoopDecision
 
 IDLE_TIMEOUT = timedelta(days=365)  # a follower of an idle replica waits; one whose leader dies is told at once
+
+REPLY_TIMEOUT_S = 60.0
 
 
 class Ranks(Protocol):
@@ -54,29 +55,27 @@ class OneRank:
 
 
 class ThreadRanks:
-    """Ranks that are threads of one process, each with an engine of its own.
+    """Ranks that are threads of one process, each with an engine of its own. What is said waits in queues, so nobody
+    misses it who is slow.
 
     Example: `leader, follower = ThreadRanks.make(2)`.
     """
 
-    def __init__(self, rank: int, inboxes: list[queue.Queue[Any]], meeting: threading.Barrier, said: list[Any]) -> None:
+    def __init__(self, rank: int, inboxes: list[queue.Queue[Any]], replies: queue.Queue[Any]) -> None:
         self._rank = rank
-        self._inboxes = inboxes
-        self._meeting = meeting
-        self._said = said
+        self._inboxes = inboxes  # of the followers; None says that rank 0 has left
+        self._replies = replies  # to rank 0: (rank, problem), or None from one that has left
 
     @classmethod
     def make(cls, num_ranks: int) -> list[ThreadRanks]:
         """The ends of all ranks, rank 0 first."""
-        inboxes = [queue.Queue[Any]() for _ in range(num_ranks)]
-        meeting, said = threading.Barrier(num_ranks, timeout=60.0), [None] * num_ranks
-        return [cls(rank, inboxes, meeting, said) for rank in range(num_ranks)]
+        inboxes, replies = [queue.Queue[Any]() for _ in range(num_ranks)], queue.Queue[Any]()
+        return [cls(rank, inboxes, replies) for rank in range(num_ranks)]
 
     def broadcast(self, decision: LoopDecision) -> None:
-        if self._meeting.broken:
+        if not self._replies.empty():  # nobody was asked anything
             raise EngineDeadError("a rank of this replica has ended")
-        for inbox in self._inboxes[1:]:
-            inbox.put(decision)
+        self._tell(decision)
 
     def receive(self) -> LoopDecision:
         decision = self._inboxes[self._rank].get()
@@ -85,20 +84,34 @@ class ThreadRanks:
         return decision
 
     def agree(self, problem: str | None) -> str | None:
-        self._said[self._rank] = problem
-        try:
-            self._meeting.wait()
-            first = _first(self._said)
-            self._meeting.wait()  # nobody speaks again before all have listened
-        except threading.BrokenBarrierError:
-            raise EngineDeadError("a rank of this replica has ended") from None
+        if self._rank:
+            self._replies.put((self._rank, problem))
+            agreed = self._inboxes[self._rank].get()
+            if agreed is None:
+                raise EngineDeadError("rank 0 has ended")
+            return agreed[0]
+        said: list[str | None] = [problem] + [None] * (len(self._inboxes) - 1)
+        for _ in self._inboxes[1:]:
+            try:
+                reply = self._replies.get(timeout=REPLY_TIMEOUT_S)
+            except queue.Empty:
+                raise EngineDeadError(f"a rank of this replica gave no answer in {REPLY_TIMEOUT_S:g} s") from None
+            if reply is None:
+                raise EngineDeadError("a rank of this replica has ended")
+            said[reply[0]] = reply[1]
+        first = _first(said)
+        self._tell((first,))
         return first
 
     def close(self) -> None:
-        self._meeting.abort()
         if self._rank == 0:
-            for inbox in self._inboxes[1:]:
-                inbox.put(None)
+            self._tell(None)
+        else:
+            self._replies.put(None)
+
+    def _tell(self, message: Any) -> None:
+        for inbox in self._inboxes[1:]:
+            inbox.put(message)
 
 
 class GlooRanks:
