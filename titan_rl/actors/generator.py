@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from monarch.actor import Actor, Port, concurrent_endpoint, current_rank
@@ -15,7 +15,7 @@ from titan_rl.actors.token_stream import TokenOutlet
 from titan_rl.config.sections import GenerationConfig, ModelConfig, StateDictConfig
 from titan_rl.generation.engine import Engine
 from titan_rl.generation.engine_loop import EngineLoop
-from titan_rl.generation.engine_rank import Weights, follow_leader
+from titan_rl.generation.engine_rank import Items, Weights, follow_leader
 from titan_rl.generation.local_replica import pause_anew, resume_if_paused
 from titan_rl.generation.ranks import GlooRanks, OneRank
 from titan_rl.generation.types import KVPolicy
@@ -109,8 +109,11 @@ class GeneratorActor(Actor):
             load_s, verify_s, stall_s (how long the engine did not step) and probe_diff.
         """
         probe_diffs: list[float] = []
-        weights = self._open(manifest, probe_diffs.append)
-        result = await self._loop.pull(manifest.version, lambda: weights.items, weights.verify, manifest=manifest)
+
+        def check(engine: Engine) -> None:
+            probe_diffs.append(_check(manifest, engine))
+
+        result = await self._loop.pull(manifest.version, lambda: self._items(manifest), check, manifest=manifest)
         return {
             "load_s": result.load_s,
             "verify_s": result.verify_s,
@@ -118,14 +121,14 @@ class GeneratorActor(Actor):
             "probe_diff": max(probe_diffs, default=0.0),
         }
 
-    def _open(self, manifest: Manifest, on_verified: Callable[[float], object] = float) -> Weights:
+    def _open(self, manifest: Manifest) -> Weights:
+        return Weights(self._items(manifest), lambda engine: _check(manifest, engine))
+
+    def _items(self, manifest: Manifest) -> Items:
+        """Reads and verifies every byte before the first pair: not for the event loop."""
         from titan_rl.statedict.transports import make_transport
 
-        def check(engine: Engine) -> None:
-            on_verified(verify(manifest.probes, engine.score, manifest.tolerance))
-
-        transport = make_transport(self._settings.statedict, self._settings.run_id)
-        return Weights(transport.pull(manifest), check)
+        return make_transport(self._settings.statedict, self._settings.run_id).pull(manifest)
 
     @concurrent_endpoint
     async def pause(self, mode: str) -> None:
@@ -142,3 +145,8 @@ class GeneratorActor(Actor):
     @concurrent_endpoint
     async def close(self) -> None:
         await self._loop.close()
+
+
+def _check(manifest: Manifest, engine: Engine) -> float:
+    """Compare the engine with what the trainer measured, and return the worst probe's difference."""
+    return verify(manifest.probes, engine.score, manifest.tolerance)

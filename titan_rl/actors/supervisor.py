@@ -18,6 +18,7 @@ from titan_rl.actors.process import last_line
 logger = logging.getLogger(__name__)
 
 LOCAL_HOST = "127.0.0.1"
+STOP_TIMEOUT_S = 20.0
 
 
 def _log_fault(failure: MeshFailure) -> None:
@@ -94,4 +95,5 @@ def _free_port() -> int:
 
 async def _stop(process: Any) -> None:
     with contextlib.suppress(Exception):  # a dead process cannot be stopped twice
-        await process.stop()
+        async with asyncio.timeout(STOP_TIMEOUT_S):
+            await process.stop()

@@ -23,6 +23,7 @@ from typing import Any
 
 from titan_rl.generation.engine import Engine, EngineRequest
 from titan_rl.generation.engine_driver import run_engine
+from titan_rl.generation.engine_rank import Items, Verify
 from titan_rl.generation.loop_state import LoopState, PendingPull
 from titan_rl.generation.pending import OnTokens, PendingCall
 from titan_rl.generation.ranks import OneRank, Ranks
@@ -30,8 +31,6 @@ from titan_rl.generation.types import KVPolicy, PauseMode, PullResult
 from titan_rl.types import Completion, SamplingParams
 
 logger = logging.getLogger(__name__)
-
-Items = Iterable[tuple[str, Any]]
 
 
 class EngineLoop:
@@ -189,7 +188,7 @@ class EngineLoop:
         self,
         version: int,
         make_items: Callable[[], Items],
-        verify: Callable[[Engine], None] | None = None,
+        verify: Verify | None = None,
         *,
         manifest: Any = None,
     ) -> PullResult:

@@ -17,7 +17,7 @@ from titan_rl.generation.types import KVPolicy
 logger = logging.getLogger(__name__)
 
 Items = Iterable[tuple[str, Any]]
-Verify = Callable[[Engine], None]
+Verify = Callable[[Engine], object]
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ class PendingPull:
     version: int
     items: Iterable[tuple[str, Any]]
     source: Iterator[tuple[str, Any]]  # what `items` reads from; closed if nobody does
-    verify: Callable[[Engine], None] | None
+    verify: Callable[[Engine], object] | None
     manifest: Any
     future: asyncio.Future[PullResult]
 

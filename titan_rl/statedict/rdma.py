@@ -104,4 +104,4 @@ class RDMATransport:
             gone = self._buffers.keys() - self._local.versions
             buffers = [self._buffers.pop(version) for version in gone]
         for buffer in buffers:
-            buffer.drop().get()
+            buffer.drop().get(self._timeout_s)

@@ -104,7 +104,6 @@ class SharedMemoryTransport:
         Raises:
             StateDictError: the version is gone, or its size, layout or checksum differ from the manifest's.
         """
-        check_entries(manifest)
         return views(manifest, map_segment(Path(manifest.location), manifest.num_bytes, manifest.checksum))
 
     @property
@@ -233,13 +232,9 @@ def views(manifest: Manifest, buffer: mmap | NDArray[np.uint8]) -> Iterator[tupl
     Raises:
         StateDictError: the manifest describes a tensor that does not fit them.
     """
-    check_entries(manifest)
-    return ((entry.name, _view(buffer, entry)) for entry in manifest.entries)
-
-
-def check_entries(manifest: Manifest) -> None:
     for entry in manifest.entries:
         _check_entry(entry, manifest)
+    return ((entry.name, _view(buffer, entry)) for entry in manifest.entries)
 
 
 def _check_entry(entry: TensorEntry, manifest: Manifest) -> None:
