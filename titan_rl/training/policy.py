@@ -59,7 +59,7 @@ class Policy:
 
         A mixture of experts takes the experts that the batch brings, until the next call: backward may run it again.
         """
-        replay(self.model, batch.experts_BLRK)
+        replay(self._routers, batch.experts_BLRK)
         autocast = self.dtype is not torch.float32
         with torch.autocast(self.device.type, self.dtype) if autocast else nullcontext():
             hidden_BLD = local(self.model(batch.token_ids_BL, batch.positions_BL, batch.layout))

@@ -179,9 +179,10 @@ class TrainerCore:
                 row.append(Family((sample,)))
         if not row:
             return [[] for _ in sequences]
-        self._world.agree(self._policy.complaint(make_batch([row])))
+        batch = make_batch([row], self._policy.device)
+        self._world.agree(self._policy.complaint(batch))
         with torch.no_grad():
-            logprobs_N, _ = self._policy.logprobs(make_batch([row], self._policy.device))
+            logprobs_N, _ = self._policy.logprobs(batch)
         logprobs = iter(logprobs_N.tolist())
         return [list(islice(logprobs, max(len(sequence) - 1, 0))) for sequence in sequences]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,8 +106,7 @@ def routers(model: nn.Module) -> list[Router]:
     return [module for module in model.modules() if isinstance(module, Router)]
 
 
-def replay(model: nn.Module, experts_BLRK: torch.Tensor | None) -> None:
-    """From here on the model's R routers take these experts, forward and backward. None lets them choose again."""
-    found = routers(model)
-    for index, router in enumerate(found):
+def replay(routers: Sequence[Router], experts_BLRK: torch.Tensor | None) -> None:
+    """From here on the R routers take these experts, forward and backward. None lets them choose again."""
+    for index, router in enumerate(routers):
         router.replayed_BLK = None if experts_BLRK is None else experts_BLRK[:, :, index]
