@@ -125,7 +125,7 @@ def run_ours(base: Path, name: str, seed: int, steps: int, folder: Path) -> Curv
         "rollout": {"group_size": SIBLINGS, "max_turns": 1},
         "scheduling": {"groups_per_step": GROUPS},
         "training": {"steps": steps, "lr": LR, "rows_per_micro_batch": 4},
-        "generation": {"kv_cache_gib": 0.5},
+        "generation": {"num_generators": 1, "max_running": 2 * GROUPS * SIBLINGS, "kv_cache_gib": 0.5},
         "validation": {"num_prompts": 1, "samples_per_prompt": 1},
     }
     lines = [f"seed = {seed}", f"run_dir = {json.dumps(str(folder / 'runs'))}"]

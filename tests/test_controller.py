@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -58,22 +59,34 @@ class FakeTrainer:
         self.exported: list[Path] = []
         self.fail_to_save = False
         self.stepped = asyncio.Event()
+        self._stepped: defaultdict[int, asyncio.Event] = defaultdict(asyncio.Event)
+        self.published = 0
+        self.saving = 0
 
     async def step(self, samples: Sequence[Any]) -> dict[str, float]:
         self.trained.append(list(samples))
         staleness = [self.version - v for sample in samples for v in sample.versions if v >= 0]
         self.version += 1
         self.stepped.set()
+        self._stepped[self.version].set()
         return {"loss": 0.0, "staleness_mean": float(max(staleness))}
 
-    async def publish(self) -> Manifest:
-        return Manifest(self.version, "memory", 0, 0, ())
+    async def until(self, version: int) -> None:
+        await self._stepped[version].wait()
 
-    async def save(self, root: Path, run_state: dict[str, Any]) -> int:
+    async def begin_publish(self) -> None:
+        self.published = self.version
+
+    async def finish_publish(self) -> Manifest:
+        return Manifest(self.published, "memory", 0, 0, ())
+
+    async def begin_save(self, root: Path, run_state: dict[str, Any]) -> None:
+        self.saving = self.version
+
+    async def finish_save(self) -> None:
         if self.fail_to_save:
             raise CheckpointError("no space left")
-        self.saved.append(self.version)
-        return self.version
+        self.saved.append(self.saving)
 
     async def export(self, path: Path) -> None:
         self.exported.append(path)
@@ -127,6 +140,7 @@ class Rig:
         rubric: Rubric | None = None,
         refuse: int | None = None,
         generation: GenerationConfig | None = None,
+        checkpoint_interval: int = 3,
     ) -> None:
         task = Counting()
         config = RunConfig(
@@ -137,7 +151,7 @@ class Rig:
             scheduling=SchedulingConfig(groups_per_step=2, max_staleness=staleness),
             training=TrainingConfig(steps=steps, row_tokens=16),
             validation=ValidationConfig(num_prompts=2, samples_per_prompt=2, interval=2),
-            checkpoint=CheckpointConfig(interval=3),
+            checkpoint=CheckpointConfig(interval=checkpoint_interval),
             generation=generation or GenerationConfig(),
         )
         self.trainer = FakeTrainer()
@@ -196,6 +210,50 @@ async def test_no_token_is_staler_than_the_bound(tmp_path, staleness):
         assert versions <= set(range(version - staleness, version + 1))
     if staleness == 0:
         assert all(metrics.get("train/staleness_mean", 0) == 0 for _, metrics in rig.records)
+
+
+async def test_a_step_begins_while_the_generators_pull_the_one_before(tmp_path):
+    rig = Rig(tmp_path, staleness=1)
+    pull, published = rig.replica.pull, list[int]()
+
+    async def slow(version: int) -> None:
+        if version == 1:
+            await rig.trainer.until(2)
+        published.append(rig.trainer.published)
+        await pull(version)
+
+    rig.replica.pull = slow
+    await rig.run()
+    assert published == rig.replica.pulled == [0, 1, 2, 3, 4], "a version is published once all have the one before"
+
+
+async def test_on_policy_no_step_begins_before_the_generators_have_the_one_before(tmp_path):
+    rig = Rig(tmp_path, staleness=0)
+    pull = rig.replica.pull
+
+    async def slow(version: int) -> None:
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert rig.trainer.version == version
+        await pull(version)
+
+    rig.replica.pull = slow
+    await rig.run()
+    assert rig.replica.pulled == [0, 1, 2, 3, 4]
+
+
+async def test_training_goes_on_while_a_checkpoint_is_written(tmp_path):
+    rig = Rig(tmp_path, steps=6, checkpoint_interval=1)
+    finish = rig.trainer.finish_save
+
+    async def slow() -> None:
+        if rig.trainer.saving == 1:
+            await rig.trainer.until(2)
+        await finish()
+
+    rig.trainer.finish_save = slow
+    await rig.run()
+    assert rig.trainer.saved == [1, 2, 3, 4, 5, 6]
 
 
 async def test_a_failing_reward_ends_the_run_and_saves_nothing_untrained(tmp_path):

@@ -8,9 +8,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from statistics import fmean
-from typing import Any, Protocol
 
 from titan_rl.config.run import RunConfig
 from titan_rl.durability.run_journal import RunJournal
@@ -29,33 +27,15 @@ from titan_rl.scheduling.batch import GroupBatch
 from titan_rl.scheduling.filters import BY_NAME, GroupFilter, too_few_siblings, too_long
 from titan_rl.scheduling.scheduler import GroupScheduler
 from titan_rl.statedict.board import VersionBoard
-from titan_rl.statedict.types import Manifest
 from titan_rl.task import FilteringTask, Task
 from titan_rl.training.checkpoint import keep_last, list_checkpoints, step_of
+from titan_rl.training.protocol import Trainer
 from titan_rl.training.sample import TrainingSample
 from titan_rl.training.sample_builder import build_samples
 
 logger = logging.getLogger(__name__)
 
 LAST_SAVE_TIMEOUT_S = 60.0
-
-
-class Trainer(Protocol):
-    """What the controller knows of training: an actor's handle in a run, a plain object in a test."""
-
-    async def step(self, samples: Sequence[TrainingSample]) -> dict[str, float]:
-        """One optimizer step; the policy version grows by one."""
-        ...
-
-    async def publish(self) -> Manifest:
-        """Make the current version available to generators."""
-        ...
-
-    async def save(self, root: Path, run_state: dict[str, Any]) -> int:
-        """Write a checkpoint `root/step-<version>`, whole or not at all. Returns the version."""
-        ...
-
-    async def export(self, path: Path) -> None: ...
 
 
 class Controller:
@@ -92,7 +72,9 @@ class Controller:
         self._journal = journal
         self._reward_before = None if resumed is None else resumed.reward_before
         self._version = 0 if resumed is None else resumed.step
-        self._saved_version = None if resumed is None else resumed.step
+        self._saved_version = None if resumed is None else resumed.step  # of the newest checkpoint, whole or begun
+        self._syncing: asyncio.Task[None] | None = None  # of the newest version, until all generators have it
+        self._saving: asyncio.Task[None] | None = None  # the newest checkpoint, until it is whole
         self._tokens = 0 if resumed is None else resumed.tokens
         self._player = GroupPlayer(
             config, task, runner=rollouter, router=router, journal=journal, stop_token_ids=stop_token_ids
@@ -115,19 +97,21 @@ class Controller:
             TitanRLError: what ended the run, of whichever part.
         """
         started = time.monotonic()
+        await self._trainer.begin_publish()
         await self._sync()
         if self._reward_before is None:
             self._reward_before = await self._validate()
         try:
             async with asyncio.TaskGroup() as background:
                 admission = background.create_task(self._scheduler.run(), name="admission")
-                await self._train()
+                await self._train(background)
                 admission.cancel()
             reward_after = await self._validate()
         except BaseException:
             await self._save_what_is_trained()
             raise
-        await self._checkpoint()
+        await self._begin_checkpoint()
+        await self._finish_checkpoint()
         await self._trainer.export(self._run_dir.export)
         return RunSummary(
             reward_before=self._reward_before,
@@ -138,29 +122,49 @@ class Controller:
             run_dir=self._run_dir.path,
         )
 
-    async def _train(self) -> None:
-        """Consumes batches in data order; each step's slots come free once its version is pulled, which admits the
-        groups of a later step."""
-        for step in range(self._version + 1, self._config.training.steps + 1):
+    async def _train(self, background: asyncio.TaskGroup) -> None:
+        """Consumes batches in data order. While the generators pull the version of a step, the next step begins if it
+        has its groups; a version is published once they have the one before."""
+        last = self._config.training.steps
+        for step in range(self._version + 1, last + 1):
             began = time.monotonic()
             batch = await self._scheduler.next_batch()
             waited = time.monotonic() - began
-            async with self._interrupted_generation():
+            async with self._interrupted_generation() as interrupted:
                 metrics = prefixed("train", await self._trainer.step(self._samples(batch)))
+                stepped = time.monotonic()
+                await ended(self._syncing)
                 self._version = step
-                metrics |= await self._sync()
-            batch.release()
-            metrics |= prefixed("scheduling", batch.metrics) | {"time/wait_for_rollouts_s": waited}
-            self._report(step, batch, metrics, time.monotonic() - began)
-            if is_due(step, self._config.validation.interval) and step < self._config.training.steps:
+                self._tokens += num_tokens(batch)
+                settled = time.monotonic()
+                await self._trainer.begin_publish()
+                now = time.monotonic()
+                metrics |= {"sync/wait_for_pull_s": settled - stepped, "sync/begin_publish_s": now - settled}
+                metrics |= {"time/wait_for_rollouts_s": waited, "time/step_s": now - began}
+                self._syncing = background.create_task(self._finish_step(step, batch, metrics), name=f"sync-{step}")
+                if interrupted:
+                    await ended(self._syncing)
+            if is_due(step, self._config.validation.interval) and step < last:
+                await ended(self._syncing)
                 await self._validate()
-            if is_due(step, self._config.checkpoint.interval):
-                await self._checkpoint()
+            if is_due(step, self._config.checkpoint.interval) and step < last:
+                await ended(self._syncing)
+                await self._begin_checkpoint()
+                self._saving = background.create_task(self._finish_checkpoint(), name=f"checkpoint-{step}")
+        await ended(self._syncing)
+        await ended(self._saving)
+
+    async def _finish_step(self, step: int, batch: GroupBatch, metrics: dict[str, float]) -> None:
+        """The batch's slots come free once all generators have what was trained on it, which admits the groups of a
+        later step."""
+        metrics |= await self._sync()
+        batch.release()
+        self._report(step, batch, metrics | prefixed("scheduling", batch.metrics))
 
     async def _sync(self) -> dict[str, float]:
-        """Publish the trainer's version and have every generator pull and verify it."""
+        """Have every generator pull and verify the version that is being published."""
         began = time.monotonic()
-        manifest = await self._trainer.publish()
+        manifest = await self._trainer.finish_publish()
         published = time.monotonic()
         self._board.announce(manifest)
         await self._router.pull_state_dict(manifest.version, self._config.generation.pull_mode)
@@ -169,14 +173,15 @@ class Controller:
         return figures | {"sync/publish_s": published - began, "sync/pull_s": pulled - published}
 
     @contextlib.asynccontextmanager
-    async def _interrupted_generation(self) -> AsyncGenerator[None]:
-        """What `scheduling.on_batch_ready` says of rollouts in flight while a batch is trained and pulled."""
+    async def _interrupted_generation(self) -> AsyncGenerator[bool]:
+        """What `scheduling.on_batch_ready` says of rollouts in flight while a batch is trained and pulled. Whether they
+        are interrupted."""
         mode = self._config.scheduling.on_batch_ready
         if mode == "continue":
-            yield
+            yield False
             return
         async with self._player.paused(mode):
-            yield
+            yield True
 
     async def _validate(self) -> float:
         """Mean reward on the held-out samples."""
@@ -191,7 +196,7 @@ class Controller:
             f"validation/{name.removeprefix('rollout/')}": value for name, value in group_metrics(groups).items()
         }
         self._log(self._version, metrics | {"validation/reward_mean": reward})
-        self._record(groups, "validation")
+        self._record(groups, "validation", self._version)
         self._progress.message(f"validation at step {self._version}: reward {reward:.3f}")
         return reward
 
@@ -202,46 +207,59 @@ class Controller:
         oldest = 0 if max_age is None else batch.version - max_age
         return [s for group in batch.groups for s in build_samples(group, temperature, oldest_version=oldest)]
 
-    def _report(self, step: int, batch: GroupBatch, metrics: dict[str, float], seconds: float) -> None:
+    def _report(self, step: int, batch: GroupBatch, metrics: dict[str, float]) -> None:
         rollouts = group_metrics(batch.groups)
-        tokens = sum(r.num_completion_tokens for group in batch.groups for r in group.rollouts)
-        self._tokens += tokens
-        metrics = rollouts | metrics | {"time/step_s": seconds, "throughput/tokens_per_s": tokens / seconds}
+        seconds = metrics["time/step_s"]
+        tokens_per_second = num_tokens(batch) / seconds
+        metrics = rollouts | metrics | {"throughput/tokens_per_s": tokens_per_second}
         self._log(step, metrics)
-        self._record(batch.groups, "train")
+        self._record(batch.groups, "train", step)
         self._progress.step(
             StepReport(
                 step=step,
                 reward=rollouts["rollout/reward_mean"],
-                tokens_per_second=tokens / seconds,
+                tokens_per_second=tokens_per_second,
                 staleness=metrics["train/staleness_mean"],
                 seconds=seconds,
             )
         )
 
-    def _record(self, groups: Sequence[RolloutGroup], phase: str) -> None:
+    def _record(self, groups: Sequence[RolloutGroup], phase: str, step: int) -> None:
         for group in groups[: self._config.logging.transcripts_per_step]:
             for rollout in group.rollouts:
-                self._run_dir.write_rollout({"step": self._version, "phase": phase} | transcript(rollout))
+                self._run_dir.write_rollout({"step": step, "phase": phase} | transcript(rollout))
 
-    async def _checkpoint(self) -> None:
-        if self._saved_version != self._version:
-            root = self._run_dir.checkpoints
-            self._journal.checkpoint(self._version, self._scheduler.next_index, self._router.tokens_so_far())
-            await asyncio.to_thread(self._journal.drain)
-            state = RunState(self._version, self._tokens, self._reward_before)
-            self._saved_version = await self._trainer.save(root, asdict(state))
-            keep_last(root, self._config.checkpoint.keep)
-            self._journal.forget_before(min(map(step_of, list_checkpoints(root)), default=0))
+    async def _begin_checkpoint(self) -> None:
+        """Of the current version, if it has none; a checkpoint before it is whole first."""
+        if self._saved_version == self._version:
+            return
+        await ended(self._saving)
+        self._journal.checkpoint(self._version, self._scheduler.next_index, self._router.tokens_so_far())
+        await asyncio.to_thread(self._journal.drain)
+        state = RunState(self._version, self._tokens, self._reward_before)
+        await self._trainer.begin_save(self._run_dir.checkpoints, asdict(state))
+        self._saved_version = self._version
+
+    async def _finish_checkpoint(self) -> None:
+        root = self._run_dir.checkpoints
+        await self._trainer.finish_save()
+        keep_last(root, self._config.checkpoint.keep)
+        self._journal.forget_before(min(map(step_of, list_checkpoints(root)), default=0))
 
     async def _save_what_is_trained(self) -> None:
         """On the way out of a run that failed or was stopped. What ended it is not to be hidden by this."""
         if self._version:
             try:
                 async with asyncio.timeout(LAST_SAVE_TIMEOUT_S):
-                    await self._checkpoint()
+                    await self._begin_checkpoint()
+                    await self._finish_checkpoint()
             except (TitanRLError, TimeoutError) as error:
                 logger.warning("the last checkpoint was not written: %r", error)
+
+
+def num_tokens(batch: GroupBatch) -> int:
+    """Completion tokens."""
+    return sum(rollout.num_completion_tokens for group in batch.groups for rollout in group.rollouts)
 
 
 def make_filters(config: RunConfig, task: Task) -> list[GroupFilter]:
@@ -249,6 +267,12 @@ def make_filters(config: RunConfig, task: Task) -> list[GroupFilter]:
     named = [BY_NAME[name] for name in config.scheduling.filters]
     own = [task.drop_reason] if isinstance(task, FilteringTask) else []
     return [too_few_siblings, too_long(config.training.row_tokens), *named, *own]
+
+
+async def ended(task: asyncio.Task[None] | None) -> None:
+    """Wait for a task of the run's `TaskGroup`, which raises what the task did."""
+    if task is not None:
+        await asyncio.wait([task])
 
 
 def prefixed(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:

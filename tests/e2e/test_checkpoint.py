@@ -6,11 +6,13 @@ import multiprocessing
 import os
 import resource
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from tiny_policy import make_tiny_qwen3, make_trainer, on_policy_samples, sequences, transformers_logprobs, weights
 from transformers import AutoModelForCausalLM
 
@@ -40,6 +42,34 @@ def test_a_loaded_run_continues_to_the_bit(folder: Path, tmp_path: Path):
     reference = weights(trainer)
     assert all(torch.equal(tensor, reference[name]) for name, tensor in resumed.named_tensors())
     assert os.listdir(tmp_path) == ["step-000003"]
+
+
+def test_a_checkpoint_is_of_the_moment_it_was_begun(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make_trainer(folder)
+    samples = on_policy_samples(trainer, 24, 33)
+    trainer.step(samples)
+    write, stepped = dcp.save, threading.Event()
+
+    def late(*args: Any, **kwargs: Any) -> Any:
+        assert stepped.wait(60)
+        return write(*args, **kwargs)
+
+    monkeypatch.setattr(dcp, "save", late)
+    trainer.begin_save(tmp_path / "step-000001", {"note.txt": "first"})
+    expected = trainer.step(samples)
+    stepped.set()
+    trainer.begin_save(tmp_path / "step-000002")  # waits for the first
+    assert (tmp_path / "step-000001" / "note.txt").read_text() == "first"
+    trainer.finish_save()
+
+    resumed = make_trainer(folder)
+    resumed.load(tmp_path / "step-000001")
+    assert resumed.step(samples) == expected
+    resumed.load(tmp_path / "step-000002")
+    reference = weights(trainer)
+    assert all(torch.equal(tensor, reference[name]) for name, tensor in resumed.named_tensors())
 
 
 def test_a_missing_damaged_or_foreign_checkpoint_is_refused(folder: Path, tmp_path: Path):

@@ -19,7 +19,7 @@ from titan_rl.actors.process import call, enter_actor_process, log_of_rank
 from titan_rl.config.sections import CorrectionConfig, ModelConfig, StateDictConfig, TrainingConfig
 from titan_rl.errors import ActorDiedError, TitanRLError
 from titan_rl.statedict.types import Manifest
-from titan_rl.training.checkpoint import atomic_directory, step_directory, temporary_of
+from titan_rl.training.checkpoint import step_directory
 from titan_rl.training.sample import TrainingSample
 from titan_rl.training.step_plan import StepPlan, plan_step
 
@@ -90,23 +90,21 @@ class TrainerActor(Actor):
         return await self._run(self._publisher.publish)
 
     @concurrent_endpoint
-    async def save(self, root: Path, run_state: dict[str, Any]) -> int:
-        return await self._run(self._save, root, run_state)
+    async def begin_save(self, root: Path, run_state: dict[str, Any]) -> None:
+        await self._run(self._begin_save, root, run_state)
 
-    def _save(self, root: Path, run_state: dict[str, Any]) -> int:
+    def _begin_save(self, root: Path, run_state: dict[str, Any]) -> None:
         version = self._trainer.version
-        checkpoint = step_directory(root, version)
-        if not self._trainer.is_first:
-            self._trainer.save(temporary_of(checkpoint) / "trainer")
-            return version
-        with atomic_directory(checkpoint) as folder:
-            self._trainer.save(folder / "trainer")
-            (folder / "run_state.json").write_text(json.dumps(run_state | {"step": version}))
-        return version
+        files = {"run_state.json": json.dumps(run_state | {"step": version})}
+        self._trainer.begin_save(step_directory(root, version), files)
+
+    @concurrent_endpoint
+    async def finish_save(self) -> None:
+        await asyncio.to_thread(self._trainer.finish_save)
 
     @concurrent_endpoint
     async def load(self, checkpoint: Path) -> None:
-        await self._run(self._trainer.load, checkpoint / "trainer")
+        await self._run(self._trainer.load, checkpoint)
 
     @concurrent_endpoint
     async def close(self) -> None:
@@ -134,11 +132,22 @@ class ActorTrainer:
         plans = await asyncio.to_thread(plan_step, samples, self._training)
         return await self._all("train", *([plan] for plan in plans for _ in range(self._training.tensor_parallel)))
 
-    async def publish(self) -> Manifest:
-        return await self._all("publish")
+    async def begin_publish(self) -> None:
+        self._manifest = await self._all("publish")
 
-    async def save(self, root: Path, run_state: dict[str, Any]) -> int:
-        return await self._all("save", *[(root, run_state)] * len(self._ranks))
+    async def finish_publish(self) -> Manifest:
+        return self._manifest
+
+    async def publish(self) -> Manifest:
+        """Publish the current version, with no step meanwhile."""
+        await self.begin_publish()
+        return await self.finish_publish()
+
+    async def begin_save(self, root: Path, run_state: dict[str, Any]) -> None:
+        await self._all("begin_save", *[(root, run_state)] * len(self._ranks))
+
+    async def finish_save(self) -> None:
+        await self._all("finish_save")
 
     async def load(self, checkpoint: Path) -> None:
         """Continue from a checkpoint folder.

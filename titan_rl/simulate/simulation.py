@@ -16,6 +16,7 @@ from titan_rl.rollout.rollouter import Rollouter
 from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus
 from titan_rl.routing import GeneratorRouter, Limits
 from titan_rl.rubric import Reward, Rubric
+from titan_rl.scheduling.batch import GroupBatch
 from titan_rl.scheduling.lease import Lease
 from titan_rl.scheduling.ledger import lengths
 from titan_rl.scheduling.scheduler import GroupScheduler
@@ -134,17 +135,19 @@ class _Simulation:
             tasks = [background.create_task(replica.run()) for replica in self._replicas]
             await self._router.pull_state_dict(0)
             tasks.append(background.create_task(self._scheduler.run()))
-            result = await self._train(num_steps, warmup)
+            result = await self._train(num_steps, warmup, background)
             for task in tasks:
                 task.cancel()
         return result
 
-    async def _train(self, num_steps: int, warmup: int) -> SimulationResult:
+    async def _train(self, num_steps: int, warmup: int, background: asyncio.TaskGroup) -> SimulationResult:
+        """As the controller does: the next step begins while the generators pull, if it has its groups."""
         loop = asyncio.get_running_loop()
         groups: list[RolloutGroup] = []
         step_s, waited_s, wasted = list[float](), 0.0, 0.0
         ages: Counter[int] = Counter()
         began = busy = tokens = 0.0
+        pulling: asyncio.Task[None] | None = None
         for step in range(warmup + num_steps):
             if step == warmup:
                 began, busy, tokens = loop.time(), self._sum("busy_s"), self._sum("num_tokens")
@@ -154,12 +157,22 @@ class _Simulation:
             started = loop.time()
             batch = await self._scheduler.next_batch()
             waited_s += loop.time() - started
-            await self._train_on_batch(step + 1)
-            batch.release()
+            interrupts = self._scheduling.on_batch_ready != "continue"
+            if interrupts:
+                await self._router.pause(self._scheduling.on_batch_ready)
+            await asyncio.sleep(self._cluster.logprob_s + self._cluster.train_s)
+            if pulling is not None:
+                await pulling
+            pulling = background.create_task(self._pull(step + 1, batch))
+            if interrupts:
+                await pulling
+                await self._router.resume()
             step_s.append(loop.time() - started)
             groups += batch.groups
             wasted += batch.metrics["wasted_tokens"]
             ages.update(batch.version - min(group.versions) for group in batch.groups)
+        if pulling is not None:
+            await pulling
         total = loop.time() - began
         offered = range(self._scheduler.next_index)
         return SimulationResult(
@@ -173,14 +186,9 @@ class _Simulation:
             offered_lengths=[self._workload.length(i, s) for i in offered for s in range(self._workload.group_size)],
         )
 
-    async def _train_on_batch(self, version: int) -> None:
-        mode = self._scheduling.on_batch_ready
-        if mode != "continue":
-            await self._router.pause(mode)
-        await asyncio.sleep(self._cluster.logprob_s + self._cluster.train_s)
+    async def _pull(self, version: int, batch: GroupBatch) -> None:
         await self._router.pull_state_dict(version)
-        if mode != "continue":
-            await self._router.resume()
+        batch.release()
 
     async def _run_group(self, lease: Lease) -> RolloutGroup:
         async def both_open() -> None:

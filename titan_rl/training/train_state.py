@@ -1,10 +1,12 @@
-"""The full training state on disk, through torch.distributed.checkpoint."""
+"""The full training state on disk, through torch.distributed.checkpoint, written while training goes on."""
 
 from __future__ import annotations
 
+import contextvars
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,34 +14,93 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from titan_rl.errors import CheckpointError
+from titan_rl.errors import CheckpointError, TrainingError
 from titan_rl.training.checkpoint import atomic_directory, temporary_of
 from titan_rl.training.world import World
 
 
-def save_train_state(
-    directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer, version: int, world: World
-) -> None:
-    """Write model, optimizer, version and torch's random state, every rank its part. The folder appears whole or not
-    at all.
+class TrainStateWriter:
+    """Writes model, optimizer, version and torch's random state, every rank its part. One at a time.
 
-    Raises:
-        CheckpointError: it could not be written; what was at `directory` is unchanged.
+    All ranks call `begin` and then `finish` at the same time. The disk is written in a thread of its own, where the
+    ranks meet in a group of their own.
     """
-    if world.is_first:
-        with atomic_directory(directory) as temporary:
-            world.barrier()
-            _save(temporary, model, optimizer, version, world)
-    else:
-        world.barrier()
-        _save(temporary_of(directory), model, optimizer, version, world)
-    world.barrier()
+
+    def __init__(self, world: World) -> None:
+        self._world = world.apart()
+        on_gpu = torch.cuda.is_available()
+        # The copies' memory serves the next checkpoint again.
+        self._stager = DefaultStager(
+            StagingOptions(
+                use_pinned_memory=on_gpu, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=on_gpu
+            )
+        )
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing: Future[None] | None = None
+
+    def begin(
+        self,
+        directory: Path,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        version: int,
+        files: Mapping[str, str],
+    ) -> None:
+        """Copy the state, so that the next step may change it, and begin to write. Waits for the one before.
+
+        Args:
+            files: what else the folder is to hold: name -> text.
+        """
+        if self._writing is not None:
+            self._writing.exception()  # its `finish` tells
+        state = self._stager.stage(_state(model, optimizer, version))
+        assert not isinstance(state, Future), "staging is synchronous"
+        # Monarch keeps the actor that calls in the context.
+        write = contextvars.copy_context().run
+        self._writing = self._thread.submit(write, self._write, directory, state, files)
+
+    def finish(self) -> None:
+        """Returns once the folder is whole.
+
+        Raises:
+            CheckpointError: it could not be written; what was there is unchanged.
+        """
+        if self._writing is not None:
+            self._writing.result()
+
+    def _write(self, directory: Path, state: dict[str, Any], files: Mapping[str, str]) -> None:
+        problem: Exception | None = None
+        try:
+            self._write_part(directory, state, files)
+        except Exception as error:
+            problem = error
+        try:
+            self._world.agree(None if problem is None else str(problem))
+        except TrainingError as error:
+            raise CheckpointError(str(error)) from problem
+
+    def _write_part(self, directory: Path, state: dict[str, Any], files: Mapping[str, str]) -> None:
+        with ExitStack() as stack:
+            problem = None
+            try:
+                if self._world.is_first:
+                    stack.enter_context(atomic_directory(directory))
+            except CheckpointError as error:
+                problem = str(error)
+            self._world.agree(problem)
+            folder = temporary_of(directory)
+            with _plain_errors():
+                dcp.save(state, checkpoint_id=folder, no_dist=self._world.size == 1, process_group=self._world.group)
+            if self._world.is_first:
+                for name, text in files.items():
+                    (folder / name).write_text(text)
 
 
 def load_train_state(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> int:
-    """Read what `save_train_state` wrote, in place. It may have been written by another number of ranks.
+    """Read what a `TrainStateWriter` wrote, in place. It may have been written by another number of ranks.
 
     Returns:
         the version.
@@ -58,11 +119,6 @@ def load_train_state(directory: Path, model: nn.Module, optimizer: torch.optim.O
         raise CheckpointError(f"{directory} could not be read: {error}") from error
     torch.set_rng_state(state["rng"])
     return int(state["version"])
-
-
-def _save(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, version: int, world: World) -> None:
-    with _plain_errors():
-        dcp.save(_state(model, optimizer, version), checkpoint_id=folder, no_dist=world.size == 1)
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer, version: int) -> dict[str, Any]:

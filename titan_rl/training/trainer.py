@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -25,7 +25,7 @@ from titan_rl.training.policy import Policy
 from titan_rl.training.sample import TrainingSample
 from titan_rl.training.schedule import learning_rate
 from titan_rl.training.step_plan import StepPlan, plan_step
-from titan_rl.training.train_state import load_train_state, save_train_state
+from titan_rl.training.train_state import TrainStateWriter, load_train_state
 from titan_rl.training.world import World
 
 
@@ -95,6 +95,7 @@ class TrainerCore:
             weight_decay=training.weight_decay,
             fused=True,
         )
+        self._writer = TrainStateWriter(self._world)
         self._version = 0
 
     @property
@@ -226,7 +227,24 @@ class TrainerCore:
         Raises:
             CheckpointError: it could not be written.
         """
-        save_train_state(Path(directory), self._model, self._optimizer, self._version, self._world)
+        self.begin_save(directory)
+        self.finish_save()
+
+    def begin_save(self, directory: str | Path, files: Mapping[str, str] | None = None) -> None:
+        """As `save`, but return once everything is copied; the next step may begin.
+
+        Args:
+            files: what else the folder is to hold: name -> text.
+        """
+        self._writer.begin(Path(directory), self._model, self._optimizer, self._version, files or {})
+
+    def finish_save(self) -> None:
+        """Returns once the folder begun last is whole. Other threads may call this.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        self._writer.finish()
 
     def load(self, directory: str | Path) -> None:
         """Continue from what `save` wrote, also on another number of ranks.

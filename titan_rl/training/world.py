@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ class World:
     tensor_parallel: int = 1
     rank: int = 0
     dims: Any = None  # torchtitan's ParallelDims, where there are several ranks
+    group: Any = None  # in which they agree; None is torch.distributed's own
 
     @staticmethod
     def join(training: TrainingConfig) -> World:
@@ -59,6 +60,11 @@ class World:
         dims.build_mesh()
         return World(data_parallel, tensor_parallel, dist.get_rank(), dims)
 
+    def apart(self) -> World:
+        """The same ranks, for another thread: what they agree on there does not get into the way of this one's. All
+        ranks call this at the same time."""
+        return self if self.size == 1 else replace(self, group=dist.new_group(backend="gloo"))
+
     @property
     def size(self) -> int:
         return self.data_parallel * self.tensor_parallel
@@ -87,13 +93,13 @@ class World:
         problems = [problem]
         if self.size > 1:
             problems = [None] * self.size
-            dist.all_gather_object(problems, problem)
+            dist.all_gather_object(problems, problem, group=self.group)
         if (first := next((each for each in problems if each is not None), None)) is not None:
             raise TrainingError(first)
 
     def barrier(self) -> None:
         if self.size > 1:
-            dist.barrier()
+            dist.barrier(self.group)
 
     def _reduce(self, values: Sequence[float], operation: Any) -> list[float]:
         if self.data_parallel == 1:
