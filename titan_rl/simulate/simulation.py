@@ -157,14 +157,14 @@ class _Simulation:
             started = loop.time()
             batch = await self._scheduler.next_batch()
             waited_s += loop.time() - started
-            interrupts = self._scheduling.on_batch_ready != "continue"
-            if interrupts:
-                await self._router.pause(self._scheduling.on_batch_ready)
+            mode = self._scheduling.on_batch_ready
+            if mode != "continue":
+                await self._router.pause(mode)
             await asyncio.sleep(self._cluster.logprob_s + self._cluster.train_s)
             if pulling is not None:
                 await pulling
             pulling = background.create_task(self._pull(step + 1, batch))
-            if interrupts:
+            if mode != "continue":
                 await pulling
                 await self._router.resume()
             step_s.append(loop.time() - started)
