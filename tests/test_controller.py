@@ -67,7 +67,7 @@ class FakeTrainer:
         return {"loss": 0.0, "staleness_mean": float(max(staleness))}
 
     async def publish(self) -> Manifest:
-        return Manifest(self.version, "memory", 0, 0, ())
+        return Manifest(self.version, ())
 
     async def save(self, root: Path, run_state: dict[str, Any]) -> int:
         if self.fail_to_save:

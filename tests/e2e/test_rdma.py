@@ -99,7 +99,8 @@ async def test_a_generator_that_is_elsewhere_pulls_while_it_serves(tmp_path, mon
     async with asyncio.timeout(180), start_cluster(config, RunDirectory(tmp_path / "run"), board) as cluster:
         router = GeneratorRouter(cluster.replicas)
         manifest = await cluster.trainer.publish()
-        board.announce(replace(manifest, host="elsewhere"))
+        parts = tuple(replace(part, host="elsewhere") for part in manifest.parts)
+        board.announce(replace(manifest, parts=parts))
         await router.pull_state_dict(manifest.version)  # verified by the trainer's logprobs
         request = asyncio.ensure_future(router.generate([5, 6, 7], request_id="r", sampling=sampling))
         await router.pull_state_dict(manifest.version)
