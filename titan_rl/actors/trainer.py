@@ -18,6 +18,7 @@ from monarch.actor import Actor, concurrent_endpoint, current_rank
 from titan_rl.actors.process import call, enter_actor_process, log_of_rank
 from titan_rl.config.sections import CorrectionConfig, ModelConfig, StateDictConfig, TrainingConfig
 from titan_rl.errors import ActorDiedError, TitanRLError
+from titan_rl.statedict.parts import join
 from titan_rl.statedict.types import Manifest
 from titan_rl.training.checkpoint import atomic_directory, step_directory, temporary_of
 from titan_rl.training.sample import TrainingSample
@@ -74,7 +75,7 @@ class TrainerActor(Actor):
         self._trainer = TrainerCore(settings.model, settings.training, settings.correction, seed=settings.seed)
         self._publisher = WeightPublisher(
             self._trainer,
-            make_transport(settings.statedict, settings.run_id) if self._trainer.is_first else None,
+            make_transport(settings.statedict, settings.run_id),
             model=settings.model,
             statedict=settings.statedict,
             seed=settings.seed,
@@ -86,7 +87,8 @@ class TrainerActor(Actor):
         return (await self._run(self._trainer.train, plan)).metrics
 
     @concurrent_endpoint
-    async def publish(self) -> Manifest | None:
+    async def publish(self) -> Manifest:
+        """This rank's part."""
         return await self._run(self._publisher.publish)
 
     @concurrent_endpoint
@@ -96,7 +98,7 @@ class TrainerActor(Actor):
     def _save(self, root: Path, run_state: dict[str, Any]) -> int:
         version = self._trainer.version
         checkpoint = step_directory(root, version)
-        if not self._trainer.is_first:
+        if not self._trainer.world.is_first:
             self._trainer.save(temporary_of(checkpoint) / "trainer")
             return version
         with atomic_directory(checkpoint) as folder:
@@ -132,13 +134,21 @@ class ActorTrainer:
     async def step(self, samples: Sequence[TrainingSample]) -> dict[str, float]:
         """As `TrainerCore.step`. Each rank is sent its own rows."""
         plans = await asyncio.to_thread(plan_step, samples, self._training)
-        return await self._all("train", *([plan] for plan in plans for _ in range(self._training.tensor_parallel)))
+        rows = ([plan] for plan in plans for _ in range(self._training.tensor_parallel))
+        metrics, *_ = await self._all("train", *rows)
+        return metrics
 
     async def publish(self) -> Manifest:
-        return await self._all("publish")
+        """The current version, of which each rank has published its part.
+
+        Raises:
+            StateDictError: a rank could not; none of them keeps a part of it.
+        """
+        return join(await self._all("publish"))
 
     async def save(self, root: Path, run_state: dict[str, Any]) -> int:
-        return await self._all("save", *[(root, run_state)] * len(self._ranks))
+        version, *_ = await self._all("save", *[(root, run_state)] * len(self._ranks))
+        return version
 
     async def load(self, checkpoint: Path) -> None:
         """Continue from a checkpoint folder.
@@ -155,14 +165,14 @@ class ActorTrainer:
         """Give the published versions back."""
         await self._all("close", timeout_s=30.0)
 
-    async def _all(self, endpoint: str, *arguments: Sequence[Any], timeout_s: float | None = None) -> Any:
-        """Call every rank, each with its arguments, and return what the first one does."""
+    async def _all(self, endpoint: str, *arguments: Sequence[Any], timeout_s: float | None = None) -> list[Any]:
+        """Call every rank, each with its arguments, and return what each one does."""
         calls = [
             call(getattr(rank, endpoint), *own, who="trainer", timeout_s=timeout_s)
             for rank, own in zip(self._ranks, arguments or [()] * len(self._ranks), strict=True)
         ]
         try:
-            first, *_ = await asyncio.gather(*calls)
+            return await asyncio.gather(*calls)
         except TitanRLError:
             raise
         except Exception as error:
@@ -170,4 +180,3 @@ class ActorTrainer:
                 raise
             # What no rank foresaw leaves them out of step; above all the end of one of them.
             raise ActorDiedError(f"trainer died: a rank failed with {type(error).__name__}: {error}") from error
-        return first

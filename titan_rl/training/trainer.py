@@ -14,6 +14,7 @@ import torch
 
 from titan_rl.config.sections import CorrectionConfig, ModelConfig, TrainingConfig
 from titan_rl.errors import TrainingError
+from titan_rl.statedict.types import TensorSlice
 from titan_rl.training.batch import Batch, make_batch
 from titan_rl.training.family import Family
 from titan_rl.training.hf_export import export_hf
@@ -103,9 +104,9 @@ class TrainerCore:
         return self._version
 
     @property
-    def is_first(self) -> bool:
-        """This is rank 0, which publishes and exports."""
-        return self._world.is_first
+    def world(self) -> World:
+        """The ranks that train this policy together."""
+        return self._world
 
     @property
     def vocab_size(self) -> int:
@@ -217,6 +218,14 @@ class TrainerCore:
         embeddings there is no `lm_head.weight`.
         """
         return self._policy.named_tensors()
+
+    def held_slices(self) -> list[tuple[str, TensorSlice]]:
+        """What this rank publishes of every parameter, by Hugging Face name; the ranks together publish each once.
+
+        See `titan_rl.training.models.slices.held_slices`. All ranks call this at the same time. The slices are in
+        float32 and share the trainer's memory where that is possible: copy them before the next step.
+        """
+        return self._policy.held_slices()
 
     def save(self, directory: str | Path) -> None:
         """Write model, optimizer, version and random state, so that `load` on as many ranks continues to the bit.
