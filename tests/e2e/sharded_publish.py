@@ -57,6 +57,14 @@ class Rank:
             "num_probes": [len(manifest.probes) for manifest in manifests],
         }
 
+    def failure(self) -> str:
+        """Why the current version cannot be published."""
+        try:
+            self.publisher.publish()
+        except StateDictError as error:
+            return str(error)
+        return ""
+
     def count_gathered(self) -> int:
         """How many parameters are gathered for a version."""
         with patch.object(DTensor, "full_tensor", autospec=True, side_effect=DTensor.full_tensor) as gather:
@@ -64,17 +72,14 @@ class Rank:
         return gather.call_count
 
     def three_versions(self) -> dict[str, Any]:
-        """Versions 1 to 3, of which rank 1 has no room for the second one at first."""
+        """Versions 0 to 2. Version 0 is published twice, and of version 1 rank 1 has no room at first."""
         first = self.publish()
         compared = [self.compare(first)]
+        failures = [self.failure()]
         self.trainer.step(self.samples)
-        failure = ""
         full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         with patch.object(os, "posix_fallocate", side_effect=full) if self.world.rank == 1 else nullcontext():
-            try:
-                self.publish()
-            except StateDictError as error:
-                failure = str(error)
+            failures.append(self.failure())
         kept = [sorted(self.transport.versions)]
         readable = len(list(SharedMemoryTransport("reader").pull(join(first))))
         for _ in range(2):
@@ -86,7 +91,7 @@ class Rank:
         return {
             "num_gathered": self.count_gathered(),
             "compared": compared,
-            "failure": failure,
+            "failures": failures,
             "kept": kept,
             "num_readable": readable,
         }

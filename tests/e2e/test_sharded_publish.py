@@ -41,7 +41,8 @@ def test_the_parts_are_the_gathered_export_and_one_that_fails_fails_all(
                 assert compared["num_probes"] == [2] + [0] * (size - 1)
                 assert len(compared["part_bytes"]) == size
                 assert max(compared["part_bytes"]) < 1.4 / size * compared["whole_bytes"]
-            assert found["failure"].startswith("trainer rank 1: no room for version 1")
-            # The first version, of the weights as loaded, is 0.
+            twice, no_room = found["failures"]
+            assert twice.startswith("trainer rank 0: version 0 is published already")
+            assert no_room.startswith("trainer rank 1: no room for version 1")
             assert found["kept"] == [[0], [1, 2]]
             assert found["num_readable"] == compared["num_tensors"]

@@ -222,8 +222,8 @@ class TrainerCore:
     def held_slices(self) -> list[tuple[str, TensorSlice]]:
         """What this rank publishes of every parameter, by Hugging Face name; the ranks together publish each once.
 
-        See `titan_rl.training.models.slices.held_slices`. All ranks call this at the same time. The slices are in
-        float32 and share the trainer's memory where that is possible: copy them before the next step.
+        All ranks call this at the same time. The slices are float32 and share the trainer's memory, but for what had to
+        be gathered: copy them before the next step. `titan_rl.training.models.slices` tells which is which.
         """
         return self._policy.held_slices()
 
