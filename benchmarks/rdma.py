@@ -66,12 +66,13 @@ class Reader(Actor):
 
     def _bare(self, manifest: Manifest) -> float:
         began = time.perf_counter()
-        manifest.remote.read_into(torch.empty(manifest.num_bytes, dtype=torch.uint8)).get()
+        (part,) = manifest.parts
+        part.remote.read_into(torch.empty(part.num_bytes, dtype=torch.uint8)).get()
         return time.perf_counter() - began
 
     def _pull(self, manifest: Manifest) -> float:
         began = time.perf_counter()
-        assert len(list(self._transport.pull(manifest))) == len(manifest.entries)
+        assert len(list(self._transport.pull(manifest))) == len(manifest.parts[0].entries)
         return time.perf_counter() - began
 
 

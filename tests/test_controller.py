@@ -78,7 +78,7 @@ class FakeTrainer:
         self.published = self.version
 
     async def finish_publish(self) -> Manifest:
-        return Manifest(self.published, "memory", 0, 0, ())
+        return Manifest(self.published, ())
 
     async def begin_save(self, root: Path, run_state: dict[str, Any]) -> None:
         self.saving = self.version

@@ -35,13 +35,17 @@ def three_steps(folder: Path, out: Path, *, resume: Path | None = None, **traini
 
 def run_ranks(folder: Path, out: Path, num_ranks: int, **settings: Any) -> list[list[dict[str, float]]]:
     """`three_steps` in a world of processes; what each rank returns."""
+    return run_world("e2e.sharded_steps", {"folder": str(folder), "out": str(out), "settings": settings}, num_ranks)
+
+
+def run_world(module: str, request: dict[str, Any], num_ranks: int) -> list[Any]:
+    """`python -m MODULE REQUEST` in each process of a world; what each one's last line of output says."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-    request = {"folder": str(folder), "out": str(out), "settings": settings}
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", "e2e.sharded_steps", json.dumps(request, default=str)],
+            [sys.executable, "-m", module, json.dumps(request, default=str)],
             env=os.environ
             | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
             | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"},

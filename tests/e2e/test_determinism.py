@@ -20,7 +20,8 @@ from titan_rl.types import SamplingParams
 
 def is_of_the_run(metric: str) -> bool:
     """It says what was computed, and not how long that took."""
-    return metric == "step" or metric.startswith("train/") or metric.endswith(("reward_mean", "tokens_mean"))
+    computed = metric == "step" or metric.startswith("train/") or metric.endswith(("reward_mean", "tokens_mean"))
+    return computed and not metric.endswith("_s")
 
 
 def test_two_runs_with_one_seed_have_the_same_bits(tmp_path):

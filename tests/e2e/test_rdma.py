@@ -1,6 +1,7 @@
 """Weights read over the network by Monarch's RDMA, here in its TCP fallback: a reader that says it is elsewhere."""
 
 import asyncio
+import math
 import sys
 import uuid
 from dataclasses import replace
@@ -22,9 +23,10 @@ from titan_rl.errors import StateDictError
 from titan_rl.observability.run_dir import RunDirectory
 from titan_rl.routing import GeneratorRouter
 from titan_rl.statedict.board import VersionBoard
+from titan_rl.statedict.parts import join
 from titan_rl.statedict.rdma import RDMATransport
 from titan_rl.statedict.shared_memory import SharedMemoryTransport
-from titan_rl.statedict.types import Manifest
+from titan_rl.statedict.types import Manifest, Place, TensorSlice
 from titan_rl.types import SamplingParams
 
 from monarch.actor import Actor, concurrent_endpoint, this_proc  # isort: skip
@@ -35,17 +37,30 @@ SHAPES = {"a.weight": (300, 500), "b.bias": (7,), "c.weight": (64, 64)}
 
 
 def tensors(version: int) -> dict[str, torch.Tensor]:
-    return {name: torch.full(shape, float(version + len(name))) for name, shape in SHAPES.items()}
+    return {name: torch.arange(math.prod(shape)).view(shape) + float(version) for name, shape in SHAPES.items()}
 
 
 class Writer(Actor):
-    def __init__(self, log_path: str, run_id: str) -> None:
+    def __init__(self, log_path: str, run_id: str, host: str) -> None:
         enter_actor_process(log_path)
-        self._transport = RDMATransport(SharedMemoryTransport(run_id), host="here")
+        self._transport = RDMATransport(SharedMemoryTransport(run_id), host=host)
 
     @concurrent_endpoint
     async def publish(self, version: int) -> Manifest:
         return await asyncio.to_thread(self._transport.publish, version, tensors(version).items())
+
+    @concurrent_endpoint
+    async def publish_share(self, version: int, rank: int, size: int) -> Manifest:
+        """An even share of the rows of each matrix; the first one has the rest of the tensors whole."""
+
+        def share(tensor: torch.Tensor) -> TensorSlice:
+            rows = len(tensor) // size if tensor.dim() > 1 else len(tensor) * (not rank)
+            return TensorSlice(
+                tensor[rank * rows : (rank + 1) * rows], Place((rank * rows, *[0] * (tensor.dim() - 1)), tensor.shape)
+            )
+
+        shares = [(name, share(tensor)) for name, tensor in tensors(version).items()]
+        return await asyncio.to_thread(self._transport.publish, version, shares)
 
     @concurrent_endpoint
     async def close(self) -> None:
@@ -72,7 +87,7 @@ async def test_readers_here_and_elsewhere_get_what_was_published_and_never_a_mix
         return await call(supervisor.spawn, name, actor_class, arguments, who="supervisor")
 
     try:
-        writer = await start("writer", Writer)
+        writer = await start("writer", Writer, "here")
         readers = [await start("near", Reader, "here"), await start("far", Reader, "elsewhere")]
         manifests = []
         for version in range(4):
@@ -90,6 +105,35 @@ async def test_readers_here_and_elsewhere_get_what_was_published_and_never_a_mix
         await call(supervisor.terminate, who="supervisor", timeout_s=30)
 
 
+async def test_a_version_of_which_one_part_is_here_and_the_other_elsewhere(tmp_path):
+    supervisor = this_proc().spawn("supervisor_of_parts", Supervisor)
+    run_id = f"rdma-{uuid.uuid4().hex[:8]}"
+
+    async def start(name: str, actor_class, host: str):
+        arguments = (str(tmp_path / f"{name}.log"), run_id, host)
+        return await call(supervisor.spawn, name, actor_class, arguments, who="supervisor")
+
+    try:
+        writers = [await start("writer-0", Writer, "here"), await start("writer-1", Writer, "there")]
+        readers = [await start(f"reader-{host}", Reader, host) for host in ("here", "elsewhere")]
+        for version in (1, 2):
+            manifests = [
+                await call(writer.publish_share, version, rank, 2, who="writer", timeout_s=60)
+                for rank, writer in enumerate(writers)
+            ]
+            for reader in readers:
+                found = await call(reader.pull, join(manifests), who="reader", timeout_s=60)
+                assert list(found) == list(SHAPES)
+                assert all(torch.equal(found[name], tensor) for name, tensor in tensors(version).items())
+        await call(writers[1].close, who="writer", timeout_s=60)
+        for reader in readers:
+            with pytest.raises(StateDictError, match="version 2 could not be read from there"):
+                await call(reader.pull, join(manifests), who="reader", timeout_s=60)
+        await call(writers[0].close, who="writer", timeout_s=60)
+    finally:
+        await call(supervisor.terminate, who="supervisor", timeout_s=30)
+
+
 async def test_a_generator_that_is_elsewhere_pulls_while_it_serves(tmp_path, monkeypatch):
     monkeypatch.chdir(REPOSITORY)
     settings = [("statedict.transport", "rdma"), ("generation.num_generators", "1")]
@@ -99,7 +143,8 @@ async def test_a_generator_that_is_elsewhere_pulls_while_it_serves(tmp_path, mon
     async with asyncio.timeout(180), start_cluster(config, RunDirectory(tmp_path / "run"), board) as cluster:
         router = GeneratorRouter(cluster.replicas)
         manifest = await cluster.trainer.publish()
-        board.announce(replace(manifest, host="elsewhere"))
+        parts = tuple(replace(part, host="elsewhere") for part in manifest.parts)
+        board.announce(replace(manifest, parts=parts))
         await router.pull_state_dict(manifest.version)  # verified by the trainer's logprobs
         request = asyncio.ensure_future(router.generate([5, 6, 7], request_id="r", sampling=sampling))
         await router.pull_state_dict(manifest.version)

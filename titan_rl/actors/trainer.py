@@ -18,6 +18,7 @@ from monarch.actor import Actor, concurrent_endpoint, current_rank
 from titan_rl.actors.process import call, enter_actor_process, log_of_rank
 from titan_rl.config.sections import CorrectionConfig, ModelConfig, StateDictConfig, TrainingConfig
 from titan_rl.errors import ActorDiedError, TitanRLError
+from titan_rl.statedict.parts import join
 from titan_rl.statedict.types import Manifest
 from titan_rl.training.checkpoint import step_directory
 from titan_rl.training.sample import TrainingSample
@@ -74,7 +75,7 @@ class TrainerActor(Actor):
         self._trainer = TrainerCore(settings.model, settings.training, settings.correction, seed=settings.seed)
         self._publisher = WeightPublisher(
             self._trainer,
-            make_transport(settings.statedict, settings.run_id) if self._trainer.is_first else None,
+            make_transport(settings.statedict, settings.run_id),
             model=settings.model,
             statedict=settings.statedict,
             seed=settings.seed,
@@ -86,8 +87,13 @@ class TrainerActor(Actor):
         return (await self._run(self._trainer.train, plan)).metrics
 
     @concurrent_endpoint
-    async def publish(self) -> Manifest | None:
-        return await self._run(self._publisher.publish)
+    async def begin_publish(self) -> None:
+        await self._run(self._publisher.begin)
+
+    @concurrent_endpoint
+    async def finish_publish(self) -> Manifest:
+        """This rank's part."""
+        return await asyncio.to_thread(self._publisher.finish)
 
     @concurrent_endpoint
     async def begin_save(self, root: Path, run_state: dict[str, Any]) -> None:
@@ -130,16 +136,23 @@ class ActorTrainer:
     async def step(self, samples: Sequence[TrainingSample]) -> dict[str, float]:
         """As `TrainerCore.step`. Each rank is sent its own rows."""
         plans = await asyncio.to_thread(plan_step, samples, self._training)
-        return await self._all("train", *([plan] for plan in plans for _ in range(self._training.tensor_parallel)))
+        rows = ([plan] for plan in plans for _ in range(self._training.tensor_parallel))
+        metrics, *_ = await self._all("train", *rows)
+        return metrics
 
     async def begin_publish(self) -> None:
-        self._manifest = await self._all("publish")
+        await self._all("begin_publish")
 
     async def finish_publish(self) -> Manifest:
-        return self._manifest
+        """The version begun last, of which each rank has published its part.
+
+        Raises:
+            StateDictError: a rank could not; none of them keeps a part of it.
+        """
+        return join(await self._all("finish_publish"))
 
     async def publish(self) -> Manifest:
-        """Publish the current version, with no step meanwhile."""
+        """Both at once: the current version."""
         await self.begin_publish()
         return await self.finish_publish()
 
@@ -164,14 +177,14 @@ class ActorTrainer:
         """Give the published versions back."""
         await self._all("close", timeout_s=30.0)
 
-    async def _all(self, endpoint: str, *arguments: Sequence[Any], timeout_s: float | None = None) -> Any:
-        """Call every rank, each with its arguments, and return what the first one does."""
+    async def _all(self, endpoint: str, *arguments: Sequence[Any], timeout_s: float | None = None) -> list[Any]:
+        """Call every rank, each with its arguments, and return what each one does."""
         calls = [
             call(getattr(rank, endpoint), *own, who="trainer", timeout_s=timeout_s)
             for rank, own in zip(self._ranks, arguments or [()] * len(self._ranks), strict=True)
         ]
         try:
-            first, *_ = await asyncio.gather(*calls)
+            return await asyncio.gather(*calls)
         except TitanRLError:
             raise
         except Exception as error:
@@ -179,4 +192,3 @@ class ActorTrainer:
                 raise
             # What no rank foresaw leaves them out of step; above all the end of one of them.
             raise ActorDiedError(f"trainer died: a rank failed with {type(error).__name__}: {error}") from error
-        return first

@@ -15,21 +15,23 @@ import torch
 from monarch.rdma import RDMABuffer, RDMATcpFallbackWarning
 
 from titan_rl.errors import StateDictError
+from titan_rl.statedict.assembly import Buffer, assemble
 from titan_rl.statedict.segment import checksum
-from titan_rl.statedict.shared_memory import SharedMemoryTransport, views
-from titan_rl.statedict.types import Manifest, Probe
+from titan_rl.statedict.shared_memory import SharedMemoryTransport, map_part
+from titan_rl.statedict.types import Manifest, Part, Probe
 
 
 class RDMATransport:
     """`StateDictTransport` over a `SharedMemoryTransport`, whose segments it also lets other hosts read.
 
     Nothing is copied to expose a segment. A remote reader copies it whole and verifies its checksum, so a version that
-    was overwritten meanwhile fails the pull, and the newest one is to be pulled. Without RDMA hardware Monarch falls
+    was overwritten meanwhile fails the pull, and the newest one is to be pulled. Of a version in several parts a reader
+    maps those on its host and copies the others. Without RDMA hardware Monarch falls
     back to TCP, at a tenth of the speed of memory or less. Used inside Monarch actors.
 
     Args:
         host: this host's name, by which readers tell whether they share memory with the writer.
-        timeout_s: longest wait for one version's bytes.
+        timeout_s: longest wait for the bytes of one part.
     """
 
     def __init__(self, local: SharedMemoryTransport, *, host: str | None = None, timeout_s: float = 120.0) -> None:
@@ -54,8 +56,9 @@ class RDMATransport:
         """
         manifest = self._local.publish(version, named_tensors, probes=probes, tolerance=tolerance)
         self._drop_withdrawn()
-        if not manifest.num_bytes:
-            return replace(manifest, host=self._host)
+        (part,) = manifest.parts
+        if not part.num_bytes:
+            return replace(manifest, parts=(replace(part, host=self._host),))
         data = torch.from_numpy(self._local.bytes_of(version))
         try:
             with warnings.catch_warnings():
@@ -66,29 +69,32 @@ class RDMATransport:
             raise StateDictError(f"version {version} cannot be exposed to other hosts: {error}") from error
         with self._lock:
             self._buffers[version] = buffer
-        return replace(manifest, host=self._host, remote=buffer)
+        return replace(manifest, parts=(replace(part, host=self._host, remote=buffer),))
 
     def pull(self, manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, tensor) pairs: views of the writer's memory on its host, of a verified copy elsewhere.
+        """(name, tensor) pairs, of the writer's memory on its host and of verified copies elsewhere.
 
         Raises:
             StateDictError: as `SharedMemoryTransport.pull`, or the bytes did not arrive in time.
         """
-        if manifest.remote is None or (manifest.host == self._host and Path(manifest.location).exists()):
-            return self._local.pull(manifest)
-        data = np.empty(manifest.num_bytes, np.uint8)
+        return assemble(manifest, lambda part: self._open(part, manifest.version))
+
+    def _open(self, part: Part, version: int) -> Buffer:
+        if not part.num_bytes:
+            return np.empty(0, np.uint8)
+        if part.remote is None or (part.host == self._host and Path(part.location).exists()):
+            return map_part(part)
+        data = np.empty(part.num_bytes, np.uint8)
         try:
-            manifest.remote.read_into(torch.from_numpy(data), timeout=int(self._timeout_s)).get()
+            part.remote.read_into(torch.from_numpy(data), timeout=int(self._timeout_s)).get()
         except Exception as error:
+            raise StateDictError(f"version {version} could not be read from {part.host}: {error}") from error
+        if (found := checksum(data)) != part.checksum:
             raise StateDictError(
-                f"version {manifest.version} could not be read from {manifest.host}: {error}"
-            ) from error
-        if (found := checksum(data)) != manifest.checksum:
-            raise StateDictError(
-                f"version {manifest.version} from {manifest.host} has checksum {found:#010x}, its manifest says "
-                f"{manifest.checksum:#010x}: it was overwritten while it was read"
+                f"version {version} from {part.host} has checksum {found:#010x}, its manifest says "
+                f"{part.checksum:#010x}: it was overwritten while it was read"
             )
-        return views(manifest, data)
+        return data
 
     def release(self, version: int) -> None:
         self._local.release(version)

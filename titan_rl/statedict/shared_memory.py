@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import threading
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import count
 from mmap import mmap
@@ -17,13 +15,10 @@ from numpy.typing import NDArray
 
 from titan_rl.errors import StateDictError
 from titan_rl.owned_folder import OwnedFolder
+from titan_rl.statedict.assembly import assemble, view
 from titan_rl.statedict.folder import clean_dead_segments, segment_folder
 from titan_rl.statedict.segment import ALIGNMENT, Segment, checksum, map_segment
-from titan_rl.statedict.types import Manifest, Probe, TensorEntry
-
-with warnings.catch_warnings():  # torch says once a process that it cannot guard read-only memory, which is understood
-    warnings.simplefilter("ignore")
-    torch.frombuffer(b"\0", dtype=torch.uint8)
+from titan_rl.statedict.types import Manifest, Part, Probe, TensorEntry, TensorSlice
 
 
 class SharedMemoryTransport:
@@ -31,8 +26,9 @@ class SharedMemoryTransport:
 
     One memory-mapped file a version, in a folder of the writer's own under /dev/shm that is made at the first publish.
     Writing happens under a hidden name and a rename publishes, so a version is whole or absent. A reader gets views of
-    the mapping, not copies; they stay valid, and unchanged, after the version is released, and writing to one ends the
-    process. All methods may be called from any thread; a reader calls only `pull`, on an instance of its own.
+    the mapping, not copies, of every tensor that one part has whole; they stay valid, and unchanged, after the version
+    is released, and writing to one ends the process. All methods may be called from any thread; a reader calls only
+    `pull`, on an instance of its own.
 
     Args:
         run_id: part of the folder's name.
@@ -68,7 +64,7 @@ class SharedMemoryTransport:
     def publish(
         self,
         version: int,
-        named_tensors: Iterable[tuple[str, torch.Tensor]],
+        named_tensors: Iterable[tuple[str, torch.Tensor | TensorSlice]],
         *,
         probes: Sequence[Probe] = (),
         tolerance: float = 1e-5,
@@ -76,18 +72,18 @@ class SharedMemoryTransport:
         """Copy the tensors, from whatever device, into a segment and make it visible.
 
         Raises:
-            StateDictError: the version is published already, a name appears twice, there is no room, or the transport
-                is closed. Nothing of the version is left then.
+            StateDictError: the version is published already, a tensor or a slice of it appears twice, there is no
+                room, or the transport is closed. Nothing of the version is left then.
         """
-        tensors = list(named_tensors)
-        entries = _layout(tensors)
+        named = list(named_tensors)
+        entries = _layout(named)
         num_bytes = _align(entries[-1].offset + entries[-1].num_bytes) if entries else 0
         try:
             segment = self._take_segment(version, num_bytes)
         except OSError as error:
             raise StateDictError(f"no room for version {version}, {num_bytes / 1e6:.1f} MB: {error}") from error
         try:
-            _copy(tensors, entries, segment)
+            _copy(named, entries, segment)
             found = checksum(segment.data)
             with self._lock:
                 path = self._folder_for(version).path / str(version)
@@ -96,15 +92,16 @@ class SharedMemoryTransport:
         except BaseException:
             segment.unlink()
             raise
-        return Manifest(version, str(path), num_bytes, found, entries, tuple(probes), tolerance)
+        return Manifest(version, (Part(str(path), num_bytes, found, entries),), tuple(probes), tolerance)
 
     def pull(self, manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
-        """Verify the segment, then give (name, view) pairs. The checks are done when this returns.
+        """Verify every part, then give (name, tensor) pairs. The checks are done when this returns.
 
         Raises:
-            StateDictError: the version is gone, or its size, layout or checksum differ from the manifest's.
+            StateDictError: a part of the version is gone, its size, layout or checksum differ from the manifest's, or
+                the slices of a tensor do not make it up.
         """
-        return views(manifest, map_segment(Path(manifest.location), manifest.num_bytes, manifest.checksum))
+        return assemble(manifest, map_part)
 
     @property
     def versions(self) -> set[int]:
@@ -193,54 +190,39 @@ def _align(offset: int) -> int:
     return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
-def _layout(tensors: list[tuple[str, torch.Tensor]]) -> tuple[TensorEntry, ...]:
+def map_part(part: Part) -> mmap:
+    """As `map_segment`."""
+    return map_segment(Path(part.location), part.num_bytes, part.checksum)
+
+
+def _layout(named: list[tuple[str, torch.Tensor | TensorSlice]]) -> tuple[TensorEntry, ...]:
     """The tensors one after the other, each at a multiple of `ALIGNMENT`."""
-    entries: dict[str, TensorEntry] = {}
+    entries: dict[tuple[str, tuple[int, ...] | None], TensorEntry] = {}
     offset = 0
-    for name, tensor in tensors:
-        if name in entries:
+    for name, value in named:
+        tensor, place = (value.tensor, value.place) if isinstance(value, TensorSlice) else (value, None)
+        shape = tuple(tensor.shape)
+        if place is not None and shape == place.whole_shape and not any(place.start):
+            place = None
+        key = (name, None if place is None else place.start)
+        if key in entries:
             raise StateDictError(f"{name!r} appears twice in the state dict")
         dtype = str(tensor.dtype).removeprefix("torch.")
-        entries[name] = TensorEntry(name, dtype, tuple(tensor.shape), offset, tensor.numel() * tensor.itemsize)
-        offset = _align(offset + entries[name].num_bytes)
+        entries[key] = TensorEntry(name, dtype, shape, offset, tensor.numel() * tensor.itemsize, place)
+        offset = _align(offset + entries[key].num_bytes)
     return tuple(entries.values())
 
 
 @torch.no_grad()
-def _copy(tensors: list[tuple[str, torch.Tensor]], entries: tuple[TensorEntry, ...], segment: Segment) -> None:
-    for (_, tensor), entry in zip(tensors, entries, strict=True):
+def _copy(
+    named: list[tuple[str, torch.Tensor | TensorSlice]], entries: tuple[TensorEntry, ...], segment: Segment
+) -> None:
+    for (_, value), entry in zip(named, entries, strict=True):
+        tensor = value.tensor if isinstance(value, TensorSlice) else value
         end = entry.offset + entry.num_bytes
         if entry.num_bytes:
             if tensor.device.type == "cpu" and tensor.is_contiguous():
                 segment.data[entry.offset : end] = tensor.detach().view(-1).view(torch.uint8).numpy()
             else:
-                _view(segment.data, entry).copy_(tensor)
+                view(segment.data, entry).copy_(tensor)
         segment.data[end : _align(end)] = 0  # a used segment has old bytes there, which the checksum would see
-
-
-def _view(buffer: mmap | NDArray[np.uint8], entry: TensorEntry) -> torch.Tensor:
-    dtype = getattr(torch, entry.dtype)
-    numel = math.prod(entry.shape)
-    if numel == 0:
-        return torch.empty(entry.shape, dtype=dtype)
-    return torch.frombuffer(buffer, dtype=dtype, count=numel, offset=entry.offset).view(entry.shape)
-
-
-def views(manifest: Manifest, buffer: mmap | NDArray[np.uint8]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a version, as views of its bytes.
-
-    Raises:
-        StateDictError: the manifest describes a tensor that does not fit them.
-    """
-    for entry in manifest.entries:
-        _check_entry(entry, manifest)
-    return ((entry.name, _view(buffer, entry)) for entry in manifest.entries)
-
-
-def _check_entry(entry: TensorEntry, manifest: Manifest) -> None:
-    dtype = getattr(torch, entry.dtype, None)
-    if not isinstance(dtype, torch.dtype):
-        raise StateDictError(f"{entry.name!r} of version {manifest.version} has unknown dtype {entry.dtype!r}")
-    fits = entry.offset >= 0 and entry.offset + entry.num_bytes <= manifest.num_bytes
-    if not fits or math.prod(entry.shape) * dtype.itemsize != entry.num_bytes:
-        raise StateDictError(f"{entry.name!r} does not fit the {manifest.num_bytes} bytes of its manifest: {entry}")

@@ -8,14 +8,34 @@ from typing import Any, Protocol
 
 
 @dataclass(frozen=True, slots=True)
+class Place:
+    """Where a slice lies in the tensor that it is cut from.
+
+    Example: the lower half of a [6, 4] matrix has shape (3, 4) and `Place((3, 0), (6, 4))`.
+    """
+
+    start: tuple[int, ...]  # of the slice's first element
+    whole_shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSlice:
+    """A tensor to publish that is a box cut out of a larger one. An empty one only names it: others have its slices."""
+
+    tensor: Any
+    place: Place
+
+
+@dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Where one parameter lies in the segment."""
+    """Where one parameter, or a slice of one, lies in a segment."""
 
     name: str  # Hugging Face parameter name
     dtype: str  # torch's name without the prefix: "float32"
     shape: tuple[int, ...]
     offset: int  # bytes from the segment's start
     num_bytes: int
+    place: Place | None = None  # None where it is the whole tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,18 +47,28 @@ class Probe:
 
 
 @dataclass(frozen=True, slots=True)
-class Manifest:
-    """Everything a reader needs to find and check one published version. Small and picklable."""
+class Part:
+    """What one process wrote of a version."""
 
-    version: int
     location: str  # how the transport finds the bytes
     num_bytes: int
     checksum: int
     entries: tuple[TensorEntry, ...]
-    probes: tuple[Probe, ...] = ()
-    tolerance: float = 1e-5  # largest mean difference allowed between a probe's logprobs and the reader's
     host: str = ""  # of the writer, where other hosts can read it, too
     remote: Any = None  # by what they read it
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """Everything a reader needs to find and check one published version. Small and picklable.
+
+    What one process publishes has one part; `titan_rl.statedict.parts.join` makes one version of what several do.
+    """
+
+    version: int
+    parts: tuple[Part, ...]
+    probes: tuple[Probe, ...] = ()
+    tolerance: float = 1e-5  # largest mean difference allowed between a probe's logprobs and the reader's
 
 
 class StateDictTransport(Protocol):
@@ -54,16 +84,22 @@ class StateDictTransport(Protocol):
     ) -> Manifest:
         """Write one version where readers can find it. A reader never sees it half written.
 
+        Args:
+            named_tensors: (name, tensor), or (name, `TensorSlice`) where this process has a part of it.
+
         Raises:
             StateDictError: the version was published already, or there is no room for it.
         """
         ...
 
     def pull(self, manifest: Manifest) -> Iterator[tuple[str, Any]]:
-        """(name, tensor) pairs of a published version, after its sizes and checksum are verified.
+        """(name, tensor) pairs of a published version, whole, in the order of the first part that names them.
+
+        Everything is verified before the first pair: that the slices make up the tensors, and each part's size and
+        checksum.
 
         Raises:
-            StateDictError: the version is gone or does not match its manifest.
+            StateDictError: the version, or a part of it, is gone or does not match the manifest.
         """
         ...
 

@@ -6,6 +6,7 @@ accelerator. So whatever imports a torchtitan module in this package imports thi
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -21,6 +22,16 @@ def local_device() -> torch.device:
     if accelerator is None:
         return torch.device("cpu")
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+def aside() -> AbstractContextManager[object]:
+    """Where another thread can read what this one has computed so far, without holding up what this one issues next:
+    a stream of its own on an accelerator."""
+    if local_device().type != "cuda":
+        return nullcontext()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    return torch.cuda.stream(stream)
 
 
 _torchtitan.device_type = local_device().type

@@ -8,11 +8,13 @@ import torch
 
 import titan_rl.training.device  # noqa: F401  before torchtitan
 from titan_rl.config.sections import TrainingConfig
+from titan_rl.statedict.types import Place, TensorSlice
 from titan_rl.training.world import World
 
 # isort: split
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
 
@@ -49,3 +51,18 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor that every rank holds whole, as a plain one."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def held(tensor: torch.Tensor, world: World) -> TensorSlice | None:
+    """The slice of a parameter that this rank answers for, sharing its memory. None where it holds nothing of it, or
+    only what another rank holds, too."""
+    shape = tuple(tensor.shape)
+    if not isinstance(tensor, DTensor):
+        return TensorSlice(tensor, Place((0,) * len(shape), shape)) if world.is_first else None
+    mesh, placements, own = tensor.device_mesh, tensor.placements, tensor.to_local()
+    coordinates = mesh.get_coordinate() or ()
+    if any(at and placement.is_replicate() for at, placement in zip(coordinates, placements, strict=True)):
+        return None
+    size, start = compute_local_shape_and_global_offset(shape, mesh, placements)
+    assert tuple(own.shape) == tuple(size), f"a slice of {shape} has shape {tuple(own.shape)}; {size} is expected"
+    return TensorSlice(own, Place(tuple(start), shape)) if own.numel() else None

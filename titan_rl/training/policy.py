@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from titan_rl.config.sections import ModelConfig, TrainingConfig
+from titan_rl.statedict.types import TensorSlice
 from titan_rl.training.batch import Batch
 from titan_rl.training.device import local_device
 from titan_rl.training.logprobs import selected_logprobs
@@ -49,6 +50,10 @@ class Policy:
         """See `HFModel.named_tensors`; here in the policy's dtype."""
         for name, tensor in self._hf.named_tensors():
             yield name, tensor.to(self.dtype)
+
+    def held_slices(self) -> list[tuple[str, TensorSlice]]:
+        """See `HFModel.held_slices`."""
+        return self._hf.held_slices(self.dtype)
 
     def logprobs(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Logprobs and entropies of the trained tokens at their temperatures.  # [N], [N]"""

@@ -1,58 +1,133 @@
-"""A trainer whose every version can be published, with the means to verify what was pulled."""
+"""A trainer whose every version can be published while it goes on, with the means to verify what was pulled."""
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
 
 from titan_rl.config.sections import ModelConfig, StateDictConfig
+from titan_rl.errors import StateDictError
 from titan_rl.statedict.probes import make_probes
-from titan_rl.statedict.types import Manifest, StateDictTransport
+from titan_rl.statedict.types import Manifest, Probe, StateDictTransport, TensorSlice
+from titan_rl.training.device import aside
 from titan_rl.training.trainer import TrainerCore
 
 PROBE_TOKENS = 32
 TOLERANCE = {"float32": 1e-5, "bfloat16": 0.1}
 
 
-class WeightPublisher:
-    """Publishes the trainer's weights, each version with the trainer's own logprobs of the probe sequences.
+@dataclass(frozen=True, slots=True)
+class _Snapshot:
+    """What a rank publishes of a version. The slices share the trainer's memory."""
 
-    The two newest versions stay available: a generator may still be reading the one before.
+    version: int
+    slices: list[tuple[str, TensorSlice]]
+    probes: tuple[Probe, ...]
+    aside: AbstractContextManager[object]  # in which the slices may be read by another thread
+
+
+class WeightPublisher:
+    """Publishes the weights that this rank holds; the first one adds the trainer's own logprobs of the probe sequences.
+
+    They are copied in a thread of its own, during the next forward and backward pass; the optimizer waits for that. The
+    two newest versions stay available: a generator may still be reading the one before.
 
     Args:
-        transport: of the first rank. The others hand it their parts, and have none.
+        transport: of this rank alone.
+
+    Example:
+
+        publisher.begin()              # on every rank
+        trainer.step(samples)          # changes no weight before it is copied
+        manifest = publisher.finish()  # on every rank; of the version before the step
     """
 
     def __init__(
         self,
         trainer: TrainerCore,
-        transport: StateDictTransport | None,
+        transport: StateDictTransport,
         *,
         model: ModelConfig,
         statedict: StateDictConfig,
         seed: int,
     ) -> None:
         self._trainer = trainer
+        self._world = trainer.world.apart()
         self._transport = transport
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="publish")
+        self._publishing: Future[Manifest] | None = None
+        self._dtype: torch.dtype = getattr(torch, model.dtype)
         self._tolerance = statedict.tolerance or TOLERANCE[model.dtype]
         length = min(PROBE_TOKENS, model.max_context - 1)  # a reader may have to add a token to score them
         self._probe_sequences = trainer.draw(statedict.num_probes, length, seed)
 
-    def publish(self) -> Manifest | None:
-        """Publish the current version. All ranks call this at the same time; the first one gets the manifest.
+    def begin(self) -> None:
+        """Begin to publish this rank's part of the current version. All ranks call this at the same time."""
+        snapshot = self._collect()
+        writing = self._thread.submit(self._write, snapshot)
+        self._trainer.hold_weights(writing)
+        self._publishing = self._thread.submit(lambda: self._settle(writing.result()))
+
+    def finish(self) -> Manifest:
+        """Wait until the version begun last is published, or is not: on all ranks alike. Any thread may call this.
+
+        Returns:
+            a manifest of one part. `titan_rl.statedict.parts.join` makes a version of those of all ranks.
 
         Raises:
-            StateDictError: it is published already, or there is no room for it.
+            StateDictError: on all ranks, if one of them has published the version already, has no room for it, or
+                cannot write it. None keeps what it has written of it; older versions stay. Also if none was begun.
         """
-        version = self._trainer.version
-        probes = make_probes(self._trainer.score, self._probe_sequences)
-        tensors = self._trainer.named_tensors()
-        if self._transport is None:
-            deque(tensors, maxlen=0)
-            return None
-        manifest = self._transport.publish(version, tensors, probes=probes, tolerance=self._tolerance)
-        self._transport.release(version - 2)
-        return manifest
+        if self._publishing is None:
+            raise StateDictError("no version was begun to be published")
+        return self._publishing.result()
+
+    def publish(self) -> Manifest:
+        """Both at once. Raises what `finish` does."""
+        self.begin()
+        return self.finish()
 
     def close(self) -> None:
-        if self._transport is not None:
-            self._transport.close()
+        """Give the published versions back, after the last one is written."""
+        self._thread.shutdown()
+        self._transport.close()
+
+    def _collect(self) -> _Snapshot:
+        """What takes all ranks: scoring the probes, and gathering what cannot be published in slices."""
+        probes = make_probes(self._trainer.score, self._probe_sequences)
+        slices = self._trainer.held_slices()
+        return _Snapshot(self._trainer.version, slices, probes if self._world.is_first else (), aside())
+
+    def _write(self, snapshot: _Snapshot) -> Manifest | Exception:
+        """Copy this rank's slices, and wait for no other rank. What fails is for `_settle` to raise."""
+        try:
+            with snapshot.aside:
+                return self._transport.publish(
+                    snapshot.version, self._converted(snapshot), probes=snapshot.probes, tolerance=self._tolerance
+                )
+        except Exception as error:
+            return error
+
+    def _settle(self, written: Manifest | Exception) -> Manifest:
+        """Tell the other ranks, and hear of them. A version that one of them lacks is nobody's."""
+        problem = None
+        if isinstance(written, Exception):
+            problem = str(written) if isinstance(written, StateDictError) else repr(written)
+        try:
+            self._world.agree(problem and f"trainer rank {self._world.rank}: {problem}", StateDictError)
+        except StateDictError as error:
+            if isinstance(written, Exception):
+                raise error from written
+            self._transport.release(written.version)
+            raise
+        assert isinstance(written, Manifest)
+        self._transport.release(written.version - 2)
+        return written
+
+    def _converted(self, snapshot: _Snapshot) -> Iterator[tuple[str, TensorSlice]]:
+        for name, piece in snapshot.slices:
+            yield name, TensorSlice(piece.tensor.to(self._dtype), piece.place)

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from titan_rl.errors import CheckpointError, TrainingError
+from titan_rl.errors import CheckpointError
 from titan_rl.training.checkpoint import atomic_directory, temporary_of
 from titan_rl.training.world import World
 
@@ -78,9 +78,9 @@ class TrainStateWriter:
         except Exception as error:
             problem = error
         try:
-            self._world.agree(None if problem is None else str(problem))
-        except TrainingError as error:
-            raise CheckpointError(str(error)) from problem
+            self._world.agree(None if problem is None else str(problem), CheckpointError)
+        except CheckpointError as error:
+            raise error from problem
 
     def _write_part(self, directory: Path, state: dict[str, Any], files: Mapping[str, str]) -> None:
         with ExitStack() as stack:
@@ -90,7 +90,7 @@ class TrainStateWriter:
                     stack.enter_context(atomic_directory(directory))
             except CheckpointError as error:
                 problem = str(error)
-            self._world.agree(problem)
+            self._world.agree(problem, CheckpointError)
             folder = temporary_of(directory)
             with _plain_errors():
                 dcp.save(state, checkpoint_id=folder, no_dist=self._world.size == 1, process_group=self._world.group)

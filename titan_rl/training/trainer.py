@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import torch
 
 from titan_rl.config.sections import CorrectionConfig, ModelConfig, TrainingConfig
 from titan_rl.errors import TrainingError
+from titan_rl.statedict.types import TensorSlice
 from titan_rl.training.batch import Batch, make_batch
 from titan_rl.training.family import Family
 from titan_rl.training.hf_export import export_hf
@@ -28,13 +32,17 @@ from titan_rl.training.step_plan import StepPlan, plan_step
 from titan_rl.training.train_state import TrainStateWriter, load_train_state
 from titan_rl.training.world import World
 
+READER_LIMIT_S = 300.0
+"""Longest wait of the optimizer for those who read the weights."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """What one step did.
 
     `metrics` holds loss and grad_norm (means over its minibatches), lr, num_tokens (trained), num_samples,
-    num_dropped_samples (longer than a row), padding_fraction, and what `titan_rl.training.metrics.token_metrics`
+    num_dropped_samples (longer than a row), padding_fraction, wait_for_copy_s (until the optimizer could change weights
+    that were being published), and what `titan_rl.training.metrics.token_metrics`
     documents.
     """
 
@@ -49,6 +57,7 @@ class _Update:
     loss: float
     grad_norm: float
     record: TokenRecord
+    waited_s: float  # for those who read the weights
 
 
 class TrainerCore:
@@ -96,6 +105,7 @@ class TrainerCore:
             fused=True,
         )
         self._writer = TrainStateWriter(self._world)
+        self._readers: list[Future[Any]] = []
         self._version = 0
 
     @property
@@ -104,9 +114,9 @@ class TrainerCore:
         return self._version
 
     @property
-    def is_first(self) -> bool:
-        """This is rank 0, which publishes and exports."""
-        return self._world.is_first
+    def world(self) -> World:
+        """The ranks that train this policy together."""
+        return self._world
 
     @property
     def vocab_size(self) -> int:
@@ -154,6 +164,7 @@ class TrainerCore:
             "num_samples": float(num_samples - num_dropped),
             "num_dropped_samples": float(num_dropped),
             "padding_fraction": num_padding / num_positions,
+            "wait_for_copy_s": sum(update.waited_s for update in updates),
             **token_metrics(record, self._version, self._world),
         }
         self._version += 1
@@ -219,6 +230,19 @@ class TrainerCore:
         """
         return self._policy.named_tensors()
 
+    def held_slices(self) -> list[tuple[str, TensorSlice]]:
+        """What this rank publishes of every parameter, by Hugging Face name; the ranks together publish each once.
+
+        All ranks call this at the same time. The slices are float32 and share the trainer's memory, but for what had to
+        be gathered: copy them before the next step. `titan_rl.training.models.slices` tells which is which.
+        """
+        return self._policy.held_slices()
+
+    def hold_weights(self, until: Future[Any]) -> None:
+        """No step changes a weight before this is done, because another thread reads them. However it ends: an error
+        is not the trainer's."""
+        self._readers.append(until)
+
     def save(self, directory: str | Path) -> None:
         """Write model, optimizer, version and random state, so that `load` on as many ranks continues to the bit.
 
@@ -253,6 +277,7 @@ class TrainerCore:
             CheckpointError: there is no checkpoint, it is damaged, or it is of another model. The trainer may be left
                 with part of it and must not be used.
         """
+        self._wait_for_readers()
         self._version = load_train_state(Path(directory), self._model, self._optimizer, self._world)
 
     def export_hf(self, directory: str | Path) -> None:
@@ -300,8 +325,22 @@ class TrainerCore:
             )
         for group in self._optimizer.param_groups:
             group["lr"] = lr
+        waited = self._wait_for_readers()
         self._optimizer.step()
-        return _Update(loss, grad_norm, TokenRecord.concatenate(records))
+        return _Update(loss, grad_norm, TokenRecord.concatenate(records), waited)
+
+    def _wait_for_readers(self) -> float:
+        """Seconds waited."""
+        if not self._readers:
+            return 0.0
+        began = time.monotonic()
+        if wait(self._readers, timeout=READER_LIMIT_S).not_done:
+            raise TrainingError(
+                f"the weights of version {self._version} were still being read after {READER_LIMIT_S:g} s, so the "
+                "optimizer cannot change them"
+            )
+        self._readers.clear()
+        return time.monotonic() - began
 
     def _accumulate_gradients(self, batch: Batch, proximal_N: torch.Tensor | None) -> TokenRecord:
         """Add the gradient of the batch's summed loss. The sum is divided once the whole batch's tokens are known."""

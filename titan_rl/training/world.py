@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from titan_rl.config.sections import TrainingConfig
-from titan_rl.errors import TrainingError
+from titan_rl.errors import TitanRLError, TrainingError
 from titan_rl.training.device import local_device
 
 
@@ -84,18 +84,18 @@ class World:
     def max(self, values: Sequence[float]) -> list[float]:
         return self._reduce(values, dist.ReduceOp.MAX)
 
-    def agree(self, problem: str | None) -> None:
+    def agree(self, problem: str | None, error: type[TitanRLError] = TrainingError) -> None:
         """Every rank calls this, and all fail if one has a problem.
 
         Raises:
-            TrainingError: with the first problem.
+            TrainingError: with the first problem. Or another error, where one is given.
         """
         problems = [problem]
         if self.size > 1:
             problems = [None] * self.size
             dist.all_gather_object(problems, problem, group=self.group)
         if (first := next((each for each in problems if each is not None), None)) is not None:
-            raise TrainingError(first)
+            raise error(first)
 
     def barrier(self) -> None:
         if self.size > 1:

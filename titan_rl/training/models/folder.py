@@ -16,8 +16,10 @@ from safetensors import SafetensorError, safe_open
 
 import titan_rl.training.device  # noqa: F401  before torchtitan
 from titan_rl.errors import ModelError
+from titan_rl.statedict.types import TensorSlice
 from titan_rl.training.models import ARCHITECTURES, Architecture
 from titan_rl.training.models.architecture import Dimensions
+from titan_rl.training.models.slices import held_slices, hf_names
 from titan_rl.training.parallel import whole
 from titan_rl.training.world import World
 
@@ -66,6 +68,8 @@ class HFModel:
         if world.tensor_parallel > 1:
             self._architecture.plan_sharding(config)
         self.decoder = build(config, device)
+        self._world = world
+        self._names = hf_names(self._adapter(), self.decoder.state_dict())
         self._load(folder)
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -77,6 +81,10 @@ class HFModel:
         adapter = self._adapter()
         for name, tensor in self.decoder.state_dict().items():
             yield from adapter.to_hf({name: whole(tensor)}).items()
+
+    def held_slices(self, dtype: torch.dtype) -> list[tuple[str, TensorSlice]]:
+        """What this rank publishes: see `titan_rl.training.models.slices.held_slices`."""
+        return held_slices(self.decoder.state_dict(), self._names, self._adapter(), self._world, dtype)
 
     def _load(self, folder: Path) -> None:
         files = sorted(folder.glob("*.safetensors"))

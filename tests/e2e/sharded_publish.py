@@ -1,0 +1,108 @@
+"""One rank of a trainer that publishes: `python -m e2e.sharded_publish REQUEST`, in torch.distributed's environment."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import sys
+from contextlib import nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from e2e.tiny_policy import on_policy_samples
+from torch.distributed.tensor import DTensor
+
+from titan_rl.config.sections import ModelConfig, StateDictConfig, TrainingConfig
+from titan_rl.errors import StateDictError
+from titan_rl.statedict.parts import join
+from titan_rl.statedict.shared_memory import SharedMemoryTransport
+from titan_rl.statedict.types import Manifest
+from titan_rl.training.publishing import WeightPublisher
+from titan_rl.training.trainer import TrainerCore
+
+
+class Rank:
+    def __init__(self, model: ModelConfig, training: TrainingConfig) -> None:
+        self.trainer = TrainerCore(model, training, seed=0)
+        self.world = self.trainer.world
+        self.transport = SharedMemoryTransport(f"sharded-{self.world.rank}")
+        statedict = StateDictConfig(num_probes=2)
+        self.publisher = WeightPublisher(self.trainer, self.transport, model=model, statedict=statedict, seed=0)
+        self.samples = on_policy_samples(self.trainer, 50, 20, 33, 41)
+
+    def publish(self) -> list[Manifest]:
+        """Of all ranks."""
+        own = self.publisher.publish()
+        manifests: list[Any] = [None] * self.world.size
+        dist.all_gather_object(manifests, own)
+        return manifests
+
+    def compare(self, manifests: list[Manifest]) -> dict[str, Any]:
+        """What a reader gets, with what an export gathers."""
+        expected = dict(self.trainer.named_tensors())
+        found = dict(SharedMemoryTransport("reader").pull(join(manifests)))
+        assert list(found) == list(expected)
+        return {
+            "num_tensors": len(expected),
+            "wrong": [
+                name
+                for name, tensor in expected.items()
+                if found[name].dtype != tensor.dtype or not torch.equal(found[name], tensor)
+            ],
+            "whole_bytes": sum(tensor.nbytes for tensor in expected.values()),
+            "part_bytes": [part.num_bytes for manifest in manifests for part in manifest.parts],
+            "num_probes": [len(manifest.probes) for manifest in manifests],
+        }
+
+    def failure(self) -> str:
+        """Why the current version cannot be published."""
+        try:
+            self.publisher.publish()
+        except StateDictError as error:
+            return str(error)
+        return ""
+
+    def count_gathered(self) -> int:
+        """How many parameters are gathered for a version."""
+        with patch.object(DTensor, "full_tensor", autospec=True, side_effect=DTensor.full_tensor) as gather:
+            self.trainer.held_slices()
+        return gather.call_count
+
+    def three_versions(self) -> dict[str, Any]:
+        """Versions 0 to 2. Version 0 is published twice, and of version 1 rank 1 has no room at first."""
+        first = self.publish()
+        compared = [self.compare(first)]
+        failures = [self.failure()]
+        self.trainer.step(self.samples)
+        full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        with patch.object(os, "posix_fallocate", side_effect=full) if self.world.rank == 1 else nullcontext():
+            failures.append(self.failure())
+        kept = [sorted(self.transport.versions)]
+        readable = len(list(SharedMemoryTransport("reader").pull(join(first))))
+        for _ in range(2):
+            compared.append(self.compare(self.publish()))
+            self.trainer.step(self.samples)
+        kept.append(sorted(self.transport.versions))
+        dist.barrier()  # nobody's part goes before all have compared
+        self.publisher.close()
+        return {
+            "num_gathered": self.count_gathered(),
+            "compared": compared,
+            "failures": failures,
+            "kept": kept,
+            "num_readable": readable,
+        }
+
+
+def main() -> None:
+    request = json.loads(sys.argv[1])
+    training = TrainingConfig(steps=10, lr=1e-3, row_tokens=64, rows_per_micro_batch=2, **request["training"])
+    models = [ModelConfig(path=folder, dtype=dtype) for folder, dtype in request["models"]]
+    print(json.dumps([Rank(model, training).three_versions() for model in models]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""A version is copied while the next step computes, and the optimizer waits for the copy."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from e2e.tiny_policy import make_tiny_qwen3, make_trainer, on_policy_samples, weights
+
+from titan_rl.config.sections import ModelConfig, StateDictConfig
+from titan_rl.errors import StateDictError
+from titan_rl.statedict.shared_memory import SharedMemoryTransport
+from titan_rl.statedict.types import Manifest
+from titan_rl.training.losses.grpo import grpo_loss
+from titan_rl.training.losses.types import ClipRange, LossTokens, TokenLoss
+from titan_rl.training.publishing import WeightPublisher
+from titan_rl.training.trainer import TrainerCore
+
+forward_done, stepped = threading.Event(), threading.Event()
+
+
+def noting_loss(tokens: LossTokens, clip: ClipRange) -> TokenLoss:
+    forward_done.set()
+    return grpo_loss(tokens, clip)
+
+
+class LateTransport(SharedMemoryTransport):
+    """Begins to copy once a forward pass of the next step is done, and then looks whether the step comes to its end."""
+
+    late = False
+
+    def publish(self, version: int, named_tensors: Any, **rest: Any) -> Manifest:
+        if self.late:
+            assert forward_done.wait(60)
+            assert not stepped.wait(0.5), "the optimizer changed weights that were not copied yet"
+        return super().publish(version, named_tensors, **rest)
+
+
+class FullTransport(SharedMemoryTransport):
+    def publish(self, version: int, named_tensors: Any, **rest: Any) -> Manifest:
+        assert forward_done.wait(60)
+        raise StateDictError("no room")
+
+
+@pytest.fixture(autouse=True)
+def fresh_events() -> None:
+    forward_done.clear()
+    stepped.clear()
+
+
+def step(trainer: TrainerCore, samples: Any) -> dict[str, float]:
+    metrics = trainer.step(samples).metrics
+    stepped.set()
+    return metrics
+
+
+def make_publisher(trainer: TrainerCore, transport: SharedMemoryTransport, folder: Path) -> WeightPublisher:
+    return WeightPublisher(
+        trainer, transport, model=ModelConfig(path=str(folder)), statedict=StateDictConfig(num_probes=1), seed=0
+    )
+
+
+def test_the_next_forward_runs_while_a_version_is_copied_and_the_optimizer_waits(tmp_path: Path) -> None:
+    folder = make_tiny_qwen3(tmp_path)
+    trainer = make_trainer(folder, lr=1e-2, loss=f"{__name__}:noting_loss")
+    samples = on_policy_samples(trainer, 24, 33)
+    before = {name: tensor.clone() for name, tensor in weights(trainer).items()}
+    with LateTransport("test-publishing") as transport, ThreadPoolExecutor(1) as thread:
+        publisher = make_publisher(trainer, transport, folder)
+        transport.late = True
+        publisher.begin()
+        metrics = thread.submit(step, trainer, samples)
+        manifest = publisher.finish()
+        assert metrics.result(60)["wait_for_copy_s"] > 0
+        assert trainer.version == 1
+        assert manifest.version == 0
+        pulled = dict(transport.pull(manifest))
+        assert all(torch.equal(tensor, before[name]) for name, tensor in pulled.items())
+        assert not all(torch.equal(tensor, before[name]) for name, tensor in weights(trainer).items())
+        publisher.close()
+
+
+def test_what_cannot_be_published_is_told_and_does_not_stop_the_step(tmp_path: Path) -> None:
+    folder = make_tiny_qwen3(tmp_path)
+    trainer = make_trainer(folder, loss=f"{__name__}:noting_loss")
+    samples = on_policy_samples(trainer, 24)
+    with FullTransport("test-publishing-full") as transport:
+        publisher = make_publisher(trainer, transport, folder)
+        publisher.begin()
+        step(trainer, samples)
+        assert trainer.version == 1
+        with pytest.raises(StateDictError, match="no room"):
+            publisher.finish()
+        publisher.close()

@@ -1,0 +1,48 @@
+"""Ranks that publish what they hold publish together what an export gathers, to the bit, on gloo."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("torchtitan", reason="needs the cpu or gpu extra")
+
+from e2e.sharded_steps import run_world
+from e2e.tiny_policy import make_tiny_llama3, make_tiny_moe, make_tiny_qwen3
+
+LAYOUTS = {"FSDP 2": (2, 1), "TP 2": (1, 2), "FSDP 2 x TP 2": (2, 2)}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, str]]:
+    """(folder, dtype): Qwen3, of whose rows two ranks of four hold one less; tied; Llama; a mixture of experts."""
+    folders = [tmp_path_factory.mktemp("model") for _ in range(4)]
+    return [
+        (str(make_tiny_qwen3(folders[0], vocab_size=130)), "float32"),
+        (str(make_tiny_qwen3(folders[1], tied=True)), "bfloat16"),
+        (str(make_tiny_llama3(folders[2])), "float32"),
+        (str(make_tiny_moe(folders[3])), "float32"),
+    ]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_parts_are_the_gathered_export_and_one_that_fails_fails_all(
+    models: list[tuple[str, str]], layout: str
+) -> None:
+    data_parallel, tensor_parallel = LAYOUTS[layout]
+    size = data_parallel * tensor_parallel
+    training = {"data_parallel": data_parallel, "tensor_parallel": tensor_parallel}
+    for by_model in run_world("e2e.sharded_publish", {"models": models, "training": training}, size):
+        # Only Llama's queries and keys are computed, in two layers.
+        assert [found["num_gathered"] for found in by_model] == [0, 0, 4, 0]
+        for found in by_model:
+            assert len(found["compared"]) == 3
+            for compared in found["compared"]:
+                assert compared["wrong"] == []
+                assert compared["num_probes"] == [2] + [0] * (size - 1)
+                assert len(compared["part_bytes"]) == size
+                assert max(compared["part_bytes"]) < 1.4 / size * compared["whole_bytes"]
+            twice, no_room = found["failures"]
+            assert twice.startswith("trainer rank 0: version 0 is published already")
+            assert no_room.startswith("trainer rank 1: no room for version 1")
+            assert found["kept"] == [[0], [1, 2]]
+            assert found["num_readable"] == compared["num_tensors"]

@@ -1,0 +1,76 @@
+"""Tensors out of the parts that hold them: views where one part has a tensor whole, copies where several share it."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from mmap import mmap
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from titan_rl.errors import StateDictError
+from titan_rl.statedict.parts import place_of, slices_by_name
+from titan_rl.statedict.types import Manifest, Part, TensorEntry
+
+Buffer = mmap | NDArray[np.uint8]
+
+with warnings.catch_warnings():  # torch says once a process that it cannot guard read-only memory, which is understood
+    warnings.simplefilter("ignore")
+    torch.frombuffer(b"\0", dtype=torch.uint8)
+
+
+def assemble(manifest: Manifest, open_part: Callable[[Part], Buffer]) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) pairs of a version. All checks are done when this returns; tensors are copied together one at a
+    time, as they are asked for.
+
+    Args:
+        open_part: gives a part's verified bytes.  # [num_bytes] or more
+
+    Raises:
+        StateDictError: the manifest describes slices that do not make up the tensors or do not fit the bytes, or what
+            `open_part` raises.
+    """
+    tensors = slices_by_name(manifest)
+    for part in manifest.parts:
+        for entry in part.entries:
+            _check_entry(entry, part.num_bytes, manifest.version)
+    buffers = [open_part(part) for part in manifest.parts]
+    return ((name, _tensor(slices, buffers)) for name, slices in tensors.items())
+
+
+def view(buffer: Buffer, entry: TensorEntry) -> torch.Tensor:
+    """The entry's bytes as a tensor that shares them."""
+    dtype = getattr(torch, entry.dtype)
+    numel = math.prod(entry.shape)
+    if numel == 0:
+        return torch.empty(entry.shape, dtype=dtype)
+    return torch.frombuffer(buffer, dtype=dtype, count=numel, offset=entry.offset).view(entry.shape)
+
+
+def _tensor(slices: Sequence[tuple[int, TensorEntry]], buffers: Sequence[Buffer]) -> torch.Tensor:
+    if len(slices) == 1:
+        ((part, entry),) = slices
+        tensor = view(buffers[part], entry)
+        return tensor if entry.place is None else tensor.view(entry.place.whole_shape)
+    _, first = slices[0]
+    whole = torch.empty(place_of(first).whole_shape, dtype=getattr(torch, first.dtype))
+    for part, entry in slices:
+        box = whole
+        for dim, (start, size) in enumerate(zip(place_of(entry).start, entry.shape, strict=True)):
+            box = box.narrow(dim, start, size)
+        box.copy_(view(buffers[part], entry))
+    return whole
+
+
+def _check_entry(entry: TensorEntry, num_bytes: int, version: int) -> None:
+    dtype = getattr(torch, entry.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise StateDictError(f"{entry.name!r} of version {version} has unknown dtype {entry.dtype!r}")
+    fits = entry.offset >= 0 and entry.offset + entry.num_bytes <= num_bytes
+    if not fits or math.prod(entry.shape) * dtype.itemsize != entry.num_bytes:
+        raise StateDictError(
+            f"{entry.name!r} of version {version} does not fit the {num_bytes} bytes of its part: {entry}"
+        )
