@@ -22,7 +22,8 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.generation import make_model
-from titan_rl.config.sections import ModelConfig, TrainingConfig
+from titan_rl.config.sections import ModelConfig
+from titan_rl.config.training import TrainingConfig
 from titan_rl.training.minibatch import Minibatch
 from titan_rl.training.sample import TrainingSample
 from titan_rl.training.step_plan import plan_step

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 import titan_rl.training.device  # noqa: F401  before torchtitan
-from titan_rl.config.sections import TrainingConfig
+from titan_rl.config.training import TrainingConfig
 from titan_rl.training.world import World
 
 # isort: split

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from titan_rl.config.sections import ModelConfig, TrainingConfig
+from titan_rl.config.sections import ModelConfig
+from titan_rl.config.training import TrainingConfig
 from titan_rl.training.batch import Batch
 from titan_rl.training.device import local_device
 from titan_rl.training.logprobs import selected_logprobs

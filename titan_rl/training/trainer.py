@@ -6,16 +6,15 @@ import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from statistics import fmean
 
 import torch
 
-from titan_rl.config.sections import CorrectionConfig, ModelConfig, TrainingConfig
+from titan_rl.config.sections import ModelConfig
+from titan_rl.config.training import CorrectionConfig, TrainingConfig
 from titan_rl.errors import TrainingError
-from titan_rl.training.batch import Batch, make_batch
-from titan_rl.training.family import Family
+from titan_rl.training.batch import Batch
 from titan_rl.training.hf_export import export_hf
 from titan_rl.training.metrics import TokenRecord, token_metrics
 from titan_rl.training.minibatch import Minibatch
@@ -24,6 +23,7 @@ from titan_rl.training.parallel import whole
 from titan_rl.training.policy import Policy
 from titan_rl.training.sample import TrainingSample
 from titan_rl.training.schedule import learning_rate
+from titan_rl.training.scoring import draw, score
 from titan_rl.training.step_plan import StepPlan, plan_step
 from titan_rl.training.train_state import load_train_state, save_train_state
 from titan_rl.training.world import World
@@ -168,25 +168,8 @@ class TrainerCore:
             TrainingError: a token id is outside the vocabulary.
             ValueError: a sequence is longer than model.max_context.
         """
-        row: list[Family] = []
-        for sequence in sequences:
-            length = len(sequence)
-            if length > self._config.max_context:
-                raise ValueError(f"a sequence has {length} tokens; model.max_context is {self._config.max_context}")
-            if length > 1:
-                blank, versions = [0.0] * length, [self._version] * length
-                sample = TrainingSample("", "", sequence, [True] * length, blank, blank, versions, temperature=1.0)
-                row.append(Family((sample,)))
-        if not row:
-            return [[] for _ in sequences]
-        batch = make_batch([row], self._policy.device)
-        self._world.agree(self._policy.complaint(batch))
-        with torch.no_grad():
-            logprobs_N, _ = self._policy.logprobs(batch)
-        logprobs = iter(logprobs_N.tolist())
-        return [list(islice(logprobs, max(len(sequence) - 1, 0))) for sequence in sequences]
+        return score(self._policy, self._world, sequences, max_context=self._config.max_context)
 
-    @torch.no_grad()
     def draw(self, num_sequences: int, length: int, seed: int) -> list[list[int]]:
         """Sequences sampled from the current policy at temperature 1, after a random first token.
 
@@ -195,20 +178,7 @@ class TrainerCore:
         Returns:
             [num_sequences][length]
         """
-        generator = torch.Generator().manual_seed(seed)
-        sequences = torch.randint(self.vocab_size, (num_sequences, 1), generator=generator).tolist()
-        blank = [0.0] * length
-        for size in range(1, length):
-            # The token to be drawn is the only one asked for; what stands in its place is not seen by its predictor.
-            mask = [False] * size + [True]
-            rows = [
-                [Family((TrainingSample("", "", [*ids, 0], mask, blank, blank, [self._version] * length, 1.0),))]
-                for ids in sequences
-            ]
-            probs_NV = self._policy.logits(make_batch(rows, self._policy.device)).float().softmax(-1).cpu()
-            for ids, token in zip(sequences, torch.multinomial(probs_NV, 1, generator=generator), strict=True):
-                ids.append(int(token))
-        return sequences
+        return draw(self._policy, num_sequences, length, seed)
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every parameter under its Hugging Face name, in `model.dtype`, whole. All ranks iterate at the same time.
