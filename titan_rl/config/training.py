@@ -18,6 +18,7 @@ from titan_rl.config.sections import Section
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
+OPTIMIZERS = ("adamw", "adam", "sgd", "muon")
 LOSSES = ("grpo", "gspo", "cispo", "reinforce")
 ADVANTAGES = ("standardized", "group_mean", "leave_one_out", "reward", "batch_mean")
 
@@ -46,10 +47,14 @@ class TrainingConfig(Section):
     """Learning rate at the last step relative to `lr`; the decay from one to the other is `lr_decay`."""
     lr_decay: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the learning rate after the warm-up, over the run's own steps."""
+    optimizer: Annotated[str, _function_of(*OPTIMIZERS)] = "adamw"
+    """One of adamw, adam, sgd, muon (with adamw for what is no matrix), or a function as "module:function"."""
     betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), strict=False)  # TOML has lists, no tuples
-    """AdamW's decay rates of the first and second moment."""
+    """Decay rates of the first and second moment; for sgd and muon the first is the momentum."""
+    eps: PositiveFloat = 1e-8
+    """Added to the root of the second moment in adamw and adam."""
     weight_decay: NonNegativeFloat = 0.0
-    """AdamW's decoupled weight decay."""
+    """Weight decay, decoupled in adamw and muon, and added to the gradient in adam and sgd."""
     max_grad_norm: PositiveFloat = 1.0
     """Gradients with a larger norm are scaled down to it."""
     minibatches: PositiveInt = 1

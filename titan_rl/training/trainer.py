@@ -1,4 +1,4 @@
-"""The trainer of one policy: torchtitan's model, AdamW, and a step for each batch of samples."""
+"""The trainer of one policy: torchtitan's model, an optimizer, and a step for each batch of samples."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from titan_rl.training.hf_export import export_hf
 from titan_rl.training.metrics import TokenRecord, token_metrics
 from titan_rl.training.minibatch import Minibatch
 from titan_rl.training.objective import Objective
+from titan_rl.training.optimizers import Optimizers
 from titan_rl.training.parallel import whole
 from titan_rl.training.policy import Policy
 from titan_rl.training.sample import TrainingSample
@@ -62,7 +63,7 @@ class TrainerCore:
 
     Raises:
         ModelError: the folder lacks a file, or its config and weights do not fit together.
-        ConfigError: there is no such `training.loss`.
+        ConfigError: there is no such `training.loss` or `training.optimizer`, or it is not what it has to be.
 
     Example:
 
@@ -88,13 +89,7 @@ class TrainerCore:
         self._model = self._policy.model
         self._reference = Policy(model_config, training, self._world) if training.kl_coef else None
         self._parameters = list(self._model.parameters())
-        self._optimizer = torch.optim.AdamW(
-            self._parameters,
-            lr=training.lr,
-            betas=training.betas,
-            weight_decay=training.weight_decay,
-            fused=True,
-        )
+        self._optimizers = Optimizers(self._model, training)
         self._version = 0
 
     @property
@@ -196,7 +191,7 @@ class TrainerCore:
         Raises:
             CheckpointError: it could not be written.
         """
-        save_train_state(Path(directory), self._model, self._optimizer, self._version, self._world)
+        save_train_state(Path(directory), self._model, self._optimizers.parts, self._version, self._world)
 
     def load(self, directory: str | Path) -> None:
         """Continue from what `save` wrote, also on another number of ranks.
@@ -205,7 +200,7 @@ class TrainerCore:
             CheckpointError: there is no checkpoint, it is damaged, or it is of another model. The trainer may be left
                 with part of it and must not be used.
         """
-        self._version = load_train_state(Path(directory), self._model, self._optimizer, self._world)
+        self._version = load_train_state(Path(directory), self._model, self._optimizers.parts, self._world)
 
     def export_hf(self, directory: str | Path) -> None:
         """Write a Hugging Face folder: weights, config, and the tokenizer files of the folder the model came from.
@@ -230,7 +225,7 @@ class TrainerCore:
 
     def _update(self, minibatch: Minibatch, proximal: dict[int, torch.Tensor], lr: float) -> _Update:
         """One optimizer step, or an error and none."""
-        self._optimizer.zero_grad()
+        self._optimizers.zero_grad()
         records = [self._accumulate_gradients(batch, proximal.get(id(batch))) for batch in minibatch.batches]
         summed, denominator = self._world.sum(
             [
@@ -246,13 +241,11 @@ class TrainerCore:
         loss = summed / denominator
         grad_norm = self._average_and_clip_gradients(denominator)
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            self._optimizer.zero_grad()
+            self._optimizers.zero_grad()
             raise TrainingError(
                 f"step {self._version + 1} has loss {loss} and gradient norm {grad_norm}; the weights are unchanged"
             )
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
-        self._optimizer.step()
+        self._optimizers.step(lr)
         return _Update(loss, grad_norm, TokenRecord.concatenate(records))
 
     def _accumulate_gradients(self, batch: Batch, proximal_N: torch.Tensor | None) -> TokenRecord:
