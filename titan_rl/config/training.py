@@ -81,10 +81,21 @@ class TrainingConfig(Section):
     """Trainer processes that compute each row together, every one with a part of each matrix."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """What the backward pass computes again instead of keeping it."""
+    compile: bool = False
+    """Transformer blocks are compiled by torch, which takes a while in the first steps, and on CPUs a C++ compiler."""
     row_tokens: PositiveInt = 1024
     """Tokens in one packed row; at least `model.max_context`, so that every sample fits."""
     rows_per_micro_batch: PositiveInt = 8
     """Packed rows in one forward and backward pass."""
+
+    @model_validator(mode="after")
+    def _compiles_whole_matrices(self) -> Self:
+        if self.compile and self.tensor_parallel > 1:
+            raise ValueError(
+                f"compile = true with tensor_parallel = {self.tensor_parallel}: torch cannot compile a block whose "
+                "matrices are split; set compile = false, or use data_parallel"
+            )
+        return self
 
 
 class CorrectionConfig(Section):
