@@ -1,4 +1,4 @@
-"""Compiled blocks on the CPU: the same steps, and no shape compiled for itself."""
+"""What torch compiles on the CPU: blocks that make the same steps, no shape compiled for itself, and flex attention."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ import pytest
 import torch
 from tiny_policy import make_tiny_qwen3, make_trainer, on_policy_samples, weights
 from torch._dynamo.utils import counters
+from torch.nn.attention.flex_attention import flex_attention
 
 from titan_rl.errors import ConfigError
+from titan_rl.training.attention import Document, layout_documents
+from titan_rl.training.flex_attention import layout_blocks
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++ on a CPU")
 
@@ -51,6 +54,20 @@ def test_compiled_steps_equal_eager_ones_and_shapes_are_not_compiled_each(folder
     for name, tensor in published.items():
         # AdamW divides gradients by their own size, rounding included; a wrong one moves by `lr`, 1e-4, a step.
         torch.testing.assert_close(tensor, reference[name], rtol=0, atol=2e-5)
+
+
+@needs_compiler
+def test_the_compiled_kernel_of_flex_attention_attends_as_buckets_do():
+    """Forward alone: the uncompiled operator reads no blocks, and on CPUs the compiled one has no gradients."""
+    documents = [Document(290), Document(150, 0, 290), Document(33, 0, 290), Document(200)]
+    generator = torch.Generator().manual_seed(0)
+    qkv = [torch.randn(1, 673, heads, 32, generator=generator) for heads in (4, 2, 2)]
+    q, k, v = (x.transpose(1, 2) for x in qkv)
+    block_mask = layout_blocks(documents).block_mask
+    found = torch.compile(flex_attention)(q, k, v, block_mask=block_mask, scale=0.3, enable_gqa=True)
+    assert isinstance(found, torch.Tensor)
+    expected = layout_documents(documents).attend(*qkv, scale=0.3, enable_gqa=True)
+    torch.testing.assert_close(found.transpose(1, 2), expected, rtol=0, atol=1e-5)
 
 
 def test_a_machine_without_a_compiler_is_told_so(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

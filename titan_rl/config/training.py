@@ -81,6 +81,8 @@ class TrainingConfig(Section):
     """Trainer processes that compute each row together, every one with a part of each matrix."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """What the backward pass computes again instead of keeping it."""
+    attention: Literal["document", "flex"] = "document"
+    """Documents of similar length are gathered and attended together, or one kernel goes over all rows, on GPUs."""
     compile: bool = False
     """Transformer blocks are compiled by torch, which takes a while in the first steps, and on CPUs a C++ compiler."""
     row_tokens: PositiveInt = 1024

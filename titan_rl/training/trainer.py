@@ -125,8 +125,8 @@ class TrainerCore:
         Raises:
             TrainingError: as `step`, on all ranks alike.
         """
-        device, alone = self._policy.device, self._world.size == 1
-        minibatches = [Minibatch.from_plan(minibatch, device, alone=alone) for minibatch in plan]
+        device, lay_out, alone = self._policy.device, self._policy.lay_out, self._world.size == 1
+        minibatches = [Minibatch.from_plan(minibatch, device, alone=alone, lay_out=lay_out) for minibatch in plan]
         complaints = (self._policy.complaint(batch) for minibatch in minibatches for batch in minibatch.batches)
         self._world.agree(next((complaint for complaint in complaints if complaint is not None), None))
         proximal = self._proximal_logprobs(minibatches)
