@@ -57,7 +57,7 @@ class BareLoop:
         self._policy = TrainerCore(model, training, seed=0)._policy
         self._optimizer = torch.optim.AdamW(self._policy.model.parameters(), lr=training.lr, fused=True)
         ((plan,),) = plan_step(samples, training)
-        self.minibatch = Minibatch.from_plan(plan, self._policy.device, alone=True)
+        self.minibatch = Minibatch.from_plan(plan, self._policy.device, alone=True, lay_out=self._policy.lay_out)
 
     def step(self) -> None:
         self._optimizer.zero_grad()
