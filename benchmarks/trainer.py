@@ -22,7 +22,8 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.generation import make_model
-from titan_rl.config.sections import ModelConfig, TrainingConfig
+from titan_rl.config.sections import ModelConfig
+from titan_rl.config.training import TrainingConfig
 from titan_rl.training.minibatch import Minibatch
 from titan_rl.training.sample import TrainingSample
 from titan_rl.training.step_plan import plan_step
@@ -56,7 +57,7 @@ class BareLoop:
         self._policy = TrainerCore(model, training, seed=0)._policy
         self._optimizer = torch.optim.AdamW(self._policy.model.parameters(), lr=training.lr, fused=True)
         ((plan,),) = plan_step(samples, training)
-        self.minibatch = Minibatch.from_plan(plan, self._policy.device, alone=True)
+        self.minibatch = Minibatch.from_plan(plan, self._policy.device, alone=True, lay_out=self._policy.lay_out)
 
     def step(self) -> None:
         self._optimizer.zero_grad()

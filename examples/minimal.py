@@ -18,7 +18,8 @@ from statistics import fmean
 from examples.alphabet_sort.env import AlphabetSortEnv
 from examples.alphabet_sort.task import AlphabetSort
 from titan_rl import MessageTokenEnv, Rollouter, RolloutGroup, SamplingParams
-from titan_rl.config.sections import ModelConfig, TrainingConfig
+from titan_rl.config.sections import ModelConfig
+from titan_rl.config.training import TrainingConfig
 from titan_rl.generation.engine_loop import EngineLoop
 from titan_rl.generation.vllm_engine import VLLMEngine
 from titan_rl.renderer import ChatTemplateRenderer

@@ -21,9 +21,9 @@ from titan_rl.config.sections import (
     SamplingConfig,
     SchedulingConfig,
     Section,
-    TrainingConfig,
     ValidationConfig,
 )
+from titan_rl.config.training import TrainingConfig
 from titan_rl.controller import Controller
 from titan_rl.durability.run_journal import RunJournal
 from titan_rl.errors import CheckpointError, RewardError, StateDictError, TrainingError

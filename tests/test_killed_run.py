@@ -22,9 +22,9 @@ from titan_rl.config.sections import (
     RolloutConfig,
     SamplingConfig,
     SchedulingConfig,
-    TrainingConfig,
     ValidationConfig,
 )
+from titan_rl.config.training import TrainingConfig
 from titan_rl.controller import Controller
 from titan_rl.durability.run_journal import RunJournal
 from titan_rl.durability.run_state import RunState

@@ -145,3 +145,4 @@ def test_a_wrong_resume_says_what_is_right(argv, says, capsys):
 def test_what_the_weights_come_from_cannot_change_on_resume():
     with pytest.raises(ConfigError, match=r"--training.lr cannot change when a run is resumed; training.steps"):
         check_resume([("training.steps", "9"), ("training.lr", "1")])
+    check_resume([("training.compile", "true"), ("training.attention", "flex")])  # the same steps, computed otherwise

@@ -126,6 +126,10 @@ def test_all_wrong_settings_are_reported_at_once(project: Path):
             ["generation.reset_prefix_cache = false", 'running_kv = "recompute"', "reset_prefix_cache = true"],
         ),
         (
+            {"training.compile": "true", "training.tensor_parallel": "2"},
+            ["[training] compile = true", "tensor_parallel = 2", "compile = false"],
+        ),
+        (
             {"generation.pull_mode": "drain", "scheduling.on_batch_ready": "keep"},
             ['generation.pull_mode = "drain"', 'on_batch_ready = "keep"', 'pull_mode = "hot_swap"'],
         ),

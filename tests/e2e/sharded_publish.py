@@ -15,7 +15,8 @@ import torch.distributed as dist
 from e2e.tiny_policy import on_policy_samples
 from torch.distributed.tensor import DTensor
 
-from titan_rl.config.sections import ModelConfig, StateDictConfig, TrainingConfig
+from titan_rl.config.sections import ModelConfig, StateDictConfig
+from titan_rl.config.training import TrainingConfig
 from titan_rl.errors import StateDictError
 from titan_rl.statedict.parts import join
 from titan_rl.statedict.shared_memory import SharedMemoryTransport

@@ -16,7 +16,9 @@ import torch.distributed.checkpoint as dcp
 from tiny_policy import make_tiny_qwen3, make_trainer, on_policy_samples, sequences, transformers_logprobs, weights
 from transformers import AutoModelForCausalLM
 
+from titan_rl.config.training import TrainingConfig
 from titan_rl.errors import CheckpointError
+from titan_rl.training.optimizers import NamedParameters
 
 
 @pytest.fixture(scope="module", params=["untied", "tied"])
@@ -24,8 +26,26 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return make_tiny_qwen3(tmp_path_factory.mktemp(request.param), tied=request.param == "tied")
 
 
-def test_a_loaded_run_continues_to_the_bit(folder: Path, tmp_path: Path):
-    schedule = {"steps": 6, "lr_decay": "cosine", "warmup_steps": 2}
+def two_rates(parameters: NamedParameters, training: TrainingConfig) -> torch.optim.Optimizer:
+    """Norms learn at a tenth of the rate of the others, embeddings not at all."""
+    groups: dict[float, list[torch.nn.Parameter]] = {0.0: [], 0.1: [], 1.0: []}
+    for name, parameter in parameters:
+        groups[0.0 if "tok_embeddings" in name else 0.1 if "norm" in name else 1.0].append(parameter)
+    return torch.optim.RMSprop(
+        [{"params": members, "lr": training.lr * rate} for rate, members in groups.items()], lr=training.lr
+    )
+
+
+def named_nadam(parameters: NamedParameters, training: TrainingConfig) -> torch.optim.Optimizer:
+    return torch.optim.NAdam(parameters, lr=training.lr, betas=training.betas)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    ["adamw", "adam", "sgd", "muon", f"{__name__}:two_rates", f"{__name__}:named_nadam"],
+)
+def test_a_loaded_run_continues_to_the_bit(folder: Path, tmp_path: Path, optimizer: str):
+    schedule = {"steps": 6, "lr_decay": "cosine", "warmup_steps": 2, "optimizer": optimizer}
     trainer = make_trainer(folder, **schedule)
     samples = on_policy_samples(trainer, 24, 33, 8)
     for _ in range(3):
@@ -72,6 +92,19 @@ def test_a_checkpoint_is_of_the_moment_it_was_begun(
     assert all(torch.equal(tensor, reference[name]) for name, tensor in resumed.named_tensors())
 
 
+def test_saving_before_the_first_step_changes_no_step(folder: Path, tmp_path: Path):
+    trainer, saved, loaded = (make_trainer(folder) for _ in range(3))
+    samples = on_policy_samples(trainer, 24, 33)
+    saved.save(tmp_path / "step-000000")
+    loaded.load(tmp_path / "step-000000")
+    expected = trainer.step(samples)
+    assert saved.step(samples) == expected
+    assert loaded.step(samples) == expected
+    reference = weights(trainer)
+    for other in (saved, loaded):
+        assert all(torch.equal(tensor, reference[name]) for name, tensor in other.named_tensors())
+
+
 def test_a_missing_damaged_or_foreign_checkpoint_is_refused(folder: Path, tmp_path: Path):
     trainer = make_trainer(folder)
     with pytest.raises(CheckpointError, match="no checkpoint"):
@@ -83,6 +116,14 @@ def test_a_missing_damaged_or_foreign_checkpoint_is_refused(folder: Path, tmp_pa
     other.save(tmp_path / "step-000000")
     with pytest.raises(CheckpointError, match="could not be read"):
         trainer.load(tmp_path / "step-000000")
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused(folder: Path, tmp_path: Path):
+    trainer = make_trainer(folder)
+    trainer.step(on_policy_samples(trainer, 24))
+    trainer.save(tmp_path / "step-000001")
+    with pytest.raises(CheckpointError, match="could not be read"):
+        make_trainer(folder, optimizer="muon").load(tmp_path / "step-000001")
 
 
 def save_on_a_full_disk(folder: str, target: str, num_bytes: int) -> None:

@@ -70,3 +70,23 @@ def test_three_steps_and_one_from_a_checkpoint_of_one_rank(
     # One rank goes on from what several have written.
     (*_, resumed) = three_steps(alone.folder, tmp_path / "again", resume=tmp_path / "checkpoint")
     assert math.isclose(resumed["loss"], alone.metrics[-1]["loss"], rel_tol=2e-4, abs_tol=2e-6)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "muon"])
+def test_other_optimizers_step_and_go_on_over_ranks(one_rank: dict[bool, OneRank], optimizer: str, tmp_path: Path):
+    folder, settings = one_rank[False].folder, {"optimizer": optimizer, "lr": 1e-3}
+    three_steps(folder, tmp_path / "one", **settings)
+    alone = three_steps(folder, tmp_path / "one", resume=tmp_path / "one" / "checkpoint", **settings)
+    for metrics in run_ranks(
+        folder, tmp_path / "two", 2, data_parallel=2, resume=tmp_path / "one" / "checkpoint", **settings
+    ):
+        for found, expected in zip(metrics, alone, strict=True):
+            assert math.isclose(found["loss"], expected["loss"], rel_tol=1e-3)
+    initial = load_file(folder / "model.safetensors")
+    expected = load_file(tmp_path / "one" / "export" / "model.safetensors")
+    for name, tensor in load_file(tmp_path / "two" / "export" / "model.safetensors").items():
+        # Muon rounds to bfloat16 as it makes an update orthogonal; a matrix of a wrong update would differ throughout.
+        moved = (expected[name] - initial[name]).norm()
+        assert (tensor - expected[name]).norm() < 0.02 * moved, name
+    (*_, resumed) = three_steps(folder, tmp_path / "again", resume=tmp_path / "two" / "checkpoint", **settings)
+    assert math.isclose(resumed["loss"], alone[-1]["loss"], rel_tol=1e-3)

@@ -14,8 +14,10 @@ from safetensors.torch import load_file, save_file
 from tiny_policy import make_tiny_qwen3, make_trainer, on_policy_samples, sequences, transformers_logprobs, weights
 from transformers import AutoModelForCausalLM
 
-from titan_rl.config.sections import ModelConfig, TrainingConfig
+from titan_rl.config.sections import ModelConfig
+from titan_rl.config.training import TrainingConfig
 from titan_rl.errors import ModelError, TrainingError
+from titan_rl.training.flex_attention import BlockLayout
 from titan_rl.training.sample import TrainingSample
 from titan_rl.training.trainer import TrainerCore
 
@@ -109,6 +111,52 @@ def test_sharing_prompts_does_not_change_the_step(untied: Path):
     assert shared["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-5)
     for name, tensor in found.items():
         torch.testing.assert_close(tensor, expected[name], rtol=0, atol=5e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_flex_attention_makes_the_same_step(untied: Path, dtype: str, monkeypatch: pytest.MonkeyPatch):
+    """Siblings that share a prompt, and one sample that stands alone, in several micro-batches."""
+    num_attended = 0
+
+    def attend(layout: BlockLayout, *args: Any, **kwargs: Any) -> torch.Tensor:
+        nonlocal num_attended
+        num_attended += 1
+        return unpatched(layout, *args, **kwargs)
+
+    unpatched = BlockLayout.attend
+    monkeypatch.setattr(BlockLayout, "attend", attend)
+    results: list[tuple[dict[str, float], dict[str, torch.Tensor]]] = []
+    scores: list[torch.Tensor] = []
+    for attention in ("document", "flex"):
+        training = TrainingConfig(steps=10, lr=1e-4, attention=attention, row_tokens=128, rows_per_micro_batch=1)
+        trainer = TrainerCore(ModelConfig(path=str(untied), dtype=dtype), training, seed=0)
+        samples = [
+            TrainingSample(
+                group_id="g",
+                rollout_id=f"g/{sibling}",
+                token_ids=[*prompt, *answer],
+                loss_mask=[False] * 30 + [True] * len(answer),
+                behaviour_logprobs=[-3.0] * (30 + len(answer)),
+                advantages=[(-1.0) ** sibling] * (30 + len(answer)),
+                versions=[0] * (30 + len(answer)),
+                temperature=1.0,
+            )
+            for prompt in sequences(30)
+            for sibling, answer in enumerate(sequences(5, 12, 1, 9))
+        ]
+        samples += [replace(sample, group_id="h") for sample in on_policy_samples(trainer, 80)]
+        assert (num_attended > 0) == (attention == "flex")  # by now, for scores
+        results.append((trainer.step(samples).metrics, weights(trainer)))
+        scores.append(torch.tensor(trainer.score(sequences(20, 40))[1]))
+    (document, expected), (flex, found) = results
+    tolerance = 1e-5 if dtype == "float32" else 1e-2
+    torch.testing.assert_close(scores[1], scores[0], rtol=0, atol=10 * tolerance)
+    assert flex["num_tokens"] == document["num_tokens"]
+    assert flex["loss"] == pytest.approx(document["loss"], abs=tolerance)
+    assert flex["grad_norm"] == pytest.approx(document["grad_norm"], rel=tolerance)
+    if dtype == "float32":
+        for name, tensor in found.items():
+            torch.testing.assert_close(tensor, expected[name], rtol=0, atol=5e-6)
 
 
 def test_rewarded_completions_become_likely_and_the_version_counts_steps(untied: Path):

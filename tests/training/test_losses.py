@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titan_rl.config.sections import ADVANTAGES, LOSSES, CorrectionConfig, TrainingConfig
+from titan_rl.config.training import ADVANTAGES, LOSSES, CorrectionConfig, TrainingConfig
 from titan_rl.errors import ConfigError
 from titan_rl.rollout import advantages
 from titan_rl.training.batch import Batch, make_batch

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from titan_rl.config.sections import TrainingConfig
+from titan_rl.config.training import TrainingConfig
 from titan_rl.training.schedule import learning_rate
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titan_rl.config.sections import TrainingConfig
+from titan_rl.config.training import TrainingConfig
 from titan_rl.training.sample import TrainingSample
 from titan_rl.training.step_plan import plan_step
 

@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 from monarch.actor import Actor, concurrent_endpoint, current_rank
 
 from titan_rl.actors.process import call, enter_actor_process, log_of_rank
-from titan_rl.config.sections import CorrectionConfig, ModelConfig, StateDictConfig, TrainingConfig
+from titan_rl.config.sections import ModelConfig, StateDictConfig
+from titan_rl.config.training import CorrectionConfig, TrainingConfig
 from titan_rl.errors import ActorDiedError, TitanRLError
 from titan_rl.statedict.parts import join
 from titan_rl.statedict.types import Manifest

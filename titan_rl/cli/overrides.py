@@ -12,6 +12,8 @@ RESUMABLE = (
     "training.steps",
     "training.data_parallel",
     "training.tensor_parallel",
+    "training.attention",
+    "training.compile",
     "generation.",
     "routing.",
     "validation.interval",

@@ -9,7 +9,6 @@ from pydantic import ConfigDict, Field, SerializeAsAny, model_validator
 
 from titan_rl.config.sections import (
     CheckpointConfig,
-    CorrectionConfig,
     GenerationConfig,
     LoggingConfig,
     ModelConfig,
@@ -19,9 +18,9 @@ from titan_rl.config.sections import (
     SchedulingConfig,
     Section,
     StateDictConfig,
-    TrainingConfig,
     ValidationConfig,
 )
+from titan_rl.config.training import CorrectionConfig, TrainingConfig
 from titan_rl.task import Task
 
 

@@ -6,10 +6,9 @@ The docstring under a field is its line in `titan-rl train --help`.
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal, Self
+from typing import Literal
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -17,26 +16,9 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    model_validator,
 )
 
 from titan_rl.types import SamplingParams
-
-Beta = Annotated[float, Field(ge=0, lt=1)]
-
-LOSSES = ("grpo", "gspo", "cispo", "reinforce")
-ADVANTAGES = ("standardized", "group_mean", "leave_one_out", "reward", "batch_mean")
-
-
-def _function_of(*names: str) -> AfterValidator:
-    """One of these names, or "module:function", which is imported where it is used."""
-
-    def check(value: str) -> str:
-        if value not in names and not all(value.partition(":")):
-            raise ValueError(f'must be one of {", ".join(names)}, or your own as "module:function"')
-        return value
-
-    return AfterValidator(check)
 
 
 class Section(BaseModel):
@@ -187,78 +169,6 @@ class SchedulingConfig(Section):
         most W - 1 overtake it: it is trained at most (B + W - 2) // P steps after the version it was admitted at.
         """
         return (self.num_slots + self.overtaking_window - 2) // self.groups_per_step
-
-
-class TrainingConfig(Section):
-    """The optimizer and the loss."""
-
-    steps: PositiveInt = 100
-    """Optimizer steps of the run."""
-    lr: PositiveFloat = 3e-4
-    """Highest learning rate."""
-    warmup_steps: NonNegativeInt = 0
-    """Steps over which the learning rate rises linearly to `lr`."""
-    min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
-    """Learning rate at the last step relative to `lr`; the decay from one to the other is `lr_decay`."""
-    lr_decay: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape of the learning rate after the warm-up, over the run's own steps."""
-    betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), strict=False)  # TOML has lists, no tuples
-    """AdamW's decay rates of the first and second moment."""
-    weight_decay: NonNegativeFloat = 0.0
-    """AdamW's decoupled weight decay."""
-    max_grad_norm: PositiveFloat = 1.0
-    """Gradients with a larger norm are scaled down to it."""
-    minibatches: PositiveInt = 1
-    """Optimizer steps that one batch is split into, siblings together."""
-    loss: Annotated[str, _function_of(*LOSSES)] = "grpo"
-    """One of grpo, gspo, cispo, reinforce, or a function of your own as "module:function"."""
-    average: Literal["token", "sequence", "constant"] = "token"
-    """All tokens of the batch count alike, all sequences do, or a sequence's sum is divided by model.max_context."""
-    kl_coef: NonNegativeFloat = 0.0
-    """Weight of the KL to the model as loaded, which is then kept beside the policy; 0 leaves both out."""
-    kl: Literal["k2", "k3"] = "k3"
-    """Estimate of that KL."""
-    clip_low: float = Field(default=0.2, gt=0, le=1)
-    """The policy ratio is clipped below 1 - clip_low."""
-    clip_high: PositiveFloat = 0.28
-    """The policy ratio is clipped above 1 + clip_high."""
-    advantage: Annotated[str, _function_of(*ADVANTAGES)] = "standardized"
-    """One of standardized, group_mean, leave_one_out, reward, batch_mean, or a function as "module:function"."""
-    share_prompts: bool = True
-    """What the siblings of a group have in common is passed through the model once, not once for each."""
-    data_parallel: PositiveInt = 1
-    """Trainer processes, or groups of them, that have rows of their own; they share parameters and optimizer (FSDP)."""
-    tensor_parallel: PositiveInt = 1
-    """Trainer processes that compute each row together, every one with a part of each matrix."""
-    activation_checkpointing: Literal["none", "selective", "full"] = "none"
-    """What the backward pass computes again instead of keeping it."""
-    row_tokens: PositiveInt = 1024
-    """Tokens in one packed row; at least `model.max_context`, so that every sample fits."""
-    rows_per_micro_batch: PositiveInt = 8
-    """Packed rows in one forward and backward pass."""
-
-
-class CorrectionConfig(Section):
-    """What is done about tokens that older weights, or another engine, sampled. By default the clip alone."""
-
-    proximal: Literal["behaviour", "recomputed", "interpolated"] = "behaviour"
-    """Ratios are clipped against what the generator sampled from, the policy at the start of the step, or a mean."""
-    weight: Literal["none", "token", "sequence"] = "none"
-    """Losses are weighed by proximal over behaviour probability, of the token or of the whole sequence."""
-    cap: PositiveFloat | None = None
-    """Largest such weight. By default there is no limit."""
-    mask: Literal["none", "token", "sequence", "geometric"] = "none"
-    """Tokens or sequences are left out whose proximal over behaviour probability is out of `bounds`."""
-    bounds: tuple[PositiveFloat, PositiveFloat] = Field(default=(0.5, 5.0), strict=False)
-    """Lowest and highest ratio that `mask` keeps."""
-    veto: PositiveFloat | None = None
-    """Sequences are left out in which any token's ratio is below this. By default none are."""
-
-    @model_validator(mode="after")
-    def _bounds_in_order(self) -> Self:
-        if self.bounds[0] > self.bounds[1]:
-            raise ValueError(f"bounds = {list(self.bounds)}: the lowest ratio comes first")
-        return self
 
 
 class StateDictConfig(Section):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +31,20 @@ class Document:
     length: int
     prefix_start: int = 0
     prefix_length: int = 0
+
+
+class Layout(Protocol):
+    """Where the documents of a batch lie, and how their tokens attend to each other."""
+
+    def attend(
+        self,
+        q_BLNH: torch.Tensor,
+        k_BLNH: torch.Tensor,
+        v_BLNH: torch.Tensor,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +77,39 @@ class DocumentLayout:
     token_of_slot: torch.Tensor  # [num_slots]
     slot_of_token: torch.Tensor  # [num_tokens]
     padded_slots: torch.Tensor  # [num_padded_slots]; they repeat token 0
+
+    def attend(
+        self,
+        q_BLNH: torch.Tensor,
+        k_BLNH: torch.Tensor,
+        v_BLNH: torch.Tensor,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        """Attend within documents.  # [B, L, N, H]"""
+        sizes = [bucket.num_slots for bucket in self.buckets]
+        tokens = [x.flatten(0, 1) for x in (q_BLNH, k_BLNH, v_BLNH)]
+        slots = (_Gather.apply(x, self).split(sizes) for x in tokens)
+        outputs: list[torch.Tensor] = []
+        for bucket, *qkv in zip(self.buckets, *slots, strict=True):
+            q, k, v = (x.view(bucket.num_documents, bucket.width, *x.shape[1:]) for x in qkv)
+            if bucket.prefix_tokens is not None:
+                k, v = (
+                    torch.cat(
+                        [x.index_select(0, bucket.prefix_tokens).view(bucket.num_documents, -1, *x.shape[1:]), own], 1
+                    )
+                    for x, own in zip(tokens[1:], (k, v), strict=True)
+                )
+            out = F.scaled_dot_product_attention(
+                *(x.transpose(1, 2) for x in (q, k, v)),
+                attn_mask=bucket.mask,
+                is_causal=bucket.mask is None,
+                scale=scale,
+                enable_gqa=enable_gqa,
+            )
+            outputs.append(out.transpose(1, 2).flatten(0, 1))
+        return _Ungather.apply(torch.cat(outputs), self).view(q_BLNH.shape)
 
 
 def layout_documents(documents: Sequence[Document], device: torch.device | str = "cpu") -> DocumentLayout:
@@ -145,7 +192,7 @@ class _Ungather(torch.autograd.Function):
 
 
 class DocumentAttention(Module):
-    """A torchtitan inner attention that takes a `DocumentLayout` as its attention mask."""
+    """A torchtitan inner attention that takes a `Layout` as its attention mask, which says how to attend, too."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
@@ -160,32 +207,10 @@ class DocumentAttention(Module):
         k_BLNH: torch.Tensor,
         v_BLNH: torch.Tensor,
         *,
-        attention_masks: DocumentLayout,
+        attention_masks: Layout,
         scale: float | None = None,
         enable_gqa: bool = False,
         **_: Any,
     ) -> torch.Tensor:
-        """Attend within documents. The batch and length of the result are those of the query.  # [B, L, N, H]"""
-        layout = attention_masks
-        sizes = [bucket.num_slots for bucket in layout.buckets]
-        tokens = [x.flatten(0, 1) for x in (q_BLNH, k_BLNH, v_BLNH)]
-        slots = (_Gather.apply(x, layout).split(sizes) for x in tokens)
-        outputs: list[torch.Tensor] = []
-        for bucket, *qkv in zip(layout.buckets, *slots, strict=True):
-            q, k, v = (x.view(bucket.num_documents, bucket.width, *x.shape[1:]) for x in qkv)
-            if bucket.prefix_tokens is not None:
-                k, v = (
-                    torch.cat(
-                        [x.index_select(0, bucket.prefix_tokens).view(bucket.num_documents, -1, *x.shape[1:]), own], 1
-                    )
-                    for x, own in zip(tokens[1:], (k, v), strict=True)
-                )
-            out = F.scaled_dot_product_attention(
-                *(x.transpose(1, 2) for x in (q, k, v)),
-                attn_mask=bucket.mask,
-                is_causal=bucket.mask is None,
-                scale=scale,
-                enable_gqa=enable_gqa,
-            )
-            outputs.append(out.transpose(1, 2).flatten(0, 1))
-        return _Ungather.apply(torch.cat(outputs), layout).view(q_BLNH.shape)
+        """Attend within documents. Batch and length of the result are those of the query.  # [B, L, N, H]"""
+        return attention_masks.attend(q_BLNH, k_BLNH, v_BLNH, scale=scale, enable_gqa=enable_gqa)

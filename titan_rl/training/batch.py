@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from titan_rl.training.attention import Document, DocumentLayout, layout_documents
+from titan_rl.training.attention import Document, Layout, layout_documents
 from titan_rl.training.family import Family
 from titan_rl.training.models.experts import FREE
 
@@ -23,7 +23,7 @@ class Batch:
 
     token_ids_BL: torch.Tensor  # int64
     positions_BL: torch.Tensor  # int64, restart at 0 with every document
-    layout: DocumentLayout
+    layout: Layout
     predictors_N: torch.Tensor  # int64, where in the flattened rows the token before each trained token lies
     targets_N: torch.Tensor  # int64, the trained tokens
     behaviour_logprobs_N: torch.Tensor  # float32
@@ -41,10 +41,18 @@ class Batch:
         return self.targets_N.numel()
 
 
-def make_batch(rows: Sequence[Sequence[Family]], device: torch.device | str = "cpu") -> Batch:
+LayOut = Callable[[Sequence[Document], torch.device | str], Layout]
+
+
+def make_batch(
+    rows: Sequence[Sequence[Family]], device: torch.device | str = "cpu", lay_out: LayOut = layout_documents
+) -> Batch:
     """Lay rows out as tensors, padded to the longest of them.
 
     The first token of a document has no context to be predicted from, so it is never trained.
+
+    Args:
+        lay_out: for the attention that is to be used.
     """
     width = max(sum(family.num_tokens for family in row) for row in rows)
     width += -width % ROW_MULTIPLE
@@ -101,7 +109,7 @@ def make_batch(rows: Sequence[Sequence[Family]], device: torch.device | str = "c
     return Batch(
         token_ids_BL=token_ids_T.view(len(rows), width),
         positions_BL=ints(positions).view(len(rows), width),
-        layout=layout_documents(documents, device),
+        layout=lay_out(documents, device),
         predictors_N=trained_N - 1,
         targets_N=token_ids_T[trained_N],
         behaviour_logprobs_N=floats(behaviour_logprobs),

@@ -34,7 +34,7 @@ from dataclasses import dataclass
 
 import torch
 
-from titan_rl.config.sections import CorrectionConfig
+from titan_rl.config.training import CorrectionConfig
 from titan_rl.training.losses.types import MAX_LOG_RATIO, mean_by_sequence, sum_by_sequence
 
 

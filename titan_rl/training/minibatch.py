@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from titan_rl.training.batch import Batch, make_batch
+from titan_rl.training.attention import layout_documents
+from titan_rl.training.batch import Batch, LayOut, make_batch
 from titan_rl.training.family import Family
 from titan_rl.training.sample import TrainingSample
 from titan_rl.training.step_plan import MinibatchPlan
@@ -26,13 +27,16 @@ class Minibatch:
     num_positions: int
 
     @staticmethod
-    def from_plan(plan: MinibatchPlan, device: torch.device, *, alone: bool) -> Minibatch:
+    def from_plan(
+        plan: MinibatchPlan, device: torch.device, *, alone: bool, lay_out: LayOut = layout_documents
+    ) -> Minibatch:
         """Lay the rows out.
 
         Args:
             alone: no other rank waits for this one, so micro-batches without a trained token are left out.
+            lay_out: as for `make_batch`.
         """
-        batches = [make_batch(rows or [[PLACEHOLDER]], device) for rows in plan.micro_batches]
+        batches = [make_batch(rows or [[PLACEHOLDER]], device, lay_out) for rows in plan.micro_batches]
         idle = [not rows for rows in plan.micro_batches]
         return Minibatch(
             batches=[batch for batch in batches if batch.num_trained or not alone],

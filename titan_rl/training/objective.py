@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from titan_rl.config.imports import find_function
-from titan_rl.config.sections import CorrectionConfig, TrainingConfig
+from titan_rl.config.training import CorrectionConfig, TrainingConfig
 from titan_rl.training.batch import Batch
 from titan_rl.training.corrections import correct, interpolated_logprobs
 from titan_rl.training.losses import BY_NAME, ClipRange, LossTokens, kl

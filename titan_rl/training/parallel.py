@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
-import titan_rl.training.device  # noqa: F401  before torchtitan
-from titan_rl.config.sections import TrainingConfig
+from titan_rl.config.training import TrainingConfig
 from titan_rl.statedict.types import Place, TensorSlice
+from titan_rl.training.compilation import compile_blocks
+from titan_rl.training.device import local_device  # before torchtitan
 from titan_rl.training.world import World
 
 # isort: split
@@ -22,7 +23,8 @@ _CHECKPOINTING = {"full": FullAC.Config, "selective": SelectiveAC.Config}
 
 
 def parallelize(model: Any, world: World, training: TrainingConfig) -> None:
-    """Checkpoint activations as the settings say and, in a world of several ranks, spread the parameters, in place.
+    """Compile and checkpoint activations as the settings say and, in a world of several ranks, spread the parameters,
+    all in place.
 
     Gradients are summed over the ranks, not averaged: the loss has a denominator of its own.
     """
@@ -30,6 +32,8 @@ def parallelize(model: Any, world: World, training: TrainingConfig) -> None:
         model.parallelize(world.dims)
         if model.enable_weight_tying:
             model.tok_embeddings.weight = model.lm_head.weight  # each was split into a parameter of its own
+    if training.compile:  # inside of checkpointing: torch would not compile around it
+        compile_blocks(model, local_device())
     if (checkpointing := _CHECKPOINTING.get(training.activation_checkpointing)) is not None:
         checkpointing().build(dump_folder="").apply(model)
     if world.size == 1:

@@ -8,22 +8,28 @@ from pathlib import Path
 
 import torch
 
-from titan_rl.config.sections import ModelConfig, TrainingConfig
+from titan_rl.config.sections import ModelConfig
+from titan_rl.config.training import TrainingConfig
 from titan_rl.statedict.types import TensorSlice
-from titan_rl.training.batch import Batch
+from titan_rl.training.attention import layout_documents
+from titan_rl.training.batch import Batch, LayOut
 from titan_rl.training.device import local_device
+from titan_rl.training.flex_attention import layout_blocks
 from titan_rl.training.logprobs import selected_logprobs
 from titan_rl.training.models.experts import replay, routers
 from titan_rl.training.models.folder import HFModel, read_hf_config
 from titan_rl.training.parallel import local, parallelize, whole
 from titan_rl.training.world import World
 
+_LAY_OUT: dict[str, LayOut] = {"document": layout_documents, "flex": layout_blocks}
+
 
 class Policy:
     """torchtitan's model of a Hugging Face folder, on this process's device. Weights are float32; with
     `dtype = "bfloat16"` the forward pass runs in bfloat16.
 
-    In a world of several ranks each holds a part, and all of them call every method at the same time.
+    Batches for it are made with its `lay_out`. In a world of several ranks each holds a part, and all of them call
+    every method at the same time.
 
     Raises:
         ModelError: the folder lacks a file, or its config and weights do not fit together.
@@ -32,6 +38,7 @@ class Policy:
     def __init__(self, config: ModelConfig, training: TrainingConfig, world: World) -> None:
         folder = Path(config.path)
         self.device = local_device()
+        self.lay_out = _LAY_OUT[training.attention]
         self.dtype: torch.dtype = getattr(torch, config.dtype)
         # Positions restart with every sample, so rows may be longer than what the model can attend to.
         positions = read_hf_config(folder).get("max_position_embeddings", training.row_tokens)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from titan_rl.config.sections import TrainingConfig
+from titan_rl.config.training import TrainingConfig
 
 
 def learning_rate(step: int, training: TrainingConfig) -> float:

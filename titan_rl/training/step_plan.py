@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from titan_rl.config.sections import TrainingConfig
+from titan_rl.config.training import TrainingConfig
 from titan_rl.training.family import Family, find_families
 from titan_rl.training.packer import pack
 from titan_rl.training.sample import TrainingSample

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.optim import Optimizer
 
 from titan_rl.errors import CheckpointError
 from titan_rl.training.checkpoint import atomic_directory, temporary_of
@@ -23,7 +24,7 @@ from titan_rl.training.world import World
 
 
 class TrainStateWriter:
-    """Writes model, optimizer, version and torch's random state, every rank its part. One at a time.
+    """Writes model, optimizers, version and torch's random state, every rank its part. One at a time.
 
     All ranks call `begin` and then `finish` at the same time. The disk is written in a thread of its own, where the
     ranks meet in a group of their own.
@@ -45,7 +46,7 @@ class TrainStateWriter:
         self,
         directory: Path,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizers: Sequence[Optimizer],
         version: int,
         files: Mapping[str, str],
     ) -> None:
@@ -56,7 +57,7 @@ class TrainStateWriter:
         """
         if self._writing is not None:
             self._writing.exception()  # its `finish` tells
-        state = self._stager.stage(_state(model, optimizer, version))
+        state = self._stager.stage(_state(model, optimizers, version))
         assert not isinstance(state, Future), "staging is synchronous"
         # Monarch keeps the actor that calls in the context.
         write = contextvars.copy_context().run
@@ -99,7 +100,7 @@ class TrainStateWriter:
                     (folder / name).write_text(text)
 
 
-def load_train_state(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> int:
+def load_train_state(directory: Path, model: nn.Module, optimizers: Sequence[Optimizer], world: World) -> int:
     """Read what a `TrainStateWriter` wrote, in place. It may have been written by another number of ranks.
 
     Returns:
@@ -110,19 +111,25 @@ def load_train_state(directory: Path, model: nn.Module, optimizer: torch.optim.O
     """
     if not directory.is_dir():
         raise CheckpointError(f"there is no checkpoint at {directory}")
-    state = _state(model, optimizer, version=0)
+    state = _state(model, optimizers, version=0)
     try:
         with _plain_errors():
             dcp.load(state, checkpoint_id=directory, no_dist=world.size == 1)
-        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        set_state_dict(model, optimizers, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     except Exception as error:
         raise CheckpointError(f"{directory} could not be read: {error}") from error
     torch.set_rng_state(state["rng"])
     return int(state["version"])
 
 
-def _state(model: nn.Module, optimizer: torch.optim.Optimizer, version: int) -> dict[str, Any]:
-    model_state, optimizer_state = get_state_dict(model, optimizer)
+def _state(model: nn.Module, optimizers: Sequence[Optimizer], version: int) -> dict[str, Any]:
+    fresh = [optimizer for optimizer in optimizers if not optimizer.state]
+    model_state, optimizer_state = get_state_dict(model, optimizers)
+    for optimizer in fresh:
+        # Their state was just made by a step without gradients, which they must not count.
+        for state in optimizer.state.values():
+            if isinstance(step := state.get("step"), torch.Tensor):
+                step.zero_()
     return {
         "model": model_state,
         "optimizer": optimizer_state,

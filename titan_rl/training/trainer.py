@@ -1,39 +1,37 @@
-"""The trainer of one policy: torchtitan's model, AdamW, and a step for each batch of samples."""
+"""The trainer of one policy: torchtitan's model, an optimizer, and a step for each batch of samples."""
 
 from __future__ import annotations
 
 import math
-import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import torch
 
-from titan_rl.config.sections import CorrectionConfig, ModelConfig, TrainingConfig
+from titan_rl.config.sections import ModelConfig
+from titan_rl.config.training import CorrectionConfig, TrainingConfig
 from titan_rl.errors import TrainingError
 from titan_rl.statedict.types import TensorSlice
-from titan_rl.training.batch import Batch, make_batch
-from titan_rl.training.family import Family
+from titan_rl.training.batch import Batch
+from titan_rl.training.gradients import average_and_clip
 from titan_rl.training.hf_export import export_hf
 from titan_rl.training.metrics import TokenRecord, token_metrics
 from titan_rl.training.minibatch import Minibatch
 from titan_rl.training.objective import Objective
-from titan_rl.training.parallel import whole
+from titan_rl.training.optimizers import Optimizers
 from titan_rl.training.policy import Policy
+from titan_rl.training.readers import Readers
 from titan_rl.training.sample import TrainingSample
 from titan_rl.training.schedule import learning_rate
+from titan_rl.training.scoring import draw, score
 from titan_rl.training.step_plan import StepPlan, plan_step
 from titan_rl.training.train_state import TrainStateWriter, load_train_state
 from titan_rl.training.world import World
-
-READER_LIMIT_S = 300.0
-"""Longest wait of the optimizer for those who read the weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +40,7 @@ class StepResult:
 
     `metrics` holds loss and grad_norm (means over its minibatches), lr, num_tokens (trained), num_samples,
     num_dropped_samples (longer than a row), padding_fraction, wait_for_copy_s (until the optimizer could change weights
-    that were being published), and what `titan_rl.training.metrics.token_metrics`
-    documents.
+    that were being published), and what `titan_rl.training.metrics.token_metrics` documents.
     """
 
     version: int  # of the weights after the step
@@ -71,7 +68,7 @@ class TrainerCore:
 
     Raises:
         ModelError: the folder lacks a file, or its config and weights do not fit together.
-        ConfigError: there is no such `training.loss`.
+        ConfigError: there is no such `training.loss` or `training.optimizer`, or it is not what it has to be.
 
     Example:
 
@@ -97,15 +94,9 @@ class TrainerCore:
         self._model = self._policy.model
         self._reference = Policy(model_config, training, self._world) if training.kl_coef else None
         self._parameters = list(self._model.parameters())
-        self._optimizer = torch.optim.AdamW(
-            self._parameters,
-            lr=training.lr,
-            betas=training.betas,
-            weight_decay=training.weight_decay,
-            fused=True,
-        )
+        self._optimizers = Optimizers(self._model, training)
         self._writer = TrainStateWriter(self._world)
-        self._readers: list[Future[Any]] = []
+        self._readers = Readers()
         self._version = 0
 
     @property
@@ -141,8 +132,8 @@ class TrainerCore:
         Raises:
             TrainingError: as `step`, on all ranks alike.
         """
-        device, alone = self._policy.device, self._world.size == 1
-        minibatches = [Minibatch.from_plan(minibatch, device, alone=alone) for minibatch in plan]
+        device, lay_out, alone = self._policy.device, self._policy.lay_out, self._world.size == 1
+        minibatches = [Minibatch.from_plan(minibatch, device, alone=alone, lay_out=lay_out) for minibatch in plan]
         complaints = (self._policy.complaint(batch) for minibatch in minibatches for batch in minibatch.batches)
         self._world.agree(next((complaint for complaint in complaints if complaint is not None), None))
         proximal = self._proximal_logprobs(minibatches)
@@ -180,25 +171,8 @@ class TrainerCore:
             TrainingError: a token id is outside the vocabulary.
             ValueError: a sequence is longer than model.max_context.
         """
-        row: list[Family] = []
-        for sequence in sequences:
-            length = len(sequence)
-            if length > self._config.max_context:
-                raise ValueError(f"a sequence has {length} tokens; model.max_context is {self._config.max_context}")
-            if length > 1:
-                blank, versions = [0.0] * length, [self._version] * length
-                sample = TrainingSample("", "", sequence, [True] * length, blank, blank, versions, temperature=1.0)
-                row.append(Family((sample,)))
-        if not row:
-            return [[] for _ in sequences]
-        batch = make_batch([row], self._policy.device)
-        self._world.agree(self._policy.complaint(batch))
-        with torch.no_grad():
-            logprobs_N, _ = self._policy.logprobs(batch)
-        logprobs = iter(logprobs_N.tolist())
-        return [list(islice(logprobs, max(len(sequence) - 1, 0))) for sequence in sequences]
+        return score(self._policy, self._world, sequences, max_context=self._config.max_context)
 
-    @torch.no_grad()
     def draw(self, num_sequences: int, length: int, seed: int) -> list[list[int]]:
         """Sequences sampled from the current policy at temperature 1, after a random first token.
 
@@ -207,20 +181,7 @@ class TrainerCore:
         Returns:
             [num_sequences][length]
         """
-        generator = torch.Generator().manual_seed(seed)
-        sequences = torch.randint(self.vocab_size, (num_sequences, 1), generator=generator).tolist()
-        blank = [0.0] * length
-        for size in range(1, length):
-            # The token to be drawn is the only one asked for; what stands in its place is not seen by its predictor.
-            mask = [False] * size + [True]
-            rows = [
-                [Family((TrainingSample("", "", [*ids, 0], mask, blank, blank, [self._version] * length, 1.0),))]
-                for ids in sequences
-            ]
-            probs_NV = self._policy.logits(make_batch(rows, self._policy.device)).float().softmax(-1).cpu()
-            for ids, token in zip(sequences, torch.multinomial(probs_NV, 1, generator=generator), strict=True):
-                ids.append(int(token))
-        return sequences
+        return draw(self._policy, num_sequences, length, seed)
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every parameter under its Hugging Face name, in `model.dtype`, whole. All ranks iterate at the same time.
@@ -241,7 +202,7 @@ class TrainerCore:
     def hold_weights(self, until: Future[Any]) -> None:
         """No step changes a weight before this is done, because another thread reads them. However it ends: an error
         is not the trainer's."""
-        self._readers.append(until)
+        self._readers.add(until)
 
     def save(self, directory: str | Path) -> None:
         """Write model, optimizer, version and random state, so that `load` on as many ranks continues to the bit.
@@ -260,7 +221,7 @@ class TrainerCore:
         Args:
             files: what else the folder is to hold: name -> text.
         """
-        self._writer.begin(Path(directory), self._model, self._optimizer, self._version, files or {})
+        self._writer.begin(Path(directory), self._model, self._optimizers.parts, self._version, files or {})
 
     def finish_save(self) -> None:
         """Returns once the folder begun last is whole. Other threads may call this.
@@ -277,8 +238,8 @@ class TrainerCore:
             CheckpointError: there is no checkpoint, it is damaged, or it is of another model. The trainer may be left
                 with part of it and must not be used.
         """
-        self._wait_for_readers()
-        self._version = load_train_state(Path(directory), self._model, self._optimizer, self._world)
+        self._readers.wait()
+        self._version = load_train_state(Path(directory), self._model, self._optimizers.parts, self._world)
 
     def export_hf(self, directory: str | Path) -> None:
         """Write a Hugging Face folder: weights, config, and the tokenizer files of the folder the model came from.
@@ -303,7 +264,7 @@ class TrainerCore:
 
     def _update(self, minibatch: Minibatch, proximal: dict[int, torch.Tensor], lr: float) -> _Update:
         """One optimizer step, or an error and none."""
-        self._optimizer.zero_grad()
+        self._optimizers.zero_grad()
         records = [self._accumulate_gradients(batch, proximal.get(id(batch))) for batch in minibatch.batches]
         summed, denominator = self._world.sum(
             [
@@ -317,30 +278,15 @@ class TrainerCore:
                 f"than training.row_tokens ({self._training.row_tokens}), the others have no finite behaviour logprob"
             )
         loss = summed / denominator
-        grad_norm = self._average_and_clip_gradients(denominator)
+        grad_norm = average_and_clip(self._parameters, denominator, self._training.max_grad_norm)
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            self._optimizer.zero_grad()
+            self._optimizers.zero_grad()
             raise TrainingError(
                 f"step {self._version + 1} has loss {loss} and gradient norm {grad_norm}; the weights are unchanged"
             )
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
-        waited = self._wait_for_readers()
-        self._optimizer.step()
+        waited = self._readers.wait()
+        self._optimizers.step(lr)
         return _Update(loss, grad_norm, TokenRecord.concatenate(records), waited)
-
-    def _wait_for_readers(self) -> float:
-        """Seconds waited."""
-        if not self._readers:
-            return 0.0
-        began = time.monotonic()
-        if wait(self._readers, timeout=READER_LIMIT_S).not_done:
-            raise TrainingError(
-                f"the weights of version {self._version} were still being read after {READER_LIMIT_S:g} s, so the "
-                "optimizer cannot change them"
-            )
-        self._readers.clear()
-        return time.monotonic() - began
 
     def _accumulate_gradients(self, batch: Batch, proximal_N: torch.Tensor | None) -> TokenRecord:
         """Add the gradient of the batch's summed loss. The sum is divided once the whole batch's tokens are known."""
@@ -359,11 +305,3 @@ class TrainerCore:
         )
         summed.backward()
         return record
-
-    def _average_and_clip_gradients(self, denominator: float) -> float:
-        """Turn summed gradients into clipped mean gradients. Returns the norm of the mean before clipping."""
-        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        torch._foreach_div_(gradients, denominator)
-        norm = whole(torch.nn.utils.get_total_norm(gradients))
-        torch.nn.utils.clip_grads_with_norm_(self._parameters, self._training.max_grad_norm, norm)
-        return float(norm)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from titan_rl.config.sections import TrainingConfig
+from titan_rl.config.training import TrainingConfig
 from titan_rl.errors import TitanRLError, TrainingError
 from titan_rl.training.device import local_device
 
