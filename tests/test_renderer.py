@@ -154,6 +154,31 @@ def test_template_kwargs_reach_the_template() -> None:
     assert tokenizer.decode(prompt).startswith("terse<|im_start|>")
 
 
+def test_siblings_share_a_rendering_and_cannot_spoil_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = make_tokenizer(CHATML)
+    renderer = ChatTemplateRenderer(tokenizer)
+    rendered: list[Any] = []
+    apply = tokenizer.apply_chat_template
+
+    def note(messages: Any, **rest: Any) -> Any:
+        rendered.append(messages)
+        return apply(messages, **rest)
+
+    monkeypatch.setattr(tokenizer, "apply_chat_template", note)
+    messages = [{"role": "user", "content": "sort"}]
+    first = renderer.render_ids(messages, add_generation_prompt=True)
+    expected = list(first)
+    first.clear()
+    assert [renderer.render_ids(messages, add_generation_prompt=True) for _ in range(7)] == [expected] * 7
+    assert len(rendered) == 1
+    assert renderer.render_ids(messages) != expected
+    others = [[{"role": "user", "content": f"name {number}"}] for number in range(300)]
+    assert all(renderer.render_ids(other) == renderer.render_ids(other) for other in others)
+    assert len(rendered) == 302
+    assert renderer.render_ids(messages, add_generation_prompt=True) == expected
+    assert len(rendered) == 303, "what nobody has asked for lately is forgotten"
+
+
 def test_a_saved_tokenizer_is_loaded(tmp_path: Path) -> None:
     tokenizer = make_tokenizer(CHATML)
     tokenizer.save_pretrained(tmp_path)

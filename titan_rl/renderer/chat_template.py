@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import string
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,9 @@ from titan_rl.renderer.types import ParsedToolCall
 from titan_rl.rollout.types import Message
 
 Tools = Sequence[Mapping[str, object]]
+
+REMEMBERED = 128
+"""Renderings kept for the next who asks for the same; siblings ask at about the same time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,7 @@ class ChatTemplateRenderer:
         self._name = str(getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__)
         if not getattr(tokenizer, "chat_template", None):
             raise ModelError(f"the tokenizer of {self._name!r} has no chat template; add a chat_template.jinja to it")
+        self._rendered: dict[tuple[str, bool], list[int]] = {}  # the one longest unused comes first
         self._answers = self._find_answers()
         self._stop_token_ids = self._find_stop_token_ids()
 
@@ -97,9 +102,23 @@ class ChatTemplateRenderer:
     def render_ids(
         self, messages: Sequence[Message], *, tools: Tools | None = None, add_generation_prompt: bool = False
     ) -> list[int]:
+        """Siblings ask for the same: what was rendered lately is remembered."""
+        asked = [[dict(message) for message in messages], None if tools is None else list(tools)]
+        try:
+            key = (json.dumps(asked), add_generation_prompt)
+        except TypeError:  # content that is not text
+            return self._render(*asked, add_generation_prompt)
+        if (ids := self._rendered.pop(key, None)) is None:
+            ids = self._render(*asked, add_generation_prompt)
+        self._rendered[key] = ids
+        if len(self._rendered) > REMEMBERED:
+            del self._rendered[next(iter(self._rendered))]
+        return list(ids)
+
+    def _render(self, messages: Any, tools: Any, add_generation_prompt: bool) -> list[int]:
         ids = self._tokenizer.apply_chat_template(
-            [dict(message) for message in messages],
-            tools=None if tools is None else list(tools),
+            messages,
+            tools=tools,
             add_generation_prompt=add_generation_prompt,
             tokenize=True,
             return_dict=False,
