@@ -1,11 +1,11 @@
 """The same task, base model, data, batch, reward and steps on TRL's GRPOTrainer and here, in one run on one machine.
 
-    python -m benchmarks.vs_trl [--seeds 3] [--steps 60] [--tasks short long_tail]
+    python -m benchmarks.vs_trl [--seeds 3] [--steps 60] [--tasks short long_tail] [--staleness 2]
 
 `short` sorts lists of 2 to 5 names. In `long_tail` one prompt in twelve has 24 names, so its answer is some ten times
 as long as the others. Each task's base model is trained first and kept in build/vs_trl; TRL runs in an environment of
 its own, build/trl-env, which has the same torch and transformers. Both systems generate at temperature 1 and clip and
-average alike; here weights may be a step old (the default), TRL is synchronous. The speedup is the ratio of seconds a
+average alike; TRL is synchronous, and here one generator samples from weights that are up to `--staleness` steps old. The speedup is the ratio of seconds a
 step after the first, median over the seeds, TRL and this library in turn. `reward_difference` is that of the last ten
 steps, mean over the seeds.
 """
@@ -115,7 +115,7 @@ def run_trl(python: Path, base: Path, name: str, seed: int, steps: int, folder: 
     return json.loads(output.splitlines()[-1])
 
 
-def run_ours(base: Path, name: str, seed: int, steps: int, folder: Path) -> Curve:
+def run_ours(base: Path, name: str, seed: int, steps: int, staleness: int, folder: Path) -> Curve:
     config = folder / "config.toml"
     task = {"type": "benchmarks.vs_trl:SortLists"} | TASKS[name]["task"]
     settings = {
@@ -123,8 +123,8 @@ def run_ours(base: Path, name: str, seed: int, steps: int, folder: Path) -> Curv
         "task": task,
         "sampling": {"max_tokens": TASKS[name]["max_tokens"]},
         "rollout": {"group_size": SIBLINGS, "max_turns": 1},
-        "scheduling": {"groups_per_step": GROUPS},
-        "training": {"steps": steps, "lr": LR, "rows_per_micro_batch": 4},
+        "scheduling": {"groups_per_step": GROUPS, "max_staleness": staleness},
+        "training": {"steps": steps, "lr": LR, "row_tokens": 4096, "rows_per_micro_batch": 1},
         "generation": {"num_generators": 1, "max_running": 2 * GROUPS * SIBLINGS, "kv_cache_gib": 0.5},
         "validation": {"num_prompts": 1, "samples_per_prompt": 1},
     }
@@ -148,14 +148,14 @@ def seconds_a_step(curve: Curve) -> float:
     return (curve[-1][1] - curve[0][1]) / (len(curve) - 1)
 
 
-def measure(name: str, seeds: int, steps: int) -> None:
+def measure(name: str, seeds: int, steps: int, staleness: int) -> None:
     base, python = make_base(name), make_trl_environment()
     speedups: list[float] = []
     gaps: list[float] = []
     for seed in range(seeds):
         with tempfile.TemporaryDirectory() as folder:
             trl = run_trl(python, base, name, seed, steps, Path(folder))
-            ours = run_ours(base, name, seed, steps, Path(folder))
+            ours = run_ours(base, name, seed, steps, staleness, Path(folder))
         speedups.append(seconds_a_step(trl) / seconds_a_step(ours))
         gaps.append(fmean(r for r, _ in ours[-10:]) - fmean(r for r, _ in trl[-10:]))
         print(f"{name}, seed {seed}: {seconds_a_step(trl):.2f} s a step on TRL, {seconds_a_step(ours):.2f} here")
@@ -175,9 +175,10 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
+    parser.add_argument("--staleness", type=int, default=2)
     arguments = parser.parse_args()
     for name in arguments.tasks:
-        measure(name, arguments.seeds, arguments.steps)
+        measure(name, arguments.seeds, arguments.steps, arguments.staleness)
 
 
 if __name__ == "__main__":
