@@ -5,9 +5,9 @@
 `short` sorts lists of 2 to 5 names. In `long_tail` one prompt in twelve has 24 names, so its answer is some ten times
 as long as the others. Each task's base model is trained first and kept in build/vs_trl; TRL runs in an environment of
 its own, build/trl-env, which has the same torch and transformers. Both systems generate at temperature 1 and clip and
-average alike; TRL is synchronous, and here one generator samples from weights that are up to `--staleness` steps old. The speedup is the ratio of seconds a
-step after the first, median over the seeds, TRL and this library in turn. `reward_difference` is that of the last ten
-steps, mean over the seeds.
+average alike; TRL is synchronous, and here one generator samples from weights that are up to `--staleness` steps old.
+The speedup is the ratio of seconds a step after the first, median over the seeds, TRL and this library in turn.
+`reward_difference` is that of the last ten steps, mean over the seeds.
 """
 
 from __future__ import annotations
