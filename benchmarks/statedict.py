@@ -3,11 +3,11 @@
     python -m benchmarks.statedict [--megabytes 64 256 1024 2048] [--repeats 5]
 
 The plain copy is two `memcpy`s of every tensor through one shared mapping that both processes keep mapped: writer to
-mapping, mapping to the reader's own memory. Publish and pull do the same two copies, the second one being the
-engine's, and besides compute the checksum on both sides and map the segment anew. Each figure is the best of the
-repeats, both kinds alternating in the same run. The optimizer waits for what is left of a publish when its gradients
-are there; a generator's engine waits for the second copy, since the segment is opened in another thread. One JSON line a figure: `name`, `value`, `unit`, and `target` where
-there is one.
+mapping, mapping to the reader's own memory. Publish and pull do the same two copies, the second one being the engine's,
+and besides compute the checksum on both sides and map the segment anew. Each figure is the best of the repeats, both
+kinds alternating in the same run. The optimizer waits for what is left of a publish when its gradients are there; a
+generator's engine waits for the second copy, since the segment is opened in another thread. One JSON line a figure:
+`name`, `value`, `unit`, and `target` where there is one.
 """
 
 from __future__ import annotations
