@@ -103,13 +103,14 @@ class ChatTemplateRenderer:
         self, messages: Sequence[Message], *, tools: Tools | None = None, add_generation_prompt: bool = False
     ) -> list[int]:
         """Siblings ask for the same: what was rendered lately is remembered."""
-        asked = [[dict(message) for message in messages], None if tools is None else list(tools)]
+        asked = [dict(message) for message in messages]
+        offered = None if tools is None else list(tools)
         try:
-            key = (json.dumps(asked), add_generation_prompt)
+            key = (json.dumps([asked, offered]), add_generation_prompt)
         except TypeError:  # content that is not text
-            return self._render(*asked, add_generation_prompt)
+            return self._render(asked, offered, add_generation_prompt)
         if (ids := self._rendered.pop(key, None)) is None:
-            ids = self._render(*asked, add_generation_prompt)
+            ids = self._render(asked, offered, add_generation_prompt)
         self._rendered[key] = ids
         if len(self._rendered) > REMEMBERED:
             del self._rendered[next(iter(self._rendered))]
