@@ -28,8 +28,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def empty_cache(tmp_path_factory: pytest.TempPathFactory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
-        patch.setattr(torch._dynamo.config, "disable", False)  # as an engine in this process may have left it
-        yield
+        with torch._dynamo.config.patch(disable=False):  # an engine in this process may have left it so
+            yield
 
 
 @needs_compiler

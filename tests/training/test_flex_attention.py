@@ -110,13 +110,13 @@ def listed(counts: torch.Tensor | None, indices: torch.Tensor | None) -> torch.T
 def test_torchs_operator_attends_as_buckets_do_under_these_blocks(monkeypatch: pytest.MonkeyPatch, seed: int):
     """What runs on GPUs, uncompiled. On CPUs torch refuses gradients, which its reference implementation has."""
     monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
-    monkeypatch.setattr(torch._dynamo.config, "disable", False)  # as an engine in this process may have left it
     lengths = torch.randint(1, 200, (3, 4), generator=torch.Generator().manual_seed(seed)).tolist()
     documents = documents_of([(prefix, suffixes) for prefix, *suffixes in lengths])  # several blocks
     qkv = random_qkv(documents, seed)
     q, k, v = (x.transpose(1, 2) for x in qkv)
     block_mask = layout_blocks(documents).block_mask
-    found = torch_flex.flex_attention(q, k, v, block_mask=block_mask, scale=0.3, enable_gqa=True)
+    with torch._dynamo.config.patch(disable=False):  # an engine in this process may have left it so
+        found = torch_flex.flex_attention(q, k, v, block_mask=block_mask, scale=0.3, enable_gqa=True)
     assert isinstance(found, torch.Tensor)
     found = found.transpose(1, 2)
     expected = layout_documents(documents).attend(*qkv, scale=0.3, enable_gqa=True)
