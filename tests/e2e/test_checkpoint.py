@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from titan_rl.config.training import TrainingConfig
 from titan_rl.errors import CheckpointError
+from titan_rl.training import train_state
 from titan_rl.training.optimizers import NamedParameters
 
 
@@ -78,6 +79,10 @@ def test_a_checkpoint_is_of_the_moment_it_was_begun(
 
     monkeypatch.setattr(dcp, "save", late)
     trainer.begin_save(tmp_path / "step-000001", {"note.txt": "first"})
+    with monkeypatch.context() as patch:
+        patch.setattr(train_state, "LIMIT_S", 0.01)
+        with pytest.raises(CheckpointError, match=r"not written within 0\.01 s"):
+            trainer.finish_save()
     expected = trainer.step(samples)
     stepped.set()
     trainer.begin_save(tmp_path / "step-000002")  # waits for the first

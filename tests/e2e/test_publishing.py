@@ -15,6 +15,7 @@ from titan_rl.config.sections import ModelConfig, StateDictConfig
 from titan_rl.errors import StateDictError
 from titan_rl.statedict.shared_memory import SharedMemoryTransport
 from titan_rl.statedict.types import Manifest
+from titan_rl.training import publishing
 from titan_rl.training.losses.grpo import grpo_loss
 from titan_rl.training.losses.types import ClipRange, LossTokens, TokenLoss
 from titan_rl.training.publishing import WeightPublisher
@@ -84,13 +85,19 @@ def test_the_next_forward_runs_while_a_version_is_copied_and_the_optimizer_waits
         publisher.close()
 
 
-def test_what_cannot_be_published_is_told_and_does_not_stop_the_step(tmp_path: Path) -> None:
+def test_what_cannot_be_published_is_told_and_does_not_stop_the_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = make_tiny_qwen3(tmp_path)
     trainer = make_trainer(folder, loss=f"{__name__}:noting_loss")
     samples = on_policy_samples(trainer, 24)
     with FullTransport("test-publishing-full") as transport:
         publisher = make_publisher(trainer, transport, folder)
         publisher.begin()
+        with monkeypatch.context() as patch:
+            patch.setattr(publishing, "LIMIT_S", 0.01)
+            with pytest.raises(StateDictError, match=r"not published within 0\.01 s"):
+                publisher.finish()
         step(trainer, samples)
         assert trainer.version == 1
         with pytest.raises(StateDictError, match="no room"):

@@ -32,26 +32,12 @@ have to `training.lr`, and follow its schedule."""
 
 def adamw(parameters: NamedParameters, training: TrainingConfig) -> Optimizer:
     """Adam with decoupled weight decay (arXiv:1711.05101)."""
-    return torch.optim.AdamW(
-        _tensors(parameters),
-        lr=training.lr,
-        betas=training.betas,
-        eps=training.eps,
-        weight_decay=training.weight_decay,
-        fused=True,
-    )
+    return _fused(torch.optim.AdamW, parameters, training)
 
 
 def adam(parameters: NamedParameters, training: TrainingConfig) -> Optimizer:
     """Adam (arXiv:1412.6980). Weight decay is added to the gradient."""
-    return torch.optim.Adam(
-        _tensors(parameters),
-        lr=training.lr,
-        betas=training.betas,
-        eps=training.eps,
-        weight_decay=training.weight_decay,
-        fused=True,
-    )
+    return _fused(torch.optim.Adam, parameters, training)
 
 
 def sgd(parameters: NamedParameters, training: TrainingConfig) -> Optimizer:
@@ -118,6 +104,19 @@ class Optimizers:
     def _groups(self) -> list[dict[str, Any]]:
         """As they are now: loading a checkpoint replaces them."""
         return [group for part in self.parts for group in part.param_groups]
+
+
+def _fused(
+    optimizer: type[torch.optim.Adam | torch.optim.AdamW], parameters: NamedParameters, training: TrainingConfig
+) -> Optimizer:
+    return optimizer(
+        _tensors(parameters),
+        lr=training.lr,
+        betas=training.betas,
+        eps=training.eps,
+        weight_decay=training.weight_decay,
+        fused=True,
+    )
 
 
 def _tensors(parameters: NamedParameters) -> list[nn.Parameter]:

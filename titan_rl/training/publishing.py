@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -14,6 +14,7 @@ from titan_rl.errors import StateDictError
 from titan_rl.statedict.probes import make_probes
 from titan_rl.statedict.types import Manifest, Probe, StateDictTransport, TensorSlice
 from titan_rl.training.device import aside
+from titan_rl.training.readers import LIMIT_S
 from titan_rl.training.trainer import TrainerCore
 
 PROBE_TOKENS = 32
@@ -80,10 +81,13 @@ class WeightPublisher:
 
         Raises:
             StateDictError: on all ranks, if one of them has published the version already, has no room for it, or
-                cannot write it. None keeps what it has written of it; older versions stay. Also if none was begun.
+                cannot write it. None keeps what it has written of it; older versions stay. Also if none was begun, or
+                it takes too long.
         """
         if self._publishing is None:
             raise StateDictError("no version was begun to be published")
+        if not wait([self._publishing], timeout=LIMIT_S).done:
+            raise StateDictError(f"the version begun last was not published within {LIMIT_S:g} s")
         return self._publishing.result()
 
     def publish(self) -> Manifest:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextvars
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,9 @@ from torch.optim import Optimizer
 from titan_rl.errors import CheckpointError
 from titan_rl.training.checkpoint import atomic_directory, temporary_of
 from titan_rl.training.world import World
+
+LIMIT_S = 1800.0
+"""Longest wait for one checkpoint to be written."""
 
 
 class TrainStateWriter:
@@ -50,13 +53,16 @@ class TrainStateWriter:
         version: int,
         files: Mapping[str, str],
     ) -> None:
-        """Copy the state, so that the next step may change it, and begin to write. Waits for the one before.
+        """Copy the state, so that the next step may change it, and begin to write. Waits for the one before, whose
+        `finish` tells how it ended.
 
         Args:
             files: what else the folder is to hold: name -> text.
+
+        Raises:
+            CheckpointError: the one before is not written yet, after a long wait.
         """
-        if self._writing is not None:
-            self._writing.exception()  # its `finish` tells
+        self._wait()
         state = self._stager.stage(_state(model, optimizers, version))
         assert not isinstance(state, Future), "staging is synchronous"
         # Monarch keeps the actor that calls in the context.
@@ -67,10 +73,15 @@ class TrainStateWriter:
         """Returns once the folder is whole.
 
         Raises:
-            CheckpointError: it could not be written; what was there is unchanged.
+            CheckpointError: it could not be written, or not in time; what was there is unchanged.
         """
+        self._wait()
         if self._writing is not None:
             self._writing.result()
+
+    def _wait(self) -> None:
+        if self._writing is not None and not wait([self._writing], timeout=LIMIT_S).done:
+            raise CheckpointError(f"the checkpoint begun last was not written within {LIMIT_S:g} s: the disk is slow")
 
     def _write(self, directory: Path, state: dict[str, Any], files: Mapping[str, str]) -> None:
         problem: Exception | None = None

@@ -109,11 +109,6 @@ class TrainerCore:
         """The ranks that train this policy together."""
         return self._world
 
-    @property
-    def vocab_size(self) -> int:
-        """Token ids are below this."""
-        return self._policy.vocab_size
-
     def step(self, samples: Sequence[TrainingSample]) -> StepResult:
         """One step over all samples: an optimizer step for each of `training.minibatches`, in as many micro-batches
         as they need. The split into micro-batches and over ranks does not change the step.
