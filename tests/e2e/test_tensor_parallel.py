@@ -1,4 +1,4 @@
-"""A real generator of two ranks: vLLM's external launcher, in lockstep over gloo."""
+"""Real generators of two ranks each: vLLM's external launcher, in lockstep over gloo."""
 
 import asyncio
 import os
@@ -22,7 +22,7 @@ from titan_rl.training.sample import TrainingSample
 from titan_rl.types import SamplingParams
 
 SETTINGS = [
-    ("generation.num_generators", "1"),
+    ("generation.num_generators", "2"),
     ("generation.tensor_parallel_size", "2"),
     ("generation.stream_interval", "8"),
 ]
@@ -62,6 +62,9 @@ async def test_two_ranks_generate_pull_and_are_replaced_together(tmp_path: Path,
             completions = await asyncio.gather(*doomed)
             assert any(completion.metrics.get("num_resumes") for completion in completions)
             assert [len(completion.token_ids) for completion in completions] == [LENGTH] * len(doomed)
+            while [member.serving for member in router.members] != [True, True]:
+                await asyncio.wait([watch], timeout=0.2)
+            assert not [name for name in os.listdir("/dev/shm") if "cpushm" in name]  # nobody would remove it
             watch.cancel()
         await router.close()
         await cluster.trainer.close()

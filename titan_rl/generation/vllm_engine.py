@@ -71,7 +71,6 @@ class VLLMEngine:
         from vllm.platforms import current_platform
         from vllm.v1.engine import EngineCoreRequest
         from vllm.v1.engine.core_client import InprocClient
-        from vllm.v1.executor import Executor
 
         on_cpu = current_platform.is_cpu()
         if on_cpu and routed_experts:
@@ -123,7 +122,7 @@ class VLLMEngine:
                 raise ValueError(f"max_context is {max_context} and the model has {limit} positions")
             self._vocab_size: int = config.model_config.get_vocab_size()
             self._tied: bool = getattr(config.model_config.hf_text_config, "tie_word_embeddings", False)
-            self._core = InprocClient(config, Executor.get_class(config), log_stats=False)
+            self._core = InprocClient(config, _executor(config), log_stats=False)
         except (ValueError, OSError) as error:
             raise ModelError(f"vLLM cannot serve {model_path}: {error}") from error
 
@@ -266,6 +265,16 @@ class VLLMEngine:
             raise RequestError(
                 f"request {request_id!r} has token {wrong}; the vocabulary has {self._vocab_size} tokens"
             )
+
+
+def _executor(config: Any) -> Any:
+    if config.parallel_config.distributed_executor_backend == "external_launcher":
+        from titan_rl.generation.vllm_executor import RankExecutor
+
+        return RankExecutor
+    from vllm.v1.executor import Executor
+
+    return Executor.get_class(config)
 
 
 def _with_tied_head(items: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
