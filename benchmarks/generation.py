@@ -22,7 +22,8 @@ import cloudpickle
 
 from titan_rl import Completion, Reward, Rollouter, RolloutStatus, Rubric, SamplingParams, TokenObservation, TokenStep
 from titan_rl.actors.generator import GeneratorActor, GeneratorSettings
-from titan_rl.actors.process import call, enter_actor_process
+from titan_rl.actors.peer import Peer, call
+from titan_rl.actors.process import enter_actor_process
 from titan_rl.actors.replica import ActorReplica
 from titan_rl.actors.supervisor import Supervisor
 from titan_rl.config.sections import GenerationConfig, ModelConfig, StateDictConfig
@@ -185,7 +186,7 @@ async def measure(folder: Path, repeats: int) -> list[tuple[str, float, float | 
     try:
         bare = [await start(f"bare-{index}", BareEngine) for index in range(ENGINES)]
         replicas = [
-            ActorReplica(f"generator-{index}", await start(f"generator-{index}", GeneratorActor), board)
+            ActorReplica(Peer(f"generator-{index}"), await start(f"generator-{index}", GeneratorActor), board)
             for index in range(ENGINES)
         ]
         for replica in replicas:

@@ -22,7 +22,8 @@ from statistics import median
 import cloudpickle
 import torch
 
-from titan_rl.actors.process import call, enter_actor_process
+from titan_rl.actors.peer import call
+from titan_rl.actors.process import enter_actor_process
 from titan_rl.actors.supervisor import Supervisor
 from titan_rl.statedict.rdma import RDMATransport
 from titan_rl.statedict.shared_memory import SharedMemoryTransport

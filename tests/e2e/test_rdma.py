@@ -16,7 +16,8 @@ import torch
 from e2e.runs import REPOSITORY
 
 from titan_rl.actors.cluster import start_cluster
-from titan_rl.actors.process import call, enter_actor_process
+from titan_rl.actors.peer import call
+from titan_rl.actors.process import enter_actor_process
 from titan_rl.actors.supervisor import Supervisor
 from titan_rl.config.load import load_config
 from titan_rl.errors import StateDictError

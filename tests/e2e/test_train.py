@@ -66,7 +66,7 @@ def test_a_dead_trainer_ends_the_run_with_the_reason(tmp_path):
     with run_training(tmp_path, training__steps=1000) as run:
         run.wait_for_step(1)
         os.kill(run.child("trainer"), signal.SIGKILL)
-        assert run.wait(30) == 1
+        assert run.wait(60) == 1
         assert "trainer died" in run.output
         assert run.leftovers() == []
 

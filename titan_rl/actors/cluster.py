@@ -12,14 +12,15 @@ from monarch.actor import this_proc
 
 from titan_rl.actors.generate_service import GenerateService
 from titan_rl.actors.generator import GeneratorActor, GeneratorSettings
-from titan_rl.actors.process import call, call_all, stderr_into
+from titan_rl.actors.peer import Peer, call
+from titan_rl.actors.process import ProcessActor, stderr_into
 from titan_rl.actors.replica import ActorReplica
 from titan_rl.actors.rollout_worker import RolloutWorkerActor, RolloutWorkerSettings
 from titan_rl.actors.supervisor import ProcessFailure, Supervisor
 from titan_rl.actors.trainer import ActorTrainer, TrainerActor, TrainerSettings
 from titan_rl.actors.worker_pool import WorkerPool
 from titan_rl.config.run import RunConfig
-from titan_rl.errors import ActorDiedError, EngineDeadError
+from titan_rl.errors import ActorDiedError, EngineDeadError, TitanRLError
 from titan_rl.observability.run_dir import RunDirectory
 from titan_rl.routing.replica import Replica
 from titan_rl.routing.router import GeneratorRouter
@@ -48,7 +49,8 @@ class Cluster:
         self._supervisor = supervisor
         self._service = service
         self._respawns_left = config.generation.max_respawns
-        self._broken: asyncio.Queue[tuple[str, Exception]] = asyncio.Queue()
+        self._peers: dict[str, Peer] = {}  # by id, of every process that was started and is not known to have ended
+        self._ended: asyncio.Queue[Peer] = asyncio.Queue()
 
     async def start(self) -> None:
         """Start all processes at once.
@@ -67,8 +69,8 @@ class Cluster:
 
     def on_replica_failed(self, replica: Replica, error: Exception) -> None:
         """For the router: an engine that has ended does not come back, though its process lives."""
-        if isinstance(error, EngineDeadError):
-            self._broken.put_nowait((replica.name, error))
+        if isinstance(replica, ActorReplica) and isinstance(error, EngineDeadError):
+            replica.peer.end(str(error))
 
     async def watch(self, router: GeneratorRouter) -> None:
         """Take in streamed tokens and replace generators that die, until cancelled. The router has the requests of a
@@ -78,35 +80,40 @@ class Cluster:
             ActorDiedError: the trainer died, or one generator more than `generation.max_respawns`.
         """
         async with asyncio.TaskGroup() as background:
-            inlets = {replica.name: background.create_task(replica.inlet.run()) for replica in self.replicas}
+            inlets = {replica.peer: background.create_task(replica.inlet.run()) for replica in self.replicas}
 
-            async def replace_broken() -> None:
+            async def listen() -> None:
                 while True:
-                    name, error = await self._broken.get()
-                    await call(self._supervisor.replace, name, str(error), who="supervisor", timeout_s=STOP_TIMEOUT_S)
+                    failure: ProcessFailure = await call(self._supervisor.next_failure, who="supervisor")
+                    if (peer := self._peers.get(failure.peer_id)) is not None:
+                        peer.end(failure.reason)
 
-            async def respawn(name: str) -> None:
-                if name.startswith(WORKER):
-                    await self._start_worker(name)
-                else:
-                    replica = await self._start_generator(name)
-                    inlets[name] = background.create_task(replica.inlet.run())
-                    await router.add_replica(replica)
+            async def respawn(gone: Peer) -> None:
+                with contextlib.suppress(ActorDiedError):
+                    await call(self._supervisor.terminate, (gone.id,), who="supervisor", timeout_s=STOP_TIMEOUT_S)
+                with contextlib.suppress(ActorDiedError):  # it ended in turn, which is heard of here as well
+                    if gone.name.startswith(WORKER):
+                        await self._start_worker(gone.name)
+                    else:
+                        replica = await self._start_generator(gone.name)
+                        if replica.peer.reason is None:
+                            inlets[replica.peer] = background.create_task(replica.inlet.run())
+                            await router.add_replica(replica)
 
-            background.create_task(replace_broken())
+            background.create_task(listen())
             while True:
-                failure: ProcessFailure = await call(self._supervisor.next_failure, who="supervisor")
-                if failure.name == TRAINER or self._respawns_left == 0:
-                    log = self._run_dir.logs / f"{failure.name}.log"
-                    raise ActorDiedError(f"{failure.name} died: {failure.reason}; its log is {log}")
+                peer = await self._ended.get()
+                if peer.name == TRAINER or self._respawns_left == 0:
+                    log = self._run_dir.logs / f"{peer.name}.log"
+                    raise ActorDiedError(f"{peer.name} died: {peer.reason}; its log is {log}")
                 self._respawns_left -= 1
-                logger.warning("%s died: %s; starting another", failure.name, failure.reason)
-                self.workers.remove(failure.name)
-                if (inlet := inlets.get(failure.name)) is not None:
+                logger.warning("%s died: %s; starting another", peer.name, peer.reason)
+                self.workers.remove(peer)
+                if (inlet := inlets.pop(peer, None)) is not None:
                     inlet.cancel()
-                if failure.name in {member.name for member in router.members}:  # else it died while it started
-                    router.remove_replica(failure.name)
-                background.create_task(respawn(failure.name))
+                if peer.name in {member.name for member in router.members}:  # else it died while it started
+                    router.remove_replica(peer.name)
+                background.create_task(respawn(peer))
 
     async def _start_trainer(self) -> ActorTrainer:
         config = self._config
@@ -120,8 +127,8 @@ class Cluster:
             config.seed,
         )
         num_ranks = config.training.data_parallel * config.training.tensor_parallel
-        ranks = await self._spawn(TRAINER, TrainerActor, settings, num_ranks=num_ranks)
-        return ActorTrainer(ranks, config.training)
+        peer, ranks = await self._spawn(TRAINER, TrainerActor, settings, num_ranks=num_ranks)
+        return ActorTrainer(peer, ranks, config.training)
 
     async def _start_generator(self, name: str) -> ActorReplica:
         config = self._config
@@ -129,19 +136,42 @@ class Cluster:
             config.model, config.generation, config.statedict, self._run_id, self._log_path(name), config.seed
         )
         num_ranks = config.generation.tensor_parallel_size
-        ranks = await self._spawn(name, GeneratorActor, settings, num_ranks=num_ranks)
-        replica = ActorReplica(name, ranks.slice(procs=0), self._board)
+        peer, ranks = await self._spawn(name, GeneratorActor, settings, num_ranks=num_ranks)
+        replica = ActorReplica(peer, ranks.slice(procs=0), self._board)
         await replica.open_stream()
         return replica
 
     async def _start_worker(self, name: str) -> None:
         settings = RolloutWorkerSettings(str(self._run_dir.config), self._log_path(name))
-        self.workers.add(name, await self._spawn(name, RolloutWorkerActor, settings, self._service))
+        self.workers.add(*await self._spawn(name, RolloutWorkerActor, settings, self._service))
 
-    async def _spawn(self, name: str, actor_class: Any, *arguments: Any, num_ranks: int = 1) -> Any:
-        actor = await call(self._supervisor.spawn, name, actor_class, arguments, num_ranks, who="supervisor")
-        await call_all(actor.start, who=name, timeout_s=self._config.generation.start_timeout_s)
-        return actor
+    async def _spawn(
+        self, name: str, actor_class: type[ProcessActor], *arguments: Any, num_ranks: int = 1
+    ) -> tuple[Peer, Any]:
+        """A process, or a group of them, and the handle of its actor, which has started."""
+        peer = Peer(name, self._note_end)
+        self._peers[peer.id] = peer
+        limit_s = self._config.generation.start_timeout_s
+        try:
+            spawn = self._supervisor.spawn
+            actor = await call(spawn, peer.id, actor_class, arguments, num_ranks, who="supervisor", timeout_s=limit_s)
+            peer.watch(await peer.call_all(actor.pid, timeout_s=limit_s))
+            await peer.call_all(actor.start, timeout_s=limit_s)
+        except TitanRLError as error:
+            peer.end(f"it did not start: {error}")
+            raise
+        return peer, actor
+
+    def _note_end(self, peer: Peer) -> None:
+        del self._peers[peer.id]
+        self._ended.put_nowait(peer)
+
+    async def close(self) -> None:
+        """End every process."""
+        for peer in self._peers.values():
+            peer.close()
+        with contextlib.suppress(ActorDiedError):
+            await call(self._supervisor.terminate, who="supervisor", timeout_s=STOP_TIMEOUT_S)
 
     @property
     def _run_id(self) -> str:
@@ -166,5 +196,4 @@ async def start_cluster(config: RunConfig, run_dir: RunDirectory, board: Version
         await cluster.start()
         yield cluster
     finally:
-        with contextlib.suppress(ActorDiedError):
-            await call(supervisor.terminate, who="supervisor", timeout_s=STOP_TIMEOUT_S)
+        await cluster.close()

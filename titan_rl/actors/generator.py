@@ -8,9 +8,9 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from monarch.actor import Actor, Port, concurrent_endpoint, current_rank
+from monarch.actor import Port, concurrent_endpoint
 
-from titan_rl.actors.process import enter_actor_process, log_of_rank
+from titan_rl.actors.process import ProcessActor
 from titan_rl.actors.token_stream import TokenOutlet
 from titan_rl.config.sections import GenerationConfig, ModelConfig, StateDictConfig
 from titan_rl.generation.engine import Engine
@@ -38,13 +38,12 @@ class GeneratorSettings:
     seed: int
 
 
-class GeneratorActor(Actor):
+class GeneratorActor(ProcessActor):
     """Generates, and pulls weights between two engine steps. Of several ranks the first is called, and the others do
     what its loop decides."""
 
     def __init__(self, settings: GeneratorSettings) -> None:
-        self._rank = current_rank().rank
-        enter_actor_process(log_of_rank(settings.log_path, self._rank))
+        super().__init__(settings.log_path)
         self._settings = settings
         generation = settings.generation
         self._kv_policy = KVPolicy(generation.running_kv, generation.reset_prefix_cache)

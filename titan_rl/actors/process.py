@@ -1,19 +1,30 @@
-"""What every actor process does first, and how a call to one fails."""
+"""What every actor process does first."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
-from monarch.actor import ActorError
+from monarch.actor import Actor, concurrent_endpoint, current_rank
 
-from titan_rl.errors import ActorDiedError
+
+class ProcessActor(Actor):
+    """The one actor of a process, or of each process of a group.
+
+    Args:
+        log_path: where the output of the first process goes; others of its group have their rank in the name.
+    """
+
+    def __init__(self, log_path: str) -> None:
+        self._rank = current_rank().rank
+        enter_actor_process(log_of_rank(log_path, self._rank))
+
+    @concurrent_endpoint
+    async def pid(self) -> int:
+        return os.getpid()
 
 
 def enter_actor_process(log_path: str | Path) -> None:
@@ -47,41 +58,3 @@ def _point(descriptor: int, log_path: str | Path) -> None:
     log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, descriptor)
     os.close(log)
-
-
-async def call(endpoint: Any, *args: Any, who: str, timeout_s: float | None = None) -> Any:
-    """Call an actor's endpoint and raise what the actor raised, rather than Monarch's wrapping of it.
-
-    Raises:
-        ActorDiedError: the actor's process is gone, or did not answer within `timeout_s` seconds.
-    """
-
-    return await _answered(endpoint.call_one, *args, who=who, timeout_s=timeout_s)
-
-
-async def call_all(endpoint: Any, *args: Any, who: str, timeout_s: float | None = None) -> None:
-    """Call an endpoint of every rank at once, and return when all have answered.
-
-    Raises:
-        ActorDiedError: as `call`, of any of them.
-    """
-    await _answered(endpoint.call, *args, who=who, timeout_s=timeout_s)
-
-
-async def _answered(send: Any, *args: Any, who: str, timeout_s: float | None) -> Any:
-    async def answer() -> Any:
-        return await send(*args)
-
-    try:
-        return await asyncio.wait_for(answer(), timeout_s)
-    except ActorError as error:
-        raise error.exception from None
-    except SupervisionError as error:
-        raise ActorDiedError(f"{who} died: {last_line(str(error))}") from None
-    except TimeoutError:
-        raise ActorDiedError(f"{who} did not answer within {timeout_s:g} s") from None
-
-
-def last_line(report: str) -> str:
-    """The line of a Monarch failure report that says what happened."""
-    return next((line.strip() for line in reversed(report.splitlines()) if line.strip()), "no reason given")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from titan_rl.actors.process import call
+from titan_rl.actors.peer import Peer
 from titan_rl.actors.token_stream import TokenInlet
 from titan_rl.errors import ActorDiedError, GenerationError
 from titan_rl.routing.replica import OnTokens, PauseMode
@@ -19,8 +19,9 @@ class ActorReplica:
     It finds manifests on the board, and posts there what a pull measured. Tokens arrive while `inlet.run` runs.
     """
 
-    def __init__(self, name: str, actor: Any, board: VersionBoard) -> None:
-        self.name = name
+    def __init__(self, peer: Peer, actor: Any, board: VersionBoard) -> None:
+        self.name = peer.name
+        self.peer = peer
         self.inlet = TokenInlet()
         self._actor = actor
         self._board = board
@@ -74,6 +75,6 @@ class ActorReplica:
 
     async def _call(self, endpoint: Any, *args: Any) -> Any:
         try:
-            return await call(endpoint, *args, who=self.name)
+            return await self.peer.call(endpoint, *args)
         except ActorDiedError as error:
             raise GenerationError(str(error)) from error

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from monarch.actor import Actor, concurrent_endpoint
+from monarch.actor import concurrent_endpoint
 
-from titan_rl.actors.process import call, enter_actor_process
+from titan_rl.actors.peer import call
+from titan_rl.actors.process import ProcessActor
 from titan_rl.rollout.types import Rollout, RolloutGroup
 from titan_rl.types import Completion, SamplingParams
 
@@ -23,11 +24,11 @@ class RolloutWorkerSettings:
     log_path: str
 
 
-class RolloutWorkerActor(Actor):
+class RolloutWorkerActor(ProcessActor):
     """Runs a `Rollouter` whose `GenerateFn` is a call to the controller."""
 
     def __init__(self, settings: RolloutWorkerSettings, service: Any) -> None:
-        enter_actor_process(settings.log_path)
+        super().__init__(settings.log_path)
         self._settings = settings
         self._service = service
         self._groups: dict[str, asyncio.Task[RolloutGroup]] = {}

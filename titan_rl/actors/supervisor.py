@@ -13,7 +13,7 @@ import monarch.actor
 from monarch.actor import Actor, MeshFailure, concurrent_endpoint, this_host
 from monarch.spmd import setup_torch_elastic_env_async
 
-from titan_rl.actors.process import last_line
+from titan_rl.actors.peer import last_line
 
 logger = logging.getLogger(__name__)
 
@@ -32,55 +32,48 @@ monarch.actor.unhandled_fault_hook = _log_fault
 
 @dataclass(frozen=True, slots=True)
 class ProcessFailure:
-    """The process `name` ended without being told to."""
+    """Monarch found that the process spawned as `peer_id` ended, or its actor did, without being told to."""
 
-    name: str
+    peer_id: str
     reason: str
 
 
 class Supervisor(Actor):
     """Lives in the controller's process. A child that dies ends no one else: its death is reported by `next_failure`,
-    and calls in flight to it fail."""
+    and calls in flight to it fail. Processes go by the ids of their peers."""
 
     def __init__(self) -> None:
-        self._processes: dict[str, Any] = {}  # name -> ProcMesh
-        self._failures: asyncio.Queue[tuple[ProcessFailure, Any]] = asyncio.Queue()
+        self._processes: dict[str, Any] = {}  # id -> ProcMesh
+        self._failures: asyncio.Queue[ProcessFailure] = asyncio.Queue()
 
     def __supervise__(self, failure: MeshFailure) -> bool:
-        name = failure.mesh_name.rsplit("-", 1)[0]  # Monarch appends a random suffix
-        if (processes := self._processes.pop(name, None)) is not None:
-            self._failures.put_nowait((ProcessFailure(name, last_line(str(failure))), processes))
+        peer_id = failure.mesh_name.rsplit("-", 1)[0]  # Monarch appends a random suffix
+        if peer_id in self._processes:
+            self._failures.put_nowait(ProcessFailure(peer_id, last_line(str(failure))))
         return True
 
     @concurrent_endpoint
-    async def spawn(self, name: str, actor_class: type[Actor], args: tuple[Any, ...], num_ranks: int = 1) -> Any:
+    async def spawn(self, peer_id: str, actor_class: type[Actor], args: tuple[Any, ...], num_ranks: int = 1) -> Any:
         """Start a process that holds one actor, or as many as have ranks in one torch.distributed world.
 
         Returns:
             the actor's handle, with the dimension "procs".
         """
-        processes = this_host().spawn_procs({"procs": num_ranks}, name=name)
-        self._processes[name] = processes
+        processes = this_host().spawn_procs({"procs": num_ranks}, name=peer_id)
+        self._processes[peer_id] = processes
         if num_ranks > 1:
             await setup_torch_elastic_env_async(processes, LOCAL_HOST, _free_port())
-        return processes.spawn(name, actor_class, *args)
+        return processes.spawn(peer_id, actor_class, *args)
 
     @concurrent_endpoint
     async def next_failure(self) -> ProcessFailure:
-        failure, processes = await self._failures.get()
-        await _stop(processes)  # those of a group that still live are of no use without the one that died
-        return failure
+        """One process may be reported more than once."""
+        return await self._failures.get()
 
     @concurrent_endpoint
-    async def replace(self, name: str, reason: str) -> None:
-        """End a process that is of no more use, and report it as one that died."""
-        if (process := self._processes.pop(name, None)) is not None:
-            self._failures.put_nowait((ProcessFailure(name, reason), process))
-
-    @concurrent_endpoint
-    async def terminate(self, names: tuple[str, ...] | None = None) -> None:
+    async def terminate(self, peer_ids: tuple[str, ...] | None = None) -> None:
         """End these processes, or all. One that is dead already is no error."""
-        chosen = [self._processes.pop(name, None) for name in names or tuple(self._processes)]
+        chosen = [self._processes.pop(peer_id, None) for peer_id in peer_ids or tuple(self._processes)]
         async with asyncio.TaskGroup() as stops:
             for process in chosen:
                 if process is not None:

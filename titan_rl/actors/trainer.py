@@ -13,9 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from monarch.actor import Actor, concurrent_endpoint, current_rank
+from monarch.actor import concurrent_endpoint
 
-from titan_rl.actors.process import call, enter_actor_process, log_of_rank
+from titan_rl.actors.peer import Peer
+from titan_rl.actors.process import ProcessActor
 from titan_rl.config.sections import ModelConfig, StateDictConfig
 from titan_rl.config.training import CorrectionConfig, TrainingConfig
 from titan_rl.errors import ActorDiedError, TitanRLError
@@ -43,13 +44,12 @@ class TrainerSettings:
     seed: int
 
 
-class TrainerActor(Actor):
+class TrainerActor(ProcessActor):
     """One rank: steps the optimizer and publishes the weights. Its calls run one at a time, in the order they come, and
     go to all ranks alike."""
 
     def __init__(self, settings: TrainerSettings) -> None:
-        rank = current_rank().rank
-        enter_actor_process(log_of_rank(settings.log_path, rank))
+        super().__init__(settings.log_path)
         self._settings = settings
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")
 
@@ -129,7 +129,8 @@ class ActorTrainer:
         ActorDiedError: from every call, once a process of the trainer is gone.
     """
 
-    def __init__(self, ranks: Any, training: TrainingConfig) -> None:
+    def __init__(self, peer: Peer, ranks: Any, training: TrainingConfig) -> None:
+        self._peer = peer
         self._training = training
         size = training.data_parallel * training.tensor_parallel
         self._ranks = [ranks.slice(procs=rank) for rank in range(size)]
@@ -181,7 +182,7 @@ class ActorTrainer:
     async def _all(self, endpoint: str, *arguments: Sequence[Any], timeout_s: float | None = None) -> list[Any]:
         """Call every rank, each with its arguments, and return what each one does."""
         calls = [
-            call(getattr(rank, endpoint), *own, who="trainer", timeout_s=timeout_s)
+            self._peer.call(getattr(rank, endpoint), *own, timeout_s=timeout_s)
             for rank, own in zip(self._ranks, arguments or [()] * len(self._ranks), strict=True)
         ]
         try:

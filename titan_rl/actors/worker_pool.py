@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 from titan_rl.actors.generate_service import GroupDesk, open_desk
-from titan_rl.actors.process import call
+from titan_rl.actors.peer import Peer
 from titan_rl.errors import ActorDiedError
 from titan_rl.rollout.types import Rollout, RolloutGroup
 from titan_rl.types import GenerateFn, SamplingParams
@@ -28,18 +29,18 @@ class WorkerPool:
     """
 
     def __init__(self, *, max_attempts: int = 3, wait_s: float = 180.0) -> None:
-        self._workers: dict[str, Any] = {}  # name -> actor
-        self._load: dict[str, int] = {}  # name -> rollouts
+        self._workers: dict[Peer, Any] = {}  # actors
+        self._load: Counter[Peer] = Counter()  # rollouts
         self._max_attempts = max_attempts
         self._wait_s = wait_s
         self._changed = asyncio.Event()
 
-    def add(self, name: str, actor: Any) -> None:
-        self._workers[name], self._load[name] = actor, 0
+    def add(self, peer: Peer, actor: Any) -> None:
+        self._workers[peer] = actor
         self._changed.set()
 
-    def remove(self, name: str) -> None:
-        self._workers.pop(name, None)
+    def remove(self, peer: Peer) -> None:
+        self._workers.pop(peer, None)
 
     async def run_group(
         self,
@@ -64,24 +65,23 @@ class WorkerPool:
                 on_finished(rollout)
 
         for attempt in range(1, self._max_attempts + 1):
-            name = await self._least_loaded()
-            actor, desk = self._workers[name], GroupDesk(generate, tell)
-            self._load[name] += group_size
+            peer = await self._least_loaded()
+            actor, desk = self._workers[peer], GroupDesk(generate, tell)
+            self._load[peer] += group_size
             try:
                 with open_desk(group_id, desk):
-                    return await call(actor.run_group, sample, group_id, group_size, sampling, who=name)
+                    return await peer.call(actor.run_group, sample, group_id, group_size, sampling)
             except ActorDiedError as error:
-                self.remove(name)
+                self.remove(peer)
                 if attempt == self._max_attempts:
                     raise
                 logger.warning("%s; group %s is played again", error, group_id)
             except asyncio.CancelledError:
                 with suppress(ActorDiedError):
-                    await call(actor.cancel, group_id, who=name, timeout_s=CANCEL_TIMEOUT_S)
+                    await peer.call(actor.cancel, group_id, timeout_s=CANCEL_TIMEOUT_S)
                 raise
             finally:
-                if name in self._load:
-                    self._load[name] -= group_size
+                self._load[peer] -= group_size
                 await desk.close()
         raise AssertionError("the last attempt returns or raises")
 
@@ -93,7 +93,7 @@ class WorkerPool:
         for worker in self._workers.values():
             worker.resume_judging.broadcast()
 
-    async def _least_loaded(self) -> str:
+    async def _least_loaded(self) -> Peer:
         try:
             async with asyncio.timeout(self._wait_s):
                 while not self._workers:
@@ -101,4 +101,4 @@ class WorkerPool:
                     await self._changed.wait()
         except TimeoutError:
             raise ActorDiedError(f"no rollout worker came up within {self._wait_s:g} s") from None
-        return min(self._workers, key=lambda name: self._load[name])
+        return min(self._workers, key=lambda peer: self._load[peer])
