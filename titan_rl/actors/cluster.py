@@ -13,6 +13,7 @@ from monarch.actor import this_proc
 from titan_rl.actors.generate_service import GenerateService
 from titan_rl.actors.generator import GeneratorActor, GeneratorSettings
 from titan_rl.actors.peer import Peer, call
+from titan_rl.actors.placement import Placement, visible_gpus
 from titan_rl.actors.process import ProcessActor, stderr_into
 from titan_rl.actors.replica import ActorReplica
 from titan_rl.actors.rollout_worker import RolloutWorkerActor, RolloutWorkerSettings
@@ -29,6 +30,7 @@ from titan_rl.statedict.board import VersionBoard
 logger = logging.getLogger(__name__)
 
 TRAINER = "trainer"
+GENERATOR = "generator-"
 WORKER = "rollout-worker-"
 STOP_TIMEOUT_S = 30.0
 
@@ -42,6 +44,7 @@ class Cluster:
     ) -> None:
         self.trainer: ActorTrainer
         self.replicas: list[ActorReplica]
+        self._placement: Placement
         self.workers = WorkerPool(wait_s=config.generation.start_timeout_s)
         self._config = config
         self._run_dir = run_dir
@@ -56,9 +59,11 @@ class Cluster:
         """Start all processes at once.
 
         Raises:
+            ConfigError: there are GPUs, and too few of them.
             ActorDiedError: one did not start within `generation.start_timeout_s`.
         """
-        names = [f"generator-{index}" for index in range(self._config.generation.num_generators)]
+        self._placement = Placement.of(self._config, visible_gpus())
+        names = [f"{GENERATOR}{index}" for index in range(self._config.generation.num_generators)]
         async with asyncio.TaskGroup() as starting:
             trainer = starting.create_task(self._start_trainer())
             generators = [starting.create_task(self._start_generator(name)) for name in names]
@@ -125,6 +130,7 @@ class Cluster:
             self._run_id,
             self._log_path(TRAINER),
             config.seed,
+            self._placement.trainer,
         )
         num_ranks = config.training.data_parallel * config.training.tensor_parallel
         peer, ranks = await self._spawn(TRAINER, TrainerActor, settings, num_ranks=num_ranks)
@@ -133,7 +139,13 @@ class Cluster:
     async def _start_generator(self, name: str) -> ActorReplica:
         config = self._config
         settings = GeneratorSettings(
-            config.model, config.generation, config.statedict, self._run_id, self._log_path(name), config.seed
+            config.model,
+            config.generation,
+            config.statedict,
+            self._run_id,
+            self._log_path(name),
+            config.seed,
+            self._placement.generators[int(name.removeprefix(GENERATOR))],
         )
         num_ranks = config.generation.tensor_parallel_size
         peer, ranks = await self._spawn(name, GeneratorActor, settings, num_ranks=num_ranks)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from monarch.actor import Port, concurrent_endpoint
 
+from titan_rl.actors.placement import use_gpus
 from titan_rl.actors.process import ProcessActor
 from titan_rl.actors.token_stream import TokenOutlet
 from titan_rl.config.sections import GenerationConfig, ModelConfig, StateDictConfig
@@ -36,6 +37,7 @@ class GeneratorSettings:
     run_id: str
     log_path: str
     seed: int
+    gpus: tuple[str, ...] = ()  # one for each rank
 
 
 class GeneratorActor(ProcessActor):
@@ -44,6 +46,7 @@ class GeneratorActor(ProcessActor):
 
     def __init__(self, settings: GeneratorSettings) -> None:
         super().__init__(settings.log_path)
+        use_gpus(settings.gpus, local_rank=self._rank)  # vLLM's ranks look at each other's
         self._settings = settings
         generation = settings.generation
         self._kv_policy = KVPolicy(generation.running_kv, generation.reset_prefix_cache)

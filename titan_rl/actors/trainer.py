@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from monarch.actor import concurrent_endpoint
 
 from titan_rl.actors.peer import Peer
+from titan_rl.actors.placement import use_gpus
 from titan_rl.actors.process import ProcessActor
 from titan_rl.config.sections import ModelConfig, StateDictConfig
 from titan_rl.config.training import CorrectionConfig, TrainingConfig
@@ -42,6 +43,7 @@ class TrainerSettings:
     run_id: str
     log_path: str
     seed: int
+    gpus: tuple[str, ...] = ()  # one for each rank
 
 
 class TrainerActor(ProcessActor):
@@ -50,6 +52,8 @@ class TrainerActor(ProcessActor):
 
     def __init__(self, settings: TrainerSettings) -> None:
         super().__init__(settings.log_path)
+        # A rank that sees one GPU cannot take another's: torch's current device is each thread's own.
+        use_gpus(settings.gpus[self._rank : self._rank + 1], local_rank=0)
         self._settings = settings
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")
 
