@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterator, Sequence
-from mmap import mmap
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from titan_rl.errors import StateDictError
+from titan_rl.statedict.layout import Buffer, view
 from titan_rl.statedict.parts import place_of, slices_by_name
 from titan_rl.statedict.types import Manifest, Part, TensorEntry
-
-Buffer = mmap | NDArray[np.uint8]
-
-with warnings.catch_warnings():  # torch says once a process that it cannot guard read-only memory, which is understood
-    warnings.simplefilter("ignore")
-    torch.frombuffer(b"\0", dtype=torch.uint8)
 
 
 def assemble(manifest: Manifest, open_part: Callable[[Part], Buffer]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -41,27 +32,19 @@ def assemble(manifest: Manifest, open_part: Callable[[Part], Buffer]) -> Iterato
     return ((name, _tensor(slices, buffers)) for name, slices in tensors.items())
 
 
-def view(buffer: Buffer, entry: TensorEntry) -> torch.Tensor:
-    """The entry's bytes as a tensor that shares them."""
-    dtype = getattr(torch, entry.dtype)
-    numel = math.prod(entry.shape)
-    if numel == 0:
-        return torch.empty(entry.shape, dtype=dtype)
-    return torch.frombuffer(buffer, dtype=dtype, count=numel, offset=entry.offset).view(entry.shape)
-
-
 def _tensor(slices: Sequence[tuple[int, TensorEntry]], buffers: Sequence[Buffer]) -> torch.Tensor:
     if len(slices) == 1:
         ((part, entry),) = slices
         tensor = view(buffers[part], entry)
         return tensor if entry.place is None else tensor.view(entry.place.whole_shape)
     _, first = slices[0]
-    whole = torch.empty(place_of(first).whole_shape, dtype=getattr(torch, first.dtype))
-    for part, entry in slices:
+    pieces = [(entry, view(buffers[part], entry)) for part, entry in slices]
+    whole = torch.empty(place_of(first).whole_shape, dtype=getattr(torch, first.dtype), device=pieces[0][1].device)
+    for entry, piece in pieces:
         box = whole
         for dim, (start, size) in enumerate(zip(place_of(entry).start, entry.shape, strict=True)):
             box = box.narrow(dim, start, size)
-        box.copy_(view(buffers[part], entry))
+        box.copy_(piece)
     return whole
 
 

@@ -15,7 +15,8 @@ import torch
 from monarch.rdma import RDMABuffer, RDMATcpFallbackWarning
 
 from titan_rl.errors import StateDictError
-from titan_rl.statedict.assembly import Buffer, assemble
+from titan_rl.statedict.assembly import assemble
+from titan_rl.statedict.layout import Buffer
 from titan_rl.statedict.segment import checksum
 from titan_rl.statedict.shared_memory import SharedMemoryTransport, map_part
 from titan_rl.statedict.types import Manifest, Part, Probe

@@ -100,6 +100,27 @@ def map_segment(path: Path, num_bytes: int, expected_checksum: int) -> mmap.mmap
     Raises:
         StateDictError: it is gone, or its size or checksum differ.
     """
+    file = lock_published(path)
+    try:
+        size = os.fstat(file).st_size
+        if size != max(num_bytes, ALIGNMENT):
+            raise StateDictError(f"{path} has {size} bytes, its manifest says {num_bytes}")
+        # The mapping keeps a duplicate of the descriptor, and with it the shared lock.
+        mapping = mmap.mmap(file, size, flags=mmap.MAP_SHARED | _POPULATE, prot=mmap.PROT_READ)
+    finally:
+        os.close(file)
+    found = checksum(np.frombuffer(mapping, np.uint8)[:num_bytes])
+    if found != expected_checksum:
+        raise StateDictError(f"{path} has checksum {found:#010x}, its manifest says {expected_checksum:#010x}")
+    return mapping
+
+
+def lock_published(path: Path) -> int:
+    """A descriptor of a published segment with a reader's lock: it is not written again before that is closed.
+
+    Raises:
+        StateDictError: it is gone.
+    """
     try:
         file = os.open(path, os.O_RDONLY)
     except OSError as error:
@@ -110,16 +131,7 @@ def map_segment(path: Path, num_bytes: int, expected_checksum: int) -> mmap.mmap
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         if not os.path.samestat(os.fstat(file), os.stat(path)):
             raise FileNotFoundError
-        size = os.fstat(file).st_size
-        if size != max(num_bytes, ALIGNMENT):
-            raise StateDictError(f"{path} has {size} bytes, its manifest says {num_bytes}")
-        # The mapping keeps a duplicate of the descriptor, and with it the shared lock.
-        mapping = mmap.mmap(file, size, flags=mmap.MAP_SHARED | _POPULATE, prot=mmap.PROT_READ)
     except (BlockingIOError, FileNotFoundError) as error:
-        raise StateDictError(f"{path} was released while it was opened") from error
-    finally:
         os.close(file)
-    found = checksum(np.frombuffer(mapping, np.uint8)[:num_bytes])
-    if found != expected_checksum:
-        raise StateDictError(f"{path} has checksum {found:#010x}, its manifest says {expected_checksum:#010x}")
-    return mapping
+        raise StateDictError(f"{path} was released while it was opened") from error
+    return file
