@@ -25,9 +25,12 @@ class Placement:
         Example: of four GPUs, a trainer of two ranks has 0 and 1, and three generators have 2, 3 and 2.
 
         Raises:
-            ConfigError: a trainer or a generator has more ranks than there are GPUs.
+            ConfigError: a trainer or a generator has more ranks than there are GPUs, or there are none where the
+                transport needs them.
         """
         training, generation = config.training, config.generation
+        if not gpus and config.statedict.transport == "cuda_ipc":
+            raise ConfigError("statedict.transport is 'cuda_ipc' and this host has no GPU; choose 'shared_memory'")
         if not gpus:
             return Placement((), ((),) * generation.num_generators)
         num_ranks, size = training.data_parallel * training.tensor_parallel, generation.tensor_parallel_size

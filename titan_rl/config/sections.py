@@ -174,8 +174,9 @@ class SchedulingConfig(Section):
 class StateDictConfig(Section):
     """How every published version is verified by the generators that pull it."""
 
-    transport: Literal["shared_memory", "rdma"] = "shared_memory"
-    """Generators are on the trainer's host; with rdma they may be elsewhere, too, and read over the network there."""
+    transport: Literal["shared_memory", "rdma", "cuda_ipc"] = "shared_memory"
+    """Generators are on the trainer's host; with rdma they may be elsewhere, too, and read over the network there. With
+    cuda_ipc all are on GPUs of one host, and read from the trainer's GPU memory, which has two more copies then."""
     num_probes: NonNegativeInt = 4
     """Sequences whose logprobs the trainer publishes with each version; 0 verifies nothing."""
     tolerance: PositiveFloat | None = None

@@ -13,12 +13,15 @@ from titan_rl.statedict.parts import place_of, slices_by_name
 from titan_rl.statedict.types import Manifest, Part, TensorEntry
 
 
-def assemble(manifest: Manifest, open_part: Callable[[Part], Buffer]) -> Iterator[tuple[str, torch.Tensor]]:
+def assemble(
+    manifest: Manifest, open_part: Callable[[Part], Buffer], *, copy: bool = False
+) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor) pairs of a version. All checks are done when this returns; tensors are copied together one at a
     time, as they are asked for.
 
     Args:
         open_part: gives a part's verified bytes.  # [num_bytes] or more
+        copy: also of tensors that one part has whole, of which views are given otherwise.
 
     Raises:
         StateDictError: the manifest describes slices that do not make up the tensors or do not fit the bytes, or what
@@ -29,14 +32,15 @@ def assemble(manifest: Manifest, open_part: Callable[[Part], Buffer]) -> Iterato
         for entry in part.entries:
             _check_entry(entry, part.num_bytes, manifest.version)
     buffers = [open_part(part) for part in manifest.parts]
-    return ((name, _tensor(slices, buffers)) for name, slices in tensors.items())
+    return ((name, _tensor(slices, buffers, copy)) for name, slices in tensors.items())
 
 
-def _tensor(slices: Sequence[tuple[int, TensorEntry]], buffers: Sequence[Buffer]) -> torch.Tensor:
+def _tensor(slices: Sequence[tuple[int, TensorEntry]], buffers: Sequence[Buffer], copy: bool) -> torch.Tensor:
     if len(slices) == 1:
         ((part, entry),) = slices
         tensor = view(buffers[part], entry)
-        return tensor if entry.place is None else tensor.view(entry.place.whole_shape)
+        whole = tensor if entry.place is None else tensor.view(entry.place.whole_shape)
+        return whole.clone() if copy else whole
     _, first = slices[0]
     pieces = [(entry, view(buffers[part], entry)) for part, entry in slices]
     whole = torch.empty(place_of(first).whole_shape, dtype=getattr(torch, first.dtype), device=pieces[0][1].device)

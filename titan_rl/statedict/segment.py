@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from titan_rl.errors import StateDictError
 
 ALIGNMENT = 64  # bytes: a cache line, and what vector loads like best
-_BLOCK_WORDS = 131072  # 1 MiB: long enough for NumPy to run at full speed, short enough to stay in the cache
+BLOCK_WORDS = 131072  # 1 MiB: long enough for NumPy to run at full speed, short enough to stay in the cache
 _POPULATE = getattr(mmap, "MAP_POPULATE", 0)  # all page-table entries at once, twice as fast as one fault at a time
 
 
@@ -36,7 +36,7 @@ def checksum(data: NDArray[np.uint8]) -> int:
         data: [num_bytes], a multiple of 8.
     """
     words = data.view(np.uint64)
-    sums = [words[at : at + _BLOCK_WORDS].sum() for at in range(0, len(words), _BLOCK_WORDS)]  # each wraps at 2**64
+    sums = [words[at : at + BLOCK_WORDS].sum() for at in range(0, len(words), BLOCK_WORDS)]  # each wraps at 2**64
     return zlib.crc32(np.array(sums, np.uint64).tobytes())
 
 

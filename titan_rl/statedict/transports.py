@@ -9,6 +9,10 @@ from titan_rl.statedict.types import StateDictTransport
 
 def make_transport(config: StateDictConfig, run_id: str) -> StateDictTransport:
     """One end of it: a writer's, or a reader's, which only pulls."""
+    if config.transport == "cuda_ipc":
+        from titan_rl.statedict.cuda_ipc import CudaIPCTransport
+
+        return CudaIPCTransport(run_id)
     local = SharedMemoryTransport(run_id)
     if config.transport == "shared_memory":
         return local
