@@ -24,11 +24,14 @@ class OwnedFolder:
     def __init__(self, prefix: str, root: Path) -> None:
         while True:
             self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=root))
-            self._lock = os.open(self.path, os.O_RDONLY)
+            try:
+                self._lock = os.open(self.path, os.O_RDONLY)
+            except FileNotFoundError:
+                continue  # another process cleaned up before it was locked; take another folder
             fcntl.flock(self._lock, fcntl.LOCK_EX)
             if self.path.exists():
                 return
-            os.close(self._lock)  # another process cleaned up between the two calls; take another folder
+            os.close(self._lock)
 
     def remove(self) -> None:
         """Delete the folder with all it holds, then let the lock go."""
