@@ -106,10 +106,11 @@ class Run:
 
 
 def process_writing_to(log: Path) -> int:
-    """Id of the living process whose standard output is this file."""
+    """Id of the living actor whose standard output is this file, which that of helpers it has started is, too."""
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError, ValueError):  # not a process, gone by now, or another user's
-            if os.readlink(entry / "fd" / "1") == str(log.resolve()):
+            is_actor = b"monarch._src.actor.bootstrap_main" in (entry / "cmdline").read_bytes()
+            if is_actor and os.readlink(entry / "fd" / "1") == str(log.resolve()):
                 return int(entry.name)
     raise ProcessLookupError(f"no process writes to {log}")
 

@@ -21,7 +21,7 @@ from titan_rl.actors.supervisor import ProcessFailure, Supervisor
 from titan_rl.actors.trainer import ActorTrainer, TrainerActor, TrainerSettings
 from titan_rl.actors.worker_pool import WorkerPool
 from titan_rl.config.run import RunConfig
-from titan_rl.errors import ActorDiedError, EngineDeadError, TitanRLError
+from titan_rl.errors import ActorDiedError, EngineDeadError, GenerationError, TitanRLError
 from titan_rl.observability.run_dir import RunDirectory
 from titan_rl.routing.replica import Replica
 from titan_rl.routing.router import GeneratorRouter
@@ -96,7 +96,7 @@ class Cluster:
             async def respawn(gone: Peer) -> None:
                 with contextlib.suppress(ActorDiedError):
                     await call(self._supervisor.terminate, (gone.id,), who="supervisor", timeout_s=STOP_TIMEOUT_S)
-                with contextlib.suppress(ActorDiedError):  # it ended in turn, which is heard of here as well
+                with contextlib.suppress(ActorDiedError, GenerationError):  # it ended in turn, and its end is queued
                     if gone.name.startswith(WORKER):
                         await self._start_worker(gone.name)
                     else:
