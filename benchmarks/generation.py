@@ -190,7 +190,7 @@ async def measure(folder: Path, repeats: int) -> list[tuple[str, float, float | 
             for index in range(ENGINES)
         ]
         for replica in replicas:
-            await replica.open_stream()
+            await replica.open()
         stack = Stack(replicas)
         with SharedMemoryTransport("benchmark") as transport:
             version = 0

@@ -15,7 +15,7 @@ pytest.importorskip("vllm", reason="needs the cpu or gpu extra")
 from e2e.runs import REPOSITORY, process_writing_to
 
 from titan_rl.actors.cluster import Cluster, start_cluster
-from titan_rl.actors.token_stream import TokenInlet
+from titan_rl.actors.replica import ActorReplica
 from titan_rl.config.load import load_config
 from titan_rl.errors import EngineDeadError
 from titan_rl.observability.run_dir import RunDirectory
@@ -28,22 +28,22 @@ LENGTH = 200
 
 async def test_sigkill_loses_no_request_and_at_most_the_interval_of_tokens(tmp_path: Path, monkeypatch) -> None:
     streamed: dict[str, list[int]] = {}  # engine id -> tokens told of
-    far: Counter[TokenInlet] = Counter()  # requests of a generator that are some way on
+    far: Counter[str] = Counter()  # requests of each generator that are some way on
     enough = asyncio.Event()
-    listen = TokenInlet.listen
+    stream = ActorReplica.stream
 
-    def spy(inlet: TokenInlet, request_id: str, on_tokens) -> None:
+    async def spy(replica: ActorReplica, prompt, *, request_id: str, on_tokens, **arguments) -> Completion:
         def tell(part: Completion) -> None:
             tokens = streamed.setdefault(request_id, [])
-            far[inlet] += len(tokens) < 32 <= len(tokens) + len(part.token_ids)
+            far[replica.name] += len(tokens) < 32 <= len(tokens) + len(part.token_ids)
             tokens.extend(part.token_ids)
-            if far[cluster.replicas[0].inlet] == 8:
+            if max(far.values()) == 8:
                 enough.set()
             on_tokens(part)
 
-        listen(inlet, request_id, tell)
+        return await stream(replica, prompt, request_id=request_id, on_tokens=tell, **arguments)
 
-    monkeypatch.setattr(TokenInlet, "listen", spy)
+    monkeypatch.setattr(ActorReplica, "stream", spy)
     monkeypatch.chdir(REPOSITORY)
     config = load_config("examples/alphabet_sort/cpu.toml", [("generation.stream_interval", "16")])
     run_dir, board = RunDirectory(tmp_path / "run"), VersionBoard()
@@ -57,7 +57,8 @@ async def test_sigkill_loses_no_request_and_at_most_the_interval_of_tokens(tmp_p
             for index in range(32)
         ]
         await asyncio.wait_for(enough.wait(), 60)
-        os.kill(process_writing_to(run_dir.logs / "generator-0.log"), signal.SIGKILL)
+        ((doomed, _),) = far.most_common(1)
+        os.kill(process_writing_to(run_dir.logs / f"{doomed}.log"), signal.SIGKILL)
         completions = await asyncio.wait_for(asyncio.gather(*requests), 120)
 
         resumed = [c for c in completions if c.metrics.get("num_resumes")]
@@ -71,9 +72,9 @@ async def test_sigkill_loses_no_request_and_at_most_the_interval_of_tokens(tmp_p
         await until_both_serve(router, watch)
 
         # An engine that has ended in a process that lives is replaced with its process, and so is one that is starting.
-        log = run_dir.logs / "generator-1.log"
+        broken = next(replica for replica in cluster.replicas if replica.name != doomed)
+        log = run_dir.logs / f"{broken.name}.log"
         before = process_writing_to(log)
-        broken = next(replica for replica in cluster.replicas if replica.name == "generator-1")
         cluster.on_replica_failed(broken, EngineDeadError("the engine failed"))
         second = await another_process(log, before)
         assert len(router.members) == 1

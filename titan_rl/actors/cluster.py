@@ -54,6 +54,7 @@ class Cluster:
         self._respawns_left = config.generation.max_respawns
         self._peers: dict[str, Peer] = {}  # by id, of every process that was started and is not known to have ended
         self._ended: asyncio.Queue[Peer] = asyncio.Queue()
+        self._opened: list[ActorReplica] = []
 
     async def start(self) -> None:
         """Start all processes at once.
@@ -78,14 +79,13 @@ class Cluster:
             replica.peer.end(str(error))
 
     async def watch(self, router: GeneratorRouter) -> None:
-        """Take in streamed tokens and replace generators that die, until cancelled. The router has the requests of a
-        dead one go on elsewhere meanwhile.
+        """Replace generators and rollout workers that die, until cancelled. The router has the requests of a dead
+        generator go on elsewhere meanwhile.
 
         Raises:
             ActorDiedError: the trainer died, or one generator more than `generation.max_respawns`.
         """
         async with asyncio.TaskGroup() as background:
-            inlets = {replica.peer: background.create_task(replica.inlet.run()) for replica in self.replicas}
 
             async def listen() -> None:
                 while True:
@@ -102,7 +102,6 @@ class Cluster:
                     else:
                         replica = await self._start_generator(gone.name)
                         if replica.peer.reason is None:
-                            inlets[replica.peer] = background.create_task(replica.inlet.run())
                             await router.add_replica(replica)
 
             background.create_task(listen())
@@ -114,8 +113,6 @@ class Cluster:
                 self._respawns_left -= 1
                 logger.warning("%s died: %s; starting another", peer.name, peer.reason)
                 self.workers.remove(peer)
-                if (inlet := inlets.pop(peer, None)) is not None:
-                    inlet.cancel()
                 if peer.name in {member.name for member in router.members}:  # else it died while it started
                     router.remove_replica(peer.name)
                 background.create_task(respawn(peer))
@@ -150,7 +147,8 @@ class Cluster:
         num_ranks = config.generation.tensor_parallel_size
         peer, ranks = await self._spawn(name, GeneratorActor, settings, num_ranks=num_ranks)
         replica = ActorReplica(peer, ranks.slice(procs=0), self._board)
-        await replica.open_stream()
+        self._opened.append(replica)
+        await replica.open()
         return replica
 
     async def _start_worker(self, name: str) -> None:
@@ -182,6 +180,8 @@ class Cluster:
         """End every process."""
         for peer in self._peers.values():
             peer.close()
+        for replica in self._opened:
+            replica.hang_up()
         with contextlib.suppress(ActorDiedError):
             await call(self._supervisor.terminate, who="supervisor", timeout_s=STOP_TIMEOUT_S)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import threading
@@ -12,7 +13,7 @@ from monarch.actor import Port, concurrent_endpoint
 
 from titan_rl.actors.placement import use_gpus
 from titan_rl.actors.process import ProcessActor
-from titan_rl.actors.token_stream import TokenOutlet
+from titan_rl.actors.request_stream import Request, RequestOutlet, Said
 from titan_rl.config.sections import GenerationConfig, ModelConfig, StateDictConfig
 from titan_rl.generation.engine import Engine
 from titan_rl.generation.engine_loop import EngineLoop
@@ -22,7 +23,7 @@ from titan_rl.generation.ranks import GlooRanks, OneRank
 from titan_rl.generation.types import KVPolicy
 from titan_rl.statedict.probes import verify
 from titan_rl.statedict.types import Manifest
-from titan_rl.types import Completion, SamplingParams
+from titan_rl.types import Completion
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +58,8 @@ class GeneratorActor(ProcessActor):
             routed_experts=generation.return_routed_experts,
             make_ranks=GlooRanks if generation.tensor_parallel_size > 1 else OneRank,
         )
-        self._outlet: TokenOutlet | None = None
+        self._outlet: RequestOutlet
+        self._requests: set[asyncio.Task[None]] = set()
 
     def _make_engine(self) -> Engine:
         from titan_rl.generation.vllm_engine import VLLMEngine
@@ -91,17 +93,31 @@ class GeneratorActor(ProcessActor):
             os._exit(1)
 
     @concurrent_endpoint
-    async def stream_into(self, port: Port[list[Completion]]) -> None:
-        """From now on requests tell this port of their tokens every `generation.stream_interval` tokens."""
-        self._outlet = TokenOutlet(port)
+    async def answer_into(self, port: Port[list[Said]]) -> None:
+        """Requests are answered there, and tell of their tokens every `generation.stream_interval` tokens."""
+        self._outlet = RequestOutlet(port)
 
     @concurrent_endpoint
-    async def generate(
-        self, prompt_token_ids: Sequence[int], request_id: str, session_id: str | None, sampling: SamplingParams
-    ) -> Completion:
-        return await self._loop.generate(
-            prompt_token_ids, request_id=request_id, session_id=session_id, sampling=sampling, on_tokens=self._outlet
-        )
+    async def generate(self, requests: Sequence[Request]) -> None:
+        """Returns at once."""
+        for request in requests:
+            task = asyncio.ensure_future(self._generate(request))
+            self._requests.add(task)
+            task.add_done_callback(self._requests.discard)
+
+    async def _generate(self, request: Request) -> None:
+        outcome: Completion | Exception
+        try:
+            outcome = await self._loop.generate(
+                request.prompt_token_ids,
+                request_id=request.request_id,
+                session_id=request.session_id,
+                sampling=request.sampling,
+                on_tokens=self._outlet.tell,
+            )
+        except Exception as error:
+            outcome = error
+        self._outlet.answer(request.request_id, outcome)
 
     @concurrent_endpoint
     async def pull(self, manifest: Manifest) -> dict[str, float]:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from itertools import count
 from typing import Any
 
@@ -86,7 +86,7 @@ class Peer:
         Raises:
             ActorDiedError: the process ended, or did not answer within `timeout_s` seconds.
         """
-        return await self._answered(endpoint.call_one, args, timeout_s)
+        return await self.until_end(lambda: endpoint.call_one(*args), timeout_s)
 
     async def call_all(self, endpoint: Any, *args: Any, timeout_s: float | None = None) -> list[Any]:
         """Call an endpoint of every rank at once, and return what each has answered.
@@ -94,16 +94,21 @@ class Peer:
         Raises:
             ActorDiedError: as `call`, of any of them.
         """
-        answers = await self._answered(endpoint.call, args, timeout_s)
+        answers = await self.until_end(lambda: endpoint.call(*args), timeout_s)
         return [answer for _, answer in answers.items()]
 
-    async def _answered(self, send: Callable[..., Any], args: Sequence[Any], timeout_s: float | None) -> Any:
+    async def until_end(self, begin: Callable[[], Awaitable[Any]], timeout_s: float | None = None) -> Any:
+        """What `begin` gives to wait for, if that is done first.
+
+        Raises:
+            ActorDiedError: as `call`.
+        """
         limit = asyncio.timeout(timeout_s)
         self._calls.add(limit)
         try:
             async with limit:
                 if self.reason is None:
-                    return await send(*args)
+                    return await begin()
         except ActorError as error:
             raise error.exception from None
         except SupervisionError as error:

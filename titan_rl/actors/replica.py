@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
 from titan_rl.actors.peer import Peer
-from titan_rl.actors.token_stream import TokenInlet
+from titan_rl.actors.request_stream import Request, RequestInlet
 from titan_rl.errors import ActorDiedError, GenerationError
 from titan_rl.routing.replica import OnTokens, PauseMode
 from titan_rl.statedict.board import VersionBoard
@@ -16,19 +17,26 @@ from titan_rl.types import Completion, SamplingParams
 class ActorReplica:
     """The `StreamingReplica` of one `GeneratorActor`.
 
-    It finds manifests on the board, and posts there what a pull measured. Tokens arrive while `inlet.run` runs.
+    It finds manifests on the board, and posts there what a pull measured. It serves from `open` to `hang_up`.
     """
 
     def __init__(self, peer: Peer, actor: Any, board: VersionBoard) -> None:
         self.name = peer.name
         self.peer = peer
-        self.inlet = TokenInlet()
+        self._inlet = RequestInlet(peer, actor.generate.broadcast)
+        self._listening: asyncio.Task[None] | None = None
         self._actor = actor
         self._board = board
 
-    async def open_stream(self) -> None:
-        """Have the actor tell of tokens ahead of their completion."""
-        await self._call(self._actor.stream_into, self.inlet.port)
+    async def open(self) -> None:
+        """Have the actor answer here."""
+        await self._call(self._actor.answer_into, self._inlet.port)
+        self._listening = asyncio.ensure_future(self._inlet.run())
+
+    def hang_up(self) -> None:
+        """Listen no more."""
+        if self._listening is not None:
+            self._listening.cancel()
 
     async def generate(
         self,
@@ -38,7 +46,7 @@ class ActorReplica:
         session_id: str | None = None,
         sampling: SamplingParams,
     ) -> Completion:
-        return await self._call(self._actor.generate, prompt_token_ids, request_id, session_id, sampling)
+        return await self._inlet.ask(Request(request_id, prompt_token_ids, session_id, sampling))
 
     async def stream(
         self,
@@ -49,13 +57,7 @@ class ActorReplica:
         sampling: SamplingParams,
         on_tokens: OnTokens,
     ) -> Completion:
-        self.inlet.listen(request_id, on_tokens)
-        try:
-            return await self.generate(
-                prompt_token_ids, request_id=request_id, session_id=session_id, sampling=sampling
-            )
-        finally:
-            self.inlet.forget(request_id)
+        return await self._inlet.ask(Request(request_id, prompt_token_ids, session_id, sampling), on_tokens)
 
     async def pull(self, version: int) -> None:
         figures = await self._call(self._actor.pull, self._board.manifest_of(version))

@@ -1,0 +1,144 @@
+"""Requests to a process of its own and what it says of them, over real Monarch. No engine: a parrot answers."""
+
+import asyncio
+import os
+import signal
+import sys
+import threading
+from collections.abc import AsyncIterator
+from typing import Any
+
+import cloudpickle
+import pytest
+
+pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
+
+from titan_rl.actors.peer import Peer, call
+from titan_rl.actors.process import ProcessActor
+from titan_rl.actors.replica import ActorReplica
+from titan_rl.actors.request_stream import Request, RequestOutlet
+from titan_rl.actors.supervisor import Supervisor
+from titan_rl.errors import GenerationError, RequestError
+from titan_rl.statedict.board import VersionBoard
+from titan_rl.types import Completion, FinishReason, SamplingParams, VersionSpan
+
+from monarch.actor import concurrent_endpoint, this_proc  # isort: skip
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # actor processes cannot import a test module
+
+LIMIT_S = 30
+SAMPLING = SamplingParams(max_tokens=8)
+
+
+def completion(request: Request, tokens: list[int]) -> Completion:
+    spans = [VersionSpan(0, len(tokens))]
+    return Completion(request.request_id, tokens, [0.0] * len(tokens), FinishReason.STOP, spans)
+
+
+class Parrot(ProcessActor):
+    """Says back what it is asked, with the number of requests that came in the same message. The prompt [0] is refused,
+    [1] fails, and [2] is told of and never answered."""
+
+    @concurrent_endpoint
+    async def answer_into(self, port: Any) -> None:
+        self._outlet = RequestOutlet(port)
+
+    @concurrent_endpoint
+    async def generate(self, requests: list[Request]) -> None:
+        for request in requests:
+            match request.prompt_token_ids:
+                case [0]:
+                    self._outlet.answer(request.request_id, RequestError("too long"))
+                case [1]:
+                    self._outlet.answer(request.request_id, KeyError("wires crossed"))
+                case [2]:
+                    self._outlet.tell(completion(request, [len(requests)]))
+                case prompt:
+                    self._outlet.tell(completion(request, list(prompt)))
+                    self._outlet.answer(request.request_id, completion(request, [*prompt, len(requests)]))
+
+
+@pytest.fixture
+async def replica(tmp_path) -> AsyncIterator[ActorReplica]:
+    supervisor = this_proc().spawn(f"supervisor_{tmp_path.name}", Supervisor)
+    actor = await call(supervisor.spawn, "parrot", Parrot, (str(tmp_path / "log"),), who="supervisor")
+    peer = Peer("parrot")
+    peer.watch([await peer.call(actor.pid, timeout_s=LIMIT_S)])
+    replica = ActorReplica(peer, actor, VersionBoard())
+    await replica.open()
+    replica.pid = await peer.call(actor.pid)  # pyright: ignore[reportAttributeAccessIssue]
+    yield replica
+    replica.hang_up()
+    peer.close()
+    await call(supervisor.terminate, who="supervisor", timeout_s=LIMIT_S)
+
+
+async def ask(replica: ActorReplica, name: str, *prompt: int) -> Completion:
+    async with asyncio.timeout(LIMIT_S):
+        return await replica.generate(prompt, request_id=name, sampling=SAMPLING)
+
+
+async def test_what_is_asked_in_one_turn_arrives_together_and_each_has_its_answer(replica) -> None:
+    answers = await asyncio.gather(*(ask(replica, f"r{n}", 7, n) for n in range(20)))
+    assert [list(answer.token_ids) for answer in answers] == [[7, n, 20] for n in range(20)]
+    assert list((await ask(replica, "r0", 9)).token_ids) == [9, 1]
+
+
+async def test_tokens_come_before_the_answer(replica) -> None:
+    told: list[Completion] = []
+    async with asyncio.timeout(LIMIT_S):
+        answer = await replica.stream([5, 6], request_id="a", sampling=SAMPLING, on_tokens=told.append)
+    assert [list(part.token_ids) for part in told] == [[5, 6]]
+    assert list(answer.token_ids) == [5, 6, 1]
+
+
+async def test_one_failure_is_nobody_elses(replica) -> None:
+    outcomes = await asyncio.gather(
+        ask(replica, "a", 0), ask(replica, "b", 1), ask(replica, "c", 3), return_exceptions=True
+    )
+    assert isinstance(outcomes[0], RequestError)
+    assert str(outcomes[0]) == "too long"
+    assert isinstance(outcomes[1], GenerationError)
+    assert "KeyError: 'wires crossed'" in str(outcomes[1])
+    assert isinstance(outcomes[2], Completion)
+
+
+async def test_an_id_is_in_use_until_its_answer(replica) -> None:
+    first = asyncio.ensure_future(ask(replica, "a", 3))
+    await asyncio.sleep(0)
+    with pytest.raises(RequestError, match="'a' is in use"):
+        await ask(replica, "a", 3)
+    await first
+    await ask(replica, "a", 3)
+
+
+async def test_a_request_cancelled_in_the_turn_it_was_made_in_is_not_sent(replica) -> None:
+    requests = [asyncio.ensure_future(ask(replica, f"r{n}", 7)) for n in range(2)]
+    asyncio.get_running_loop().call_soon(requests[0].cancel)
+    assert list((await requests[1]).token_ids) == [7, 1]
+    assert requests[0].cancelled()
+
+
+async def test_the_end_of_the_process_fails_all_requests_at_once(replica) -> None:
+    told = asyncio.Event()
+
+    async def unanswered(name: str) -> Completion:
+        async with asyncio.timeout(LIMIT_S):
+            return await replica.stream([2], request_id=name, sampling=SAMPLING, on_tokens=lambda _: told.set())
+
+    requests = [asyncio.ensure_future(unanswered(f"r{n}")) for n in range(3)]
+    await asyncio.wait_for(told.wait(), LIMIT_S)
+    os.kill(replica.pid, signal.SIGKILL)
+    for request in requests:
+        with pytest.raises(GenerationError, match="parrot died"):
+            await request
+    with pytest.raises(GenerationError, match="parrot died"):
+        await ask(replica, "late", 3)
+
+
+async def test_a_request_that_cannot_be_sent_fails_alone(replica) -> None:
+    bad = replica.generate([threading.Lock()], request_id="bad", sampling=SAMPLING)  # pyright: ignore
+    refused, answer = await asyncio.gather(bad, ask(replica, "good", 3), return_exceptions=True)
+    assert isinstance(refused, RequestError)
+    assert "request 'bad' could not be sent to parrot: TypeError" in str(refused)
+    assert isinstance(answer, Completion)
