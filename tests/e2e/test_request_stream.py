@@ -136,6 +136,18 @@ async def test_the_end_of_the_process_fails_all_requests_at_once(replica) -> Non
         await ask(replica, "late", 3)
 
 
+async def test_requests_do_not_outlast_the_listening(replica) -> None:
+    told = asyncio.Event()
+    request = asyncio.ensure_future(
+        replica.stream([2], request_id="a", sampling=SAMPLING, on_tokens=lambda _: told.set())
+    )
+    await asyncio.wait_for(told.wait(), LIMIT_S)
+    replica.hang_up()
+    for unanswered in (request, ask(replica, "late", 3)):
+        with pytest.raises(GenerationError, match="nobody listens to parrot"):
+            await asyncio.wait_for(unanswered, LIMIT_S)
+
+
 async def test_a_request_that_cannot_be_sent_fails_alone(replica) -> None:
     bad = replica.generate([threading.Lock()], request_id="bad", sampling=SAMPLING)  # pyright: ignore
     refused, answer = await asyncio.gather(bad, ask(replica, "good", 3), return_exceptions=True)

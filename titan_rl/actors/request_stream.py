@@ -93,18 +93,19 @@ class RequestInlet:
         self._pass_on = send
         self._requests = Batch(self._send)
         self._waiting: dict[str, tuple[asyncio.Future[Completion], OnTokens | None]] = {}
+        self._ended: str | None = None  # why no answer comes any more
 
     async def ask(self, request: Request, on_tokens: OnTokens | None = None) -> Completion:
         """The answer. What comes after the caller was cancelled is dropped.
 
         Raises:
             RequestError: this request can never succeed, or its id is in use.
-            GenerationError: the generator failed, or its process ended.
+            GenerationError: the generator failed, its process ended, or `run` has.
         """
         if request.request_id in self._waiting:
             raise RequestError(f"request id {request.request_id!r} is in use; ids must be unique")
-        if self._peer.reason is not None:
-            raise GenerationError(f"{self._peer.name} died: {self._peer.reason}")
+        if self._ended is not None:
+            raise GenerationError(self._ended)
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._waiting[request.request_id] = future, on_tokens
         self._requests.add(request)
@@ -115,16 +116,21 @@ class RequestInlet:
 
     async def run(self) -> None:
         """Hand on what the generator says, until it ends or this is cancelled."""
+        reason = f"nobody listens to {self._peer.name} any more"
         try:
             while True:
                 for said in await self._peer.until_end(self._receiver.recv):
                     self._take(said)
         except ActorDiedError as error:
-            self._fail(str(error))
+            reason = str(error)
         except Exception as error:
             logger.exception("what %s says cannot be read", self._peer.name)
             self._peer.end(f"what it says cannot be read: {error!r}")
-            self._fail(f"{self._peer.name} died: {self._peer.reason}")
+            reason = f"{self._peer.name} died: {self._peer.reason}"
+        finally:
+            self._ended = reason
+            for request_id in self._waiting:
+                self._settle(request_id, GenerationError(reason))
 
     def _take(self, said: Said) -> None:
         if isinstance(said, Answer):
@@ -159,7 +165,3 @@ class RequestInlet:
             future.set_result(outcome)
         else:
             future.set_exception(outcome)
-
-    def _fail(self, reason: str) -> None:
-        for request_id in self._waiting:
-            self._settle(request_id, GenerationError(reason))
