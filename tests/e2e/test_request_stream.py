@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import cloudpickle
@@ -37,7 +38,7 @@ def completion(request: Request, tokens: list[int]) -> Completion:
 
 class Parrot(ProcessActor):
     """Says back what it is asked, with the number of requests that came in the same message. The prompt [0] is refused,
-    [1] fails, and [2] is told of and never answered."""
+    [1] fails, [2] is told of and never answered, and the answer to [3] cannot be sent."""
 
     @concurrent_endpoint
     async def answer_into(self, port: Any) -> None:
@@ -53,6 +54,9 @@ class Parrot(ProcessActor):
                     self._outlet.answer(request.request_id, KeyError("wires crossed"))
                 case [2]:
                     self._outlet.tell(completion(request, [len(requests)]))
+                case [3]:
+                    lock: Any = threading.Lock()
+                    self._outlet.answer(request.request_id, replace(completion(request, [3]), routed_experts=[lock]))
                 case prompt:
                     self._outlet.tell(completion(request, list(prompt)))
                     self._outlet.answer(request.request_id, completion(request, [*prompt, len(requests)]))
@@ -94,7 +98,7 @@ async def test_tokens_come_before_the_answer(replica) -> None:
 
 async def test_one_failure_is_nobody_elses(replica) -> None:
     outcomes = await asyncio.gather(
-        ask(replica, "a", 0), ask(replica, "b", 1), ask(replica, "c", 3), return_exceptions=True
+        ask(replica, "a", 0), ask(replica, "b", 1), ask(replica, "c", 4), return_exceptions=True
     )
     assert isinstance(outcomes[0], RequestError)
     assert str(outcomes[0]) == "too long"
@@ -104,12 +108,12 @@ async def test_one_failure_is_nobody_elses(replica) -> None:
 
 
 async def test_an_id_is_in_use_until_its_answer(replica) -> None:
-    first = asyncio.ensure_future(ask(replica, "a", 3))
+    first = asyncio.ensure_future(ask(replica, "a", 4))
     await asyncio.sleep(0)
     with pytest.raises(RequestError, match="'a' is in use"):
-        await ask(replica, "a", 3)
+        await ask(replica, "a", 4)
     await first
-    await ask(replica, "a", 3)
+    await ask(replica, "a", 4)
 
 
 async def test_a_request_cancelled_in_the_turn_it_was_made_in_is_not_sent(replica) -> None:
@@ -133,7 +137,13 @@ async def test_the_end_of_the_process_fails_all_requests_at_once(replica) -> Non
         with pytest.raises(GenerationError, match="parrot died"):
             await request
     with pytest.raises(GenerationError, match="parrot died"):
-        await ask(replica, "late", 3)
+        await ask(replica, "late", 4)
+
+
+async def test_an_answer_that_cannot_be_sent_is_a_failure_and_the_next_arrives(replica) -> None:
+    with pytest.raises(GenerationError, match="its answer could not be sent"):
+        await ask(replica, "a", 3)
+    assert list((await ask(replica, "b", 4)).token_ids) == [4, 1]
 
 
 async def test_requests_do_not_outlast_the_listening(replica) -> None:
@@ -143,14 +153,14 @@ async def test_requests_do_not_outlast_the_listening(replica) -> None:
     )
     await asyncio.wait_for(told.wait(), LIMIT_S)
     replica.hang_up()
-    for unanswered in (request, ask(replica, "late", 3)):
+    for unanswered in (request, ask(replica, "late", 4)):
         with pytest.raises(GenerationError, match="nobody listens to parrot"):
             await asyncio.wait_for(unanswered, LIMIT_S)
 
 
 async def test_a_request_that_cannot_be_sent_fails_alone(replica) -> None:
     bad = replica.generate([threading.Lock()], request_id="bad", sampling=SAMPLING)  # pyright: ignore
-    refused, answer = await asyncio.gather(bad, ask(replica, "good", 3), return_exceptions=True)
+    refused, answer = await asyncio.gather(bad, ask(replica, "good", 4), return_exceptions=True)
     assert isinstance(refused, RequestError)
     assert "request 'bad' could not be sent to parrot: TypeError" in str(refused)
     assert isinstance(answer, Completion)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import threading
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+from statedict.racing import race
 
 from titan_rl.errors import StateDictError
 from titan_rl.statedict import segment
@@ -157,13 +157,15 @@ def test_a_reader_that_gives_up_holds_nothing(transport, memory, tmp_path) -> No
 
 
 def test_a_failed_check_holds_nothing(transport, memory) -> None:
+    kept: list[object] = []  # as somebody keeps an error who reports it later
     for version in range(6):
         manifest = transport.publish(version, weights(version).items())
         (part,) = manifest.parts
-        with pytest.raises(StateDictError, match="checksum"):
+        with pytest.raises(StateDictError, match="checksum") as wrong_sum:
             begin(replace(manifest, parts=(replace(part, checksum=part.checksum ^ 1),)), memory)
-        with pytest.raises(StateDictError, match="bytes"):
+        with pytest.raises(StateDictError, match="bytes") as wrong_size:
             begin(replace(manifest, parts=(replace(part, num_bytes=part.num_bytes + 64),)), memory)
+        kept += [wrong_sum.value, wrong_size.value]
     assert len(memory.buffers) == 2
 
 
@@ -210,34 +212,11 @@ def test_the_checksum_is_that_of_shared_memory(words: int, seed: int) -> None:
 
 
 def test_readers_that_race_the_writer_see_whole_versions(transport, memory) -> None:
-    newest = [transport.publish(0, weights(0).items())]
-    done = threading.Event()
-    wrong: list[object] = []
-    seen: set[int] = set()
-
-    def read() -> None:
-        while not done.is_set():
-            manifest = newest[0]
-            try:
-                found = dict(begin(manifest, memory))
-            except StateDictError as error:
-                if "checksum" in str(error):
-                    wrong.append(error)
-                continue
-            seen.add(manifest.version)
-            if not torch.equal(found["a"], weights(manifest.version)["a"]):
-                wrong.append(manifest.version)
-
-    threads = [threading.Thread(target=read) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for version in range(1, 200):
-        newest[0] = transport.publish(version, weights(version).items())
-    done.set()
-    for thread in threads:
-        thread.join(timeout=30)
-    assert not wrong
-    assert seen
+    assert race(
+        lambda version: transport.publish(version, weights(version).items()),
+        lambda manifest: dict(begin(manifest, memory)),
+        weights,
+    )
 
 
 class Sequences(RuleBasedStateMachine):

@@ -8,7 +8,6 @@ import pickle
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from statedict.racing import race
 
 from titan_rl.errors import StateDictError
 from titan_rl.statedict.folder import clean_dead_segments, segment_folder
@@ -305,34 +305,7 @@ def test_keep_must_be_positive() -> None:
 
 
 def test_readers_that_race_the_writer_see_whole_versions(transport: SharedMemoryTransport) -> None:
-    newest: list[Manifest] = [transport.publish(0, weights(0).items())]
-    done = threading.Event()
-    torn: list[object] = []
-    seen: set[int] = set()
-
-    def read() -> None:
-        while not done.is_set():
-            manifest = newest[0]
-            try:
-                found = pulled(manifest)
-            except StateDictError as error:
-                if "checksum" in str(error):
-                    torn.append(error)
-                continue
-            seen.add(manifest.version)
-            if not torch.equal(found["a"], weights(manifest.version)["a"]):
-                torn.append(manifest.version)
-
-    threads = [threading.Thread(target=read) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for version in range(1, 200):
-        newest[0] = transport.publish(version, weights(version).items())
-    done.set()
-    for thread in threads:
-        thread.join(timeout=30)
-    assert not torn
-    assert seen
+    assert race(lambda version: transport.publish(version, weights(version).items()), pulled, weights)
 
 
 class Sequences(RuleBasedStateMachine):

@@ -65,7 +65,8 @@ class RequestOutlet:
     """The generator's end."""
 
     def __init__(self, port: Port[list[Said]]) -> None:
-        self._said = Batch(port.send)
+        self._port = port
+        self._said = Batch(self._send)
 
     def tell(self, part: Completion) -> None:
         """Of tokens ahead of the answer."""
@@ -75,6 +76,14 @@ class RequestOutlet:
         if isinstance(outcome, Exception) and not isinstance(outcome, TitanRLError):  # which pickles
             outcome = GenerationError(f"{type(outcome).__name__}: {outcome}")
         self._said.add(Answer(request_id, outcome))
+
+    def _send(self, said: list[Said]) -> None:
+        try:
+            self._port.send(said)
+        except Exception as error:  # else they would wait for an answer that has been given
+            logger.exception("what is said of %d requests could not be sent", len(said))
+            problem = f"its answer could not be sent: {error!r}"
+            self._port.send([Answer(item.request_id, GenerationError(problem)) for item in said])
 
 
 class RequestInlet:

@@ -234,7 +234,12 @@ class CudaIPCTransport:
             locks.append(ReadLock(Path(part.location)))
             return self._open(part)
 
-        return self._until_read(assemble(manifest, open_part, copy=True), locks)
+        try:
+            pairs = assemble(manifest, open_part, copy=True)
+        except BaseException:
+            _close(locks)  # who keeps the error would keep them
+            raise
+        return self._until_read(pairs, locks)
 
     def release(self, version: int) -> None:
         """Withdraw a version. Its memory serves the next one, or is freed once its readers are done."""
@@ -263,8 +268,12 @@ class CudaIPCTransport:
             yield from pairs
         finally:
             self._memory.synchronize()
-            for lock in locks:
-                lock.close()
+            _close(locks)
+
+
+def _close(locks: Iterable[ReadLock]) -> None:
+    for lock in locks:
+        lock.close()
 
 
 def checksum(buffer: torch.Tensor) -> int:

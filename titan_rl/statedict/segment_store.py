@@ -82,8 +82,10 @@ class SegmentStore(Generic[S]):
             return set(self._published)
 
     def segment_of(self, version: int) -> S:
-        """Raises:
-        KeyError: it is not published.
+        """That of a published version.
+
+        Raises:
+            KeyError: it is not published.
         """
         with self._lock:
             return self._published[version]
