@@ -15,6 +15,7 @@ TitanRLError
   TrainingError         the trainer cannot go on (non-finite loss, failed step)
   CheckpointError       a checkpoint could not be written or read
   ActorDiedError        an actor's process is gone or does not answer
+  StrayCancellationError  something awaited was cancelled by nobody who waits for it
 """
 
 from __future__ import annotations
@@ -82,3 +83,7 @@ class CheckpointError(TitanRLError):
 
 class ActorDiedError(TitanRLError):
     """An actor's process is gone, or did not answer within its time limit."""
+
+
+class StrayCancellationError(TitanRLError):
+    """Something that was awaited had been cancelled, and the task that awaited it had not."""

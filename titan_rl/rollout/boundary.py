@@ -7,6 +7,7 @@ import logging
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
+from titan_rl.cancellation import asked_to_cancel
 from titan_rl.environment.types import TokenEnv
 from titan_rl.rollout.types import RolloutStatus
 
@@ -40,10 +41,8 @@ async def ends_with(status: RolloutStatus, deadline: float | None = None) -> Asy
             raise RolloutEnded(RolloutStatus.ERROR_TIMEOUT, f"TimeoutError: {_LIMITS[status]}") from error
         raise RolloutEnded(status, f"{type(error).__name__}: {error}") from error
     except asyncio.CancelledError as error:
-        task = asyncio.current_task()
-        if task is None or task.cancelling():
+        if asked_to_cancel():
             raise
-        # Nobody cancelled this rollout: something it waited for was, such as a future of a client that closed.
         raise RolloutEnded(status, f"{type(error).__name__}: {error}") from error
 
 
