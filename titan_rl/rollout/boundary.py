@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from titan_rl.cancellation import asked_to_cancel
 from titan_rl.environment.types import TokenEnv
 from titan_rl.rollout.types import RolloutStatus
+from titan_rl.user_code import Failure
 
 MAX_CLOSE_S = 10.0
 
@@ -19,10 +20,11 @@ logger = logging.getLogger(__name__)
 class RolloutEnded(Exception):
     """A rollout is over, with this status and what to say about it."""
 
-    def __init__(self, status: RolloutStatus, error: str) -> None:
+    def __init__(self, status: RolloutStatus, error: str | Failure) -> None:
         super().__init__(status, error)
         self.status = status
-        self.error = error
+        self.error = error if isinstance(error, str) else error.error
+        self.failure = error if isinstance(error, Failure) else None
 
 
 @asynccontextmanager
@@ -38,12 +40,14 @@ async def ends_with(status: RolloutStatus, deadline: float | None = None) -> Asy
             yield
     except Exception as error:
         if timeout.expired():
-            raise RolloutEnded(RolloutStatus.ERROR_TIMEOUT, f"TimeoutError: {_LIMITS[status]}") from error
-        raise RolloutEnded(status, f"{type(error).__name__}: {error}") from error
+            late = Failure.of(error, f"TimeoutError: {_LIMITS[status]}")
+            raise RolloutEnded(RolloutStatus.ERROR_TIMEOUT, late) from error
+        raise RolloutEnded(status, Failure.of(error)) from error
     except asyncio.CancelledError as error:
         if asked_to_cancel():
             raise
-        raise RolloutEnded(status, f"{type(error).__name__}: {error}") from error
+        # Nobody cancelled this rollout: something it waited for was, such as a future of a client that closed.
+        raise RolloutEnded(status, Failure.of(error)) from error
 
 
 _LIMITS = {

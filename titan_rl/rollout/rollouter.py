@@ -172,7 +172,7 @@ class Rollouter:
                 env = self.make_env(sample)
             rollout.status = await self._play(env, generate, rollout, sampling, start + self.limits.rollout_timeout_s)
         except RolloutEnded as end:
-            rollout.status, rollout.error = end.status, end.error
+            rollout.status, rollout.error, rollout.failure = end.status, end.error, end.failure
         finally:
             try:
                 if env is not None and (failure := await close_env(env, self.limits.env_timeout_s)):

@@ -12,7 +12,8 @@ from titan_rl.rollout.types import Rollout
 def transcript(rollout: Rollout) -> dict[str, Any]:
     """What a person wants to read of a rollout, and nothing that JSON would change.
 
-    Tokens are counted, not listed. What JSON has no word for becomes its `str`, and a NaN becomes null.
+    Tokens are counted, not listed. What JSON has no word for becomes its `str`, and a NaN becomes null. A rollout that
+    an exception ended also has `error_at`, its place in the user's code.
 
     Example, with one turn whose last two tokens came from newer weights:
 
@@ -51,6 +52,7 @@ def transcript(rollout: Rollout) -> dict[str, Any]:
             "turns": turns,
             "metrics": rollout.metrics,
         }
+        | ({} if rollout.failure is None else {"error_at": rollout.failure.where})
     )
 
 

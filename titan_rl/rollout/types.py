@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import Any
 
 from titan_rl.types import Completion
+from titan_rl.user_code import Failure
 
 Message = Mapping[str, Any]
 """One chat message: `{"role": "user", "content": "..."}`, plus what the chat template knows of."""
@@ -64,6 +65,7 @@ class Rollout:
     reward_breakdown: dict[str, float] = field(default_factory=dict[str, float])  # unweighted, by reward name
     advantage: float | None = None
     metrics: dict[str, float] = field(default_factory=dict[str, float])
+    failure: Failure | None = None  # `error` with its place and traceback, where an exception ended it
 
     @property
     def num_completion_tokens(self) -> int:

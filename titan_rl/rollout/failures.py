@@ -1,0 +1,62 @@
+"""Errors of rollouts, counted by kind, so that a message names the one that matters."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from titan_rl.rollout.types import Rollout
+
+_SHOWN = 400  # characters of an error's text in a message
+
+
+def error_kind(rollout: Rollout) -> str:
+    """Equal for errors of one type from one line of code, whatever their texts."""
+    return str(rollout.error) if rollout.failure is None else rollout.failure.kind
+
+
+def error_text(rollout: Rollout) -> str:
+    """The status, and what is known of the error: `error_env: KeyError: 'answer' (env.py:17 in step)`."""
+    text = str(rollout.error) if rollout.failure is None else str(rollout.failure)
+    shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]} ..."
+    return f"{rollout.status}: {shown}"
+
+
+class ErrorCounts:
+    """How many rollouts each kind of error has hit.
+
+    Example:
+
+        counts = ErrorCounts(group.rollouts)
+        counts.describe()   # "30 of 32 rollouts ended in an error; error_env: KeyError: 'a' (env.py:17 in step) hit 29"
+    """
+
+    def __init__(self, rollouts: Iterable[Rollout] = ()) -> None:
+        self.num_rollouts = 0
+        self._counts: Counter[str] = Counter()
+        self._texts: dict[str, str] = {}  # of the first of each kind
+        self.add(rollouts)
+
+    def add(self, rollouts: Iterable[Rollout]) -> None:
+        for rollout in rollouts:
+            self.num_rollouts += 1
+            if rollout.status.is_error:
+                kind = error_kind(rollout)
+                self._counts[kind] += 1
+                self._texts.setdefault(kind, error_text(rollout))
+
+    @property
+    def num_errors(self) -> int:
+        return self._counts.total()
+
+    def most_common(self) -> list[tuple[str, int]]:
+        """Each kind's first text and how many rollouts it hit, the most frequent first."""
+        return [(self._texts[kind], count) for kind, count in self._counts.most_common()]
+
+    def describe(self) -> str:
+        """How many there are, and the most frequent. Empty where there is none."""
+        if not self._counts:
+            return ""
+        text, count = self.most_common()[0]
+        hit = "all of them" if count == self.num_errors else f"{count} of them"
+        return f"{self.num_errors} of {self.num_rollouts} rollouts ended in an error, {hit} in {text}"

@@ -1,0 +1,101 @@
+"""Exceptions of code that is not titan_rl's: what they say, and where in that code they come from.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+_OWN = str(Path(__file__).parent)
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_MAX_TRACEBACK = 16_000  # characters kept
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What an exception said, for people to read and programs to count. It outlives the exception's process.
+
+    Example: `Failure("KeyError: 'answer'", "env.py:17 in step", "Traceback (most recent call last): ...")`
+    """
+
+    error: str  # "KeyError: 'answer'"
+    where: str | None  # the innermost line of the user's code, "env.py:17 in step"; None where there is none
+    traceback: str
+
+    @classmethod
+    def of(cls, error: BaseException, text: str | None = None) -> Failure:
+        """
+        Args:
+            text: what to say in the place of the exception's own type and text.
+        """
+        lines = "".join(traceback.format_exception(error))
+        return cls(text or summary(error), where(error), lines[-_MAX_TRACEBACK:])
+
+    @property
+    def kind(self) -> str:
+        """Equal for exceptions of one type from one line, whatever their texts: "KeyError at env.py:17 in step"."""
+        return f"{self.error.partition(':')[0]} at {self.where}" if self.where else self.error
+
+    def __str__(self) -> str:
+        return f"{self.error} ({self.where})" if self.where else self.error
+
+
+def describe(error: BaseException) -> str:
+    """Type, text and place: `KeyError: 'answer' (env.py:17 in step)`."""
+    place = where(error)
+    return summary(error) + (f" ({place})" if place else "")
+
+
+def summary(error: BaseException) -> str:
+    """Type and text: `KeyError: 'answer'`. An exception that cannot say what it is does no harm."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception as broken:
+        return f"{type(error).__name__}: (its text cannot be had: {type(broken).__name__})"
+
+
+def where(error: BaseException) -> str | None:
+    """The innermost line of the user's own code that an exception came through, as `env.py:17 in step`.
+
+    Code of the user is neither titan_rl's nor in an installed package. Where the exception came through none, as a
+    time limit's does, those that caused it are asked.
+
+    The path is relative to the current directory where it lies below it.
+    """
+    for one in _chain(error):
+        frames = traceback.extract_tb(one.__traceback__)
+        for frame in reversed(frames):
+            if not _is_library(frame.filename):
+                return f"{_short(frame.filename)}:{frame.lineno} in {frame.name}"
+    return None
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """The exception, then what caused it."""
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        yield current
+        implicit = None if current.__suppress_context__ else current.__context__
+        current = current.__cause__ or implicit
+
+
+def _is_library(filename: str) -> bool:
+    return filename.startswith("<") or any(
+        filename.startswith(folder + os.sep) for folder in (_OWN, *_LIBRARIES) if folder
+    )
+
+
+def _short(filename: str) -> str:
+    try:
+        path, here = Path(filename), Path.cwd()
+    except OSError:  # the current directory is gone
+        return filename
+    return str(path.relative_to(here)) if path.is_relative_to(here) else filename
