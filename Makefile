@@ -1,5 +1,6 @@
 # make train   watch a policy learn: sets up .venv, then runs CONFIG with the overrides in ARGS
-# make test    everything that has to pass: lint, types, all tests
+# make test    everything that has to pass: lint, types, all tests at full depth
+# make test-fast    what needs no engine, with fewer random examples: under a minute
 #
 #   make train CONFIG=examples/alphabet_sort/cpu.toml ARGS="--training.steps 5"
 #   make train EXTRA=gpu CONFIG=examples/alphabet_sort/qwen3_0_6b.toml
@@ -23,7 +24,7 @@ train: $(STAMP)
 	$(BIN)/titan-rl train $(CONFIG) $(ARGS)
 
 test: lint types
-	$(BIN)/pytest
+	TITAN_RL_TEST_DEPTH=deep $(BIN)/pytest
 
 test-fast: $(STAMP)
 	$(BIN)/pytest --ignore=tests/e2e

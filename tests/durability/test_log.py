@@ -3,6 +3,7 @@
 import os
 
 import pytest
+from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,7 +18,7 @@ def write(path, records) -> None:
     writer.close()
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(records=st.lists(st.binary(max_size=12), min_size=1, max_size=5))
 def test_a_log_cut_at_any_byte_gives_its_whole_records_and_can_be_appended_to(tmp_path_factory, records):
     folder = tmp_path_factory.mktemp("log")

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -108,14 +109,14 @@ COMMANDS = st.lists(
         st.tuples(st.just("generate"), st.integers(1, 12)),
         st.tuples(st.just("abort"), st.integers(0, 8)),
         st.tuples(st.just("pull"), st.just(0)),
-        st.tuples(st.just("too_long"), st.just(0)),
+        st.tuples(st.just("bad"), st.just(0)),
         st.tuples(st.just("yield"), st.integers(1, 3)),
     ),
     max_size=20,
 )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(num_ranks=st.integers(1, 3), commands=COMMANDS)
 async def test_every_rank_does_what_rank_0_does(num_ranks: int, commands: list[tuple[str, int]]) -> None:
     async with replica_of(num_ranks) as replica:
@@ -125,8 +126,8 @@ async def test_every_rank_does_what_rank_0_does(num_ranks: int, commands: list[t
             match command:
                 case "generate":
                     calls.append(asyncio.create_task(replica.generate(f"r{len(calls)}", max_tokens=number)))
-                case "too_long":
-                    calls.append(asyncio.create_task(replica.generate(f"r{len(calls)}", [1] * 10_000_000)))
+                case "bad":
+                    calls.append(asyncio.create_task(replica.generate(f"r{len(calls)}", [])))
                 case "abort":
                     await replica.loop.abort([f"r{number}"])
                 case "pull":

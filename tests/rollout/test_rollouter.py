@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
+from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -461,7 +462,7 @@ async def test_bad_settings_are_refused() -> None:
         await Stage().group(Generator(), size=0)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     fates=st.lists(
         st.sampled_from(["ok", "reset", "step", "close", "generate", "abort", "length"]), min_size=1, max_size=6

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import pytest
+from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -96,7 +97,7 @@ async def undisturbed(prompt: list[int], sampling: SamplingParams) -> Completion
         await loop.close()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(die_at=st.lists(st.integers(1, 40), min_size=1, max_size=3), budget=st.integers(1, 48))
 def test_tokens_equal_those_of_an_undisturbed_run(die_at: list[int], budget: int) -> None:
     async def scenario() -> None:

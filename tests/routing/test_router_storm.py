@@ -7,6 +7,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 import looptime
+from depth import examples
 from fake_replica import FakeReplica
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -127,7 +128,7 @@ class Storm:
 
 
 @given(MOVES)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_whatever_happens_everything_resolves_and_is_given_back(moves: list[Move]) -> None:
     loop = looptime.new_event_loop()
     try:

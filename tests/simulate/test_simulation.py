@@ -51,12 +51,14 @@ def test_dropping_the_tail_shows_in_the_lengths():
     assert biased.length_bias < 0.8
 
 
-def test_the_same_seed_gives_the_same_numbers_and_an_hour_takes_seconds():
+def test_an_hour_takes_seconds():
     began = time.perf_counter()
-    first = run(LONG_TAIL, max_staleness=1, num_steps=60)
-    assert sum(first.step_s) > 3600
+    assert sum(run(LONG_TAIL, max_staleness=1, num_steps=60).step_s) > 3600
     assert time.perf_counter() - began < 60
-    assert run(LONG_TAIL, max_staleness=1, num_steps=60) == first
+
+
+def test_the_same_seed_gives_the_same_numbers():
+    assert run(LONG_TAIL, max_staleness=1) == run(LONG_TAIL, max_staleness=1)
 
 
 def test_a_colocated_cluster_cannot_generate_while_it_trains():

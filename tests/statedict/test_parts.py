@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from depth import examples
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -86,7 +87,7 @@ def versions(draw: Any) -> Version:
 
 
 @given(versions())
-@settings(deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_random_cuts_come_back_equal_and_in_order(version: Version) -> None:
     with published(version.cut) as manifest:
         found = pull(manifest)
@@ -109,7 +110,7 @@ def shifted(entry: TensorEntry) -> TensorEntry:
 
 
 @given(version=versions(), fault=st.sampled_from(["absent", "lost", "twice", "moved", "torn", "gone"]), data=st.data())
-@settings(deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_one_fault_in_one_part_fails_the_pull(version: Version, fault: str, data: st.DataObject) -> None:
     with published(version.cut) as manifest:
         filled = [(p, e) for p, part in enumerate(manifest.parts) for e in part.entries if e.num_bytes]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,7 +20,7 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int])
     return out[0].transpose(0, 1)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=8), st.integers(0, 99))
 def test_equals_dense_masked_attention_with_gradients(lengths: list[int], seed: int):
     lengths += lengths  # the same documents in each of two rows
@@ -46,7 +47,7 @@ def test_documents_of_similar_length_share_a_bucket():
     assert torch.equal(layout.token_of_slot[layout.slot_of_token], torch.arange(24))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(
     st.lists(
         st.tuples(st.integers(1, 12), st.lists(st.integers(1, 9), min_size=1, max_size=4)), min_size=1, max_size=4

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.attention.flex_attention as torch_flex
+from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -40,7 +41,7 @@ def random_qkv(documents: list[Document], seed: int, num_rows: int = 1) -> list[
     ]
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(families(longest=40), st.integers(0, 99))
 def test_attends_as_buckets_do_with_gradients(families: Families, seed: int):
     documents = documents_of([*families, *families])  # the same in each of two rows
@@ -58,7 +59,7 @@ def test_attends_as_buckets_do_with_gradients(families: Families, seed: int):
         torch.testing.assert_close(gradient, reference, rtol=1e-5, atol=1e-5)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(families(longest=3 * BLOCK))
 def test_blocks_are_full_partial_or_absent_as_the_mask_says(families: Families):
     documents = documents_of(families)

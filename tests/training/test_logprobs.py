@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titan_rl.training.logprobs import selected_logprobs
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(st.integers(0, 5), st.floats(0.1, 3.0), st.integers(0, 1000))
 def test_selected_logprobs_and_their_gradient(num_tokens: int, temperature: float, seed: int):
     rng = np.random.default_rng(seed)

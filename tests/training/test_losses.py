@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -190,7 +191,7 @@ corrections = st.builds(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.lists(st.one_of(token, near), max_size=12), trainings, corrections)
 def test_any_tokens_under_any_settings(rows: list[Row], training: TrainingConfig, correction: CorrectionConfig) -> None:
     check(rows, training, correction)

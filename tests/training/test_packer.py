@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -54,7 +55,7 @@ def test_invariants(lengths: list[int], row_tokens: int):
     assert packing == pack(families, row_tokens)
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(st.lists(st.integers(20, 200), min_size=64, max_size=128))
 def test_a_batch_of_conversations_has_at_most_five_percent_padding(lengths: list[int]):
     assert pack([family(length) for length in lengths], row_tokens=1024).padding_fraction <= 0.05
