@@ -10,9 +10,9 @@ from typing import Any
 from titan_rl.config.run import RunConfig
 from titan_rl.durability.run_journal import RunJournal
 from titan_rl.generation.resume import resume_on_abort
+from titan_rl.generation.types import PauseMode
 from titan_rl.rollout.runner import GroupRunner
 from titan_rl.rollout.types import Rollout, RolloutGroup
-from titan_rl.routing.replica import PauseMode
 from titan_rl.routing.router import GeneratorRouter
 from titan_rl.scheduling.lease import Lease
 from titan_rl.task import Task
@@ -61,7 +61,7 @@ class GroupPlayer:
         )
 
     @contextlib.asynccontextmanager
-    async def paused(self, mode: PauseMode) -> AsyncGenerator[None]:
+    async def paused(self, mode: PauseMode | str) -> AsyncGenerator[None]:
         """Rollouts in flight are interrupted for the length of the block; see `GeneratorRouter.pause`."""
         await self._router.pause(mode)
         try:

@@ -31,7 +31,7 @@ from titan_rl.routing.router import GeneratorRouter
 from titan_rl.routing.strategies import LeastLoaded, RoundRobin, StickySession, Strategy
 from titan_rl.training.checkpoint import latest
 
-ENVIRONMENT = {
+ENVIRONMENT = {  # where the user has not set them
     "OMP_NUM_THREADS": "1",  # engines and trainer share the cores; threads of their own would thrash
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",  # a model is a folder; nothing is fetched while a run starts
@@ -90,7 +90,8 @@ def run_environment() -> Generator[None]:
     clean_dead_folders(SCRATCH, root)
     folder = OwnedFolder(SCRATCH, root)
     scratch = folder.path
-    variables = ENVIRONMENT | {"TMPDIR": str(scratch), "MONARCH_LOG_SUFFIX": scratch.name}
+    ours = {name: value for name, value in ENVIRONMENT.items() if name not in os.environ}
+    variables = ours | {"TMPDIR": str(scratch), "MONARCH_LOG_SUFFIX": scratch.name}
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     tempfile.tempdir = None  # so that it is read from the environment again

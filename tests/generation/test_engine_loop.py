@@ -261,6 +261,13 @@ async def test_pause_keep_freezes_and_still_pulls() -> None:
         assert (await late).version_spans == (VersionSpan(1, 6),)
 
 
+async def test_a_pause_mode_that_does_not_exist_is_refused() -> None:
+    async with serving(ScriptedEngine()) as loop:
+        with pytest.raises(ValueError, match="pause mode is 'sleep'; it must be one of keep, abort, wait"):
+            await loop.pause("sleep")
+        assert loop.paused is None
+
+
 async def test_pause_wait_lets_running_requests_finish_and_holds_new_ones() -> None:
     engine = ScriptedEngine(block_at_step=2)
     async with serving(engine) as loop:
@@ -334,6 +341,21 @@ async def test_weights_that_cannot_be_found_leave_the_old_ones_serving() -> None
         for make_items in (gone, empty_then_gone):
             with pytest.raises(StateDictError, match="gone"):
                 await loop.pull(7, make_items)
+        assert (await request(loop, "a")).version_spans == (VersionSpan(0, 8),)
+
+
+@pytest.mark.parametrize("error", [StopIteration("no more"), OSError("no route"), KeyError("version 7")])
+async def test_whatever_keeps_weights_from_being_opened_is_told_to_the_puller(error: Exception) -> None:
+    def make_items() -> list[tuple[str, int]]:
+        raise error
+
+    async with serving(ScriptedEngine()) as loop:
+        async with asyncio.timeout(5):
+            with pytest.raises(
+                StateDictError, match=f"version 7 could not be opened: {type(error).__name__}"
+            ) as failure:
+                await loop.pull(7, make_items)
+        assert failure.value.__cause__ is error
         assert (await request(loop, "a")).version_spans == (VersionSpan(0, 8),)
 
 

@@ -20,7 +20,7 @@ from titan_rl.generation.engine_loop import EngineLoop
 from titan_rl.generation.engine_rank import Items, Weights, follow_leader
 from titan_rl.generation.local_replica import pause_anew, resume_if_paused
 from titan_rl.generation.ranks import GlooRanks, OneRank
-from titan_rl.generation.types import KVPolicy
+from titan_rl.generation.types import KVPolicy, PauseMode
 from titan_rl.statedict.probes import verify
 from titan_rl.statedict.types import Manifest
 from titan_rl.types import Completion
@@ -149,7 +149,7 @@ class GeneratorActor(ProcessActor):
         return make_transport(self._settings.statedict, self._settings.run_id).pull(manifest)
 
     @concurrent_endpoint
-    async def pause(self, mode: str) -> None:
+    async def pause(self, mode: PauseMode) -> None:
         await pause_anew(self._loop, mode)
 
     @concurrent_endpoint

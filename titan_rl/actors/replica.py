@@ -9,7 +9,7 @@ from typing import Any
 from titan_rl.actors.peer import Peer
 from titan_rl.actors.request_stream import Request, RequestInlet
 from titan_rl.errors import ActorDiedError, GenerationError
-from titan_rl.routing.replica import OnTokens, PauseMode
+from titan_rl.generation.types import OnTokens, PauseMode
 from titan_rl.statedict.board import VersionBoard
 from titan_rl.types import Completion, SamplingParams
 

@@ -14,7 +14,7 @@ from monarch.actor import Channel, Port
 
 from titan_rl.actors.peer import Peer
 from titan_rl.errors import ActorDiedError, GenerationError, RequestError, TitanRLError
-from titan_rl.routing.replica import OnTokens
+from titan_rl.generation.types import OnTokens
 from titan_rl.types import Completion, SamplingParams
 
 logger = logging.getLogger(__name__)

@@ -50,8 +50,6 @@ class GenerationConfig(Section):
     """Generator actors, one engine each."""
     tensor_parallel_size: PositiveInt = 1
     """Processes that share the model of one generator; it divides the model's attention heads."""
-    engine: Literal["vllm"] = "vllm"
-    """What runs the model."""
     max_running: PositiveInt = 64
     """Most requests one engine advances at a time."""
     kv_cache_gib: PositiveFloat = 1.0

@@ -21,13 +21,14 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
+from titan_rl.errors import StateDictError
 from titan_rl.generation.engine import Engine, EngineRequest
 from titan_rl.generation.engine_driver import run_engine
 from titan_rl.generation.engine_rank import Items, Verify
 from titan_rl.generation.loop_state import LoopState, PendingPull
-from titan_rl.generation.pending import OnTokens, PendingCall
+from titan_rl.generation.pending import PendingCall
 from titan_rl.generation.ranks import OneRank, Ranks
-from titan_rl.generation.types import KVPolicy, PauseMode, PullResult
+from titan_rl.generation.types import KVPolicy, OnTokens, PauseMode, PullResult
 from titan_rl.types import Completion, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -202,13 +203,13 @@ class EngineLoop:
             manifest: what the other ranks open the version from. It pickles.
 
         Raises:
-            StateDictError: `make_items` raised it before its first pair, and the old weights go on serving; or
+            StateDictError: `make_items` failed before its first pair, and the old weights go on serving; or
                 loading or verifying (VerificationError) failed, and every request in flight and to come fails with
                 GenerationError until a pull succeeds.
             EngineDeadError: the loop has ended.
         """
         self._require_started()
-        items, source = await asyncio.to_thread(_open, make_items)
+        items, source = await asyncio.to_thread(_open, make_items, version)
         future: asyncio.Future[PullResult] = asyncio.get_running_loop().create_future()
         self._state.add_pull(PendingPull(version, items, source, verify, manifest, future))
         return await future
@@ -233,8 +234,13 @@ class EngineLoop:
         await barrier
 
 
-def _open(make_items: Callable[[], Items]) -> tuple[Items, Iterator[tuple[str, Any]]]:
+def _open(make_items: Callable[[], Items], version: int) -> tuple[Items, Iterator[tuple[str, Any]]]:
     """Take the first pair, before which a transport checks all it can, and put it back in front."""
-    source = iter(make_items())
-    first = next(source, None)
+    try:
+        source = iter(make_items())
+        first = next(source, None)
+    except StateDictError:
+        raise
+    except Exception as error:  # a StopIteration could not leave the thread: no future takes it
+        raise StateDictError(f"version {version} could not be opened: {type(error).__name__}: {error}") from error
     return ((), source) if first is None else (chain([first], source), source)

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from titan_rl.generation.engine_loop import EngineLoop
-from titan_rl.generation.types import PauseMode
-from titan_rl.routing.replica import OnTokens
+from titan_rl.generation.types import OnTokens, PauseMode
 from titan_rl.types import Completion, SamplingParams
 
 
@@ -53,7 +52,7 @@ class LocalReplica:
     async def pull(self, version: int) -> None:
         await self.loop.pull(version, lambda: self._items_of(version))
 
-    async def pause(self, mode: str) -> None:
+    async def pause(self, mode: PauseMode) -> None:
         await pause_anew(self.loop, mode)
 
     async def resume(self) -> None:
@@ -66,11 +65,11 @@ class LocalReplica:
         await self.loop.close()
 
 
-async def pause_anew(loop: EngineLoop, mode: str) -> None:
+async def pause_anew(loop: EngineLoop, mode: PauseMode) -> None:
     """Pause in this mode, whatever the present one is: a router repeats a call whose answer was lost."""
     if loop.paused != mode:
         await resume_if_paused(loop)
-        await loop.pause(PauseMode(mode))
+        await loop.pause(mode)
 
 
 async def resume_if_paused(loop: EngineLoop) -> None:

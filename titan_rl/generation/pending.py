@@ -7,12 +7,10 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from titan_rl.generation.engine import EngineRequest, TokenDelta
+from titan_rl.generation.types import OnTokens
 from titan_rl.types import Completion, FinishReason, VersionSpan
 
 ErrorT = TypeVar("ErrorT", bound=Exception)
-
-OnTokens = Callable[[Completion], None]
-"""Called on the caller's event loop with the tokens since the last call, as a completion that was aborted now."""
 
 
 class PendingCall:

@@ -1,18 +1,32 @@
-"""The values that the engine loop and the router share: pauses, KV policies, pull results."""
+"""The values that the engine loop and the router share: pauses, streamed tokens, KV policies, pull results."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
+from titan_rl.types import Completion
+
+OnTokens = Callable[[Completion], None]
+"""Told of the tokens since it was last told, as a completion that is aborted where they end."""
+
 
 class PauseMode(StrEnum):
-    """What a pause does with the requests that are running."""
+    """What a pause does with the requests that are running. Whatever takes one takes its value too: "keep".
+
+    Raises:
+        ValueError: made of anything else.
+    """
 
     KEEP = "keep"  # frozen where they are; resuming costs nothing
-    WAIT = "wait"  # they finish; new ones wait
     ABORT = "abort"  # they end with what they have, and new ones end at once
+    WAIT = "wait"  # they finish; new ones wait
+
+    @classmethod
+    def _missing_(cls, value: object) -> PauseMode:
+        raise ValueError(f"pause mode is {value!r}; it must be one of {', '.join(cls)}")
 
 
 @dataclass(frozen=True, slots=True)

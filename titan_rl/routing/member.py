@@ -6,7 +6,8 @@ import asyncio
 from dataclasses import dataclass
 from typing import Literal
 
-from titan_rl.routing.replica import PauseMode, Replica, StreamingReplica
+from titan_rl.generation.types import PauseMode
+from titan_rl.routing.replica import Replica, StreamingReplica
 
 
 class Member:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import get_args
 
+from titan_rl.generation.types import PauseMode
 from titan_rl.routing.flight import Flights, NotResumedError
 from titan_rl.routing.limits import Limits
 from titan_rl.routing.member import Member
 from titan_rl.routing.pool import Pool
-from titan_rl.routing.replica import PauseMode
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,20 +43,18 @@ class Pause:
         self._changing = asyncio.Lock()
 
     async def pause(self, mode: PauseMode) -> PauseReport:
-        if mode not in get_args(PauseMode):
-            raise ValueError(f"pause mode is {mode!r}; it must be one of {', '.join(get_args(PauseMode))}")
         if self.mode is not None:
-            raise RuntimeError(f"the router is paused already, in mode {self.mode!r}; resume it first")
+            raise RuntimeError(f"the router is paused already, in mode '{self.mode}'; resume it first")
         started = asyncio.get_running_loop().time()
         self.mode = mode  # before any engine is told, so that nothing arrives behind its back
         self.open.clear()
-        aborted = list(self._flights) if mode == "abort" else []
+        aborted = list(self._flights) if mode is PauseMode.ABORT else []
         for flight in aborted:
             flight.aborted = True
         async with self._changing:
-            if mode == "keep":
+            if mode is PauseMode.KEEP:
                 self._flights.freeze(self._limits.paused_s)
-            elif mode == "wait" and not await self._all_idle():
+            elif mode is PauseMode.WAIT and not await self._all_idle():
                 aborted = [flight for flight in self._flights if flight.member is not None]
             cancelled = await self._flights.end(aborted)
             failed = await self._apply_to_all()

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Literal, Protocol, runtime_checkable
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
 
+from titan_rl.generation.types import OnTokens, PauseMode
 from titan_rl.types import Completion, SamplingParams
-
-PauseMode = Literal["keep", "abort", "wait"]
-"""What a pause does to running requests: freeze them, end them with what they have, or let them finish."""
-
-OnTokens = Callable[[Completion], None]
-"""Told of the tokens since it was last told, as a completion that is aborted where they end."""
 
 
 @runtime_checkable

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import asynccontextmanager
 
 from titan_rl.errors import EngineDeadError
+from titan_rl.generation.types import PauseMode
 from titan_rl.routing.dispatch import Dispatcher
 from titan_rl.routing.flight import Flights
 from titan_rl.routing.health import Health, OnReplicaFailed
@@ -16,7 +17,7 @@ from titan_rl.routing.member import Member, MemberStatus
 from titan_rl.routing.pause import Pause, PauseReport
 from titan_rl.routing.pool import Pool
 from titan_rl.routing.pull import Puller, PullMode, PullReport
-from titan_rl.routing.replica import PauseMode, Replica
+from titan_rl.routing.replica import Replica
 from titan_rl.routing.strategies import LeastLoaded, StickySession, Strategy
 from titan_rl.routing.tasks import TaskSet
 from titan_rl.types import Completion, SamplingParams
@@ -134,11 +135,11 @@ class GeneratorRouter:
             RuntimeError: "drain" while paused: frozen requests cannot finish.
         """
         if mode == "drain" and self.paused is not None:
-            raise RuntimeError(f"cannot drain while paused in mode {self.paused!r}; resume first, or use 'hot_swap'")
+            raise RuntimeError(f"cannot drain while paused in mode '{self.paused}'; resume first, or use 'hot_swap'")
         async with self._until_closed():
             return await self._puller.pull(version, mode)
 
-    async def pause(self, mode: PauseMode = "keep") -> PauseReport:
+    async def pause(self, mode: PauseMode | str = PauseMode.KEEP) -> PauseReport:
         """Stop generating on every replica: "keep" freezes requests, "wait" lets them finish, "abort" ends them.
 
         New requests wait for `resume`; in mode "abort" they return aborted at once, and never reach a replica.
@@ -146,9 +147,10 @@ class GeneratorRouter:
 
         Raises:
             RuntimeError: paused already.
+            ValueError: there is no such mode.
         """
         async with self._until_closed():
-            return await self._pause.pause(mode)
+            return await self._pause.pause(PauseMode(mode))
 
     async def resume(self) -> None:
         """Go on after `pause`; frozen requests continue where they were.

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from titan_rl.generation.scripted_engine import CostModel
-from titan_rl.routing.replica import PauseMode
+from titan_rl.generation.types import PauseMode
 from titan_rl.simulate.tokens import Repeated
 from titan_rl.types import Completion, FinishReason, SamplingParams, VersionSpan
 
