@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from titan_rl.plain import printable
+
 _OWN = str(Path(__file__).parent)
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _MAX_TRACEBACK = 16_000  # characters kept
@@ -34,7 +36,7 @@ class Failure:
         Args:
             text: what to say in the place of the exception's own type and text.
         """
-        lines = "".join(traceback.format_exception(error))
+        lines = printable("".join(traceback.format_exception(error)))
         return cls(text or summary(error), where(error), lines[-_MAX_TRACEBACK:])
 
     @property
@@ -55,7 +57,7 @@ def describe(error: BaseException) -> str:
 def summary(error: BaseException) -> str:
     """Type and text: `KeyError: 'answer'`. An exception that cannot say what it is does no harm."""
     try:
-        return f"{type(error).__name__}: {error}"
+        return printable(f"{type(error).__name__}: {error}")
     except Exception as broken:
         return f"{type(error).__name__}: (its text cannot be had: {type(broken).__name__})"
 

@@ -15,6 +15,7 @@ from titan_rl.observability.chart import Point, Series, format_number, line_char
 from titan_rl.observability.page import details, figure, page, tile
 from titan_rl.observability.progress import format_seconds
 from titan_rl.observability.run_dir import RunDirectory, read_jsonl
+from titan_rl.plain import printable
 
 Record = dict[str, Any]
 
@@ -60,7 +61,8 @@ def write_report(run_dir: RunDirectory | str | Path) -> Path:
     records, rollouts = read_jsonl(run_dir.metrics), read_jsonl(run_dir.rollouts)
     config = run_dir.config.read_text(encoding="utf-8") if run_dir.config.exists() else ""
     fresh = run_dir.report.with_suffix(".part")
-    fresh.write_text(render_report(run_dir.path.resolve().name, records, rollouts, config), encoding="utf-8")
+    text = render_report(run_dir.path.resolve().name, records, rollouts, config)
+    fresh.write_text(printable(text), encoding="utf-8")
     os.replace(fresh, run_dir.report)
     return run_dir.report
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
-import math
 import os
 import re
 import time
@@ -16,6 +15,7 @@ from typing import Any, TextIO
 from titan_rl.config.load import dump_config
 from titan_rl.config.run import RunConfig
 from titan_rl.errors import CheckpointError
+from titan_rl.plain import json_line
 
 
 class RunDirectory:
@@ -128,7 +128,7 @@ class RunDirectory:
         file = self._files.get(path)
         if file is None:
             file = self._files[path] = path.open("a", encoding="utf-8")
-        file.write(json.dumps(_without_nan(record), ensure_ascii=False, allow_nan=False, default=str) + "\n")
+        file.write(json_line(record) + "\n")
         file.flush()  # whoever follows the file sees whole lines, and a crash loses none
 
 
@@ -145,17 +145,6 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
                 if isinstance(record, dict):
                     records.append(record)  # pyright: ignore[reportUnknownArgumentType]
     return records
-
-
-def _without_nan(value: Any) -> Any:
-    """JSON has no word for NaN and infinity."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): _without_nan(item) for key, item in value.items()}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
-    if isinstance(value, list | tuple):
-        return [_without_nan(item) for item in value]  # pyright: ignore[reportUnknownVariableType]
-    return value
 
 
 def _make_unique(parent: Path, stem: str) -> Path:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from typing import Any
 
+from titan_rl.plain import plain_json
 from titan_rl.rollout.types import Rollout
 
 
 def transcript(rollout: Rollout) -> dict[str, Any]:
     """What a person wants to read of a rollout, and nothing that JSON would change.
 
-    Tokens are counted, not listed. What JSON has no word for becomes its `str`, and a NaN becomes null. A rollout that
-    an exception ended also has `error_at`, its place in the user's code.
+    Tokens are counted, not listed. What JSON has no word for is as `plain_json` puts it: objects become their `str`,
+    and a NaN becomes null. A rollout that an exception ended also has `error_at`, its place in the user's code.
 
     Example, with one turn whose last two tokens came from newer weights:
 
@@ -36,7 +35,7 @@ def transcript(rollout: Rollout) -> dict[str, Any]:
         }
         for turn in rollout.turns
     ]
-    return _plain(
+    return plain_json(
         {
             "rollout_id": rollout.rollout_id,
             "group_id": rollout.group_id,
@@ -54,15 +53,3 @@ def transcript(rollout: Rollout) -> dict[str, Any]:
         }
         | ({} if rollout.failure is None else {"error_at": rollout.failure.where})
     )
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]  # pyright: ignore[reportUnknownVariableType]
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else None
-    if value is None or isinstance(value, bool):
-        return value
-    return int(value) if isinstance(value, int) else str(value)

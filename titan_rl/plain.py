@@ -1,0 +1,132 @@
+"""What policies and environments write, as data that can be copied, stored and read back.
+
+A tool call may hold an integer of thirty digits or half of a surrogate pair, and an environment's message an object of
+its own, or itself. None of that is an error: it is what was said.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
+from typing import Any, cast
+
+MAX_DEPTH = 100
+"""Levels of nesting; what is deeper is kept as its text."""
+
+MAX_JSON_BITS = 14_000
+"""Of an integer in JSON; Python reads no more than 4300 digits back."""
+
+
+def snapshot(value: Any) -> Any:
+    """A copy that shares no dictionary, list or tuple with `value`. Other objects in it are shared, and so is what lies
+    deeper than `MAX_DEPTH` levels or holds itself."""
+    return _snapshot(value, [])
+
+
+def _snapshot(value: Any, inside: list[int]) -> Any:
+    if not isinstance(value, Mapping | list | tuple) or id(cast(Any, value)) in inside or len(inside) == MAX_DEPTH:
+        return cast(Any, value)
+    container = cast(Any, value)
+    inside.append(id(container))
+    if isinstance(value, Mapping):
+        copy = {key: _snapshot(item, inside) for key, item in container.items()}
+    else:
+        items = [_snapshot(item, inside) for item in container]
+        copy = items if isinstance(value, list) else tuple(items)
+    inside.pop()
+    return copy
+
+
+def plain(value: Any) -> Any:
+    """`value` as None, bool, int, float, str, bytes, lists, and dictionaries whose keys are text.
+
+    What is made of these is unchanged. Tuples, sets and arrays become lists, keys and all other objects their `repr`,
+    and so does a container that holds itself, where it does.
+
+    >>> plain({"a": (1, {2.5}), 3: b"x"})
+    {'a': [1, [2.5]], '3': b'x'}
+    """
+    return _Plain(repr, for_json=False).of(value)
+
+
+def plain_json(value: Any) -> Any:
+    """As `plain`, for JSON: a NaN or an infinity becomes None, bytes and other objects become their `str`, and an
+    integer too long to be read back its hexadecimal digits."""
+    return _Plain(str, for_json=True).of(value)
+
+
+def json_line(value: Any) -> str:
+    r"""`plain_json(value)` as one line of JSON that UTF-8 can encode. Python reads it back equal.
+
+    >>> json_line({"content": "\ud83d", "score": float("nan")})
+    '{"content": "\\ud83d", "score": null}'
+    """
+    line = json.dumps(plain_json(value), ensure_ascii=False, allow_nan=False)
+    return line if line.isascii() else _SURROGATE.sub(lambda match: f"\\u{ord(match[0]):x}", line)
+
+
+def safe_text(value: Any, describe: Callable[[Any], str] = str) -> str:
+    """`describe(value)`, or the name of its type where that raises."""
+    try:
+        return describe(value)
+    except Exception as error:
+        return f"<{type(value).__name__}, whose text raises {type(error).__name__}>"
+
+
+def printable(text: str) -> str:
+    r"""Lone surrogates as escapes, so that UTF-8 has a word for everything.
+
+    >>> printable("\ud83d!")
+    '\\ud83d!'
+    """
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+class _Plain:
+    def __init__(self, describe: Callable[[Any], str], *, for_json: bool) -> None:
+        self._describe = describe
+        self._for_json = for_json
+        self._inside: list[int] = []  # ids of the containers around the present value
+
+    def of(self, value: Any) -> Any:
+        if value is None or isinstance(value, bool):
+            return value
+        if isinstance(value, str):
+            return str.__str__(value)
+        if isinstance(value, int):
+            number = int.__int__(value)
+            return hex(number) if self._for_json and number.bit_length() > MAX_JSON_BITS else number
+        if isinstance(value, float):
+            number = float.__float__(value)
+            return None if self._for_json and not math.isfinite(number) else number
+        if isinstance(value, bytes | bytearray | memoryview):
+            data = bytes(cast(Any, value))
+            return str(data) if self._for_json else data
+        if isinstance(value, Mapping | list | tuple | AbstractSet) or hasattr(value, "tolist"):
+            return self._container(value)
+        return safe_text(value, self._describe)
+
+    def _container(self, value: Any) -> Any:
+        if id(value) in self._inside or len(self._inside) == MAX_DEPTH:
+            return safe_text(value, self._describe)
+        self._inside.append(id(value))
+        try:
+            if isinstance(value, Mapping):
+                items = list(cast("Mapping[Any, Any]", value).items())
+                return {self._key(key): self.of(item) for key, item in items}
+            if isinstance(value, list | tuple | AbstractSet):
+                return [self.of(item) for item in cast("list[Any]", value)]
+            return self.of(value.tolist())
+        except Exception:  # an object that only looks like a container
+            return safe_text(value, self._describe)
+        finally:
+            self._inside.pop()
+
+    def _key(self, key: Any) -> str:
+        return str.__str__(key) if isinstance(key, str) else safe_text(key, self._describe)
