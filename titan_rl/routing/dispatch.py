@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from titan_rl.errors import EngineDeadError, GenerationError, NoReplicaError, RequestError
-from titan_rl.routing.flight import Flight, Flights, NotResumedError, tell_abort
+from titan_rl.routing.aborts import Aborts
+from titan_rl.routing.flight import Flight, Flights, NotResumedError
 from titan_rl.routing.health import Health
 from titan_rl.routing.job import Job
 from titan_rl.routing.limits import Limits
 from titan_rl.routing.member import Member
 from titan_rl.routing.pause import Pause
 from titan_rl.routing.pool import Pool, Reservation
-from titan_rl.routing.tasks import TaskSet
 from titan_rl.types import Completion, FinishReason, SamplingParams
 
 
@@ -27,7 +27,7 @@ class Dispatcher:
         flights: Flights,
         health: Health,
         pause: Pause,
-        tasks: TaskSet,
+        aborts: Aborts,
         limits: Limits,
         *,
         request_timeout_s: float,
@@ -42,7 +42,7 @@ class Dispatcher:
         self._flights = flights
         self._health = health
         self._pause = pause
-        self._tasks = tasks
+        self._aborts = aborts
         self._limits = limits
         self._request_timeout_s = request_timeout_s
         self._max_attempts = max_attempts
@@ -105,8 +105,7 @@ class Dispatcher:
         try:
             completion = await flight.within(self._request_timeout_s, job.ask(member, flight.engine_id))
         except (TimeoutError, NotResumedError, asyncio.CancelledError):  # the engine may be at it still
-            orphan = tell_abort(member, [flight.engine_id], self._limits.call_s)
-            self._tasks.start(orphan, f"abort {flight.engine_id}")
+            self._aborts.tell_soon(member, flight.engine_id)
             raise
         member.failures = 0
         completion = job.completed_by(completion)

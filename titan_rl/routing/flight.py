@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from titan_rl.errors import GenerationError, RequestError
+from titan_rl.routing.aborts import Aborts
 from titan_rl.routing.job import Job
 from titan_rl.routing.limits import Limits
 from titan_rl.routing.member import Member
@@ -94,8 +95,9 @@ class Flight:
 class Flights:
     """Every request in the router by id."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, aborts: Aborts) -> None:
         self._limits = limits
+        self._aborts = aborts
         self._flights: dict[str, Flight] = {}
         self._waits: set[Flight] = set()  # for flights to land, frozen with them
         self._frozen_s: float | None = None  # how long a freeze may last, while there is one
@@ -167,7 +169,9 @@ class Flights:
         try:
             async with asyncio.timeout(self._limits.abort_s):
                 while running := [flight for flight in flights if not flight.landed.done()]:
-                    await asyncio.gather(*(self._tell(member, ids) for member, ids in _by_member(running).items()))
+                    await asyncio.gather(
+                        *(self._aborts.tell(member, ids) for member, ids in _by_member(running).items())
+                    )
                     await asyncio.wait([f.landed for f in running], timeout=self._limits.reabort_interval_s)
                 return ()
         except TimeoutError:
@@ -179,18 +183,6 @@ class Flights:
         given_up = tuple(flight.request_id for flight in running)
         logger.warning("%d aborted requests did not return and were cancelled: %s", len(given_up), given_up[:16])
         return given_up
-
-    async def _tell(self, member: Member, engine_ids: list[str]) -> None:
-        await tell_abort(member, engine_ids, self._limits.call_s)
-
-
-async def tell_abort(member: Member, engine_ids: Sequence[str], timeout_s: float) -> None:
-    """Ask a replica to abort requests. One that fails is not judged by it: its requests will tell."""
-    try:
-        async with asyncio.timeout(timeout_s):
-            await member.replica.abort(engine_ids)
-    except Exception as error:
-        logger.warning("replica %s did not take an abort: %r", member.name, error)
 
 
 def _by_member(flights: Iterable[Flight]) -> dict[Member, list[str]]:

@@ -34,11 +34,9 @@ class Job:
         kept = self._kept
         prompt = self._prompt_token_ids if kept is None else [*self._prompt_token_ids, *kept.token_ids]
         sampling = self._sampling if kept is None else remaining_sampling(self._sampling, len(kept.token_ids))
-        if member.streaming is None:
-            return member.replica.generate(prompt, request_id=engine_id, session_id=self._session_id, sampling=sampling)
         streamed: list[Completion] = []  # what comes late of an attempt that is over lands in a list nobody reads
         self._streamed = streamed
-        return member.streaming.stream(
+        return member.calls.generate(
             prompt, request_id=engine_id, session_id=self._session_id, sampling=sampling, on_tokens=streamed.append
         )
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from titan_rl.generation.types import PauseMode
-from titan_rl.routing.replica import Replica, StreamingReplica
+from titan_rl.routing.guarded import GuardedReplica
+from titan_rl.routing.replica import Replica
 
 
 class Member:
@@ -18,7 +19,7 @@ class Member:
 
     def __init__(self, replica: Replica) -> None:
         self.replica = replica
-        self.streaming = replica if isinstance(replica, StreamingReplica) else None
+        self.calls = GuardedReplica(replica)
         self.name = replica.name
         self.load = 0  # tokens
         self.num_requests = 0
@@ -32,6 +33,7 @@ class Member:
         self.epoch = 0  # admissions so far: tells a late failure from a new one
         self.failures = 0  # in a row, without an answered request between them
         self.last_error: Exception | None = None
+        self.takes_aborts = True  # so far as the last one told
         self.pulling = asyncio.Lock()
         self.pausing = asyncio.Lock()
 

@@ -94,9 +94,9 @@ class Pause:
                 member.paused = "unknown"
                 async with asyncio.timeout(self._limits.call_s):
                     if before is not None:
-                        await member.replica.resume()
+                        await member.calls.resume()
                     if wanted is not None:
-                        await member.replica.pause(wanted)
+                        await member.calls.pause(wanted)
                 member.paused = wanted
 
     def _open_gate(self) -> None:

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 
 from titan_rl.errors import EngineDeadError
 from titan_rl.generation.types import PauseMode
+from titan_rl.routing.aborts import Aborts
 from titan_rl.routing.dispatch import Dispatcher
 from titan_rl.routing.flight import Flights
 from titan_rl.routing.health import Health, OnReplicaFailed
@@ -61,7 +62,8 @@ class GeneratorRouter:
         self._closed: EngineDeadError | None = None
         self._calls: set[asyncio.Timeout] = set()  # of the control calls under way
         self._tasks = TaskSet(on_error=self._fail)
-        self._flights = Flights(self._limits)
+        aborts = Aborts(self._tasks, self._limits.call_s)
+        self._flights = Flights(self._limits, aborts)
         self._pool = Pool(replicas, strategy or StickySession(fallback=LeastLoaded()))
         self._health = Health(
             self._pool,
@@ -85,7 +87,7 @@ class GeneratorRouter:
             self._flights,
             self._health,
             self._pause,
-            self._tasks,
+            aborts,
             self._limits,
             request_timeout_s=request_timeout_s,
             max_attempts=max_attempts,
@@ -268,6 +270,6 @@ class GeneratorRouter:
     async def _close_replica(self, member: Member) -> None:
         try:
             async with asyncio.timeout(self._limits.call_s):
-                await member.replica.close()
+                await member.calls.close()
         except Exception as error:
             logger.warning("replica %s did not close: %r", member.name, error)

@@ -7,6 +7,9 @@ import logging
 from collections.abc import Callable, Collection, Coroutine
 from typing import Any
 
+from titan_rl.cancellation import asked_to_cancel
+from titan_rl.errors import StrayCancellationError
+
 logger = logging.getLogger(__name__)
 
 
@@ -49,5 +52,9 @@ class TaskSet:
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
+        if task.cancelled():
+            if not asked_to_cancel(task):
+                message = f"{task.get_name()!r} was cancelled, though nobody had asked for that"
+                self._on_error(StrayCancellationError(message))
+        elif (error := task.exception()) is not None:
             self._on_error(error)
