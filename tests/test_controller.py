@@ -31,6 +31,7 @@ from titan_rl.observability.progress import Progress
 from titan_rl.observability.run_dir import RunDirectory
 from titan_rl.statedict.board import VersionBoard
 from titan_rl.statedict.types import Manifest
+from titan_rl.training.protocol import StepResult
 
 
 class Counting(Section):
@@ -63,13 +64,13 @@ class FakeTrainer:
         self.published = 0
         self.saving = 0
 
-    async def step(self, samples: Sequence[Any]) -> dict[str, float]:
+    async def step(self, samples: Sequence[Any]) -> StepResult:
         self.trained.append(list(samples))
         staleness = [self.version - v for sample in samples for v in sample.versions if v >= 0]
         self.version += 1
         self.stepped.set()
         self._stepped[self.version].set()
-        return {"loss": 0.0, "staleness_mean": float(max(staleness))}
+        return StepResult(self.version, {"loss": 0.0, "staleness_mean": float(max(staleness))})
 
     async def until(self, version: int) -> None:
         await self._stepped[version].wait()
@@ -80,8 +81,9 @@ class FakeTrainer:
     async def finish_publish(self) -> Manifest:
         return Manifest(self.published, ())
 
-    async def begin_save(self, root: Path, run_state: dict[str, Any]) -> None:
+    async def begin_save(self, root: Path, run_state: dict[str, Any]) -> int:
         self.saving = self.version
+        return self.version
 
     async def finish_save(self) -> None:
         if self.fail_to_save:
@@ -310,3 +312,33 @@ async def test_a_sample_older_than_the_bound_stops_the_run(tmp_path):
     with pytest.raises(ExceptionGroup) as caught:
         await rig.run()
     assert caught.group_contains(TrainingError, match="max_staleness = 0")
+
+
+async def test_a_trainer_and_a_run_that_count_differently_end_the_run_where_it_first_shows(tmp_path):
+    rig = Rig(tmp_path / "step")
+    rig.trainer.version = 1  # of weights that the run takes for version 0
+    with pytest.raises(TrainingError, match="publishes version 1 where the run is at 0"):
+        await rig.run()
+
+    rig = Rig(tmp_path / "twice")
+    step = rig.trainer.step
+
+    async def two_steps(samples: Sequence[Any]) -> StepResult:
+        await step(samples)
+        return await step(samples)
+
+    rig.trainer.step = two_steps
+    with pytest.raises(ExceptionGroup) as caught:
+        await rig.run()
+    assert caught.group_contains(TrainingError, match="the step from version 0 gave version 2")
+
+    rig = Rig(tmp_path / "save", checkpoint_interval=1)
+
+    async def other(root: Path, run_state: dict[str, Any]) -> int:
+        return run_state["step"] + 1
+
+    rig.trainer.begin_save = other
+    with pytest.raises(ExceptionGroup) as caught:
+        await rig.run()
+    assert caught.group_contains(CheckpointError, match="saves version 2, and the journal is that of version 1")
+    assert rig.trainer.saved == []

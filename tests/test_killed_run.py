@@ -6,7 +6,7 @@ import asyncio
 import json
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +31,19 @@ from titan_rl.durability.run_state import RunState
 from titan_rl.observability.progress import Progress
 from titan_rl.observability.run_dir import RunDirectory
 from titan_rl.statedict.board import VersionBoard
+from titan_rl.statedict.types import Manifest
 from titan_rl.training.checkpoint import atomic_directory, latest, step_directory
+from titan_rl.training.protocol import StepResult
 
 STEPS, GROUPS = 7, 3
 
 
 class SavingTrainer(FakeTrainer):
-    """Its weights are the list of what they were trained on."""
+    """Its weights are the list of what they were trained on.
+
+    As with an actor, what it is asked for it does in its own time, one call after another, whether or not the caller
+    still waits; only `kill` ends that. `at_moment` is called before, within and after each call with a running number.
+    """
 
     def __init__(self, checkpoint: Path | None) -> None:
         super().__init__()
@@ -45,21 +51,81 @@ class SavingTrainer(FakeTrainer):
         if checkpoint is not None:
             self.weights = json.loads((checkpoint / "weights.json").read_text())
             self.version = len(self.weights)
+        self.at_moment: Callable[[int], None] = lambda moment: None
+        self.moments = 0
+        self._work: list[asyncio.Task[Any]] = []
+        self._last: asyncio.Task[Any] | None = None
+        self._writing: asyncio.Task[Any] | None = None
 
-    async def step(self, samples) -> dict[str, float]:
-        self.weights.append(sorted({sample.group_id for sample in samples}))
-        return await super().step(samples)
+    async def step(self, samples) -> StepResult:
+        async def step() -> StepResult:
+            await self.take_time()
+            self.weights.append(sorted({sample.group_id for sample in samples}))
+            result = await FakeTrainer.step(self, samples)
+            await self.take_time()
+            return result
 
-    async def begin_save(self, root: Path, run_state: dict[str, Any]) -> None:
-        self.state = json.dumps(self.weights), json.dumps(run_state), step_directory(root, self.version)
+        return await self._in_turn(step())
+
+    async def begin_publish(self) -> None:
+        async def begin() -> None:
+            await self.take_time()
+            await FakeTrainer.begin_publish(self)
+
+        await self._in_turn(begin())
+
+    async def finish_publish(self) -> Manifest:
+        await self.take_time()
+        return await super().finish_publish()
+
+    async def begin_save(self, root: Path, run_state: dict[str, Any]) -> int:
+        async def begin() -> int:
+            await self.take_time()
+            if self._writing is not None:
+                await asyncio.wait([self._writing])
+            state = json.dumps(self.weights), json.dumps(run_state), step_directory(root, self.version)
+            self._writing = self._start(self._write(*state))
+            await self.take_time()
+            return self.version
+
+        return await self._in_turn(begin())
 
     async def finish_save(self) -> None:
-        weights, run_state, path = self.state
-        for _ in range(20):  # the run goes on meanwhile
-            await asyncio.sleep(0)
+        await self.take_time()
+        if self._writing is not None:
+            await asyncio.shield(self._writing)
+
+    async def _write(self, weights: str, run_state: str, path: Path) -> None:
+        for _ in range(4):  # the run goes on meanwhile
+            await self.take_time()
         with atomic_directory(path) as folder:
             (folder / "weights.json").write_text(weights)
             (folder / "run_state.json").write_text(run_state)
+        await self.take_time()
+
+    def kill(self) -> None:
+        for task in self._work:
+            task.cancel()
+
+    async def take_time(self) -> None:
+        for _ in range(3):
+            await asyncio.sleep(0)
+        self.moments += 1
+        self.at_moment(self.moments)
+        await asyncio.sleep(0)
+
+    async def _in_turn(self, work: Coroutine[Any, Any, Any]) -> Any:
+        async def after(before: asyncio.Task[Any] | None) -> Any:
+            if before is not None:
+                await asyncio.wait([before])
+            return await work
+
+        self._last = self._start(after(self._last))
+        return await asyncio.shield(self._last)
+
+    def _start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        self._work.append(asyncio.ensure_future(work))
+        return self._work[-1]
 
 
 class CountingReplica(FakeReplica):
@@ -87,7 +153,7 @@ class CountingReplica(FakeReplica):
 class Rig:
     """A run on fakes over a folder, from wherever the folder says it was."""
 
-    def __init__(self, folder: Path, seed: int, **scheduling: Any) -> None:
+    def __init__(self, folder: Path, seed: int, *, steps: int = STEPS, interval: int = 3, **scheduling: Any) -> None:
         task, run_dir = Counting(), RunDirectory(folder)
         config = RunConfig(
             seed=1,
@@ -96,9 +162,9 @@ class Rig:
             sampling=SamplingConfig(max_tokens=1),
             rollout=RolloutConfig(group_size=2),
             scheduling=SchedulingConfig(groups_per_step=GROUPS, **scheduling),
-            training=TrainingConfig(steps=STEPS, row_tokens=16),
+            training=TrainingConfig(steps=steps, row_tokens=16),
             validation=ValidationConfig(num_prompts=1, samples_per_prompt=1),
-            checkpoint=CheckpointConfig(interval=3),
+            checkpoint=CheckpointConfig(interval=interval),
         )
         checkpoint = latest(run_dir.checkpoints)
         resumed = None if checkpoint is None else RunState.read(checkpoint)
@@ -112,8 +178,15 @@ class Rig:
         }
         self.trainer = SavingTrainer(checkpoint)
         self.replica = CountingReplica(seed)
+        pull = self.replica.pull
+
+        async def pull_in_its_time(version: int) -> None:
+            await self.trainer.take_time()
+            await pull(version)
+
+        self.replica.pull = pull_in_its_time
         with (folder / "progress.txt").open("w") as file:
-            progress = Progress(STEPS, file)
+            progress = Progress(steps, file)
         progress.message = progress.step = lambda *_: None  # pyright: ignore
         self.controller = Controller(
             config,
@@ -134,6 +207,17 @@ class Rig:
         await asyncio.wait_for(self.controller.run(), 30)
         self.journal.close()
 
+    async def run_until(self, moment: int) -> None:
+        """Stopped in order at this moment of the trainer."""
+        run = asyncio.ensure_future(self.controller.run())
+        self.trainer.at_moment = lambda now: run.cancel() if now == moment else None
+        await asyncio.wait([run], timeout=30)
+        assert run.done()
+        if not run.cancelled():
+            run.result()
+        self.trainer.kill()
+        self.journal.close()
+
 
 def at_each_record(journal: RunJournal, act: Callable[[int], None]) -> None:
     append, number = journal._writer.append, 0  # pyright: ignore[reportPrivateUsage]
@@ -147,7 +231,7 @@ def at_each_record(journal: RunJournal, act: Callable[[int], None]) -> None:
     journal._writer.append = spy  # pyright: ignore
 
 
-@pytest.mark.parametrize(
+SCHEDULES = pytest.mark.parametrize(
     "scheduling",
     [
         {"max_staleness": 0},
@@ -156,6 +240,9 @@ def at_each_record(journal: RunJournal, act: Callable[[int], None]) -> None:
     ],
     ids=["on-policy", "one step off", "partial"],
 )
+
+
+@SCHEDULES
 async def test_killed_at_twenty_moments_a_run_trains_on_what_it_would_have(tmp_path, scheduling):
     first = Rig(tmp_path / "run", 0, **scheduling)
     moments = set(random.Random(5).sample(range(1, 90), 20))
@@ -212,3 +299,31 @@ async def test_a_resumed_run_keeps_the_reward_and_tokens_of_its_first_part(tmp_p
     assert RunState.read(latest(snapshot / "checkpoints") or snapshot) == RunState.read(
         latest(tmp_path / "run" / "checkpoints") or snapshot
     )
+
+
+@SCHEDULES
+async def test_stopped_at_any_moment_of_the_trainer_nothing_is_lost_or_trained_twice(tmp_path, scheduling):
+    steps = 4
+    whole = Rig(tmp_path / "whole", 0, steps=steps, interval=2, **scheduling)
+    await whole.run()
+    undisturbed = whole.trainer.weights
+    assert whole.trainer.moments > 30
+    off_schedule = 0
+    for moment in range(1, whole.trainer.moments + 1):
+        folder = tmp_path / f"stopped-{moment}"
+        first = Rig(folder, 0, steps=steps, interval=2, **scheduling)
+        await first.run_until(moment)
+        checkpoint = latest(folder / "checkpoints")
+        saved = RunState.read(checkpoint).step if checkpoint is not None else 0
+        assert saved == len(first.trainer.weights), f"what was trained at moment {moment} is saved"
+        off_schedule += saved % 2  # no checkpoint is due there
+
+        again = Rig(folder, moment, steps=steps, interval=2, **scheduling)
+        if saved < steps:
+            await again.run()
+        assert again.trainer.weights[:saved] == first.trainer.weights
+        trained = [group for step in again.trainer.weights for group in step]
+        assert sorted(trained) == sorted(group for step in undisturbed for group in step), f"at moment {moment}"
+        if scheduling == {"max_staleness": 0}:
+            assert again.trainer.weights == undisturbed
+    assert off_schedule > 5

@@ -6,14 +6,16 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import asdict
 from statistics import fmean
+from typing import Any, TypeVar
 
+from titan_rl.cancellation import stray_cancellation_fails
 from titan_rl.config.run import RunConfig
 from titan_rl.durability.run_journal import RunJournal
 from titan_rl.durability.run_state import RunState
-from titan_rl.errors import TitanRLError, TrainingError
+from titan_rl.errors import CheckpointError, TitanRLError, TrainingError
 from titan_rl.group_player import GroupPlayer
 from titan_rl.observability.metrics import group_metrics
 from titan_rl.observability.progress import Progress, RunSummary, StepReport
@@ -34,6 +36,8 @@ from titan_rl.training.sample import TrainingSample
 from titan_rl.training.sample_builder import build_samples
 
 logger = logging.getLogger(__name__)
+
+R = TypeVar("R")
 
 LAST_SAVE_TIMEOUT_S = 60.0
 
@@ -71,8 +75,9 @@ class Controller:
         self._progress = progress
         self._journal = journal
         self._reward_before = None if resumed is None else resumed.reward_before
-        self._version = 0 if resumed is None else resumed.step
+        self._version = 0 if resumed is None else resumed.step  # the trainer's, as it said last
         self._saved_version = None if resumed is None else resumed.step  # of the newest checkpoint, whole or begun
+        self._in_flight: asyncio.Future[Any] | None = None  # what changes the trainer, until it is done
         self._syncing: asyncio.Task[None] | None = None  # of the newest version, until all generators have it
         self._saving: asyncio.Task[None] | None = None  # the newest checkpoint, until it is whole
         self._tokens = 0 if resumed is None else resumed.tokens
@@ -98,7 +103,7 @@ class Controller:
         """
         started = time.monotonic()
         await self._trainer.begin_publish()
-        await self._sync()
+        await self._sync(self._version)
         if self._reward_before is None:
             self._reward_before = await self._validate()
         try:
@@ -107,11 +112,11 @@ class Controller:
                 await self._train(background)
                 admission.cancel()
             reward_after = await self._validate()
+            await self._begin_checkpoint()
+            await self._finish_checkpoint()
         except BaseException:
             await self._save_what_is_trained()
             raise
-        await self._begin_checkpoint()
-        await self._finish_checkpoint()
         await self._trainer.export(self._run_dir.export)
         return RunSummary(
             reward_before=self._reward_before,
@@ -126,16 +131,15 @@ class Controller:
         """Consumes batches in data order. While the generators pull the version of a step, the next step begins if it
         has its groups; a version is published once they have the one before."""
         last = self._config.training.steps
-        for step in range(self._version + 1, last + 1):
+        while self._version < last:
             began = time.monotonic()
             batch = await self._scheduler.next_batch()
             waited = time.monotonic() - began
             async with self._interrupted_generation() as interrupted:
-                metrics = prefixed("train", await self._trainer.step(self._samples(batch)))
+                metrics = prefixed("train", await self._landed(self._train_on(batch)))
+                step = self._version
                 stepped = time.monotonic()
                 await ended(self._syncing)
-                self._version = step
-                self._tokens += num_tokens(batch)
                 settled = time.monotonic()
                 await self._trainer.begin_publish()
                 now = time.monotonic()
@@ -154,17 +158,47 @@ class Controller:
         await ended(self._syncing)
         await ended(self._saving)
 
+    async def _train_on(self, batch: GroupBatch) -> dict[str, float]:
+        """One step. The batch is trained once the trainer says so, and not before."""
+        result = await self._trainer.step(self._samples(batch))
+        if result.version != batch.version + 1:
+            raise TrainingError(
+                f"the step from version {batch.version} gave version {result.version}: the trainer and the data are "
+                "out of step"
+            )
+        self._version = result.version
+        self._tokens += num_tokens(batch)
+        return result.metrics
+
+    async def _landed(self, call: Coroutine[Any, Any, R]) -> R:
+        """What a call that changes the trainer, or saves it, returns. The trainer goes on with it when this is
+        cancelled, so the call does, too: `_wait_for_landing` is its end then."""
+        self._in_flight = asyncio.ensure_future(call)
+        with stray_cancellation_fails("a call of the trainer"):
+            return await asyncio.shield(self._in_flight)
+
+    async def _wait_for_landing(self) -> None:
+        """On the way out: only when nothing is in flight the version is known."""
+        if self._in_flight is not None:
+            if not self._in_flight.done():
+                logger.info("stopped while the trainer is at work: waiting for it to finish")
+            await asyncio.wait([self._in_flight])
+            if not self._in_flight.cancelled() and (error := self._in_flight.exception()) is not None:
+                logger.warning("what the trainer was at work on failed: %r", error)
+
     async def _finish_step(self, step: int, batch: GroupBatch, metrics: dict[str, float]) -> None:
         """The batch's slots come free once all generators have what was trained on it, which admits the groups of a
         later step."""
-        metrics |= await self._sync()
+        metrics |= await self._sync(step)
         batch.release()
         self._report(step, batch, metrics | prefixed("scheduling", batch.metrics))
 
-    async def _sync(self) -> dict[str, float]:
+    async def _sync(self, version: int) -> dict[str, float]:
         """Have every generator pull and verify the version that is being published."""
         began = time.monotonic()
         manifest = await self._trainer.finish_publish()
+        if manifest.version != version:
+            raise TrainingError(f"the trainer publishes version {manifest.version} where the run is at {version}")
         published = time.monotonic()
         self._board.announce(manifest)
         await self._router.pull_state_dict(manifest.version, self._config.generation.pull_mode)
@@ -234,11 +268,17 @@ class Controller:
         if self._saved_version == self._version:
             return
         await ended(self._saving)
-        self._journal.checkpoint(self._version, self._scheduler.next_index, self._router.tokens_so_far())
+        await self._landed(self._copy_for_checkpoint())
+
+    async def _copy_for_checkpoint(self) -> None:
+        version = self._version
+        self._journal.checkpoint(version, self._scheduler.next_index, self._router.tokens_so_far())
         await asyncio.to_thread(self._journal.drain)
-        state = RunState(self._version, self._tokens, self._reward_before)
-        await self._trainer.begin_save(self._run_dir.checkpoints, asdict(state))
-        self._saved_version = self._version
+        state = RunState(version, self._tokens, self._reward_before)
+        saved = await self._trainer.begin_save(self._run_dir.checkpoints, asdict(state))
+        if saved != version:
+            raise CheckpointError(f"the trainer saves version {saved}, and the journal is that of version {version}")
+        self._saved_version = saved
 
     async def _finish_checkpoint(self) -> None:
         root = self._run_dir.checkpoints
@@ -248,13 +288,14 @@ class Controller:
 
     async def _save_what_is_trained(self) -> None:
         """On the way out of a run that failed or was stopped. What ended it is not to be hidden by this."""
-        if self._version:
-            try:
-                async with asyncio.timeout(LAST_SAVE_TIMEOUT_S):
+        try:
+            async with asyncio.timeout(LAST_SAVE_TIMEOUT_S):
+                await self._wait_for_landing()
+                if self._version:
                     await self._begin_checkpoint()
                     await self._finish_checkpoint()
-            except (TitanRLError, TimeoutError) as error:
-                logger.warning("the last checkpoint was not written: %r", error)
+        except (TitanRLError, TimeoutError) as error:
+            logger.warning("the last checkpoint was not written: %r", error)
 
 
 def num_tokens(batch: GroupBatch) -> int:

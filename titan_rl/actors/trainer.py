@@ -20,10 +20,11 @@ from titan_rl.actors.placement import use_gpus
 from titan_rl.actors.process import ProcessActor
 from titan_rl.config.sections import ModelConfig, StateDictConfig
 from titan_rl.config.training import CorrectionConfig, TrainingConfig
-from titan_rl.errors import ActorDiedError, TitanRLError
+from titan_rl.errors import ActorDiedError, CheckpointError, TitanRLError, TrainingError
 from titan_rl.statedict.parts import join
 from titan_rl.statedict.types import Manifest
 from titan_rl.training.checkpoint import step_directory
+from titan_rl.training.protocol import StepResult
 from titan_rl.training.sample import TrainingSample
 from titan_rl.training.step_plan import StepPlan, plan_step
 
@@ -88,8 +89,8 @@ class TrainerActor(ProcessActor):
         logger.info("training the model of %s", settings.model.path)
 
     @concurrent_endpoint
-    async def train(self, plan: StepPlan) -> dict[str, float]:
-        return (await self._run(self._trainer.train, plan)).metrics
+    async def train(self, plan: StepPlan) -> StepResult:
+        return await self._run(self._trainer.train, plan)
 
     @concurrent_endpoint
     async def begin_publish(self) -> None:
@@ -101,13 +102,18 @@ class TrainerActor(ProcessActor):
         return await asyncio.to_thread(self._publisher.finish)
 
     @concurrent_endpoint
-    async def begin_save(self, root: Path, run_state: dict[str, Any]) -> None:
-        await self._run(self._begin_save, root, run_state)
+    async def begin_save(self, root: Path, run_state: dict[str, Any]) -> int:
+        return await self._run(self._begin_save, root, run_state)
 
-    def _begin_save(self, root: Path, run_state: dict[str, Any]) -> None:
+    def _begin_save(self, root: Path, run_state: dict[str, Any]) -> int:
         version = self._trainer.version
-        files = {"run_state.json": json.dumps(run_state | {"step": version})}
-        self._trainer.begin_save(step_directory(root, version), files)
+        if run_state["step"] != version:
+            raise CheckpointError(
+                f"the trainer has version {version}, and the run's state is that of version {run_state['step']}: "
+                "they are not saved together"
+            )
+        self._trainer.begin_save(step_directory(root, version), {"run_state.json": json.dumps(run_state)})
+        return version
 
     @concurrent_endpoint
     async def finish_save(self) -> None:
@@ -139,12 +145,15 @@ class ActorTrainer:
         size = training.data_parallel * training.tensor_parallel
         self._ranks = [ranks.slice(procs=rank) for rank in range(size)]
 
-    async def step(self, samples: Sequence[TrainingSample]) -> dict[str, float]:
+    async def step(self, samples: Sequence[TrainingSample]) -> StepResult:
         """As `TrainerCore.step`. Each rank is sent its own rows."""
         plans = await asyncio.to_thread(plan_step, samples, self._training)
         rows = ([plan] for plan in plans for _ in range(self._training.tensor_parallel))
-        metrics, *_ = await self._all("train", *rows)
-        return metrics
+        result, *others = await self._all("train", *rows)
+        if any(other.version != result.version for other in others):
+            versions = [result.version, *(other.version for other in others)]
+            raise TrainingError(f"after one step the trainer's ranks have versions {versions}")
+        return result
 
     async def begin_publish(self) -> None:
         await self._all("begin_publish")
@@ -162,8 +171,9 @@ class ActorTrainer:
         await self.begin_publish()
         return await self.finish_publish()
 
-    async def begin_save(self, root: Path, run_state: dict[str, Any]) -> None:
-        await self._all("begin_save", *[(root, run_state)] * len(self._ranks))
+    async def begin_save(self, root: Path, run_state: dict[str, Any]) -> int:
+        version, *_ = await self._all("begin_save", *[(root, run_state)] * len(self._ranks))
+        return version
 
     async def finish_save(self) -> None:
         await self._all("finish_save")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -10,10 +11,27 @@ from titan_rl.statedict.types import Manifest
 from titan_rl.training.sample import TrainingSample
 
 
-class Trainer(Protocol):
-    """What the controller knows of training: an actor's handle in a run, a plain object in a test."""
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one step did.
 
-    async def step(self, samples: Sequence[TrainingSample]) -> dict[str, float]:
+    `metrics` holds loss and grad_norm (means over its minibatches), lr, num_tokens (trained), num_samples,
+    num_dropped_samples (longer than a row), padding_fraction, wait_for_copy_s (until the optimizer could change weights
+    that were being published), and what `titan_rl.training.metrics.token_metrics` documents.
+    """
+
+    version: int  # of the weights after the step
+    metrics: dict[str, float]
+
+
+class Trainer(Protocol):
+    """What the controller knows of training: an actor's handle in a run, a plain object in a test.
+
+    It counts the policy versions, and what it says of them is all that others know. What it was asked for it does,
+    whether or not the caller still waits.
+    """
+
+    async def step(self, samples: Sequence[TrainingSample]) -> StepResult:
         """One optimizer step; the policy version grows by one."""
         ...
 
@@ -26,9 +44,19 @@ class Trainer(Protocol):
         """The manifest of the version begun last, once all of it can be read."""
         ...
 
-    async def begin_save(self, root: Path, run_state: dict[str, Any]) -> None:
+    async def begin_save(self, root: Path, run_state: dict[str, Any]) -> int:
         """Copy what a checkpoint `root/step-<version>` holds. It is written, whole or not at all, while training goes
-        on."""
+        on.
+
+        Args:
+            run_state: `dataclasses.asdict` of a `RunState`, which the checkpoint holds as `run_state.json`.
+
+        Returns:
+            the version that is saved.
+
+        Raises:
+            CheckpointError: `run_state["step"]` is another version than that of the weights; nothing is written.
+        """
         ...
 
     async def finish_save(self) -> None:

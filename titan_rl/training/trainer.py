@@ -25,6 +25,7 @@ from titan_rl.training.minibatch import Minibatch
 from titan_rl.training.objective import Objective
 from titan_rl.training.optimizers import Optimizers
 from titan_rl.training.policy import Policy
+from titan_rl.training.protocol import StepResult
 from titan_rl.training.readers import Readers
 from titan_rl.training.sample import TrainingSample
 from titan_rl.training.schedule import learning_rate
@@ -32,19 +33,6 @@ from titan_rl.training.scoring import draw, score
 from titan_rl.training.step_plan import StepPlan, plan_step
 from titan_rl.training.train_state import TrainStateWriter, load_train_state
 from titan_rl.training.world import World
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """What one step did.
-
-    `metrics` holds loss and grad_norm (means over its minibatches), lr, num_tokens (trained), num_samples,
-    num_dropped_samples (longer than a row), padding_fraction, wait_for_copy_s (until the optimizer could change weights
-    that were being published), and what `titan_rl.training.metrics.token_metrics` documents.
-    """
-
-    version: int  # of the weights after the step
-    metrics: dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
