@@ -8,7 +8,6 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import asdict
-from statistics import fmean
 from typing import Any, TypeVar
 
 from titan_rl.cancellation import stray_cancellation_fails
@@ -17,14 +16,15 @@ from titan_rl.durability.run_journal import RunJournal
 from titan_rl.durability.run_state import RunState
 from titan_rl.errors import CheckpointError, TitanRLError, TrainingError
 from titan_rl.group_player import GroupPlayer
-from titan_rl.observability.metrics import group_metrics
+from titan_rl.observability.metrics import group_metrics, validation_metrics
 from titan_rl.observability.progress import Progress, RunSummary, StepReport
+from titan_rl.observability.rollout_log import RolloutLog
 from titan_rl.observability.run_dir import RunDirectory
 from titan_rl.rollout.advantages import subtract_batch_mean
+from titan_rl.rollout.failures import ErrorCounts
 from titan_rl.rollout.runner import GroupRunner
-from titan_rl.rollout.transcript import transcript
-from titan_rl.rollout.types import RolloutGroup
 from titan_rl.routing.router import GeneratorRouter
+from titan_rl.run_observer import RunObserver
 from titan_rl.scheduling.batch import GroupBatch
 from titan_rl.scheduling.filters import BY_NAME, GroupFilter, too_few_siblings, too_long
 from titan_rl.scheduling.scheduler import GroupScheduler
@@ -81,8 +81,16 @@ class Controller:
         self._syncing: asyncio.Task[None] | None = None  # of the newest version, until all generators have it
         self._saving: asyncio.Task[None] | None = None  # the newest checkpoint, until it is whole
         self._tokens = 0 if resumed is None else resumed.tokens
+        self._rollouts = RolloutLog(run_dir.write_rollout, config.logging.transcripts_per_step, progress.message)
+        self._observer = RunObserver(journal, self._rollouts, self._version)
         self._player = GroupPlayer(
-            config, task, runner=rollouter, router=router, journal=journal, stop_token_ids=stop_token_ids
+            config,
+            task,
+            runner=rollouter,
+            router=router,
+            journal=journal,
+            stop_token_ids=stop_token_ids,
+            on_ended=self._rollouts.ended,
         )
         self._scheduler = GroupScheduler(
             self._player.train_group,
@@ -92,7 +100,7 @@ class Controller:
             filters=make_filters(config, task),
             version=self._version,
             backlog=journal.backlog(self._player.train_sample),
-            observer=journal,
+            observer=self._observer,
         )
 
     async def run(self) -> RunSummary:
@@ -126,6 +134,10 @@ class Controller:
             seconds=time.monotonic() - started,
             run_dir=self._run_dir.path,
         )
+
+    def close(self) -> None:
+        """Tell what went wrong with rollouts, however the run ended."""
+        self._rollouts.close()
 
     async def _train(self, background: asyncio.TaskGroup) -> None:
         """Consumes batches in data order. While the generators pull the version of a step, the next step begins if it
@@ -218,20 +230,20 @@ class Controller:
             yield True
 
     async def _validate(self) -> float:
-        """Mean reward on the held-out samples."""
+        """Mean reward on the held-out samples, of the rollouts that have one."""
         groups = await self._player.validation_groups()
-        rewards = [r.reward for group in groups for r in group.rollouts if r.reward is not None]
-        if not rewards:
+        self._rollouts.finished(groups, "validation", self._version)
+        errors = ErrorCounts(rollout for group in groups for rollout in group.rollouts)
+        metrics = validation_metrics(groups)
+        if "validation/reward_mean" not in metrics:
             raise TrainingError(
-                "no validation rollout got a reward; rollouts.jsonl of the run directory has the errors"
+                f"no validation rollout got a reward: {errors.describe() or 'none was judged'}; "
+                f"{self._run_dir.rollouts} and logs/controller.log beside it have more"
             )
-        reward = fmean(rewards)
-        metrics = {
-            f"validation/{name.removeprefix('rollout/')}": value for name, value in group_metrics(groups).items()
-        }
-        self._log(self._version, metrics | {"validation/reward_mean": reward})
-        self._record(groups, "validation", self._version)
-        self._progress.message(f"validation at step {self._version}: reward {reward:.3f}")
+        reward = metrics["validation/reward_mean"]
+        self._log(self._version, metrics)
+        left_out = f", without those that failed: {errors.describe()}" if errors.num_errors else ""
+        self._progress.message(f"validation at step {self._version}: reward {reward:.3f}{left_out}")
         return reward
 
     def _samples(self, batch: GroupBatch) -> list[TrainingSample]:
@@ -242,26 +254,23 @@ class Controller:
         return [s for group in batch.groups for s in build_samples(group, temperature, oldest_version=oldest)]
 
     def _report(self, step: int, batch: GroupBatch, metrics: dict[str, float]) -> None:
-        rollouts = group_metrics(batch.groups)
+        metrics = group_metrics(batch.groups) | self._observer.take_figures(batch.version) | metrics
         seconds = metrics["time/step_s"]
-        tokens_per_second = num_tokens(batch) / seconds
-        metrics = rollouts | metrics | {"throughput/tokens_per_s": tokens_per_second}
-        self._log(step, metrics)
-        self._record(batch.groups, "train", step)
+        metrics["throughput/tokens_per_s"] = num_tokens(batch) / seconds
+        metrics["generation/requests_in_flight_max"] = float(self._player.requests.take())
+        self._rollouts.finished(batch.groups, "train", step)
+        self._log(step, metrics | self._rollouts.figures())
+        trained = metrics["rollout/reward_mean"]
         self._progress.step(
             StepReport(
                 step=step,
-                reward=rollouts["rollout/reward_mean"],
-                tokens_per_second=tokens_per_second,
+                reward=metrics.get("rollout/finished_reward_mean", trained),
+                reward_trained=trained,
+                tokens_per_second=metrics["throughput/tokens_per_s"],
                 staleness=metrics["train/staleness_mean"],
                 seconds=seconds,
             )
         )
-
-    def _record(self, groups: Sequence[RolloutGroup], phase: str, step: int) -> None:
-        for group in groups[: self._config.logging.transcripts_per_step]:
-            for rollout in group.rollouts:
-                self._run_dir.write_rollout({"step": step, "phase": phase} | transcript(rollout))
 
     async def _begin_checkpoint(self) -> None:
         """Of the current version, if it has none; a checkpoint before it is whole first."""

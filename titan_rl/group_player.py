@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 from titan_rl.config.run import RunConfig
 from titan_rl.durability.run_journal import RunJournal
 from titan_rl.generation.resume import resume_on_abort
 from titan_rl.generation.types import PauseMode
+from titan_rl.observability.peak import Peak
 from titan_rl.rollout.runner import GroupRunner
 from titan_rl.rollout.types import Rollout, RolloutGroup
 from titan_rl.routing.router import GeneratorRouter
 from titan_rl.scheduling.lease import Lease
 from titan_rl.task import Task
-from titan_rl.types import GenerateFn, SamplingParams
+from titan_rl.types import Completion, GenerateFn, SamplingParams
 
 
 class GroupPlayer:
-    """Joins the samples of a task with what plays and generates for them."""
+    """Joins the samples of a task with what plays and generates for them.
+
+    Args:
+        on_ended: called with each rollout as it ends, before it is scored.
+    """
 
     def __init__(
         self,
@@ -31,6 +36,7 @@ class GroupPlayer:
         router: GeneratorRouter,
         journal: RunJournal,
         stop_token_ids: Sequence[int],
+        on_ended: Callable[[Rollout], None],
     ) -> None:
         self._config = config
         self._task = task
@@ -38,6 +44,8 @@ class GroupPlayer:
         self._router = router
         self._journal = journal
         self._stop_token_ids = tuple(stop_token_ids)
+        self._on_ended = on_ended
+        self.requests = Peak()  # in flight, for training and validation
 
     def train_sample(self, index: int) -> Any:
         return self._task.train_sample(self._config.seed, index)
@@ -80,7 +88,7 @@ class GroupPlayer:
             running = [
                 tasks.create_task(
                     self._runner.run_group(
-                        self._router.generate,
+                        self._generate,
                         sample,
                         group_id=f"validation-{index}",
                         group_size=settings.samples_per_prompt,
@@ -93,7 +101,21 @@ class GroupPlayer:
         return [task.result() for task in running]
 
     def _finished(self, rollout: Rollout) -> None:
+        self._on_ended(rollout)
         self._router.finish_session(rollout.rollout_id)
+
+    async def _generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        request_id: str,
+        session_id: str | None = None,
+        sampling: SamplingParams,
+    ) -> Completion:
+        with self.requests.one():
+            return await self._router.generate(
+                prompt_token_ids, request_id=request_id, session_id=session_id, sampling=sampling
+            )
 
     def _generate_for(self, lease: Lease) -> GenerateFn:
         """The router behind the group's gate and the journal. Pauses and suspensions only make it slow."""
@@ -102,7 +124,7 @@ class GroupPlayer:
             await lease.gate.wait()
             await self._router.wait_resumed()
 
-        guarded = lease.gate.guard(self._router.generate, self._router.abort)
+        guarded = lease.gate.guard(self._generate, self._router.abort)
         return resume_on_abort(
             self._journal.record(guarded, lease.index),
             wait_until_resumed=both_open,

@@ -175,6 +175,7 @@ async def _run(config: RunConfig, run_dir: RunDirectory, checkpoint: Path | None
                 journal=journal,
                 resumed=resumed,
             )
+            resources.callback(controller.close)
             async with asyncio.TaskGroup() as background:
                 watch = background.create_task(cluster.watch(router), name="watch")
                 summary = await controller.run()

@@ -42,7 +42,8 @@ class Failure:
     @property
     def kind(self) -> str:
         """Equal for exceptions of one type from one line, whatever their texts: "KeyError at env.py:17 in step"."""
-        return f"{self.error.partition(':')[0]} at {self.where}" if self.where else self.error
+        name = self.error.partition(":")[0]
+        return f"{name} at {self.where}" if self.where else name
 
     def __str__(self) -> str:
         return f"{self.error} ({self.where})" if self.where else self.error

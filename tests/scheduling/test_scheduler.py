@@ -40,7 +40,7 @@ class Journal:
     def finished(self, index: int, group: RolloutGroup) -> None:
         self.done[index] = group
 
-    def dropped(self, index: int, reason: str) -> None:
+    def dropped(self, index: int, reason: str, group: RolloutGroup | None) -> None:
         self.lost.append(index)
 
     def batch(self, version: int, indices) -> None:

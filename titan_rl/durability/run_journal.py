@@ -137,7 +137,7 @@ class RunJournal:
     def finished(self, index: int, group: RolloutGroup) -> None:
         self._append(finished(index, group))
 
-    def dropped(self, index: int, reason: str) -> None:
+    def dropped(self, index: int, reason: str, group: RolloutGroup | None = None) -> None:
         self._append(Dropped(index, reason))
 
     def batch(self, version: int, indices: Sequence[int]) -> None:

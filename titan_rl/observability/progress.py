@@ -28,7 +28,8 @@ class StepReport:
     """One finished step, as the display shows it."""
 
     step: int  # from 1
-    reward: float  # mean over the step's rollouts
+    reward: float  # mean over the rollouts that finished since the step before
+    reward_trained: float  # mean over those that the step was trained on
     tokens_per_second: float  # completion tokens
     staleness: float  # mean over the trained tokens
     seconds: float
@@ -93,7 +94,7 @@ class Progress:
             return
         width = len(str(self._total))
         self._console.print(
-            f"step {report.step:>{width}}/{self._total}  reward {report.reward:.3f}  "
+            f"step {report.step:>{width}}/{self._total}  reward {report.reward:.3f}{_trained_on(report)}  "
             f"tokens/s {report.tokens_per_second:6.0f}  staleness {report.staleness:.1f}  {report.seconds:.2f} s"
         )
 
@@ -128,12 +129,23 @@ class Progress:
         figures = Table.grid(padding=(0, 3), expand=False)
         last = self._last
         figures.add_row(
-            Text.assemble(("reward ", "dim"), (f"{last.reward:.3f} ", "bold"), (sparkline(self._rewards, 16), "green")),
+            Text.assemble(
+                ("reward ", "dim"),
+                (f"{last.reward:.3f} ", "bold"),
+                (sparkline(self._rewards, 16), "green"),
+                (_trained_on(last), "dim"),
+            ),
             Text.assemble(("tokens/s ", "dim"), f"{last.tokens_per_second:,.0f}"),
             Text.assemble(("staleness ", "dim"), f"{last.staleness:.1f}"),
             Text.assemble(f"{last.seconds:.2f}", (" s/step", "dim")),
         )
         return Group(bar, figures)
+
+
+def _trained_on(report: StepReport) -> str:
+    """The reward of what was trained on, where filters make it another."""
+    differs = abs(report.reward - report.reward_trained) >= 0.0005
+    return f" (trained on {report.reward_trained:.3f})" if differs else ""
 
 
 def sparkline(values: Sequence[float], width: int) -> str:

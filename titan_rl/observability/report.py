@@ -36,6 +36,11 @@ PANELS = (
     ),
     Panel("Staleness", "optimizer steps", {"train/staleness_mean": "mean", "train/staleness_max": "max"}),
     Panel("Completion length", "tokens", {"rollout/completion_tokens_mean": "mean"}),
+    Panel(
+        "Reward and filters",
+        "mean reward",
+        {"rollout/finished_reward_mean": "all that finished", "rollout/reward_mean": "trained on"},
+    ),
     Panel("Groups that teach nothing", "share", {"rollout/zero_variance_groups": "all rewards equal"}),
     Panel("Loss", "loss", {"train/loss": "loss"}),
     Panel("Gradient norm", "L2 norm", {"train/grad_norm": "norm before clipping"}),
@@ -121,7 +126,8 @@ def _tiles(records: Sequence[Record]) -> str:
 
 
 def _reward_figure(records: Sequence[Record]) -> str:
-    train, validation = curve(records, "rollout/reward_mean"), curve(records, "validation/reward_mean")
+    train = [point for record in records for point in curve([record], _reward_metric(record))]
+    validation = curve(records, "validation/reward_mean")
     series = [
         Series("train, smoothed", _smooth(train)),
         Series("validation", validation, "dots"),
@@ -130,6 +136,12 @@ def _reward_figure(records: Sequence[Record]) -> str:
     chart = line_chart(series, y_label="mean reward", width=1060, height=340)
     chart = chart.replace('"s3 faint', '"s1 faint')  # the same thing, unsmoothed
     return figure("Reward", chart, {"train": "--s1", "validation": "--s2"})
+
+
+def _reward_metric(record: Record) -> str:
+    """What the policy earned in a step: of all that finished, where there was any, else of what was trained on."""
+    finished = "rollout/finished_reward_mean"
+    return finished if finished in record else "rollout/reward_mean"
 
 
 def _smooth(points: Sequence[Point]) -> list[Point]:

@@ -12,7 +12,7 @@ _SHOWN = 400  # characters of an error's text in a message
 
 def error_kind(rollout: Rollout) -> str:
     """Equal for errors of one type from one line of code, whatever their texts."""
-    return str(rollout.error) if rollout.failure is None else rollout.failure.kind
+    return f"{rollout.status}: {rollout.failure.kind}" if rollout.failure is not None else str(rollout.status)
 
 
 def error_text(rollout: Rollout) -> str:

@@ -31,7 +31,9 @@ class SchedulerObserver(Protocol):
         """It will be in a batch."""
         ...
 
-    def dropped(self, index: int, reason: str) -> None: ...
+    def dropped(self, index: int, reason: str, group: RolloutGroup | None) -> None:
+        """It will be in none. `group` is None where it never finished."""
+        ...
 
     def batch(self, version: int, indices: Sequence[int]) -> None:
         """What the step from `version` is trained on."""

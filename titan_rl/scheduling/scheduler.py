@@ -167,7 +167,7 @@ class GroupScheduler:
         self._drops[reason] += 1
         self._ledger.dropped(reason, group)
         if self._observer is not None:
-            self._observer.dropped(lease.index, reason)
+            self._observer.dropped(lease.index, reason, group)
 
     def _drop_stale(self) -> None:
         """Groups none of whose tokens is young enough for the next batch will not be for a later one."""

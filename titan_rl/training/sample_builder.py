@@ -49,6 +49,11 @@ def build_samples(group: RolloutGroup, temperature: float, *, oldest_version: in
     return samples
 
 
+def count_branches(rollout: Rollout) -> int:
+    """How many samples a rollout's turns make: 1 as long as each prompt extends what was before it."""
+    return sum(1 for _ in _extending_runs(rollout))
+
+
 def _extending_runs(rollout: Rollout) -> Iterator[list[Turn]]:
     """Longest runs of turns in which each prompt begins with all tokens before it."""
     run: list[Turn] = []
