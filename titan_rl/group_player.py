@@ -13,6 +13,7 @@ from titan_rl.generation.resume import resume_on_abort
 from titan_rl.generation.types import PauseMode
 from titan_rl.observability.peak import Peak
 from titan_rl.rollout.runner import GroupRunner
+from titan_rl.rollout.sessions import Sessions
 from titan_rl.rollout.types import Rollout, RolloutGroup
 from titan_rl.routing.router import GeneratorRouter
 from titan_rl.scheduling.lease import Lease
@@ -52,21 +53,23 @@ class GroupPlayer:
 
     async def train_group(self, lease: Lease) -> RolloutGroup:
         """The group that a lease of the scheduler is for."""
+        with Sessions(self._router.finish_session) as sessions:
 
-        def on_finished(rollout: Rollout) -> None:
-            lease.rollout_finished(rollout)
-            self._finished(rollout)
+            def on_finished(rollout: Rollout) -> None:
+                lease.rollout_finished(rollout)
+                self._on_ended(rollout)
+                sessions.finish(rollout.rollout_id)
 
-        return await self._runner.run_group(
-            self._generate_for(lease),
-            self.train_sample(lease.index),
-            group_id=f"train-{lease.index}",
-            group_size=self._config.rollout.group_size,
-            sampling=self._sampling(
-                self._config.sampling.temperature, routed_experts=self._config.generation.return_routed_experts
-            ),
-            on_finished=on_finished,
-        )
+            return await self._runner.run_group(
+                sessions.track(self._generate_for(lease)),
+                self.train_sample(lease.index),
+                group_id=f"train-{lease.index}",
+                group_size=self._config.rollout.group_size,
+                sampling=self._sampling(
+                    self._config.sampling.temperature, routed_experts=self._config.generation.return_routed_experts
+                ),
+                on_finished=on_finished,
+            )
 
     @contextlib.asynccontextmanager
     async def paused(self, mode: PauseMode | str) -> AsyncGenerator[None]:
@@ -82,27 +85,27 @@ class GroupPlayer:
     async def validation_groups(self) -> list[RolloutGroup]:
         """One group for each held-out sample. The seeds are the same each time, so that two validations differ by
         their weights alone."""
-        settings = self._config.validation
-        sampling = self._sampling(settings.temperature)
+        samples = self._task.validation_samples(self._config.validation.num_prompts)
         async with asyncio.TaskGroup() as tasks:
-            running = [
-                tasks.create_task(
-                    self._runner.run_group(
-                        self._generate,
-                        sample,
-                        group_id=f"validation-{index}",
-                        group_size=settings.samples_per_prompt,
-                        sampling=sampling,
-                        on_finished=self._finished,
-                    )
-                )
-                for index, sample in enumerate(self._task.validation_samples(settings.num_prompts))
-            ]
+            running = [tasks.create_task(self._validation_group(index, sample)) for index, sample in enumerate(samples)]
         return [task.result() for task in running]
 
-    def _finished(self, rollout: Rollout) -> None:
-        self._on_ended(rollout)
-        self._router.finish_session(rollout.rollout_id)
+    async def _validation_group(self, index: int, sample: Any) -> RolloutGroup:
+        settings = self._config.validation
+        with Sessions(self._router.finish_session) as sessions:
+
+            def on_finished(rollout: Rollout) -> None:
+                self._on_ended(rollout)
+                sessions.finish(rollout.rollout_id)
+
+            return await self._runner.run_group(
+                sessions.track(self._generate),
+                sample,
+                group_id=f"validation-{index}",
+                group_size=settings.samples_per_prompt,
+                sampling=self._sampling(settings.temperature),
+                on_finished=on_finished,
+            )
 
     async def _generate(
         self,

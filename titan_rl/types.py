@@ -12,6 +12,21 @@ from enum import StrEnum
 from typing import Any, Protocol, runtime_checkable
 
 
+def require_member(owner: object, field_name: str, kind: type[StrEnum]) -> None:
+    """A string that looks like a member would pass for it in `==` and not in `is`.
+
+    Raises:
+        ValueError: the field's value is no member of `kind`.
+    """
+    value = getattr(owner, field_name)
+    if not isinstance(value, kind):
+        name = value.upper() if isinstance(value, str) and value in set(kind) else next(iter(kind)).name
+        raise ValueError(
+            f"{type(owner).__name__}.{field_name} is {value!r}; it must be a {kind.__name__}, "
+            f"such as {kind.__name__}.{name}"
+        )
+
+
 class FinishReason(StrEnum):
     """Why a completion ended."""
 
@@ -84,7 +99,7 @@ class Completion:
                    (VersionSpan(6, 3), VersionSpan(7, 2)))
 
     Raises:
-        ValueError: the lengths disagree.
+        ValueError: the lengths disagree, or `finish_reason` or `metrics` are of another type.
     """
 
     request_id: str
@@ -96,6 +111,9 @@ class Completion:
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
 
     def __post_init__(self) -> None:
+        require_member(self, "finish_reason", FinishReason)
+        if not isinstance(self.metrics, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(f"Completion.metrics is {self.metrics!r}; it must map names to numbers")
         spanned = sum(span.num_tokens for span in self.version_spans)
         if not len(self.token_ids) == len(self.logprobs) == spanned:
             raise ValueError(

@@ -154,3 +154,32 @@ async def test_a_renderer_that_would_render_the_past_again_is_an_error(bridged: 
     await env.reset()
     with pytest.raises(DataError, match="LetterRenderer cannot extend this conversation"):
         await env.step(completion("a"))
+
+
+async def test_an_environment_that_changes_its_message_changes_no_record() -> None:
+    class Meddling(Talk):
+        async def step(self, message: Any) -> MessageStep:
+            step = await super().step(dict(message))
+            message["content"] = "changed"
+            for call in message.get("tool_calls", ()):
+                call["function"]["arguments"]["x"] = 99
+            return step
+
+    env = MessageTokenEnv(Meddling(), LetterRenderer())
+    await env.reset()
+    step = await env.step(completion("look!"))
+    assert step.messages[0]["content"] == "look!"
+    assert step.messages[0]["tool_calls"][0]["function"]["arguments"] == {"x": 1}
+
+
+async def test_half_a_character_is_rendered_as_a_replacement_and_recorded_as_it_is() -> None:
+    class Echo(Talk):
+        async def step(self, message: Message) -> MessageStep:
+            return MessageStep([{"role": "tool", "content": "no city \ud83d"}])
+
+    renderer = LetterRenderer()
+    env = MessageTokenEnv(Echo(), renderer)
+    await env.reset()
+    step = await env.step(completion("a"))
+    assert step.messages[1]["content"] == "no city \ud83d"
+    assert renderer.rendered[-1]["content"] == "no city \ufffd"

@@ -1,126 +1,29 @@
 """The rollouter: every way to end, what is kept, and that everything is given back."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from stage import Env, Generator, Stage, by_sibling
 
 from titan_rl import (
     Completion,
     FinishReason,
     Rollout,
-    RolloutGroup,
     RolloutStatus,
     SamplingParams,
-    TokenObservation,
     TokenStep,
-    VersionSpan,
 )
 from titan_rl.config.sections import RolloutConfig
 from titan_rl.errors import GenerationError, RequestError, RewardError
 from titan_rl.rollout.rollouter import Rollouter, turn_seed
 from titan_rl.rubric import Reward, Rubric
 from titan_rl.training.sample_builder import build_samples
-
-Hook = Callable[["Env"], Coroutine[Any, Any, None]]
-
-
-async def nothing(env: "Env") -> None: ...
-
-
-@dataclass
-class Env:
-    """Counts turns in its prompts. Hooks run first in each method."""
-
-    turns: int = 2
-    prompt: list[int] = field(default_factory=lambda: [1, 2, 3])
-    on_reset: Hook = nothing
-    on_step: Hook = nothing
-    on_close: Hook = nothing
-    steps: int = 0
-    closed: int = 0
-
-    async def reset(self) -> TokenObservation:
-        await self.on_reset(self)
-        return TokenObservation(self.prompt, [{"role": "user", "content": "go"}])
-
-    async def step(self, completion: Completion) -> TokenStep:
-        self.steps += 1
-        await self.on_step(self)
-        answer = [{"role": "assistant", "content": str(list(completion.token_ids))}]
-        if self.steps == self.turns:
-            return TokenStep(status=RolloutStatus.COMPLETED, rewards={"last": 1.0}, messages=answer)
-        self.prompt = [*self.prompt, *completion.token_ids, 7]
-        return TokenStep(self.prompt, rewards={"so_far": 0.5}, messages=answer)
-
-    async def close(self) -> None:
-        self.closed += 1
-        await self.on_close(self)
-
-
-@dataclass
-class Generator:
-    """A `GenerateFn` that answers two tokens and notes each call."""
-
-    finish_reason: FinishReason = FinishReason.STOP
-    fail: Exception | None = None
-    fail_at: str = ""  # end of the request ids that fail or have the finish reason
-    calls: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
-
-    async def __call__(
-        self,
-        prompt_token_ids: Sequence[int],
-        *,
-        request_id: str,
-        session_id: str | None = None,
-        sampling: SamplingParams,
-    ) -> Completion:
-        self.calls.append(
-            {"prompt": list(prompt_token_ids), "request": request_id, "session": session_id, "sampling": sampling}
-        )
-        await asyncio.sleep(0)
-        struck = request_id.endswith(self.fail_at)
-        if self.fail is not None and struck:
-            raise self.fail
-        reason = self.finish_reason if struck else FinishReason.STOP
-        return Completion(request_id, [5, 6], [-0.5, -0.1], reason, (VersionSpan(3, 1), VersionSpan(4, 1)))
-
-
-def by_sibling(rollout: Rollout) -> float:
-    return float(rollout.sibling)
-
-
-class Stage:
-    """A rollouter over `Env`, with what it made and finished."""
-
-    def __init__(
-        self, make: Callable[[Any], Env] = lambda sample: Env(), rubric: Rubric | None = None, **kwargs: Any
-    ) -> None:
-        self.envs: list[Env] = []
-        self.finished: list[str] = []
-
-        def make_env(sample: Any) -> Env:
-            self.envs.append(make(sample))
-            return self.envs[-1]
-
-        kwargs = {"max_context": 100} | kwargs
-        self.rollouter = Rollouter(
-            make_env, rubric or Rubric([Reward(by_sibling)]), finish_session=self.finished.append, **kwargs
-        )
-
-    async def group(self, generate: Any, size: int = 1, **sampling: Any) -> RolloutGroup:
-        params = SamplingParams(**({"max_tokens": 10} | sampling))
-        return await self.rollouter.run_group(generate, "sample", group_id="g", group_size=size, sampling=params)
-
-    def given_back(self, size: int = 1) -> bool:
-        return [env.closed for env in self.envs] == [1] * size and sorted(self.finished) == [
-            f"g/{i}" for i in range(size)
-        ]
 
 
 async def test_a_group_is_played_scored_and_compared() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ from monarch.actor import concurrent_endpoint
 
 from titan_rl.actors.peer import call
 from titan_rl.actors.process import ProcessActor
+from titan_rl.rollout.records import portable
 from titan_rl.rollout.types import Rollout, RolloutGroup
 from titan_rl.types import Completion, SamplingParams
 
@@ -47,11 +48,12 @@ class RolloutWorkerActor(ProcessActor):
 
     @concurrent_endpoint
     async def run_group(self, sample: Any, group_id: str, group_size: int, sampling: SamplingParams) -> RolloutGroup:
-        """As `Rollouter.run_group`."""
+        """As `Rollouter.run_group`. What goes back to the controller is plain data, without the sample, which is there
+        already: environments may keep in messages and samples what does not pickle."""
         finishing: list[asyncio.Future[None]] = []
 
         def on_finished(rollout: Rollout) -> None:
-            finishing.append(asyncio.ensure_future(call(self._service.finished, group_id, rollout, who="controller")))
+            finishing.append(asyncio.ensure_future(self._tell_finished(group_id, portable(rollout))))
 
         task = self._groups[group_id] = asyncio.ensure_future(
             self._rollouter.run_group(
@@ -66,7 +68,7 @@ class RolloutWorkerActor(ProcessActor):
         try:
             group = await task
             await asyncio.gather(*finishing)
-            return group
+            return replace(group, sample=None, rollouts=[portable(rollout) for rollout in group.rollouts])
         finally:
             del self._groups[group_id]
 
@@ -83,6 +85,9 @@ class RolloutWorkerActor(ProcessActor):
     @concurrent_endpoint
     async def resume_judging(self) -> None:
         self._rollouter.resume_judging()
+
+    async def _tell_finished(self, group_id: str, rollout: Rollout) -> None:
+        await call(self._service.finished, group_id, rollout, who="controller")
 
     async def _generate(
         self,

@@ -7,11 +7,13 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from titan_rl.actors.generate_service import GroupDesk, open_desk
 from titan_rl.actors.peer import Peer
 from titan_rl.errors import ActorDiedError
+from titan_rl.rollout.callbacks import Callbacks
 from titan_rl.rollout.types import Rollout, RolloutGroup
 from titan_rl.types import GenerateFn, SamplingParams
 
@@ -34,6 +36,7 @@ class WorkerPool:
         self._max_attempts = max_attempts
         self._wait_s = wait_s
         self._changed = asyncio.Event()
+        self._callbacks = Callbacks()
 
     def add(self, peer: Peer, actor: Any) -> None:
         self._workers[peer] = actor
@@ -62,7 +65,8 @@ class WorkerPool:
         def tell(rollout: Rollout) -> None:
             if on_finished is not None and rollout.sibling not in told:
                 told.add(rollout.sibling)
-                on_finished(rollout)
+                rollout.sample = sample
+                self._callbacks.call("on_finished", on_finished, rollout)
 
         for attempt in range(1, self._max_attempts + 1):
             peer = await self._least_loaded()
@@ -70,7 +74,8 @@ class WorkerPool:
             self._load[peer] += group_size
             try:
                 with open_desk(group_id, desk):
-                    return await peer.call(actor.run_group, sample, group_id, group_size, sampling)
+                    group = await peer.call(actor.run_group, sample, group_id, group_size, sampling)
+                return RolloutGroup(group_id, sample, [replace(rollout, sample=sample) for rollout in group.rollouts])
             except ActorDiedError as error:
                 self.remove(peer)
                 if attempt == self._max_attempts:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from titan_rl.environment.types import MessageEnv, TokenObservation, TokenStep
 from titan_rl.errors import DataError
+from titan_rl.plain import snapshot
 from titan_rl.renderer.types import ParsedResponse, Renderer
 from titan_rl.rollout.types import Message, RolloutStatus
 from titan_rl.types import Completion, FinishReason
@@ -34,17 +36,17 @@ class MessageTokenEnv:
     async def reset(self) -> TokenObservation:
         observation = await self._env.reset()
         self._tools = None if observation.tools is None else list(observation.tools)
-        messages = [dict(message) for message in observation.messages]
-        self._prompt_token_ids = list(
-            self._renderer.render_ids(messages, tools=self._tools, add_generation_prompt=True)
+        prompt = self._renderer.render_ids(
+            _renderable(observation.messages), tools=self._tools, add_generation_prompt=True
         )
-        return TokenObservation(self._prompt_token_ids, messages)
+        self._prompt_token_ids = list(prompt)
+        return TokenObservation(list(prompt), observation.messages)
 
     async def step(self, completion: Completion) -> TokenStep:
         cut_off = completion.finish_reason is FinishReason.LENGTH
         try:
             parsed = self._renderer.parse_response(
-                list(completion.token_ids), tools=self._tools, prompt_ids=self._prompt_token_ids
+                list(completion.token_ids), tools=self._tools, prompt_ids=list(self._prompt_token_ids)
             )
         except Exception:  # the model's doing: a parser may raise anything on malformed output
             return TokenStep(status=RolloutStatus.TRUNCATED_LENGTH if cut_off else RolloutStatus.ERROR_PARSE)
@@ -54,12 +56,12 @@ class MessageTokenEnv:
         if parsed.reasoning_complete is False or any(call.status != "ok" for call in parsed.tool_calls):
             return TokenStep(status=RolloutStatus.ERROR_PARSE, messages=[answer])
 
-        step = await self._env.step(answer)
+        step = await self._env.step(snapshot(answer))
         messages = [answer, *step.messages]
         if step.status is not None:
             return TokenStep(status=step.status, rewards=step.rewards, messages=messages)
         self._prompt_token_ids = self._bridge(completion, step.messages)
-        return TokenStep(self._prompt_token_ids, rewards=step.rewards, messages=messages)
+        return TokenStep(list(self._prompt_token_ids), rewards=step.rewards, messages=messages)
 
     async def close(self) -> None:
         await self._env.close()
@@ -69,7 +71,7 @@ class MessageTokenEnv:
         bridged = self._renderer.bridge_to_next_turn(
             list(self._prompt_token_ids),
             list(completion.token_ids),
-            [dict(message) for message in new_messages],
+            _renderable(new_messages),
             tools=self._tools,
         )
         if bridged is None or list(bridged.token_ids[: len(so_far)]) != so_far:
@@ -78,6 +80,23 @@ class MessageTokenEnv:
                 "set the renderer to keep earlier reasoning (thinking_retention='all') or to leave it out"
             )
         return list(bridged.token_ids)
+
+
+def _renderable(messages: Sequence[Message]) -> list[Any]:
+    """Copies, in which a replacement character stands for what tokenizers refuse: half of a surrogate pair."""
+    return [_without_surrogates(snapshot(message)) for message in messages]
+
+
+def _without_surrogates(value: Any) -> Any:
+    if isinstance(value, str):
+        return value if value.isascii() else _SURROGATE.sub("\ufffd", value)
+    if isinstance(value, dict):
+        items = cast("dict[Any, Any]", value).items()
+        return {_without_surrogates(key): _without_surrogates(item) for key, item in items}
+    return [_without_surrogates(item) for item in cast("list[Any]", value)] if isinstance(value, list) else value
+
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def _message(parsed: ParsedResponse) -> Message:

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from titan_rl.rollout.types import Message, RolloutStatus
-from titan_rl.types import Completion
+from titan_rl.types import Completion, require_member
 
 
 @dataclass(frozen=True, slots=True)
 class TokenObservation:
-    """What the policy sees first. `messages` is for transcripts only; training reads the tokens."""
+    """What the policy sees first. `messages` is for transcripts only; training reads the tokens.
+
+    Raises:
+        ValueError: a message is no mapping.
+    """
 
     prompt_token_ids: Sequence[int]  # [num_prompt_tokens]
     messages: Sequence[Message] = ()
+
+    def __post_init__(self) -> None:
+        _require_messages(self, self.messages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +31,8 @@ class TokenStep:
     """What a completion led to: either the next prompt, or the status the rollout ends with.
 
     Raises:
-        ValueError: both or neither of `prompt_token_ids` and `status` are given.
+        ValueError: both or neither of `prompt_token_ids` and `status` are given, `status` is no `RolloutStatus`, a
+            reward is no finite number, or a message no mapping.
     """
 
     prompt_token_ids: Sequence[int] | None = None  # the whole next prompt
@@ -35,6 +44,7 @@ class TokenStep:
     def __post_init__(self) -> None:
         if (self.prompt_token_ids is None) == (self.status is None):
             raise ValueError("TokenStep needs exactly one of prompt_token_ids (go on) and status (end)")
+        _require_step(self, self.status, self.rewards, self.messages)
 
 
 @runtime_checkable
@@ -43,7 +53,9 @@ class TokenEnv(Protocol):
 
     async def reset(self) -> TokenObservation: ...
 
-    async def step(self, completion: Completion) -> TokenStep: ...
+    async def step(self, completion: Completion) -> TokenStep:
+        """The completion is the environment's own copy, without `routed_experts`: changing it changes no record."""
+        ...
 
     async def close(self) -> None:
         """Called once, on every path, cancellation included."""
@@ -52,15 +64,27 @@ class TokenEnv(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MessageObservation:
-    """The opening messages, and the tools the policy may call."""
+    """The opening messages, and the tools the policy may call.
+
+    Raises:
+        ValueError: a message is no mapping.
+    """
 
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, object]] | None = None
 
+    def __post_init__(self) -> None:
+        _require_messages(self, self.messages)
+
 
 @dataclass(frozen=True, slots=True)
 class MessageStep:
-    """The environment's answer: messages to append, or the status the rollout ends with."""
+    """The environment's answer: messages to append, or the status the rollout ends with.
+
+    Raises:
+        ValueError: there is neither, `status` is no `RolloutStatus`, a reward is no finite number, or a message no
+            mapping.
+    """
 
     messages: Sequence[Message] = ()
     status: RolloutStatus | None = None
@@ -69,6 +93,7 @@ class MessageStep:
     def __post_init__(self) -> None:
         if self.status is None and not self.messages:
             raise ValueError("MessageStep needs messages (go on) or a status (end)")
+        _require_step(self, self.status, self.rewards, self.messages)
 
 
 @runtime_checkable
@@ -77,6 +102,38 @@ class MessageEnv(Protocol):
 
     async def reset(self) -> MessageObservation: ...
 
-    async def step(self, message: Message) -> MessageStep: ...
+    async def step(self, message: Message) -> MessageStep:
+        """The message is the environment's own copy."""
+        ...
 
     async def close(self) -> None: ...
+
+
+def _require_step(
+    owner: object, status: RolloutStatus | None, rewards: Mapping[str, float], messages: Sequence[Message]
+) -> None:
+    if status is not None:
+        require_member(owner, "status", RolloutStatus)
+    kind = type(owner).__name__
+    if not isinstance(rewards, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f'{kind}.rewards is {rewards!r}; it must map names to numbers, such as {{"won": 1.0}}')
+    for name, value in rewards.items():
+        if not isinstance(name, str) or not _is_finite(value):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(f"{kind}.rewards has {name!r}: {value!r}; it must map names to finite numbers")
+    _require_messages(owner, messages)
+
+
+def _require_messages(owner: object, messages: Sequence[Message]) -> None:
+    for place, message in enumerate(messages):
+        if not isinstance(message, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(
+                f"{type(owner).__name__}.messages[{place}] is {message!r}; "
+                'it must be a mapping, such as {"role": "user", "content": "..."}'
+            )
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        return not isinstance(value, str | bytes) and math.isfinite(value)
+    except (TypeError, ValueError, OverflowError):
+        return False

@@ -48,6 +48,10 @@ async def ends_with(status: RolloutStatus, deadline: float | None = None) -> Asy
             raise
         # Nobody cancelled this rollout: something it waited for was, such as a future of a client that closed.
         raise RolloutEnded(status, Failure.of(error)) from error
+    except (KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:  # such as the SystemExit of a tool that thinks it is a program
+        raise RolloutEnded(status, Failure.of(error)) from error
 
 
 _LIMITS = {
@@ -62,7 +66,10 @@ async def close_env(env: TokenEnv, timeout_s: float) -> str | None:
     timeout_s = min(timeout_s, MAX_CLOSE_S)
 
     async def close() -> None:
-        await env.close()
+        try:
+            await env.close()
+        except SystemExit as error:
+            raise RuntimeError(f"SystemExit: {error}") from error
 
     loop = asyncio.get_running_loop()
     closing = loop.create_task(close())

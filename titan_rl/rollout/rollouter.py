@@ -11,12 +11,14 @@ from dataclasses import replace
 from typing import Any
 
 from titan_rl.config.sections import RolloutConfig
-from titan_rl.environment.types import TokenEnv
+from titan_rl.environment.types import TokenEnv, TokenObservation, TokenStep
 from titan_rl.errors import RewardError
 from titan_rl.rollout.advantages import AdvantageFn, standardized
 from titan_rl.rollout.boundary import RolloutEnded, close_env, ends_with
+from titan_rl.rollout.callbacks import Callbacks
 from titan_rl.rollout.judging import Judging
 from titan_rl.rollout.recess import Recess
+from titan_rl.rollout.records import completion_for_env, completion_of, messages_of, token_ids_of
 from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus, Turn
 from titan_rl.rubric import Rubric
 from titan_rl.types import Completion, FinishReason, GenerateFn, SamplingParams
@@ -60,7 +62,8 @@ class Rollouter:
         limits: most turns, and seconds for a rollout in all and for each call of its environment.
         max_context: most tokens of prompt and completion together.
         seed: base of the sampling seeds where the `SamplingParams` have none.
-        finish_session: called once with the session id of each rollout, when it has ended.
+        finish_session: called once with the session id of each rollout, when it has ended, those that are played again
+            included. What it raises is logged once.
     """
 
     def __init__(
@@ -83,6 +86,7 @@ class Rollouter:
         self.limits = limits or RolloutConfig()
         self.seed = seed
         self.finish_session = finish_session
+        self._callbacks = Callbacks()
         self._recess = Recess(self.limits.judge_grace_s, self.limits.generate_timeout_s)
 
     def pause_judging(self) -> None:
@@ -108,7 +112,7 @@ class Rollouter:
         is the policy's own, is played again in a fresh environment, up to `limits.max_retries` times for the group.
 
         Args:
-            on_finished: called with each sibling as it ends, before the group is scored.
+            on_finished: called with each sibling as it ends, before the group is scored. What it raises is logged once.
 
         Raises:
             RewardError: the rubric or the advantage function failed; their owner has to fix them.
@@ -131,7 +135,7 @@ class Rollouter:
                 logger.warning("%s is played again after %s: %s", rollout.rollout_id, rollout.status, rollout.error)
             rollout.metrics["retries"] = float(attempt)
             if on_finished is not None:
-                on_finished(rollout)
+                self._callbacks.call("on_finished", on_finished, rollout)
             judging.ended(rollout)
             return rollout
 
@@ -181,7 +185,7 @@ class Rollouter:
             finally:
                 rollout.metrics["seconds"] = loop.time() - start
                 if self.finish_session is not None:
-                    self.finish_session(rollout.rollout_id)
+                    self._callbacks.call("finish_session", self.finish_session, rollout.rollout_id)
         return rollout
 
     async def _play(
@@ -193,9 +197,11 @@ class Rollouter:
             return min(deadline, loop.time() + self.limits.env_timeout_s)
 
         async with ends_with(RolloutStatus.ERROR_ENV, env_deadline()):
-            observation = await env.reset()
-            rollout.messages.extend(observation.messages)
-            prompt = list(observation.prompt_token_ids)
+            observation: Any = await env.reset()
+            if not isinstance(observation, TokenObservation):
+                raise TypeError(f"reset gave {type(observation).__name__}; it must give a TokenObservation")
+            rollout.messages.extend(messages_of(observation.messages))
+            prompt = token_ids_of(observation.prompt_token_ids, "the prompt")
 
         for turn in range(self.limits.max_turns):
             room = self.max_context - len(prompt)
@@ -205,12 +211,13 @@ class Rollouter:
                     f"the prompt of turn {turn} has {len(prompt)} tokens, max_context is {self.max_context}",
                 )
             async with ends_with(RolloutStatus.ERROR_GENERATE, loop.time() + self.limits.generate_timeout_s):
-                completion = await generate(
-                    prompt,
+                answer = await generate(
+                    list(prompt),
                     request_id=f"{rollout.rollout_id}/{turn}",
                     session_id=rollout.rollout_id,
                     sampling=self._turn_sampling(sampling, rollout, turn, room),
                 )
+                completion = completion_of(answer)
                 rollout.turns.append(Turn(prompt, completion))
             if completion.finish_reason is FinishReason.ABORT:
                 return RolloutStatus.ABORTED
@@ -219,14 +226,16 @@ class Rollouter:
             if loop.time() > deadline:
                 raise RolloutEnded(RolloutStatus.ERROR_TIMEOUT, "the rollout took longer than rollout_timeout_s")
             async with ends_with(RolloutStatus.ERROR_ENV, env_deadline()):
-                step = await env.step(completion)
+                step: Any = await env.step(completion_for_env(completion))
+                if not isinstance(step, TokenStep):
+                    raise TypeError(f"step gave {type(step).__name__}; it must give a TokenStep")
                 rollout.turns[-1] = replace(
                     rollout.turns[-1],
-                    rewards=dict(step.rewards),
+                    rewards={name: float(reward) for name, reward in step.rewards.items()},
                     token_advantages=_checked(step.token_advantages, completion),
                 )
-                rollout.messages.extend(step.messages)
-                prompt = list(step.prompt_token_ids or ())
+                rollout.messages.extend(messages_of(step.messages))
+                prompt = token_ids_of(step.prompt_token_ids or (), "the next prompt")
             if completion.finish_reason is FinishReason.LENGTH and step.status in (None, RolloutStatus.COMPLETED):
                 return RolloutStatus.TRUNCATED_LENGTH
             if step.status is not None:

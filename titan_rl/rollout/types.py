@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from titan_rl.types import Completion
+from titan_rl.types import Completion, require_member
 from titan_rl.user_code import Failure
 
 Message = Mapping[str, Any]
@@ -51,6 +51,9 @@ class Rollout:
     """One environment played to its end. Filled in place by the rollouter, then by scoring.
 
     `reward` and `advantage` stay None where the rollout was not scored or does not take part.
+
+    Raises:
+        ValueError: `status` is no `RolloutStatus`.
     """
 
     rollout_id: str  # "<group_id>/<sibling>", also the session id
@@ -66,6 +69,9 @@ class Rollout:
     advantage: float | None = None
     metrics: dict[str, float] = field(default_factory=dict[str, float])
     failure: Failure | None = None  # `error` with its place and traceback, where an exception ended it
+
+    def __post_init__(self) -> None:
+        require_member(self, "status", RolloutStatus)
 
     @property
     def num_completion_tokens(self) -> int:

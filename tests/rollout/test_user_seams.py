@@ -1,0 +1,218 @@
+"""What user code does wrong is that user code's failure: of one rollout, or of nothing."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from stage import Env, Generator, Stage
+
+from titan_rl import (
+    Completion,
+    FinishReason,
+    MessageObservation,
+    MessageStep,
+    Rollout,
+    RolloutStatus,
+    TokenObservation,
+    TokenStep,
+    VersionSpan,
+)
+from titan_rl.config.sections import RolloutConfig
+from titan_rl.rollout.sessions import Sessions
+
+GOOD = Completion("r", [5, 6], [-0.5, -0.1], FinishReason.STOP, (VersionSpan(3, 2),))
+
+BAD_ANSWERS: dict[str, tuple[Callable[[], Any], str]] = {
+    "None": (lambda: None, "generate gave NoneType; it must give a Completion"),
+    "text": (lambda: "hi", "generate gave str; it must give a Completion"),
+    "metrics of text": (lambda: replace(GOOD, metrics={"interrupted_s": "long"}), "could not convert"),
+    "metrics of None": (lambda: replace(GOOD, metrics=None), "Completion.metrics is None"),
+    "a metric that is no number": (
+        lambda: replace(GOOD, metrics={"interrupted_s": float("nan")}),
+        "generate gave metrics['interrupted_s'] = nan; it must be finite",
+    ),
+    "a logprob of minus infinity": (
+        lambda: replace(GOOD, logprobs=[-0.5, float("-inf")]),
+        "generate gave a logprob of -inf; each must be finite",
+    ),
+    "tokens of text": (lambda: replace(GOOD, token_ids=["a", "b"]), "cannot be interpreted as an integer"),
+    "a huge token": (lambda: replace(GOOD, token_ids=[5, 10**30]), "the completion has token 1000000"),
+    "a reason as text": (
+        lambda: replace(GOOD, finish_reason="stop"),
+        "it must be a FinishReason",
+    ),
+}
+
+
+@pytest.mark.parametrize("answer", BAD_ANSWERS)
+async def test_a_bad_answer_of_generate_is_an_error_of_that_rollout(answer: str) -> None:
+    make, message = BAD_ANSWERS[answer]
+
+    async def generate(prompt_token_ids: Sequence[int], *, request_id: str, **kwargs: Any) -> Any:
+        return make() if request_id == "g/0/0" else await Generator()(prompt_token_ids, request_id=request_id, **kwargs)
+
+    stage = Stage()
+    bad, good = (await stage.group(generate, size=2)).rollouts
+    assert (bad.status, bad.turns, good.status) == (RolloutStatus.ERROR_GENERATE, [], RolloutStatus.COMPLETED)
+    assert message in (bad.error or "")
+    assert stage.given_back(2)
+
+
+BAD_STEPS: dict[str, tuple[Callable[[], Any], str]] = {
+    "None": (lambda: None, "step gave NoneType; it must give a TokenStep"),
+    "status as text": (
+        lambda: TokenStep(status="completed"),  # pyright: ignore
+        "TokenStep.status is 'completed'; it must be a RolloutStatus, such as RolloutStatus.COMPLETED",
+    ),
+    "reward NaN": (lambda: TokenStep([1], rewards={"a": float("nan")}), "TokenStep.rewards has 'a': nan"),
+    "reward of text": (lambda: TokenStep([1], rewards={"a": "1"}), "TokenStep.rewards has 'a': '1'"),  # pyright: ignore
+    "message of text": (lambda: TokenStep([1], messages=["hi"]), "TokenStep.messages[0] is 'hi'"),  # pyright: ignore
+    "prompt of text": (lambda: TokenStep(["a"]), "cannot be interpreted as an integer"),  # pyright: ignore
+    "negative token": (lambda: TokenStep([-1]), "the next prompt has token -1"),
+    "it exits": (lambda: exit(3), "SystemExit: 3"),
+}
+
+
+@pytest.mark.parametrize("step", BAD_STEPS)
+async def test_a_bad_step_is_the_environments_error(step: str) -> None:
+    make, message = BAD_STEPS[step]
+
+    class Bad(Env):
+        async def step(self, completion: Completion) -> TokenStep:
+            return make()
+
+    stage = Stage(lambda _: Bad())
+    (rollout,) = (await stage.group(Generator())).rollouts
+    assert (rollout.status, len(rollout.turns)) == (RolloutStatus.ERROR_ENV, 1)
+    assert message in (rollout.error or "")
+    assert stage.given_back()
+
+
+@pytest.mark.parametrize("observation", [None, {"prompt_token_ids": [1]}])
+async def test_a_bad_observation_is_the_environments_error(observation: Any) -> None:
+    class Bad(Env):
+        async def reset(self) -> TokenObservation:
+            return observation
+
+    (rollout,) = (await Stage(lambda _: Bad()).group(Generator())).rollouts
+    assert rollout.status is RolloutStatus.ERROR_ENV
+    assert "it must give a TokenObservation" in (rollout.error or "")
+
+
+async def test_an_environment_that_exits_in_close_ends_nothing() -> None:
+    async def leave(env: Env) -> None:
+        raise SystemExit(3)
+
+    (rollout,) = (await Stage(lambda _: Env(on_close=leave)).group(Generator())).rollouts
+    assert (rollout.status, rollout.error) == (RolloutStatus.COMPLETED, "close: RuntimeError: SystemExit: 3")
+
+
+WRONG: list[Callable[[], object]] = [
+    lambda: MessageStep(status="completed"),  # pyright: ignore
+    lambda: MessageStep(["hi"]),  # pyright: ignore
+    lambda: MessageStep(status=RolloutStatus.COMPLETED, rewards=[1.0]),  # pyright: ignore
+    lambda: MessageObservation([("role", "user")]),  # pyright: ignore
+    lambda: TokenObservation([1], messages=["hi"]),  # pyright: ignore
+    lambda: TokenStep(status="done"),  # pyright: ignore
+    lambda: Rollout("g/0", "g", 0, None, status="completed"),  # pyright: ignore
+    lambda: Completion("r", [], [], "stop", ()),  # pyright: ignore
+]
+
+
+@pytest.mark.parametrize("make", WRONG)
+def test_values_are_checked_when_they_are_made(make: Callable[[], object]) -> None:
+    with pytest.raises(ValueError, match="it must"):
+        make()
+
+
+@pytest.mark.parametrize("error", [RuntimeError("gone"), asyncio.CancelledError(), SystemExit(1)])
+async def test_callbacks_that_raise_are_told_of_once_and_lose_no_group(
+    error: BaseException, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(argument: object) -> None:
+        raise error
+
+    stage = Stage()
+    stage.rollouter.finish_session = broken
+    with caplog.at_level(logging.WARNING):
+        group = await stage.group(Generator(), size=3, on_finished=broken)
+    assert [rollout.reward for rollout in group.rollouts] == [0.0, 1.0, 2.0]
+    assert [env.closed for env in stage.envs] == [1, 1, 1]
+    told = [record.getMessage() for record in caplog.records]
+    assert [next(word for word in ("finish_session", "on_finished") if word in line) for line in told] == [
+        "finish_session",
+        "on_finished",
+    ]
+    assert type(error).__name__ in told[0]
+
+
+async def test_the_record_of_a_turn_is_not_anybody_elses_to_change() -> None:
+    kept: list[Completion] = []
+
+    async def generate(prompt_token_ids: Any, **kwargs: Any) -> Completion:
+        completion = await Generator()(prompt_token_ids, **kwargs)
+        completion = replace(completion, metrics={"queue_s": 1.0})
+        prompt_token_ids.append(99)
+        kept.append(completion)
+        return completion
+
+    class Meddling(Env):
+        said: Any = None
+
+        async def reset(self) -> TokenObservation:
+            self.said = [{"role": "user", "content": [{"text": "go"}]}]
+            return TokenObservation(self.prompt, self.said)
+
+        async def step(self, completion: Any) -> TokenStep:
+            step = await super().step(completion)
+            completion.token_ids.clear()
+            completion.logprobs.append(0.0)
+            completion.metrics["queue_s"] = 99.0
+            self.said[0]["content"][0]["text"] = "gone"
+            self.prompt.append(99)
+            return step
+
+        async def close(self) -> None:
+            self.prompt.clear()
+            await super().close()
+
+    (rollout,) = (await Stage(lambda _: Meddling()).group(generate)).rollouts
+    for completion in kept:
+        completion.token_ids.clear()  # pyright: ignore
+    assert [list(turn.prompt_token_ids) for turn in rollout.turns] == [[1, 2, 3], [1, 2, 3, 5, 6, 7, 99]]
+    assert [list(turn.completion.token_ids) for turn in rollout.turns] == [[5, 6], [5, 6]]
+    assert [list(turn.completion.logprobs) for turn in rollout.turns] == [[-0.5, -0.1]] * 2
+    assert [turn.completion.metrics for turn in rollout.turns] == [{"queue_s": 1.0}] * 2
+    assert rollout.messages[0] == {"role": "user", "content": [{"text": "go"}]}
+
+
+async def test_every_session_that_was_opened_is_finished_once() -> None:
+    finished: list[str] = []
+    two_finished = asyncio.Event()
+
+    def finish(session_id: str) -> None:
+        finished.append(session_id)
+        if len(finished) == 2:
+            two_finished.set()
+
+    async def generate(prompt_token_ids: Sequence[int], *, request_id: str, **kwargs: Any) -> Completion:
+        if request_id.startswith("g/2"):
+            await asyncio.Event().wait()
+        fail = ConnectionError("gone") if request_id == "g/1/0" else None
+        return await Generator(fail=fail)(prompt_token_ids, request_id=request_id, **kwargs)
+
+    async def play() -> None:
+        with Sessions(finish) as sessions:
+            stage = Stage(limits=RolloutConfig(max_retries=1))
+            await stage.group(
+                sessions.track(generate), size=3, on_finished=lambda rollout: sessions.finish(rollout.rollout_id)
+            )
+
+    playing = asyncio.ensure_future(play())
+    await asyncio.wait_for(two_finished.wait(), 5)
+    playing.cancel()  # as the scheduler does with a group that is too old
+    await asyncio.wait({playing})
+    assert finished == ["g/0", "g/1~1", "g/1", "g/2"]

@@ -1,0 +1,61 @@
+"""Groups in other processes, as the controller sees them. No process is started."""
+
+import logging
+import threading
+from typing import Any
+
+import pytest
+
+pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
+
+from titan_rl import Completion, Rollout, RolloutGroup, SamplingParams
+from titan_rl.actors.worker_pool import WorkerPool
+from titan_rl.rollout.records import portable
+
+
+class Worker:
+    """Plays a group of one, whose message no process could send to another."""
+
+    run_group = "run_group"
+
+    async def call(self, endpoint: Any, sample: Any, group_id: str, *args: Any) -> RolloutGroup:
+        sample["lock"] = threading.Lock()
+        rollout = Rollout(f"{group_id}/0", group_id, 0, sample, messages=[{"role": "tool", "content": object}])
+        await desk_of(group_id).finished(portable(rollout))
+        return RolloutGroup(group_id, None, [portable(rollout)])
+
+
+def desk_of(group_id: str) -> Any:
+    from titan_rl.actors import generate_service
+
+    return generate_service._desk(group_id)
+
+
+async def never(prompt_token_ids: Any, **kwargs: Any) -> Completion:
+    raise AssertionError("nothing is generated")
+
+
+async def test_groups_come_back_with_their_sample_and_as_plain_data(caplog: pytest.LogCaptureFixture) -> None:
+    pool, worker = WorkerPool(), Worker()
+    pool.add(worker, worker)  # pyright: ignore
+    told: list[Any] = []
+
+    def on_finished(rollout: Rollout) -> None:
+        told.append(rollout.sample)
+        raise RuntimeError("gone")
+
+    sample: dict[str, Any] = {"level": 3}
+    with caplog.at_level(logging.WARNING):
+        group = await pool.run_group(
+            never,
+            sample,
+            group_id="g",
+            group_size=1,
+            sampling=SamplingParams(max_tokens=1),
+            on_finished=on_finished,
+        )
+    assert group.sample is sample
+    assert group.rollouts[0].sample is sample
+    assert told == [sample]
+    assert group.rollouts[0].messages == [{"role": "tool", "content": repr(object)}]
+    assert "on_finished failed: RuntimeError: gone" in caplog.text

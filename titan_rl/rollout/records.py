@@ -1,0 +1,75 @@
+"""A rollout's own record of what it was given, which nobody else can change."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from operator import index
+from typing import Any
+
+from titan_rl.plain import plain, snapshot
+from titan_rl.rollout.types import Message, Rollout
+from titan_rl.types import Completion
+
+LARGEST_TOKEN_ID = 2**31 - 1
+
+
+def token_ids_of(given: Any, what: str) -> list[int]:
+    """A list of its own with the given tokens.  # [num_tokens]
+
+    Raises:
+        TypeError: they are not integers.
+        ValueError: one of them is no token id.
+    """
+    tokens = list(map(index, given))
+    if tokens and not 0 <= min(tokens) <= max(tokens) <= LARGEST_TOKEN_ID:
+        wrong = next(token for token in tokens if not 0 <= token <= LARGEST_TOKEN_ID)
+        raise ValueError(f"{what} has token {wrong}; token ids are between 0 and {LARGEST_TOKEN_ID}")
+    return tokens
+
+
+def completion_of(given: Any) -> Completion:
+    """What a `GenerateFn` gave, as the rollout's own copy. Routed experts, which may be large, are not copied.
+
+    Raises:
+        TypeError: it is no completion, or its tokens or metrics are no numbers.
+        ValueError: a logprob or a metric is not finite.
+    """
+    if not isinstance(given, Completion):
+        raise TypeError(f"generate gave {type(given).__name__}; it must give a Completion")
+    logprobs = [float(logprob) for logprob in given.logprobs]
+    if not all(map(math.isfinite, logprobs)):
+        wrong = next(logprob for logprob in logprobs if not math.isfinite(logprob))
+        raise ValueError(f"generate gave a logprob of {wrong}; each must be finite")
+    metrics = {str(name): float(value) for name, value in given.metrics.items()}
+    for name, value in metrics.items():
+        if not math.isfinite(value):
+            raise ValueError(f"generate gave metrics[{name!r}] = {value}; it must be finite")
+    return replace(
+        given,
+        token_ids=token_ids_of(given.token_ids, "the completion"),
+        logprobs=logprobs,
+        version_spans=list(given.version_spans),
+        metrics=metrics,
+    )
+
+
+def completion_for_env(own: Completion) -> Completion:
+    """A copy for an environment to do with as it likes. Routed experts are training's, and left out."""
+    return replace(
+        own,
+        token_ids=list(own.token_ids),
+        logprobs=list(own.logprobs),
+        routed_experts=None,
+        metrics=dict(own.metrics),
+    )
+
+
+def messages_of(given: Sequence[Message]) -> Iterable[Message]:
+    return map(snapshot, given)
+
+
+def portable(rollout: Rollout) -> Rollout:
+    """The rollout for another process: its messages as plain data, and without its sample, which is there already."""
+    return replace(rollout, sample=None, messages=[plain(message) for message in rollout.messages])
