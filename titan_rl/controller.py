@@ -109,7 +109,6 @@ class Controller:
         Raises:
             TitanRLError: what ended the run, of whichever part.
         """
-        started = time.monotonic()
         await self._trainer.begin_publish()
         await self._sync(self._version)
         if self._reward_before is None:
@@ -131,7 +130,7 @@ class Controller:
             reward_after=reward_after,
             steps=self._version,
             tokens=self._tokens,
-            seconds=time.monotonic() - started,
+            seconds=self._run_dir.elapsed_s,
             run_dir=self._run_dir.path,
         )
 

@@ -143,7 +143,7 @@ async def _run(config: RunConfig, run_dir: RunDirectory, checkpoint: Path | None
     with contextlib.ExitStack() as resources:
         progress = resources.enter_context(Progress(config.training.steps))
         resources.callback(write_report, run_dir)
-        sinks = resources.enter_context(open_sinks(config.logging, run_dir))
+        sinks = resources.enter_context(open_sinks(config.logging, run_dir, progress.message))
         resources.callback(clean_dead_segments)  # of a trainer that was killed
         progress.message(f"run directory: {run_dir.path}")
         progress.message(f"starting {config.generation.num_generators} generators and a trainer")

@@ -88,8 +88,8 @@ def decode(data: bytes) -> Record:
 
 
 def finished(index: int, group: RolloutGroup) -> Finished:
-    """A group without its sample, which is a function of its position in the data, and without tracebacks."""
-    return Finished(index, [replace(rollout, sample=None, failure=None) for rollout in group.rollouts])
+    """A group without its sample, which is a function of its position in the data."""
+    return Finished(index, [replace(rollout, sample=None) for rollout in group.rollouts])
 
 
 def group_of(record: Finished, sample: Any) -> RolloutGroup:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import math
+import os
 import sys
 from collections import deque
 from collections.abc import Sequence
@@ -18,6 +21,8 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
+
+logger = logging.getLogger(__name__)
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _ETA_STEPS = 10  # the time left is estimated from this many last steps
@@ -47,6 +52,28 @@ class RunSummary:
     run_dir: Path
 
 
+class _Console(Console):
+    """Falls silent where nobody reads any more, or the disk is full: that ends no run."""
+
+    def _check_buffer(self) -> None:
+        try:
+            super()._check_buffer()
+        except OSError as error:
+            self._fall_silent(error)
+
+    def on_broken_pipe(self) -> None:
+        self._fall_silent(BrokenPipeError("nobody reads the output"))
+
+    def _fall_silent(self, error: OSError) -> None:
+        self.quiet = True
+        logger.warning("the output cannot be written, and the run goes on without it: %r", error)
+        if self.file is sys.stdout:  # what is left in its buffer would fail once more at the program's end
+            with contextlib.suppress(OSError, ValueError):
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, sys.stdout.fileno())
+                os.close(nowhere)
+
+
 class Progress:
     """Shows a run. A context manager; `message` and `summary` also work before and after.
 
@@ -61,7 +88,7 @@ class Progress:
 
     def __init__(self, total_steps: int, file: TextIO | None = None) -> None:
         self._total = total_steps
-        self._console = Console(file=file or sys.stdout, highlight=False, soft_wrap=True)
+        self._console = _Console(file=file or sys.stdout, highlight=False, soft_wrap=True)
         self._live: Live | None = None
         self._last: StepReport | None = None
         self._rewards: list[float] = []

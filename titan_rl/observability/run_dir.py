@@ -9,13 +9,14 @@ import os
 import re
 import time
 from collections.abc import Generator, Mapping
+from functools import cached_property
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from titan_rl.config.load import dump_config
 from titan_rl.config.run import RunConfig
 from titan_rl.errors import CheckpointError
-from titan_rl.plain import json_line
+from titan_rl.observability.json_lines import JsonLines
 
 
 class RunDirectory:
@@ -37,7 +38,7 @@ class RunDirectory:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self._started = time.monotonic()
-        self._files: dict[Path, TextIO] = {}
+        self._lines = {path: JsonLines(path) for path in (self.metrics, self.rollouts)}
         self.logs.mkdir(parents=True, exist_ok=True)
         self.checkpoints.mkdir(exist_ok=True)
 
@@ -111,25 +112,35 @@ class RunDirectory:
         return self.path / "report.html"
 
     def write_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append one record, with the seconds since the run began as `time_s`. NaN and infinities become null."""
-        self._append(self.metrics, {"step": step, "time_s": round(time.monotonic() - self._started, 3), **metrics})
+        """Append one record, with `elapsed_s` as `time_s`. NaN and infinities become null.
+
+        Raises:
+            OSError: it could not be written.
+        """
+        self._lines[self.metrics].append({"step": step, "time_s": round(self.elapsed_s, 3), **metrics})
 
     def write_rollout(self, record: Mapping[str, Any]) -> None:
-        """Append one transcript."""
-        self._append(self.rollouts, record)
+        """Append one transcript.
+
+        Raises:
+            OSError: it could not be written.
+        """
+        self._lines[self.rollouts].append(record)
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds that the run has taken, in earlier processes up to their last record."""
+        return self._elapsed_before_s + time.monotonic() - self._started
+
+    @cached_property
+    def _elapsed_before_s(self) -> float:
+        times = [record.get("time_s") for record in read_jsonl(self.metrics)[-1:]]
+        return next((float(seconds) for seconds in times if isinstance(seconds, int | float)), 0.0)
 
     def close(self) -> None:
         """Close the files. A later write opens them again."""
-        for file in self._files.values():
-            file.close()
-        self._files.clear()
-
-    def _append(self, path: Path, record: Mapping[str, Any]) -> None:
-        file = self._files.get(path)
-        if file is None:
-            file = self._files[path] = path.open("a", encoding="utf-8")
-        file.write(json_line(record) + "\n")
-        file.flush()  # whoever follows the file sees whole lines, and a crash loses none
+        for lines in self._lines.values():
+            lines.close()
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:

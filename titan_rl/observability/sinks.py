@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Iterator, Mapping
+from functools import partial
 
 from titan_rl.config.sections import LoggingConfig
 from titan_rl.extras import require
+from titan_rl.observability.best_effort import BestEffort, Tell
+from titan_rl.observability.metric_sink import BackgroundSink, MetricSink
 from titan_rl.observability.run_dir import RunDirectory
 
 EXTRA = "cpu"  # brings wandb and tensorboard, as dependencies of torchtitan
-
-
-class MetricSink(Protocol):
-    """Takes the metrics of steps, in order."""
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class JSONLSink:
@@ -76,32 +70,43 @@ class TensorBoardSink:
 
 
 class Sinks:
-    """Several sinks as one."""
+    """Several sinks as one. What one of them raises is told of, and keeps the records from no other.
 
-    def __init__(self, sinks: Sequence[MetricSink]) -> None:
-        self._sinks = sinks
+    Args:
+        sinks: by name, for the messages.
+    """
+
+    def __init__(self, sinks: Mapping[str, MetricSink], tell: Tell) -> None:
+        self._tell = tell
+        self._sinks = {name: (sink, BestEffort(f"logging to {name}", tell)) for name, sink in sinks.items()}
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        for sink in self._sinks:
-            sink.log(step, metrics)
+        for sink, logging in self._sinks.values():
+            logging.attempt(partial(sink.log, step, metrics))
 
     def close(self) -> None:
-        with contextlib.ExitStack() as closing:  # one that fails does not keep the others open
-            for sink in self._sinks:
-                closing.callback(sink.close)
+        for name, (sink, logging) in self._sinks.items():
+            logging.close()
+            BestEffort(f"closing {name}", self._tell).attempt(sink.close)
 
 
 @contextlib.contextmanager
-def open_sinks(config: LoggingConfig, run_dir: RunDirectory) -> Iterator[Sinks]:
+def open_sinks(config: LoggingConfig, run_dir: RunDirectory, tell: Tell) -> Iterator[Sinks]:
     """The sinks that the settings ask for, closed at the end.
 
     Raises:
         MissingExtraError: one of them is not installed.
     """
-    with contextlib.ExitStack() as opened:
-        sinks: list[MetricSink] = [opened.enter_context(contextlib.closing(JSONLSink(run_dir)))]
-        if config.wandb:
-            sinks.append(opened.enter_context(contextlib.closing(WandbSink(run_dir, config.wandb_project))))
-        if config.tensorboard:
-            sinks.append(opened.enter_context(contextlib.closing(TensorBoardSink(run_dir))))
-        yield Sinks(sinks)
+    sinks: dict[str, MetricSink] = {"metrics.jsonl": JSONLSink(run_dir)}
+    if config.wandb:
+        require("wandb", EXTRA)
+        open_wandb = partial(WandbSink, run_dir, config.wandb_project)
+        sinks["Weights & Biases"] = BackgroundSink(open_wandb, "Weights & Biases", tell)
+    if config.tensorboard:
+        require("tensorboard", EXTRA)
+        sinks["TensorBoard"] = BackgroundSink(partial(TensorBoardSink, run_dir), "TensorBoard", tell)
+    opened = Sinks(sinks, tell)
+    try:
+        yield opened
+    finally:
+        opened.close()
