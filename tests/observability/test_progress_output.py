@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-from typing import TextIO
 
 from titan_rl.observability.progress import Progress, StepReport
 
 
-def show_a_run(file: TextIO) -> None:
+def show_a_run(descriptor: int) -> None:
+    file = os.fdopen(descriptor, "w")
     try:
         with Progress(10, file) as progress:
             for step in (1, 2):
@@ -23,8 +23,8 @@ def show_a_run(file: TextIO) -> None:
 def test_output_that_nobody_reads_ends_nothing():
     read, write = os.pipe()
     os.close(read)
-    show_a_run(open(write, "w"))
+    show_a_run(write)
 
 
 def test_output_to_a_full_disk_ends_nothing():
-    show_a_run(open("/dev/full", "w"))
+    show_a_run(os.open("/dev/full", os.O_WRONLY))
