@@ -9,6 +9,7 @@ TitanRLError
   RequestError          one generation request can never succeed; it fails alone
   GenerationError       generation infrastructure failed; another replica may succeed
     EngineDeadError     the engine loop has ended; later calls fail at once
+    EngineStalledError  nothing has come from the engine for too long
     NoReplicaError      no replica serves
   StateDictError        weights could not be published or pulled
     VerificationError   pulled weights do not reproduce the trainer's logprobs
@@ -59,6 +60,10 @@ class GenerationError(TitanRLError):
 
 class EngineDeadError(GenerationError):
     """The engine loop has ended, by `close` or by an engine failure, which is the cause."""
+
+
+class EngineStalledError(GenerationError):
+    """Nothing has come from an engine that has requests: it hangs, or cannot be reached."""
 
 
 class NoReplicaError(GenerationError):

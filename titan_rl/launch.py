@@ -157,7 +157,7 @@ async def _run(config: RunConfig, run_dir: RunDirectory, checkpoint: Path | None
             router = GeneratorRouter(
                 cluster.replicas,
                 make_strategy(config),
-                request_timeout_s=config.generation.request_timeout_s,
+                stall_timeout_s=config.generation.stall_timeout_s,
                 on_replica_failed=cluster.on_replica_failed,
                 limits=Limits(pull_s=config.statedict.pull_timeout_s, no_replica_s=config.generation.start_timeout_s),
             )

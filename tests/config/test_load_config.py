@@ -76,6 +76,11 @@ def test_what_is_written_back_loads_to_an_equal_config(project: Path):
     ("key", "value", "message"),
     [
         ("training.stepz", "5", "command line: training.stepz = 5 is not a setting; nearest: training.steps"),
+        (
+            "generation.request_timeout_s",
+            "300.0",
+            "command line: generation.request_timeout_s = 300.0 is not a setting; nearest: generation.stall_timeout_s",
+        ),
         ("lr", "5", "command line: lr = 5 is not a setting; nearest: training.lr"),
         ("trainin.lr", "5", "command line: [trainin] is not a table; nearest: training"),
         ("routing.quux", "5", "routing.quux = 5 is not a setting; valid here: routing.strategy, routing.max_sessions"),
@@ -120,6 +125,10 @@ def test_all_wrong_settings_are_reported_at_once(project: Path):
         (
             {"generation.pull_mode": "drain", "generation.reset_prefix_cache": "false"},
             ["generation.reset_prefix_cache = false", 'pull_mode = "drain"', "reset_prefix_cache = true"],
+        ),
+        (
+            {"generation.stall_timeout_s": "60", "statedict.pull_timeout_s": "60"},
+            ["generation.stall_timeout_s = 60", "statedict.pull_timeout_s = 60"],
         ),
         (
             {"generation.running_kv": "recompute", "generation.reset_prefix_cache": "false"},

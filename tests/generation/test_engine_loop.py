@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from titan_rl.errors import EngineDeadError, GenerationError, RequestError, StateDictError, VerificationError
+from titan_rl.generation.engine import TokenDelta
 from titan_rl.generation.engine_loop import EngineLoop
 from titan_rl.generation.scripted_engine import ScriptedEngine, scripted_logprobs
 from titan_rl.generation.types import KVPolicy, PauseMode
@@ -403,6 +404,39 @@ async def test_tokens_are_streamed_at_an_interval() -> None:
     assert [len(chunk.token_ids) for chunk in chunks] == [4, 4]
     assert [*chunks[0].token_ids, *chunks[1].token_ids] == list(whole.token_ids)[:8]
     assert chunks[1].version_spans == (VersionSpan(0, 4),)
+
+
+async def test_while_the_engine_steps_every_request_is_told_of_it() -> None:
+    """A long prompt is computed in five steps without a token; the second request waits for the first one's place."""
+    now = 0.0
+
+    class Prefills(ScriptedEngine):
+        def step(self) -> list[TokenDelta]:
+            nonlocal now
+            now += 0.6
+            self.num_prefills = getattr(self, "num_prefills", 0) + 1
+            return [] if self.num_prefills <= 5 else super().step()
+
+    engine = Prefills(max_running=1)
+    loop = EngineLoop(lambda: engine, stream_interval=1000, clock=lambda: now)
+    await loop.start()
+    told: dict[str, list[list[int]]] = {"a": [], "b": []}
+
+    async def ask(name: str) -> Completion:
+        def on_tokens(part: Completion) -> None:
+            told[name].append(list(part.token_ids))
+
+        sampling = SamplingParams(max_tokens=8)
+        return await loop.generate([1], request_id=name, sampling=sampling, on_tokens=on_tokens)
+
+    whole, second = await asyncio.gather(ask("a"), ask("b"))
+    await loop.close()
+    assert told["a"][:2] == [[], []]  # after two and four steps
+    streamed = [token for tokens in told["a"] for token in tokens]
+    assert streamed == list(whole.token_ids)[: len(streamed)]
+    assert len(streamed) >= 6
+    assert told["b"][:6] == [[]] * 6
+    assert len(second.token_ids) == 8
 
 
 async def test_several_event_loops_share_the_engine() -> None:

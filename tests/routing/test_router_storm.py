@@ -54,7 +54,7 @@ class Storm:
     def __init__(self) -> None:
         self.replicas = [Watched(name) for name in "abc"]
         limits = Limits(finish_s=15, abort_s=10, drain_s=15, pull_s=20, no_replica_s=200, paused_s=500)
-        self.router = GeneratorRouter(self.replicas, request_timeout_s=60, limits=limits)
+        self.router = GeneratorRouter(self.replicas, stall_timeout_s=60, limits=limits)
         self.asked: dict[str, asyncio.Task[Completion]] = {}
         self.controls: list[asyncio.Task[Any]] = []
         self.version = 0

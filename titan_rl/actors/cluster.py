@@ -21,7 +21,7 @@ from titan_rl.actors.supervisor import ProcessFailure, Supervisor
 from titan_rl.actors.trainer import ActorTrainer, TrainerActor, TrainerSettings
 from titan_rl.actors.worker_pool import WorkerPool
 from titan_rl.config.run import RunConfig
-from titan_rl.errors import ActorDiedError, EngineDeadError, GenerationError, TitanRLError
+from titan_rl.errors import ActorDiedError, EngineDeadError, EngineStalledError, GenerationError, TitanRLError
 from titan_rl.observability.run_dir import RunDirectory
 from titan_rl.routing.replica import Replica
 from titan_rl.routing.router import GeneratorRouter
@@ -74,8 +74,8 @@ class Cluster:
         self.replicas = [task.result() for task in generators]
 
     def on_replica_failed(self, replica: Replica, error: Exception) -> None:
-        """For the router: an engine that has ended does not come back, though its process lives."""
-        if isinstance(replica, ActorReplica) and isinstance(error, EngineDeadError):
+        """For the router: an engine that has ended or hangs does not come back, though its process lives."""
+        if isinstance(replica, ActorReplica) and isinstance(error, EngineDeadError | EngineStalledError):
             replica.peer.end(str(error))
 
     async def watch(self, router: GeneratorRouter) -> None:

@@ -52,6 +52,10 @@ def settings(root: type[BaseModel], prefix: str = "") -> Iterator[str]:
             yield from settings(info.annotation, key)
 
 
+RENAMED = {"generation.request_timeout_s": "generation.stall_timeout_s"}
+"""What to offer for a name that is nearer to another setting than to the one that is meant."""
+
+
 def nearest(key: str, valid: Sequence[str]) -> str | None:
     """The valid dotted name that `key` most likely meant: a similar one, or one elsewhere with a similar last part."""
     close = difflib.get_close_matches(key, valid, n=1, cutoff=0.75)
@@ -85,7 +89,7 @@ def _lines(details: ErrorDetails, root: type[BaseModel], origins: Origins, prefi
 
 def _instead(key: str, root: type[BaseModel], prefix: str) -> str:
     valid = list(settings(root, prefix))
-    guess = nearest(key, valid)
+    guess = RENAMED.get(key) or nearest(key, valid)
     if guess:
         return f"nearest: {guess}"
     table = key.rpartition(".")[0]

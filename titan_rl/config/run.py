@@ -107,6 +107,12 @@ def conflicts(config: RunConfig) -> Iterator[str]:
             f'generation.pull_mode = "drain" with scheduling.on_batch_ready = "{config.scheduling.on_batch_ready}": '
             'interrupted requests cannot finish; use pull_mode = "hot_swap" or on_batch_ready = "continue"'
         )
+    if generation.stall_timeout_s <= config.statedict.pull_timeout_s:
+        yield (
+            f"generation.stall_timeout_s = {generation.stall_timeout_s:g} is not more than statedict.pull_timeout_s = "
+            f"{config.statedict.pull_timeout_s:g}: a generator that loads weights generates nothing meanwhile, and "
+            "would be taken to hang; raise the one or lower the other"
+        )
     if config.validation.temperature == 0 and config.validation.samples_per_prompt > 1:
         yield (
             f"validation.temperature = 0 is greedy, so all validation.samples_per_prompt = "

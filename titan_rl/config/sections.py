@@ -64,8 +64,9 @@ class GenerationConfig(Section):
     """With new weights later requests reuse no KV cache of the old ones."""
     stream_interval: PositiveInt = 32
     """Engine steps between two messages of new tokens to the router, which goes on from those if a generator dies."""
-    request_timeout_s: PositiveFloat = 300.0
-    """Longest wait for one completion."""
+    stall_timeout_s: PositiveFloat = 300.0
+    """A generator from which nothing comes for so long while requests wait there hangs, and is replaced. Neither long
+    answers nor queues count as long as some token comes, nor does time in which generation is paused."""
     start_timeout_s: PositiveFloat = 180.0
     """Longest wait for an engine to come up."""
     max_respawns: NonNegativeInt = 3

@@ -17,6 +17,10 @@ from titan_rl.types import FinishReason
 
 logger = logging.getLogger(__name__)
 
+SIGN_S = 1.0
+"""While an engine steps, every request is told of its tokens this often at least, also if there are none: that is how
+a router knows an engine that is busy with others from one that hangs."""
+
 
 def run_engine(
     make_engine: Callable[[], Engine],
@@ -59,6 +63,7 @@ class EngineDriver:
         self._outbox = outbox
         self._stream_interval = stream_interval
         self._unstreamed_steps = 0
+        self._told_at = state.clock()
 
     def follow(self, decision: LoopDecision) -> None:
         self._ranks.broadcast(decision)
@@ -70,6 +75,8 @@ class EngineDriver:
                 self._rank.abort(decision.request_ids)
                 self._state.aborted(decision.request_ids, self._outbox)
             case _:
+                if len(decision.requests) == len(self._state.running):
+                    self._told_at = self._state.clock()  # it was idle
                 rejected, deltas = self._rank.step(decision.requests)
                 for request_id, error in rejected.items():
                     self._state.reject(request_id, error, self._outbox)
@@ -101,12 +108,16 @@ class EngineDriver:
         """Every `stream_interval` steps tell of the tokens since. All requests at once, because a message costs more
         than what is in it; a step gives a request one token, so none is further behind than the interval."""
         self._unstreamed_steps += 1
-        if self._unstreamed_steps < self._stream_interval:
+        now = self._state.clock()
+        is_sign = now - self._told_at >= SIGN_S
+        if self._unstreamed_steps < self._stream_interval and not is_sign:
             return
         self._unstreamed_steps = 0
+        if is_sign:
+            self._told_at = now
         with self._state.lock:
             for call in self._state.running.values():
-                if call.on_tokens is not None and call.num_unstreamed:
+                if call.on_tokens is not None and (call.num_unstreamed or is_sign):
                     self._outbox.call(call.future.get_loop(), call.on_tokens, call.take_chunk())
 
     def _pull(self, version: int) -> None:

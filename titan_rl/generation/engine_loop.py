@@ -111,7 +111,8 @@ class EngineLoop:
 
         Args:
             session_id: of no use to a single engine; part of the `GenerateFn` protocol.
-            on_tokens: called on this event loop every `stream_interval` steps with the tokens since the last call.
+            on_tokens: called on this event loop every `stream_interval` steps with the tokens since the last call, and
+                after a step in any case when it has not been for a second, perhaps with none.
 
         Returns:
             A completion with the metrics queue_s, time_to_first_token_s, inter_token_s (mean), requests_in_flight,

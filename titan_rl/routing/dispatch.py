@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
-from titan_rl.errors import EngineDeadError, GenerationError, NoReplicaError, RequestError
+from titan_rl.errors import EngineDeadError, EngineStalledError, GenerationError, NoReplicaError, RequestError
 from titan_rl.routing.aborts import Aborts
 from titan_rl.routing.flight import Flight, Flights, NotResumedError
 from titan_rl.routing.health import Health
@@ -15,6 +15,7 @@ from titan_rl.routing.limits import Limits
 from titan_rl.routing.member import Member
 from titan_rl.routing.pause import Pause
 from titan_rl.routing.pool import Pool, Reservation
+from titan_rl.routing.stall import StallWatch
 from titan_rl.types import Completion, FinishReason, SamplingParams
 
 
@@ -28,13 +29,11 @@ class Dispatcher:
         health: Health,
         pause: Pause,
         aborts: Aborts,
+        stalls: StallWatch,
         limits: Limits,
         *,
-        request_timeout_s: float,
         max_attempts: int,
     ) -> None:
-        if not request_timeout_s > 0:
-            raise ValueError(f"request_timeout_s is {request_timeout_s!r}; it must be above 0")
         if max_attempts < 1:
             raise ValueError(f"max_attempts is {max_attempts!r}; it must be at least 1")
         self.closed: EngineDeadError | None = None
@@ -43,8 +42,8 @@ class Dispatcher:
         self._health = health
         self._pause = pause
         self._aborts = aborts
+        self._stalls = stalls
         self._limits = limits
-        self._request_timeout_s = request_timeout_s
         self._max_attempts = max_attempts
 
     async def generate(
@@ -103,10 +102,12 @@ class Dispatcher:
     async def _send(self, flight: Flight, member: Member, job: Job) -> Completion:
         """One attempt on one replica."""
         try:
-            completion = await flight.within(self._request_timeout_s, job.ask(member, flight.engine_id))
-        except (TimeoutError, NotResumedError, asyncio.CancelledError):  # the engine may be at it still
-            self._aborts.tell_soon(member, flight.engine_id)
+            with self._stalls.watching(member):
+                completion = await flight.within(None, job.ask(member, flight.engine_id))
+        except (TimeoutError, EngineStalledError, NotResumedError, asyncio.CancelledError):
+            self._aborts.tell_soon(member, flight.engine_id)  # the engine may be at it still
             raise
+        member.hear()
         member.failures = 0
         completion = job.completed_by(completion)
         if flight.interrupted_s:

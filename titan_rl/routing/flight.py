@@ -14,6 +14,7 @@ from titan_rl.routing.aborts import Aborts
 from titan_rl.routing.job import Job
 from titan_rl.routing.limits import Limits
 from titan_rl.routing.member import Member
+from titan_rl.routing.stall import StallWatch
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -32,12 +33,13 @@ class Flight:
         self.job: Job | None = None  # what it has got so far
         self.member: Member | None = None  # where it runs; None while it waits for a replica
         self.aborted = False  # its answer is an aborted completion, with the tokens that come back
-        self.interrupted = False  # its present wait was cut short by the router
+        self.interrupted = False  # its present wait was cut short by the router, and by nobody's failure
         self.landed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._scope: asyncio.Timeout | None = None
         self.interrupted_s = 0.0  # spent frozen, or waiting for a pause to end
+        self._failure: Exception | None = None  # what the present wait was cut short with
         self._remaining_s: float | None = None  # of a frozen limit
-        self._frozen_at = 0.0
+        self._frozen_at: float | None = None
         self._num_departures = 0
 
     def depart(self, member: Member) -> None:
@@ -46,70 +48,102 @@ class Flight:
         self.engine_id = f"{self.request_id}~{self._num_departures}" if self._num_departures else self.request_id
         self._num_departures += 1
 
-    async def within(self, seconds: float, coroutine: Coroutine[Any, Any, T], frozen_s: float | None = None) -> T:
+    async def within(
+        self, seconds: float | None, coroutine: Coroutine[Any, Any, T], frozen_s: float | None = None
+    ) -> T:
         """The coroutine's result.
 
         Args:
+            seconds: None sets no limit.
             frozen_s: the wait begins frozen, for so long at most.
 
         Raises:
             TimeoutError: `seconds` have passed, not counting frozen ones, or the flight was interrupted.
             NotResumedError: it was frozen for too long.
+            Exception: what `fail` was called with.
         """
-        self.interrupted = False
+        self.interrupted, self._failure = False, None
         try:
             async with asyncio.timeout(seconds) as self._scope:
                 if frozen_s is not None:
                     self.freeze(frozen_s)
                 return await coroutine
         except TimeoutError as error:
-            frozen = self._remaining_s is not None and not self.interrupted
-            if frozen and self._scope is not None and self._scope.expired():
+            if self._scope is None or not self._scope.expired():
+                raise
+            if self._failure is not None:
+                raise self._failure from None
+            if self._frozen_at is not None and not self.interrupted:
                 raise NotResumedError("frozen by a pause that was not resumed in time") from error
-            raise TimeoutError(str(error) or f"no answer within {seconds:g} s") from error
+            raise TimeoutError("interrupted" if self.interrupted else f"it took longer than {seconds:g} s") from error
         finally:
-            self._scope = self._remaining_s = None
+            self._scope = self._remaining_s = self._frozen_at = None
 
     def interrupt(self) -> None:
         """End the present wait with `TimeoutError`."""
-        if self._scope is not None and not self._scope.expired():
+        if self._is_waiting:
             self.interrupted = True
-            self._scope.reschedule(asyncio.get_running_loop().time())
+            self._cut()
+
+    def fail(self, error: Exception) -> None:
+        """End the present wait with `error`."""
+        if self._is_waiting:
+            self._failure = error
+            self._cut()
+
+    @property
+    def _is_waiting(self) -> bool:
+        """In a wait that nobody has cut short yet."""
+        scope = self._scope
+        return scope is not None and not (scope.expired() or self.interrupted or self._failure)
+
+    def _cut(self) -> None:
+        assert self._scope is not None
+        self._scope.reschedule(asyncio.get_running_loop().time())
 
     def freeze(self, limit_s: float) -> None:
         """Stop the clock of the present wait, for `limit_s` at most."""
-        if self._scope is not None and not self._scope.expired() and (when := self._scope.when()) is not None:
-            now = self._frozen_at = asyncio.get_running_loop().time()
-            self._remaining_s = when - now
-            self._scope.reschedule(now + limit_s)
+        if not self._is_waiting:
+            return
+        assert self._scope is not None
+        now = asyncio.get_running_loop().time()
+        if self._frozen_at is None:
+            self._frozen_at = now
+            self._remaining_s = None if (when := self._scope.when()) is None else when - now
+        self._scope.reschedule(now + limit_s)
 
     def thaw(self) -> None:
         """Let the clock run on, with what was left."""
-        if self._scope is not None and not self._scope.expired() and self._remaining_s is not None:
-            now = asyncio.get_running_loop().time()
-            self.interrupted_s += now - self._frozen_at
-            self._scope.reschedule(now + self._remaining_s)
-            self._remaining_s = None
+        if not self._is_waiting or self._frozen_at is None:
+            return
+        assert self._scope is not None
+        now = asyncio.get_running_loop().time()
+        self.interrupted_s += now - self._frozen_at
+        self._scope.reschedule(None if self._remaining_s is None else now + self._remaining_s)
+        self._remaining_s = self._frozen_at = None
 
 
 class Flights:
     """Every request in the router by id."""
 
-    def __init__(self, limits: Limits, aborts: Aborts) -> None:
+    def __init__(self, limits: Limits, aborts: Aborts, stalls: StallWatch) -> None:
         self._limits = limits
         self._aborts = aborts
+        self._stalls = stalls
         self._flights: dict[str, Flight] = {}
         self._waits: set[Flight] = set()  # for flights to land, frozen with them
         self._frozen_s: float | None = None  # how long a freeze may last, while there is one
 
     def freeze(self, limit_s: float) -> None:
-        """Stop the clocks of all flights, and of those that wait for some to land."""
+        """Stop the clocks of all flights, of those that wait for some to land, and of the replicas' signs of life."""
         self._frozen_s = limit_s
+        self._stalls.freeze()
         for flight in (*self, *self._waits):
             flight.freeze(limit_s)
 
     def thaw(self) -> None:
         self._frozen_s = None
+        self._stalls.thaw()
         for flight in (*self, *self._waits):
             flight.thaw()
 

@@ -36,14 +36,20 @@ class Job:
         sampling = self._sampling if kept is None else remaining_sampling(self._sampling, len(kept.token_ids))
         streamed: list[Completion] = []  # what comes late of an attempt that is over lands in a list nobody reads
         self._streamed = streamed
+
+        def on_tokens(part: Completion) -> None:
+            member.hear()
+            if part.token_ids:
+                streamed.append(part)
+
         return member.calls.generate(
-            prompt, request_id=engine_id, session_id=self._session_id, sampling=sampling, on_tokens=streamed.append
+            prompt, request_id=engine_id, session_id=self._session_id, sampling=sampling, on_tokens=on_tokens
         )
 
     def keep_what_was_streamed(self) -> None:
         """The present attempt is over without an answer."""
         parts, self._streamed = self._streamed, []
-        if parts := [part for part in parts if part.token_ids]:
+        if parts:
             self._kept = self.completed_by(replace(reduce(merge_completions, parts), metrics={}))
 
     def completed_by(self, completion: Completion) -> Completion:
@@ -62,7 +68,7 @@ class Job:
     @property
     def so_far(self) -> Completion:
         """Every token known, that of the present attempt as far as it is streamed."""
-        parts = [part for part in (self._kept, *self._streamed) if part is not None and part.token_ids]
+        parts = [*self._streamed] if self._kept is None else [self._kept, *self._streamed]
         if not parts:
             return self.aborted
         return replace(reduce(merge_completions, parts), request_id=self._request_id, metrics={})

@@ -33,12 +33,17 @@ class Member:
         self.epoch = 0  # admissions so far: tells a late failure from a new one
         self.failures = 0  # in a row, without an answered request between them
         self.last_error: Exception | None = None
+        self.heard_at = 0.0  # when the last sign of life came, by the event loop's clock
         self.takes_aborts = True  # so far as the last one told
         self.pulling = asyncio.Lock()
         self.pausing = asyncio.Lock()
 
     def __repr__(self) -> str:
         return f"Member({self.name!r}, load={self.load}, serving={self.serving}, version={self.version})"
+
+    def hear(self) -> None:
+        """A sign of life has come."""
+        self.heard_at = asyncio.get_running_loop().time()
 
     def reserve(self, cost: int) -> None:
         """Charge a request. `Reservation` is the only caller, so that each is released once."""

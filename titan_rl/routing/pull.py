@@ -71,6 +71,7 @@ class Puller:
                 async with asyncio.timeout(self._limits.pull_s):
                     await member.calls.pull(version)
                 member.version = version
+                member.hear()
 
     async def pull(self, version: int, mode: PullMode) -> PullReport:
         if mode not in get_args(PullMode):

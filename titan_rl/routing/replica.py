@@ -17,6 +17,9 @@ class Replica(Protocol):
     A `RequestError` is the fault of the request; any other exception, and any call past its time limit, is the
     fault of the replica, which is then out of service until it has pulled the current version again.
 
+    A replica is heard of by its answers, and by what it streams if it does. One that has requests and is not heard of
+    for the router's `stall_timeout_s` has failed, so a replica that does not stream has to answer one in that time.
+
     Every call but `generate` is idempotent, because the router repeats one whose answer was lost.
     A cancelled `generate` may go on inside the generator; the router follows it with `abort`.
     """
@@ -69,7 +72,11 @@ class Replica(Protocol):
 
 @runtime_checkable
 class StreamingReplica(Replica, Protocol):
-    """A replica that tells of tokens before a request is answered. Should it die, the router goes on from those."""
+    """A replica that tells of tokens before a request is answered. Should it die, the router goes on from those.
+
+    While requests wait and no token comes of any, as in prefills of long prompts, it tells of no tokens now and then,
+    if and only if its engine steps: that is how the router knows a busy engine from one that hangs.
+    """
 
     async def stream(
         self,

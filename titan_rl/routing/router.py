@@ -7,7 +7,7 @@ import logging
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import asynccontextmanager
 
-from titan_rl.errors import EngineDeadError
+from titan_rl.errors import EngineDeadError, EngineStalledError
 from titan_rl.generation.types import PauseMode
 from titan_rl.routing.aborts import Aborts
 from titan_rl.routing.dispatch import Dispatcher
@@ -19,6 +19,7 @@ from titan_rl.routing.pause import Pause, PauseReport
 from titan_rl.routing.pool import Pool
 from titan_rl.routing.pull import Puller, PullMode, PullReport
 from titan_rl.routing.replica import Replica
+from titan_rl.routing.stall import StallWatch
 from titan_rl.routing.strategies import LeastLoaded, StickySession, Strategy
 from titan_rl.routing.tasks import TaskSet
 from titan_rl.types import Completion, SamplingParams
@@ -43,7 +44,8 @@ class GeneratorRouter:
 
     Args:
         strategy: by default `StickySession(fallback=LeastLoaded())`; not shared with another router.
-        request_timeout_s: limit of one attempt on one replica; time frozen by `pause("keep")` does not count.
+        stall_timeout_s: a replica that has requests and gives no sign of life for so long has failed, and they go on
+            elsewhere. Waiting in a queue that moves is no failure; time frozen by `pause("keep")` does not count.
         max_attempts: replicas that may fail under one request before the request fails.
         on_replica_failed: called once for each quarantine, so that a supervisor can respawn the replica.
     """
@@ -53,7 +55,7 @@ class GeneratorRouter:
         replicas: Iterable[Replica],
         strategy: Strategy | None = None,
         *,
-        request_timeout_s: float = 300.0,
+        stall_timeout_s: float = 300.0,
         max_attempts: int = 3,
         limits: Limits | None = None,
         on_replica_failed: OnReplicaFailed | None = None,
@@ -63,7 +65,8 @@ class GeneratorRouter:
         self._calls: set[asyncio.Timeout] = set()  # of the control calls under way
         self._tasks = TaskSet(on_error=self._fail)
         aborts = Aborts(self._tasks, self._limits.call_s)
-        self._flights = Flights(self._limits, aborts)
+        stalls = StallWatch(stall_timeout_s, self._stalled)
+        self._flights = Flights(self._limits, aborts, stalls)
         self._pool = Pool(replicas, strategy or StickySession(fallback=LeastLoaded()))
         self._health = Health(
             self._pool,
@@ -88,8 +91,8 @@ class GeneratorRouter:
             self._health,
             self._pause,
             aborts,
+            stalls,
             self._limits,
-            request_timeout_s=request_timeout_s,
             max_attempts=max_attempts,
         )
 
@@ -227,6 +230,11 @@ class GeneratorRouter:
             await asyncio.wait(landing, timeout=self._limits.cancel_s)
         await self._tasks.close(self._limits.cancel_s)
         await asyncio.gather(*(self._close_replica(self._pool.remove(member.name)) for member in self._pool))
+
+    def _stalled(self, member: Member, error: EngineStalledError) -> None:
+        self._health.quarantine(member, error)
+        for flight in self._flights.on(member):
+            flight.fail(error)
 
     async def _prepare(self, member: Member) -> None:
         await self._puller.apply(member)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from titan_rl.generation.scripted_engine import CostModel
-from titan_rl.generation.types import PauseMode
+from titan_rl.generation.types import OnTokens, PauseMode
 from titan_rl.simulate.tokens import Repeated
 from titan_rl.types import Completion, FinishReason, SamplingParams, VersionSpan
 
@@ -26,6 +26,7 @@ class _Sequence:
     left: int  # tokens to generate
     reason: FinishReason
     future: asyncio.Future[Completion]
+    on_tokens: OnTokens | None = None
     generated: int = 0
     spans: list[VersionSpan] = field(default_factory=list[VersionSpan])
 
@@ -35,6 +36,12 @@ class _Sequence:
         if self.spans and self.spans[-1].version == version:
             count += self.spans.pop().num_tokens
         self.spans.append(VersionSpan(version, count))
+
+    def tell(self, count: int, version: int) -> None:
+        if self.on_tokens is not None:
+            tokens, logprobs = Repeated(0, count), Repeated(0.0, count)
+            span = VersionSpan(version, count)
+            self.on_tokens(Completion(self.request_id, tokens, logprobs, FinishReason.ABORT, (span,)))
 
     def resolve(self, reason: FinishReason) -> None:
         if not self.future.done():
@@ -54,9 +61,20 @@ class SimulatedReplica:
         max_running: requests that advance at a time.
         kv_tokens: tokens that the KV cache holds. When it is full the request that joined last waits again, and its
             tokens are computed anew.
+        stream_interval: most steps between two times that the running requests are told of their tokens; None tells
+            of none, so that more steps are one wait.
     """
 
-    def __init__(self, name: str, length_of: LengthOf, cost: CostModel, *, max_running: int, kv_tokens: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        length_of: LengthOf,
+        cost: CostModel,
+        *,
+        max_running: int,
+        kv_tokens: int,
+        stream_interval: int | None = None,
+    ) -> None:
         self.name = name
         self.version = 0
         self.busy_s = 0.0  # time spent in steps
@@ -65,6 +83,7 @@ class SimulatedReplica:
         self._cost = cost
         self._max_running = max_running
         self._kv_tokens = kv_tokens
+        self._stream_interval = stream_interval
         self._waiting: deque[_Sequence] = deque()
         self._running: list[_Sequence] = []  # in the order in which they joined
         self._prompt_tokens = 0  # to be computed in the next step
@@ -81,10 +100,27 @@ class SimulatedReplica:
         session_id: str | None = None,
         sampling: SamplingParams,
     ) -> Completion:
+        return await self._generate(prompt_token_ids, request_id, sampling, None)
+
+    async def stream(
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        request_id: str,
+        session_id: str | None = None,
+        sampling: SamplingParams,
+        on_tokens: OnTokens,
+    ) -> Completion:
+        return await self._generate(prompt_token_ids, request_id, sampling, on_tokens)
+
+    async def _generate(
+        self, prompt_token_ids: Sequence[int], request_id: str, sampling: SamplingParams, on_tokens: OnTokens | None
+    ) -> Completion:
         left = self._length_of(request_id, len(prompt_token_ids))
         reason = FinishReason.STOP if left < sampling.max_tokens else FinishReason.LENGTH
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        sequence = _Sequence(request_id, len(prompt_token_ids), min(left, sampling.max_tokens), reason, future)
+        left = min(left, sampling.max_tokens)
+        sequence = _Sequence(request_id, len(prompt_token_ids), left, reason, future, on_tokens)
         self._waiting.append(sequence)
         self._changed.set()
         try:
@@ -164,6 +200,8 @@ class SimulatedReplica:
         steps = min(sequence.left for sequence in self._running)
         if count > 1:
             steps = min(steps, self._room() // count)
+        if self._stream_interval is not None:
+            steps = min(steps, self._stream_interval)
         first = self._cost.step_seconds(count, self._prompt_tokens)
         each = self._cost.step_seconds(count, 0)
         loop = asyncio.get_running_loop()
@@ -183,6 +221,8 @@ class SimulatedReplica:
         self._prompt_tokens = 0
         for sequence in self._running:
             sequence.add(steps, self.version)
+            if self._stream_interval is not None and sequence.left:
+                sequence.tell(steps, self.version)
             if sequence.left == 0:
                 sequence.resolve(sequence.reason)
         self._running = [sequence for sequence in self._running if sequence.left]

@@ -118,7 +118,7 @@ class _Simulation:
 
     async def run(self, num_steps: int, warmup: int) -> SimulationResult:
         limits = Limits(pull_s=FOREVER_S, abort_s=FOREVER_S, call_s=FOREVER_S, paused_s=FOREVER_S)
-        self._router = GeneratorRouter(self._replicas, request_timeout_s=FOREVER_S, limits=limits)
+        self._router = GeneratorRouter(self._replicas, stall_timeout_s=FOREVER_S, limits=limits)
         self._rollouter = Rollouter(
             lambda sample: _Answer(self._workload.prompt_tokens),
             Rubric([Reward(_first_sibling, name="first")]),
