@@ -15,6 +15,7 @@ TitanRLError
     VerificationError   pulled weights do not reproduce the trainer's logprobs
   TrainingError         the trainer cannot go on (non-finite loss, failed step)
   CheckpointError       a checkpoint could not be written or read
+    DamagedCheckpointError  its bytes are not those that were written
   ActorDiedError        an actor's process is gone or does not answer
   StrayCancellationError  something awaited was cancelled by nobody who waits for it
 """
@@ -84,6 +85,10 @@ class TrainingError(TitanRLError):
 
 class CheckpointError(TitanRLError):
     """A checkpoint could not be written or read. The previous one stays valid."""
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint's bytes are not those that were written. The message names the file; an older one may be whole."""
 
 
 class ActorDiedError(TitanRLError):

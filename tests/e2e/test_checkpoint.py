@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import resource
+import shutil
 import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from tiny_policy import make_tiny_qwen3, make_trainer, on_policy_samples, sequences, transformers_logprobs, weights
 from transformers import AutoModelForCausalLM
 
 from titan_rl.config.training import TrainingConfig
-from titan_rl.errors import CheckpointError
+from titan_rl.errors import CheckpointError, DamagedCheckpointError
 from titan_rl.training import train_state
 from titan_rl.training.optimizers import NamedParameters
+from titan_rl.training.trainer import TrainerCore
 
 
 @pytest.fixture(scope="module", params=["untied", "tied"])
@@ -71,13 +74,13 @@ def test_a_checkpoint_is_of_the_moment_it_was_begun(
     trainer = make_trainer(folder)
     samples = on_policy_samples(trainer, 24, 33)
     trainer.step(samples)
-    write, stepped = dcp.save, threading.Event()
+    write, stepped = train_state.write_slices, threading.Event()
 
     def late(*args: Any, **kwargs: Any) -> Any:
         assert stepped.wait(60)
         return write(*args, **kwargs)
 
-    monkeypatch.setattr(dcp, "save", late)
+    monkeypatch.setattr(train_state, "write_slices", late)
     trainer.begin_save(tmp_path / "step-000001", {"note.txt": "first"})
     with monkeypatch.context() as patch:
         patch.setattr(train_state, "LIMIT_S", 0.01)
@@ -115,7 +118,7 @@ def test_a_missing_damaged_or_foreign_checkpoint_is_refused(folder: Path, tmp_pa
     with pytest.raises(CheckpointError, match="no checkpoint"):
         trainer.load(tmp_path / "absent")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(CheckpointError, match="could not be read"):
+    with pytest.raises(CheckpointError, match="no whole checkpoint"):
         trainer.load(tmp_path / "empty")
     other = make_trainer(make_tiny_qwen3(tmp_path / "other", vocab_size=64))
     other.save(tmp_path / "step-000000")
@@ -129,6 +132,81 @@ def test_a_checkpoint_of_another_optimizer_is_refused(folder: Path, tmp_path: Pa
     trainer.save(tmp_path / "step-000001")
     with pytest.raises(CheckpointError, match="could not be read"):
         make_trainer(folder, optimizer="muon").load(tmp_path / "step-000001")
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 0x40
+    path.write_bytes(data)
+
+
+def cut(path: Path, at: int) -> None:
+    os.truncate(path, path.stat().st_size + at)
+
+
+def lose(path: Path, _at: int) -> None:
+    path.unlink()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainerCore, Path]:
+    """A trainer and a checkpoint of it."""
+    trainer = make_trainer(make_tiny_qwen3(tmp_path_factory.mktemp("model")))
+    trainer.step(on_policy_samples(trainer, 24))
+    path = tmp_path_factory.mktemp("checkpoints") / "step-000001"
+    trainer.begin_save(path, {"note.json": '{"step": 1}'})
+    trainer.finish_save()
+    return trainer, path
+
+
+@pytest.mark.parametrize(
+    ("damage", "file", "at"),
+    [
+        (flip, "rank-0.safetensors", 300),  # a name in its header
+        (flip, "rank-0.safetensors", -200_000),  # the sign or the exponent of a number
+        (flip, "state.json", 40),
+        (flip, "note.json", 9),
+        (flip, "checksums.json", 30),
+        (cut, "rank-0.safetensors", -1),
+        (cut, "checksums.json", -20),
+        (lose, "state.json", 0),
+        (lose, "checksums.json", 0),
+    ],
+)
+def test_a_damaged_file_is_found_before_anything_is_loaded(
+    saved: tuple[TrainerCore, Path], tmp_path: Path, damage: Callable[[Path, int], None], file: str, at: int
+):
+    trainer, path = saved
+    reference = {name: tensor.clone() for name, tensor in trainer.named_tensors()}
+    copy = tmp_path / path.name
+    shutil.copytree(path, copy)
+    damage(copy / file, at)
+    with pytest.raises(DamagedCheckpointError, match=str(copy)):
+        trainer.load(copy)
+    assert all(torch.equal(tensor, reference[name]) for name, tensor in trainer.named_tensors())
+    trainer.load(path)
+
+
+class Attack:
+    """Makes a file where it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self):
+        return Path.touch, (self.marker,)
+
+
+def test_loading_executes_nothing(saved: tuple[TrainerCore, Path], tmp_path: Path):
+    trainer, path = saved
+    copy, marker = tmp_path / path.name, tmp_path / "executed"
+    shutil.copytree(path, copy)
+    (copy / ".metadata").write_bytes(pickle.dumps(Attack(marker)))
+    for file in copy.glob("*.safetensors"):
+        file.with_suffix(".distcp").write_bytes(pickle.dumps(Attack(marker)))
+    trainer.load(copy)
+    assert not marker.exists()
+    assert {file.suffix for file in path.iterdir()} == {".json", ".safetensors"}
 
 
 def save_on_a_full_disk(folder: str, target: str, num_bytes: int) -> None:

@@ -57,16 +57,24 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def placed(tensor: torch.Tensor) -> TensorSlice:
+    """The slice of a tensor that this rank holds, sharing its memory; of one that no rank shares, all of it."""
+    shape = tuple(tensor.shape)
+    if not isinstance(tensor, DTensor):
+        return TensorSlice(tensor, Place((0,) * len(shape), shape))
+    own = tensor.to_local()
+    size, start = compute_local_shape_and_global_offset(shape, tensor.device_mesh, tensor.placements)
+    assert tuple(own.shape) == tuple(size), f"a slice of {shape} has shape {tuple(own.shape)}; {size} is expected"
+    return TensorSlice(own, Place(tuple(start), shape))
+
+
 def held(tensor: torch.Tensor, world: World) -> TensorSlice | None:
     """The slice of a parameter that this rank answers for, sharing its memory. None where it holds nothing of it, or
     only what another rank holds, too."""
-    shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
-        return TensorSlice(tensor, Place((0,) * len(shape), shape)) if world.is_first else None
-    mesh, placements, own = tensor.device_mesh, tensor.placements, tensor.to_local()
-    coordinates = mesh.get_coordinate() or ()
-    if any(at and placement.is_replicate() for at, placement in zip(coordinates, placements, strict=True)):
+        return placed(tensor) if world.is_first else None
+    coordinates = tensor.device_mesh.get_coordinate() or ()
+    if any(at and placement.is_replicate() for at, placement in zip(coordinates, tensor.placements, strict=True)):
         return None
-    size, start = compute_local_shape_and_global_offset(shape, mesh, placements)
-    assert tuple(own.shape) == tuple(size), f"a slice of {shape} has shape {tuple(own.shape)}; {size} is expected"
-    return TensorSlice(own, Place(tuple(start), shape)) if own.numel() else None
+    own = placed(tensor)
+    return own if own.tensor.numel() else None

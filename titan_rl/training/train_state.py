@@ -1,29 +1,44 @@
-"""The full training state on disk, through torch.distributed.checkpoint, written while training goes on."""
+"""The full training state on disk, written while training goes on, and read back on any number of ranks.
+
+A checkpoint's folder:
+
+    rank-0.safetensors   what that rank answers for: slices of parameters, optimizer state and random state
+    state.json           the version, and what of the optimizers' state is no tensor
+    checksums.json       of all other files
+
+Reading one executes nothing.
+"""
 
 from __future__ import annotations
 
 import contextvars
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import Optimizer
 
-from titan_rl.errors import CheckpointError
+from titan_rl.errors import CheckpointError, DamagedCheckpointError
+from titan_rl.statedict.types import TensorSlice
 from titan_rl.training.checkpoint import atomic_directory, temporary_of
+from titan_rl.training.checksums import read_checksums, verify, write_checksums, write_summed
+from titan_rl.training.parallel import held, placed
+from titan_rl.training.state_tree import fill, flatten
+from titan_rl.training.tensor_file import SUFFIX, TensorFiles, write_slices
 from titan_rl.training.world import World
 
 LIMIT_S = 1800.0
 """Longest wait for one checkpoint to be written."""
+
+STATE = "state.json"
+FORMAT = 1
 
 
 class TrainStateWriter:
@@ -60,14 +75,22 @@ class TrainStateWriter:
             files: what else the folder is to hold: name -> text.
 
         Raises:
-            CheckpointError: the one before is not written yet, after a long wait.
+            CheckpointError: the one before is not written yet, after a long wait. Or an optimizer keeps what a
+                checkpoint cannot hold.
         """
         self._wait()
-        state = self._stager.stage(_state(model, optimizers, version))
-        assert not isinstance(state, Future), "staging is synchronous"
+        try:
+            tensors, values = flatten(_state(model, optimizers))
+        except TypeError as error:
+            raise CheckpointError(str(error)) from error
+        mine = {name: own for name, tensor in tensors.items() if (own := held(tensor, self._world)) is not None}
+        copies = self._stager.stage({name: each.tensor for name, each in mine.items()})
+        assert not isinstance(copies, Future), "staging is synchronous"
+        slices = {name: TensorSlice(copies[name], each.place) for name, each in mine.items()}
+        state = json.dumps({"format": FORMAT, "version": version, "values": values})
         # Monarch keeps the actor that calls in the context.
         write = contextvars.copy_context().run
-        self._writing = self._thread.submit(write, self._write, directory, state, files)
+        self._writing = self._thread.submit(write, self._write, directory, slices, {**files, STATE: state})
 
     def finish(self) -> None:
         """Returns once the folder is whole.
@@ -83,10 +106,10 @@ class TrainStateWriter:
         if self._writing is not None and not wait([self._writing], timeout=LIMIT_S).done:
             raise CheckpointError(f"the checkpoint begun last was not written within {LIMIT_S:g} s: the disk is slow")
 
-    def _write(self, directory: Path, state: dict[str, Any], files: Mapping[str, str]) -> None:
+    def _write(self, directory: Path, slices: Mapping[str, TensorSlice], files: Mapping[str, str]) -> None:
         problem: Exception | None = None
         try:
-            self._write_part(directory, state, files)
+            self._write_part(directory, slices, files)
         except Exception as error:
             problem = error
         try:
@@ -94,7 +117,7 @@ class TrainStateWriter:
         except CheckpointError as error:
             raise error from problem
 
-    def _write_part(self, directory: Path, state: dict[str, Any], files: Mapping[str, str]) -> None:
+    def _write_part(self, directory: Path, slices: Mapping[str, TensorSlice], files: Mapping[str, str]) -> None:
         with ExitStack() as stack:
             problem = None
             try:
@@ -104,36 +127,69 @@ class TrainStateWriter:
                 problem = str(error)
             self._world.agree(problem, CheckpointError)
             folder = temporary_of(directory)
-            with _plain_errors():
-                dcp.save(state, checkpoint_id=folder, no_dist=self._world.size == 1, process_group=self._world.group)
+            name = f"rank-{self._world.rank}{SUFFIX}"
+            checksum = None
+            try:
+                checksum = write_slices(folder / name, slices)
+            except (OSError, TypeError) as error:
+                problem = str(error)
+            self._world.agree(problem, CheckpointError)
+            checksums = dict(self._world.gather((name, checksum)))
             if self._world.is_first:
-                for name, text in files.items():
-                    (folder / name).write_text(text)
+                checksums |= {name: write_summed(folder / name, text) for name, text in files.items()}
+                write_checksums(folder, {name: each for name, each in checksums.items() if each is not None})
 
 
 def load_train_state(directory: Path, model: nn.Module, optimizers: Sequence[Optimizer], world: World) -> int:
-    """Read what a `TrainStateWriter` wrote, in place. It may have been written by another number of ranks.
+    """Read what a `TrainStateWriter` wrote, in place. It may have been written by another number of ranks, all of which
+    call this at the same time. Nothing is changed before every file is verified.
 
     Returns:
         the version.
 
     Raises:
-        CheckpointError: there is none, it is damaged, or it is of another model.
+        DamagedCheckpointError: its bytes are not those that were written.
+        CheckpointError: there is none, or it is of another model or optimizer.
     """
     if not directory.is_dir():
         raise CheckpointError(f"there is no checkpoint at {directory}")
-    state = _state(model, optimizers, version=0)
+    problem = None
     try:
-        with _plain_errors():
-            dcp.load(state, checkpoint_id=directory, no_dist=world.size == 1)
-        set_state_dict(model, optimizers, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        verify(directory, share=world.rank, of=world.size)
+    except DamagedCheckpointError as error:
+        problem = str(error)
+    world.agree(problem, DamagedCheckpointError)
+    try:
+        version = _read(directory, model, optimizers)
     except Exception as error:
-        raise CheckpointError(f"{directory} could not be read: {error}") from error
+        problem = f"{directory} could not be read: {error}"
+    world.agree(problem, CheckpointError)
+    return version
+
+
+def _read(directory: Path, model: nn.Module, optimizers: Sequence[Optimizer]) -> int:
+    stored = json.loads((directory / STATE).read_text())
+    if stored["format"] != FORMAT:
+        raise ValueError(f"it has format {stored['format']}; this titan_rl reads {FORMAT}")
+    files = TensorFiles([directory / name for name in read_checksums(directory) if name.endswith(SUFFIX)])
+    state = _state(model, optimizers)
+    tensors, values = flatten(state)
+    _compare(files.names | stored["values"].keys(), tensors.keys() | values.keys())
+    files.read({name: placed(tensor) for name, tensor in tensors.items()})
+    state = fill(state, stored["values"])
+    set_state_dict(model, optimizers, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     torch.set_rng_state(state["rng"])
-    return int(state["version"])
+    return stored["version"]
 
 
-def _state(model: nn.Module, optimizers: Sequence[Optimizer], version: int) -> dict[str, Any]:
+def _compare(found: set[str], expected: set[str]) -> None:
+    if lacking := sorted(expected - found):
+        raise ValueError(f"it lacks {lacking[0]} and {len(lacking) - 1} more: it is of another model or optimizer")
+    if strange := sorted(found - expected):
+        raise ValueError(f"it has {strange[0]} and {len(strange) - 1} more, which this trainer has no place for")
+
+
+def _state(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
     fresh = [optimizer for optimizer in optimizers if not optimizer.state]
     model_state, optimizer_state = get_state_dict(model, optimizers)
     for optimizer in fresh:
@@ -141,20 +197,4 @@ def _state(model: nn.Module, optimizers: Sequence[Optimizer], version: int) -> d
         for state in optimizer.state.values():
             if isinstance(step := state.get("step"), torch.Tensor):
                 step.zero_()
-    return {
-        "model": model_state,
-        "optimizer": optimizer_state,
-        "version": torch.tensor(version),
-        "rng": torch.get_rng_state(),
-    }
-
-
-@contextmanager
-def _plain_errors() -> Iterator[None]:
-    """DCP's exception is a BaseException that carries one traceback a rank; its warning says that one rank is one."""
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            yield
-    except CheckpointException as error:
-        raise RuntimeError("; ".join(str(failure[0]) for failure in error.failures.values())) from error
+    return {"model": model_state, "optimizer": optimizer_state, "rng": torch.get_rng_state()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,8 @@ import torch.distributed as dist
 from titan_rl.config.training import TrainingConfig
 from titan_rl.errors import TitanRLError, TrainingError
 from titan_rl.training.device import local_device
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +92,16 @@ class World:
         Raises:
             TrainingError: with the first problem. Or another error, where one is given.
         """
-        problems = [problem]
-        if self.size > 1:
-            problems = [None] * self.size
-            dist.all_gather_object(problems, problem, group=self.group)
-        if (first := next((each for each in problems if each is not None), None)) is not None:
+        if (first := next((each for each in self.gather(problem) if each is not None), None)) is not None:
             raise error(first)
+
+    def gather(self, value: T) -> list[T]:
+        """What each rank calls this with, by rank."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
 
     def barrier(self) -> None:
         if self.size > 1:
