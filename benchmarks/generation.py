@@ -61,9 +61,11 @@ class BareEngine(Actor):
     def _run(self, requests: list[Request]) -> int:
         for index, (prompt, sampling) in enumerate(requests):
             self._engine.add(EngineRequest(str(index), prompt, sampling))
-        num_tokens = 0
-        while self._engine.has_work:
-            num_tokens += sum(len(delta.token_ids) for delta in self._engine.step())
+        num_tokens, running = 0, len(requests)
+        while running:
+            for delta in self._engine.step():
+                num_tokens += len(delta.token_ids)
+                running -= delta.finish_reason is not None
         self._engine.reset_prefix_cache()
         return num_tokens
 

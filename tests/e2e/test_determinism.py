@@ -50,7 +50,7 @@ def test_what_shares_a_batch_does_not_change_the_bits_on_cpu(tmp_path):
     def play(order: list[int], at_once: int) -> dict[str, list[tuple[int, float]]]:
         played: dict[str, list[tuple[int, float]]] = {str(index): [] for index in order}
         waiting = list(order)
-        while waiting or engine.has_work:
+        while waiting or any(len(tokens) < 40 for tokens in played.values()):
             for index in waiting[:at_once]:
                 sampling = SamplingParams(max_tokens=40, min_tokens=40, seed=index)
                 engine.add(EngineRequest(str(index), prompts[index], sampling))

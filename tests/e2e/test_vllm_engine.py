@@ -12,6 +12,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
+from engine_contract import PLACES, EngineContract
 from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
 from titan_rl.errors import EngineDeadError, GenerationError, ModelError, RequestError, VerificationError
@@ -21,6 +22,7 @@ from titan_rl.generation.vllm_engine import VLLMEngine
 from titan_rl.types import Completion, FinishReason, SamplingParams, VersionSpan
 
 VOCAB, CONTEXT = 128, 128
+FULL_CONTEXT_GIB = 6 * 32 * 512 / 2**30  # six blocks: one context fits
 
 
 def make_model(seed: int, *, tied: bool = False) -> Qwen3ForCausalLM:
@@ -110,7 +112,7 @@ class Borrowed:
         return deltas
 
     def close(self) -> None:
-        assert not self._engine.has_work
+        assert not self._engine.step()
 
 
 def prompt(seed: int, length: int = 12) -> list[int]:
@@ -120,12 +122,37 @@ def prompt(seed: int, length: int = 12) -> list[int]:
 def run(engine: VLLMEngine, request: EngineRequest) -> tuple[list[int], list[float], FinishReason | None]:
     engine.add(request)
     tokens, logprobs, finish = list[int](), list[float](), None
-    while engine.has_work:
+    while finish is None:
         for delta in engine.step():
             tokens += delta.token_ids
             logprobs += delta.logprobs
             finish = delta.finish_reason
     return tokens, logprobs, finish
+
+
+@pytest.fixture(scope="module", params=["roomy", "full"])
+def crowded(
+    request: pytest.FixtureRequest, old_model: Qwen3ForCausalLM, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[VLLMEngine]:
+    """With a KV cache for all requests, and with one that they outgrow."""
+    folder = tmp_path_factory.mktemp("crowded")
+    old_model.save_pretrained(folder)
+    gib = {"roomy": 0.125, "full": FULL_CONTEXT_GIB}[request.param]
+    engine = VLLMEngine(str(folder), max_context=CONTEXT, max_running=PLACES, kv_cache_gib=gib)
+    yield engine
+    engine.close()
+
+
+class TestContract(EngineContract):
+    @pytest.fixture
+    def engine(self, crowded: VLLMEngine) -> VLLMEngine:
+        return crowded
+
+    def weights(self, version: int) -> list[tuple[str, object]]:
+        return weights(make_model(0))
+
+    def num_forwards(self, engine: VLLMEngine) -> int:
+        return engine._core.engine_core.scheduler.current_step
 
 
 def test_it_is_an_engine(engine: VLLMEngine) -> None:
@@ -173,7 +200,7 @@ def test_seeded_prompts_of_more_tokens_than_a_step_takes_all_start(engine: VLLME
         sampling = SamplingParams(max_tokens=2, min_tokens=2, seed=index)
         engine.add(EngineRequest(f"long-{index}", prompt(index, CONTEXT - 3), sampling))
     finished: list[str] = []
-    while engine.has_work:
+    while len(finished) < 48:
         finished += [delta.request_id for delta in engine.step() if delta.finish_reason is not None]
     assert sorted(finished) == sorted(f"long-{index}" for index in range(48))
 
@@ -196,7 +223,7 @@ def test_a_bad_request_is_refused_with_its_numbers(engine: VLLMEngine) -> None:
     with pytest.raises(RequestError, match="'a' is already running"):
         engine.add(EngineRequest("a", [1], sampling))
     engine.abort(["a", "unknown"])
-    assert not engine.has_work
+    assert not engine.step()
 
 
 def test_scores_equal_a_transformers_forward(engine: VLLMEngine, old_model: Qwen3ForCausalLM) -> None:
@@ -206,20 +233,6 @@ def test_scores_equal_a_transformers_forward(engine: VLLMEngine, old_model: Qwen
     for sequence, score in zip(sequences, scores, strict=False):
         assert largest_difference(score, reference_logprobs(old_model, sequence)) < 1e-5
     assert scores[-1] == []
-
-
-def test_scoring_loses_nothing_of_running_requests(engine: VLLMEngine, old_model: Qwen3ForCausalLM) -> None:
-    params = SamplingParams(max_tokens=12, temperature=0)
-    undisturbed, _, _ = run(engine, EngineRequest("a", prompt(8), params))
-    engine.add(EngineRequest("b", prompt(8), params))
-    tokens = [token for _ in range(3) for delta in engine.step() for token in delta.token_ids]
-    engine.score([prompt(9, 30)])
-    gained = engine.flush()
-    assert gained
-    tokens += [token for delta in gained for token in delta.token_ids]
-    while engine.has_work:
-        tokens += [token for delta in engine.step() for token in delta.token_ids]
-    assert tokens == undisturbed
 
 
 async def test_many_generates_share_a_batch(engine: VLLMEngine, old_model: Qwen3ForCausalLM) -> None:
@@ -308,7 +321,7 @@ def test_running_requests_can_be_recomputed(engine: VLLMEngine, old_model: Qwen3
     deltas = [delta for _ in range(6) for delta in engine.step()]
     engine.load_state_dict(weights(new_model), 1)
     engine.reset_prefix_cache(recompute_running=True)
-    while engine.has_work:
+    while len(deltas) < 12:
         deltas += engine.step()
     tokens = [token for delta in deltas for token in delta.token_ids]
     logprobs = [logprob for delta in deltas for logprob in delta.logprobs]

@@ -200,7 +200,7 @@ async def test_cancelling_a_caller_frees_its_request() -> None:
         engine.release.set()
         assert len((await again).token_ids) == 4
         assert loop.num_in_flight == 0
-        assert not engine.has_work
+        assert not engine.step()
 
 
 async def test_abort_gives_what_there_is() -> None:
@@ -325,7 +325,7 @@ async def test_nothing_is_served_from_unverified_weights() -> None:
             with pytest.raises(GenerationError, match=r"differ by 3\.2.*pull again") as failure:
                 await refused
             assert isinstance(failure.value.__cause__, VerificationError)
-        assert not engine.has_work
+        assert not engine.step()
         await loop.pull(2, lambda: WEIGHTS, lambda engine: None)
         assert (await request(loop, "c")).version_spans == (VersionSpan(2, 8),)
 

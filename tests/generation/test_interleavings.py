@@ -104,7 +104,7 @@ async def play(operations: list[tuple]) -> None:
             check(outcome, prompt, max_tokens, whole=whole)
     assert loop.num_in_flight == 0
     await loop.abort()
-    assert not engine.has_work
+    assert not engine.step()
     await loop.close()
 
 

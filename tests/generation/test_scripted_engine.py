@@ -1,6 +1,7 @@
 """The scripted engine is deterministic, and does what its settings say."""
 
 import pytest
+from engine_contract import PLACES, EngineContract
 
 from titan_rl.errors import RequestError
 from titan_rl.generation.engine import Engine, EngineRequest
@@ -8,10 +9,22 @@ from titan_rl.generation.scripted_engine import CostModel, ScriptedEngine, scrip
 from titan_rl.types import FinishReason, SamplingParams
 
 
+class TestContract(EngineContract):
+    @pytest.fixture
+    def engine(self) -> ScriptedEngine:
+        return ScriptedEngine(max_running=PLACES, max_context=128)
+
+    def weights(self, version: int) -> list[tuple[str, int]]:
+        return [("w", version)]
+
+    def num_forwards(self, engine: ScriptedEngine) -> int:
+        return engine.num_steps + engine.num_score_steps
+
+
 def run(engine: ScriptedEngine, prompt: list[int], **settings: object) -> tuple[list[int], FinishReason | None]:
     engine.add(EngineRequest("a", prompt, SamplingParams(**settings)))  # type: ignore[arg-type]
     tokens, finish = list[int](), None
-    while engine.has_work:
+    while finish is None:
         for delta in engine.step():
             tokens += delta.token_ids
             finish = delta.finish_reason
@@ -66,7 +79,7 @@ def test_time_follows_the_cost_model() -> None:
     )
     engine.add(EngineRequest("a", [1] * 4, SamplingParams(max_tokens=2)))
     engine.add(EngineRequest("b", [2] * 8, SamplingParams(max_tokens=1)))
-    while engine.has_work:
+    for _ in range(3):
         engine.step()
     engine.load_state_dict([], 1)
     assert slept == [2.5, 1.5, 3.5, 3.0]

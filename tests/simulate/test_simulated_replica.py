@@ -42,16 +42,19 @@ def step_by_step(requests, max_running):
     )
     waiting = sorted(range(len(requests)), key=lambda index: requests[index][0])
     finished, tokens = {}, dict.fromkeys(map(str, waiting), 0)
-    while waiting or engine.has_work:
-        if not engine.has_work and requests[waiting[0]][0] > now:
+    running = 0
+    while waiting or running:
+        if not running and requests[waiting[0]][0] > now:
             now = requests[waiting[0]][0]
         while waiting and requests[waiting[0]][0] <= now:
             index = waiting.pop(0)
             sampling = SamplingParams(max_tokens=50, stop_token_ids=(STOP,))
             engine.add(EngineRequest(str(index), [10 + index], sampling))
+            running += 1
         for delta in engine.step():
             tokens[delta.request_id] += len(delta.token_ids)
             if delta.finish_reason is not None:
+                running -= 1
                 finished[int(delta.request_id)] = (now, tokens[delta.request_id])
     return finished
 

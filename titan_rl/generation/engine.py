@@ -37,9 +37,6 @@ class Engine(Protocol):
     Nothing here blocks longer than one step. An exception from anything but `add` means the engine is broken.
     """
 
-    @property
-    def has_work(self) -> bool: ...
-
     def add(self, request: EngineRequest) -> None:
         """Queue a request.
 
@@ -53,7 +50,7 @@ class Engine(Protocol):
         ...
 
     def step(self) -> list[TokenDelta]:
-        """Advance every running request, at most one token each, after what `flush` would return."""
+        """Advance every running request, at most one token each. Those that wait join while there is room."""
         ...
 
     def load_state_dict(self, items: Iterable[tuple[str, Any]], version: int) -> None:
@@ -67,15 +64,15 @@ class Engine(Protocol):
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Logprobs at temperature 1 of each sequence's tokens after the first, under the loaded weights.
 
-        Running requests may advance meanwhile; `flush` or the next `step` returns what they gained.
+        Requests stand still meanwhile, and are not waited for: however many run or wait, and however full the KV cache
+        is, it takes the few steps that it takes alone.
 
         Returns:
             [num_sequences][len(sequence) - 1]
-        """
-        ...
 
-    def flush(self) -> list[TokenDelta]:
-        """What running requests gained while `score` ran, without a further step."""
+        Raises:
+            RequestError: a sequence is too long, or has tokens that there are not.
+        """
         ...
 
     def reset_prefix_cache(self, *, recompute_running: bool = False) -> None:

@@ -146,21 +146,14 @@ class EngineDriver:
         state = self._state
         began = state.clock()
         self._rank.load(weights, pull.version)
-        state.version = pull.version
-        with state.lock:
-            for call in state.running.values():
-                call.mark(pull.version)
         loaded = state.clock()
         self._rank.verify(weights)
         done = state.clock()
-        state.distrusted = None
-        # Verifying may have advanced running requests, under these weights and not the next ones.
-        self._absorb(self._rank.engine.flush())
+        state.loaded(pull.version)
         return PullResult(pull.version, loaded - began, done - loaded, done - began)
 
     def _distrust(self, cause: Exception) -> None:
         self._abort(self._state.distrust(cause, self._outbox))
-        self._rank.engine.flush()
 
     def _abort(self, orphans: tuple[str, ...]) -> None:
         """Have every rank forget requests whose calls have failed."""

@@ -206,6 +206,13 @@ class LoopState:
                     self.pulls.remove(pull)
                 outbox.resolve(pull.future, outcome)
 
+    def loaded(self, version: int) -> None:
+        """The engine has these weights, and they are right: tokens from here on are theirs."""
+        with self._wake:
+            self.version, self.distrusted = version, None
+            for call in self.running.values():
+                call.mark(version)
+
     def distrust(self, cause: Exception, outbox: Outbox) -> tuple[str, ...]:
         """Serve nothing until a pull succeeds. Returns the requests that the engine is to forget."""
         with self._wake:

@@ -14,6 +14,7 @@ from titan_rl.types import FinishReason
 
 _MASK = (1 << 64) - 1
 _BLOCK = 16  # tokens that the pretended prefix cache shares or not, as one
+_SCORE_PLACES = 8  # sequences scored in one step
 
 
 def _mix(state: int, value: int) -> int:
@@ -102,6 +103,7 @@ class ScriptedEngine:
         self.versions = [version]  # every version loaded, the current one last
         self.state_dict: dict[str, Any] = {}
         self.num_steps = 0
+        self.num_score_steps = 0
         self.num_prompt_tokens_computed = 0
         self.started = threading.Event()
         self.release = threading.Event()
@@ -121,10 +123,6 @@ class ScriptedEngine:
         self._waiting: dict[str, _Sequence] = {}
         self._running: dict[str, _Sequence] = {}
         self._cached: set[int] = set()  # hash of the context at each block's end
-
-    @property
-    def has_work(self) -> bool:
-        return bool(self._waiting or self._running)
 
     @property
     def version(self) -> int:
@@ -166,10 +164,18 @@ class ScriptedEngine:
         self.versions.append(version)
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        for sequence in sequences:
+            if len(sequence) > self._max_context:
+                raise RequestError(
+                    f"a sequence to score has {len(sequence)} tokens; there is room for {self._max_context}"
+                )
+        computed = [sequence for sequence in sequences if len(sequence) > 1]
+        for first in range(0, len(computed), _SCORE_PLACES):
+            batch = computed[first : first + _SCORE_PLACES]
+            self.num_score_steps += 1
+            if seconds := self._cost.step_seconds(len(batch), sum(map(len, batch))):
+                self._sleep(seconds)
         return [scripted_logprobs(sequence, self.version, self._seed) for sequence in sequences]
-
-    def flush(self) -> list[TokenDelta]:
-        return []
 
     def reset_prefix_cache(self, *, recompute_running: bool = False) -> None:
         self._cached.clear()

@@ -72,6 +72,8 @@ class VLLMEngine:
         from vllm.v1.engine import EngineCoreRequest
         from vllm.v1.engine.core_client import InprocClient
 
+        from titan_rl.generation.vllm_scheduler import SCORE_PLACES, ScoringScheduler
+
         on_cpu = current_platform.is_cpu()
         if on_cpu and routed_experts:
             raise ModelError(
@@ -88,8 +90,6 @@ class VLLMEngine:
         self._ids = map(str, itertools.count())  # the core's own request ids, never used twice
         self._internal: dict[str, str] = {}  # request id -> core id
         self._external: dict[str, str] = {}  # core id -> request id
-        self._scores: dict[str, list[float] | None] = {}  # core id -> logprobs, once they are there
-        self._gained: list[TokenDelta] = []
         self._cache_epoch = 0
         arguments = EngineArgs(
             model=model_path,
@@ -97,7 +97,9 @@ class VLLMEngine:
             dtype=dtype,  # pyright: ignore[reportArgumentType]
             seed=seed,
             max_model_len=max_context + 1,  # room for the token that vLLM samples after a sequence it scores
-            max_num_seqs=max_running,
+            max_num_seqs=max_running + SCORE_PLACES,
+            max_num_active_seqs=max_running,
+            scheduler_cls=ScoringScheduler,
             kv_cache_memory_bytes=int(kv_cache_gib * 2**30),
             enable_prefix_caching=True,
             logprobs_mode="processed_logprobs",
@@ -123,12 +125,10 @@ class VLLMEngine:
             self._vocab_size: int = config.model_config.get_vocab_size()
             self._tied: bool = getattr(config.model_config.hf_text_config, "tie_word_embeddings", False)
             self._core = InprocClient(config, _executor(config), log_stats=False)
+            assert isinstance(self._core.engine_core.scheduler, ScoringScheduler)
+            self._scheduler = self._core.engine_core.scheduler
         except (ValueError, OSError) as error:
             raise ModelError(f"vLLM cannot serve {model_path}: {error}") from error
-
-    @property
-    def has_work(self) -> bool:
-        return bool(self._external or self._gained)
 
     def add(self, request: EngineRequest) -> None:
         if request.request_id in self._internal:
@@ -152,11 +152,6 @@ class VLLMEngine:
         for core_id in core_ids:
             del self._external[core_id]
         self._core.abort_requests(core_ids)
-        self._gained = [delta for delta in self._gained if delta.request_id not in gone]
-
-    def step(self) -> list[TokenDelta]:
-        gained = self.flush()
-        return gained + self._advance() if gained else self._advance()
 
     def load_state_dict(self, items: Iterable[tuple[str, Any]], version: int) -> None:
         pairs = _with_tied_head(items) if self._tied else iter(items)
@@ -171,22 +166,20 @@ class VLLMEngine:
                 raise RequestError(
                     f"a sequence to score has {len(sequence)} tokens; max_context is {self._max_context}"
                 )
-        core_ids: list[str | None] = []
-        for sequence in sequences:
-            if len(sequence) < 2:
-                core_ids.append(None)
-                continue
-            # Asking for prompt logprobs keeps a request from reading the prefix cache.
-            params = self._sampling_type(max_tokens=1, prompt_logprobs=0, ignore_eos=True, detokenize=False)
-            core_ids.append(core_id := self._submit(list(sequence), params))
-            self._scores[core_id] = None
-        while any(scores is None for scores in self._scores.values()):
-            self._gained.extend(self._advance())
-        return [[] if core_id is None else self._scores.pop(core_id) or [] for core_id in core_ids]
-
-    def flush(self) -> list[TokenDelta]:
-        gained, self._gained = self._gained, []
-        return gained
+        scores: list[list[float]] = [[] for _ in sequences]
+        # Asking for prompt logprobs keeps a request from reading the prefix cache.
+        params = self._sampling_type(max_tokens=1, prompt_logprobs=0, ignore_eos=True, detokenize=False)
+        with self._scheduler.alone():
+            unscored = {self._submit(list(ids), params): index for index, ids in enumerate(sequences) if len(ids) > 1}
+            while unscored:
+                for output in self._core.get_output().outputs:
+                    index = unscored[output.request_id]
+                    if output.new_prompt_logprobs_tensors is not None:
+                        # [num_tokens - 1, 1]: the first column is the token that was there
+                        scores[index] = output.new_prompt_logprobs_tensors.logprobs[:, 0].tolist()
+                    if output.finish_reason is not None:
+                        del unscored[output.request_id]
+        return scores
 
     def reset_prefix_cache(self, *, recompute_running: bool = False) -> None:
         # vLLM cannot empty the cache while requests run; salting the keys of later requests hides it from them.
@@ -214,15 +207,12 @@ class VLLMEngine:
         )
         return core_id
 
-    def _advance(self) -> list[TokenDelta]:
+    def step(self) -> list[TokenDelta]:
         deltas: list[TokenDelta] = []
         for output in self._core.get_output().outputs:
             core_id = output.request_id
             request_id = self._external.get(core_id)
-            if request_id is None:
-                if core_id in self._scores and output.new_prompt_logprobs_tensors is not None:
-                    # [num_tokens - 1, 1]: the first column is the token that was there
-                    self._scores[core_id] = output.new_prompt_logprobs_tensors.logprobs[:, 0].tolist()
+            if request_id is None:  # aborted
                 continue
             finish_reason = None
             if output.finish_reason is not None:

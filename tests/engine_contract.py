@@ -1,0 +1,167 @@
+"""What the engine loop relies on, of every engine. A subclass names the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pytest
+
+from titan_rl.errors import RequestError
+from titan_rl.generation.engine import Engine, EngineRequest, TokenDelta
+from titan_rl.generation.engine_loop import EngineLoop
+from titan_rl.types import FinishReason, SamplingParams
+
+PLACES = 4
+PROBES = [[5, 9, 2, 7, 7, 1, 3, 8], [1, 2, 3, 4, 5, 6, 7, 8], [9, 9, 9], [2, 4]]
+
+
+class Batch:
+    """Requests of an engine, and what each has gained."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._running: set[str] = set()
+        self.tokens: dict[str, list[int]] = {}
+        self.logprobs: dict[str, list[float]] = {}
+        self.finished: dict[str, FinishReason] = {}
+        self.num_steps = 0
+
+    def add(self, request_id: str, prompt: Sequence[int], sampling: SamplingParams) -> None:
+        self._engine.add(EngineRequest(request_id, prompt, sampling))
+        self._running.add(request_id)
+        self.tokens[request_id], self.logprobs[request_id] = [], []
+
+    def step(self, count: int = 1) -> None:
+        for _ in range(count):
+            self.num_steps += 1
+            for delta in self._engine.step():
+                self.tokens[delta.request_id] += delta.token_ids
+                self.logprobs[delta.request_id] += delta.logprobs
+                if delta.finish_reason is not None:
+                    self.finished[delta.request_id] = delta.finish_reason
+                    self._running.remove(delta.request_id)
+
+    def run(self) -> None:
+        """Until all have finished."""
+        while self._running:
+            self.step()
+            assert self.num_steps < 10_000
+
+    def crowd(self, count: int, max_tokens: int) -> None:
+        """Add as many requests, each with a seed of its own and tokens that it may not sample early."""
+        for index in range(count):
+            sampling = SamplingParams(
+                max_tokens=max_tokens, min_tokens=max_tokens // 2, seed=index, stop_token_ids=(3, 11)
+            )
+            self.add(f"crowd-{index}", [1 + index % 7, 2, 3, 4 + index % 5], sampling)
+
+
+class Held:
+    """An engine whose loop stops inside a step until it is released, and which the loop does not close."""
+
+    def __init__(self, engine: Engine, *, at_step: int) -> None:
+        self._engine = engine
+        self._left = at_step
+        self.started, self.release = threading.Event(), threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def step(self) -> list[TokenDelta]:
+        self._left -= 1
+        if not self._left:
+            self.started.set()
+            assert self.release.wait(30), "a held step was never released"
+        return self._engine.step()
+
+    def close(self) -> None:
+        assert not self._engine.step()
+
+
+class EngineContract:
+    """Tests of an engine with `PLACES` places, a context of 128 tokens and a vocabulary of as many."""
+
+    @pytest.fixture
+    def engine(self) -> Engine:
+        raise NotImplementedError
+
+    def weights(self, version: int) -> Iterable[tuple[str, Any]]:
+        """The same for every version, so that tokens do not tell."""
+        raise NotImplementedError
+
+    def num_forwards(self, engine: Any) -> int:
+        """Forward passes made so far."""
+        raise NotImplementedError
+
+    @pytest.mark.parametrize("crowd", [PLACES - 1, PLACES, 2 * PLACES, 4 * PLACES])
+    def test_scoring_takes_no_longer_however_many_run_and_wait(self, engine: Engine, crowd: int) -> None:
+        before = self.num_forwards(engine)
+        alone = engine.score(PROBES)
+        idle = self.num_forwards(engine) - before
+        batch = Batch(engine)
+        batch.crowd(crowd, 24)
+        batch.step(3)
+        before = self.num_forwards(engine)
+        scores = engine.score(PROBES)
+        assert self.num_forwards(engine) - before == idle
+        for mine, theirs in zip(scores, alone, strict=True):
+            assert mine == pytest.approx(theirs, abs=1e-5)
+        batch.run()
+
+    def test_requests_stand_still_while_sequences_are_scored(self, engine: Engine) -> None:
+        engine.reset_prefix_cache()
+        undisturbed = Batch(engine)
+        undisturbed.crowd(3 * PLACES, 24)
+        undisturbed.run()
+        engine.reset_prefix_cache()
+        disturbed = Batch(engine)
+        disturbed.crowd(3 * PLACES, 24)
+        while len(disturbed.finished) < 3 * PLACES:
+            disturbed.step()
+            engine.score(PROBES)
+        assert disturbed.num_steps == undisturbed.num_steps
+        assert disturbed.tokens == undisturbed.tokens
+        assert disturbed.finished == undisturbed.finished
+        for name, logprobs in disturbed.logprobs.items():
+            assert logprobs == pytest.approx(undisturbed.logprobs[name], abs=1e-5)
+        assert not engine.step()
+
+    def test_more_sequences_than_run_at_a_time_are_all_scored(self, engine: Engine) -> None:
+        sequences = [[1 + index % 9, 2, 3, 4] for index in range(50)]
+        scores = engine.score([*sequences, [7]])
+        assert [len(score) for score in scores] == [3] * 50 + [0]
+        assert scores[0] == pytest.approx(engine.score(sequences[:1])[0], abs=1e-5)
+        assert scores[0] == pytest.approx(scores[9], abs=1e-5)
+
+    def test_a_sequence_that_cannot_be_scored_is_refused_and_nothing_is_lost(self, engine: Engine) -> None:
+        batch = Batch(engine)
+        batch.crowd(2 * PLACES, 8)
+        batch.step()
+        with pytest.raises(RequestError, match="129 tokens"):
+            engine.score([[1, 2, 3], [1] * 129])
+        batch.run()
+        assert len(batch.finished) == 2 * PLACES
+
+    async def test_a_paused_engine_gains_no_token_from_a_pull_that_is_verified(self, engine: Engine) -> None:
+        held = Held(engine, at_step=5)
+        loop = EngineLoop(lambda: held)
+        await loop.start()
+        sampling = SamplingParams(max_tokens=100)
+        requests = [
+            asyncio.create_task(loop.generate([1, 2, 3], request_id=str(index), sampling=sampling))
+            for index in range(2 * PLACES)
+        ]
+        assert await asyncio.to_thread(held.started.wait, 30)
+        pause = asyncio.create_task(loop.pause("keep"))
+        await asyncio.sleep(0)
+        held.release.set()
+        await pause
+        await loop.pull(1, lambda: self.weights(1), lambda loaded: loaded.score(PROBES))
+        await loop.abort()
+        completions = await asyncio.gather(*requests)
+        assert sorted(len(completion.token_ids) for completion in completions) == [0] * PLACES + [5] * PLACES
+        assert all(set(completion.versions) <= {0} for completion in completions)
+        await loop.close()

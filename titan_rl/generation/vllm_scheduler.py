@@ -1,0 +1,66 @@
+"""vLLM's scheduler, made able to run a few sequences by themselves. Importing it imports vLLM."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+
+from vllm.utils.math_utils import cdiv
+from vllm.v1.core.sched.request_queue import create_request_queue
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request, RequestStatus
+
+SCORE_PLACES = 8  # sequences run by themselves at a time, beside the requests that keep theirs
+
+
+class ScoringScheduler(Scheduler):
+    """Lets requests stand still while others run `alone`: those need no place of theirs and wait for none.
+
+    The model runner keeps the state of a request that is not scheduled in a step, so a request that stood still goes on
+    as if nothing had been. `max_num_seqs` has to be `SCORE_PLACES` above the most requests that advance together, which
+    is `max_num_active_seqs`.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._still: tuple[list[Request], Any] | None = None  # running and waiting requests, while others run alone
+
+    @contextmanager
+    def alone(self) -> Generator[None]:
+        """Within the block only requests that were added in it are scheduled. Those that have not finished at its end
+        are aborted."""
+        assert self._still is None, "requests run alone already"
+        places = self.max_num_active_reqs
+        self._still = self.running, self.waiting
+        self.running, self.waiting = [], create_request_queue(self.policy)
+        self.max_num_active_reqs = SCORE_PLACES
+        try:
+            yield
+        finally:
+            left = [request.request_id for request in (*self.running, *self.waiting)]
+            self.finish_requests(left, RequestStatus.FINISHED_ABORTED)
+            self.running, self.waiting = self._still
+            self.max_num_active_reqs = places
+            self._still = None
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        if self._still is not None:
+            self._make_room(*self._still)
+        return super().schedule(*args, **kwargs)
+
+    def _make_room(self, running: list[Request], waiting: Any) -> None:
+        """Where requests that stand still fill the KV cache, take the blocks of those that joined last, as vLLM does
+        when requests outgrow the cache. They find most of them again when they go on."""
+        joining = (*self.running, *islice(self.waiting, SCORE_PLACES - len(self.running)))
+        blocks = sum(
+            cdiv(request.num_tokens + 1, self.block_size) - cdiv(request.num_computed_tokens, self.block_size)
+            for request in joining
+        )
+        needed = blocks * len(self.kv_cache_config.kv_cache_groups)
+        own, self.waiting = self.waiting, waiting
+        while running and self.kv_cache_manager.block_pool.get_num_free_blocks() < needed:
+            self._preempt_request(running.pop(), time.monotonic())
+        self.waiting = own
