@@ -18,11 +18,13 @@ from statistics import fmean
 from examples.alphabet_sort.env import AlphabetSortEnv
 from examples.alphabet_sort.task import AlphabetSort
 from titan_rl import MessageTokenEnv, Rollouter, RolloutGroup, SamplingParams
-from titan_rl.config.sections import ModelConfig
+from titan_rl.config.sections import ModelConfig, SchedulingConfig
 from titan_rl.config.training import TrainingConfig
 from titan_rl.generation.engine_loop import EngineLoop
 from titan_rl.generation.vllm_engine import VLLMEngine
 from titan_rl.renderer import ChatTemplateRenderer
+from titan_rl.scheduling.lease import Lease
+from titan_rl.scheduling.scheduler import GroupScheduler
 from titan_rl.training.sample_builder import build_samples
 from titan_rl.training.trainer import TrainerCore
 
@@ -43,34 +45,37 @@ async def train(model_path: str, *, steps: int, groups_per_step: int, group_size
         seed=seed,
     )
 
-    async def play(engine: EngineLoop, index: int) -> RolloutGroup:
-        sample = task.train_sample(seed, index)
+    async def play(lease: Lease) -> RolloutGroup:
         return await rollouter.run_group(
-            engine.generate, sample, group_id=f"g{index}", group_size=group_size, sampling=sampling
+            engine.generate,
+            task.train_sample(seed, lease.index),
+            group_id=f"g{lease.index}",
+            group_size=group_size,
+            sampling=sampling,
         )
 
     rewards: list[float] = []
+    scheduling = SchedulingConfig(groups_per_step=groups_per_step, max_staleness=0)  # 1: play while it trains
+    budget = steps * groups_per_step
     engine = EngineLoop(lambda: VLLMEngine(model_path, max_context=model.max_context, kv_cache_gib=0.5))
     try:
         await engine.start()
-        for step in range(steps):
+        async with GroupScheduler(play, scheduling, group_size=group_size, budget=budget) as scheduler:
             start = time.monotonic()
-            async with asyncio.TaskGroup() as tasks:  # every turn of every rollout joins one batch in the engine
-                first = step * groups_per_step
-                running = [tasks.create_task(play(engine, first + i)) for i in range(groups_per_step)]
-            groups = [task.result() for task in running]
+            async for batch in scheduler.batches():
+                samples = [s for group in batch.groups for s in build_samples(group, sampling.temperature)]
+                result = await asyncio.to_thread(trainer.step, samples)
+                await engine.pull(result.version, trainer.named_tensors)
 
-            samples = [sample for group in groups for sample in build_samples(group, sampling.temperature)]
-            result = await asyncio.to_thread(trainer.step, samples)
-            await engine.pull(result.version, trainer.named_tensors)
-
-            rewards.append(fmean(r.reward for group in groups for r in group.rollouts if r.reward is not None))
-            tokens = sum(r.num_completion_tokens for group in groups for r in group.rollouts)
-            print(
-                f"step {result.version}/{steps}  reward {rewards[-1]:.3f}  tokens {tokens}  "
-                f"loss {result.metrics['loss']:+.4f}  {time.monotonic() - start:.1f} s",
-                flush=True,
-            )
+                rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
+                rewards.append(fmean(rollout.reward for rollout in rollouts if rollout.reward is not None))
+                print(
+                    f"step {result.version}/{steps}  reward {rewards[-1]:.3f}  "
+                    f"tokens {sum(rollout.num_completion_tokens for rollout in rollouts)}  "
+                    f"loss {result.metrics['loss']:+.4f}  {time.monotonic() - start:.1f} s",
+                    flush=True,
+                )
+                start = time.monotonic()
     finally:
         await engine.close()
     return rewards

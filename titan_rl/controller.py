@@ -114,10 +114,8 @@ class Controller:
         if self._reward_before is None:
             self._reward_before = await self._validate()
         try:
-            async with asyncio.TaskGroup() as background:
-                admission = background.create_task(self._scheduler.run(), name="admission")
+            async with asyncio.TaskGroup() as background, self._scheduler:
                 await self._train(background)
-                admission.cancel()
             reward_after = await self._validate()
             await self._begin_checkpoint()
             await self._finish_checkpoint()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from titan_rl import Completion, FinishReason, Rollout, RolloutGroup, RolloutStatus, Turn, VersionSpan
 from titan_rl.config.sections import SchedulingConfig
-from titan_rl.errors import TrainingError
+from titan_rl.errors import ConfigError, StrayCancellationError, TrainingError
 from titan_rl.scheduling.backlog import Backlog
 from titan_rl.scheduling.batch import GroupBatch
 from titan_rl.scheduling.lease import Lease
@@ -163,7 +163,7 @@ def test_bound_slots_and_capacity_hold_for_any_interleaving(knobs, steps, group_
                 assert batch.version == step
                 assert all(step - v <= config.age_bound for group in batch.groups for v in group.versions)
                 assert scheduler.slots_held <= config.num_slots
-                if knobs["tail"] != "tail_batch" and (limit := knobs["max_running_rollouts"]):
+                if limit := knobs["max_running_rollouts"]:
                     assert scheduler.rollouts_in_flight <= max(limit, group_size)
                 trained += indices(batch)
                 for _ in range(yields[step % len(yields)]):
@@ -262,6 +262,26 @@ async def test_a_tail_batch_suspends_the_overtaken_until_there_are_enough():
         assert indices(await next_of(scheduler)) == [0, 5]  # 0 goes on when no batch can be had without it
 
 
+async def test_suspended_groups_wait_for_places_when_they_are_due():
+    stage = Stage()
+    knobs = {"groups_per_step": 1, "max_staleness": 3, "window": 9, "tail": "tail_batch", "max_running_rollouts": 4}
+    scheduler = scheduler_of(stage.run_group, group_size=2, **knobs)
+    async with running(scheduler):
+        stage.end(1)
+        assert indices(await next_of(scheduler)) == [1]
+        await settle()
+        assert stage.started == [0, 1, 2, 3]  # in the places of 0, which is suspended
+        waiting = asyncio.ensure_future(next_of(scheduler))
+        await settle()
+        assert scheduler.rollouts_in_flight == 4  # 0 is due, and yet there is no place for it
+        assert not stage.leases[0].gate.is_open
+        stage.end(2)
+        assert indices(await waiting) == [2]
+        await settle()
+        assert stage.leases[0].gate.is_open
+        assert scheduler.rollouts_in_flight == 4
+
+
 async def test_an_unfinished_group_is_dropped_at_the_age_that_tail_allows():
     stage, journal = Stage(), Journal()
     scheduler = scheduler_of(
@@ -283,6 +303,230 @@ async def test_an_unfinished_group_is_dropped_at_the_age_that_tail_allows():
             batch.release()
         await settle()
     assert (journal.lost, stage.cancelled[:1]) == ([0], [0])
+
+
+class Stubborn(Stage):
+    """Groups that take their time when they are cancelled, and then do as `end` says."""
+
+    def __init__(self, end: str) -> None:
+        super().__init__()
+        self.clean_up = asyncio.Event()
+        self._end = end
+
+    async def run_group(self, lease: Lease) -> RolloutGroup:
+        try:
+            return await super().run_group(lease)
+        except asyncio.CancelledError:
+            await self.clean_up.wait()
+            for sibling in range(2):
+                lease.rollout_finished(Rollout(f"{lease.index}/{sibling}", str(lease.index), sibling, None))
+            if self._end == "obey":
+                raise
+            if self._end == "fail":
+                raise ValueError("it broke while it was cleaning up") from None
+            return group_of(lease.index, 0)
+
+
+@pytest.mark.parametrize("end", ["obey", "fail", "return"])
+async def test_a_group_that_ends_after_it_was_dropped_gives_its_places_back_then_and_once(end):
+    stage, journal = Stubborn(end), Journal()
+    knobs = {"groups_per_step": 1, "max_staleness": 0, "oversample": 1, "window": 5, "tail": "drop"}
+    scheduler = scheduler_of(stage.run_group, group_size=2, max_running_rollouts=4, observer=journal, **knobs)
+    async with running(scheduler) as run:
+        stage.end(1)
+        batch = await next_of(scheduler)
+        stage.version = 1
+        batch.release()
+        await settle()
+        assert journal.lost == stage.cancelled == [0]
+        assert scheduler.slots_held == 2  # nobody waits for it
+        assert scheduler.rollouts_in_flight == 4  # its two are as alive as those of group 2
+        assert stage.started == [0, 1, 2]
+        stage.clean_up.set()
+        await settle()
+        assert stage.started == [0, 1, 2, 3]
+        assert scheduler.rollouts_in_flight == 4
+        assert journal.lost == [0]
+        assert 0 not in journal.done
+        assert not run.done()
+
+
+async def test_a_group_is_dropped_before_its_first_turn():
+    stage, journal = Stage(), Journal()
+    scheduler = scheduler_of(
+        stage.run_group, groups_per_step=1, max_staleness=1, tail="drop", max_running_rollouts=3, observer=journal
+    )
+    async with running(scheduler):
+        stage.end(0, 1)
+        first, second = await next_of(scheduler), await next_of(scheduler)
+        stage.version = 1
+        first.release()
+        for _ in range(10):
+            if scheduler.next_index == 3:  # group 2 is admitted, and has not begun
+                break
+            await asyncio.sleep(0)
+        assert stage.started == [0, 1]
+        stage.version = 2
+        second.release()
+        await settle()
+        assert journal.lost == [2]
+        assert stage.started == [0, 1, 3, 4]
+        assert scheduler.rollouts_in_flight == 2
+
+
+async def test_a_cancellation_that_nobody_asked_for_is_a_failure():
+    closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    closed.cancel()
+
+    async def run_group(lease: Lease) -> RolloutGroup:
+        await closed
+        raise AssertionError("unreachable")
+
+    async with running(scheduler := scheduler_of(run_group, groups_per_step=1)):
+        with pytest.raises(StrayCancellationError, match="group-0"):
+            await next_of(scheduler)
+
+
+async def test_the_last_batch_is_short_where_the_budget_is_no_multiple_of_the_step():
+    stage = Stage()
+    stage.end(*range(9))
+    scheduler = scheduler_of(stage.run_group, budget=5, groups_per_step=2, max_staleness=0)
+    trained: list[list[int]] = []
+    async with scheduler:
+        async for batch in scheduler.batches():
+            trained.append(indices(batch))
+            stage.version += 1
+    assert trained == [[0, 1], [2, 3], [4]]
+    assert scheduler.slots_held == 0
+
+
+@pytest.mark.parametrize("tail", ["tail_batch", "drop"])
+async def test_a_short_last_batch_of_interrupted_groups(tail):
+    stage = Stage()
+    scheduler = scheduler_of(
+        stage.run_group, budget=3, groups_per_step=2, max_staleness=0, oversample=1.0, window=5, tail=tail
+    )
+    async with running(scheduler) as run:
+        stage.end(1, 2)
+        batch = await next_of(scheduler)
+        assert indices(batch) == [1, 2]
+        batch.release()
+        stage.end(0, 3)
+        (await next_of(scheduler)).release()
+        await asyncio.wait_for(run, 5)
+
+
+async def test_next_batch_says_why_there_is_none():
+    stage = Stage()
+    stage.end(*range(9))
+    scheduler = scheduler_of(stage.run_group, budget=2, groups_per_step=2)
+    async with running(scheduler) as run:
+        await next_of(scheduler)
+        await asyncio.wait_for(run, 5)
+        with pytest.raises(TrainingError, match="all groups of the budget have been handed out"):
+            await next_of(scheduler)
+
+    scheduler = scheduler_of(Stage().run_group, groups_per_step=1)
+    async with running(scheduler):
+        waiting = asyncio.ensure_future(next_of(scheduler))
+        await settle()
+    with pytest.raises(TrainingError, match=r"GroupScheduler\.run was cancelled"):
+        await waiting
+    assert scheduler.slots_held == scheduler.rollouts_in_flight == 0
+
+
+async def test_a_failing_group_is_told_of_while_others_clean_up():
+    stage = Stubborn("obey")
+    failing = asyncio.Event()
+
+    async def run_group(lease: Lease) -> RolloutGroup:
+        if lease.index:
+            return await stage.run_group(lease)
+        await failing.wait()
+        raise RuntimeError("broken reward")
+
+    scheduler = scheduler_of(run_group, groups_per_step=2)
+    run = asyncio.ensure_future(scheduler.run())
+    waiting = asyncio.ensure_future(next_of(scheduler))
+    await settle()
+    failing.set()
+    with pytest.raises(RuntimeError, match="broken reward"):
+        await waiting
+    assert not run.done()
+    stage.clean_up.set()
+    with pytest.raises(ExceptionGroup):
+        await run
+
+
+async def test_the_block_ends_with_what_a_group_raised_whatever_its_body_waits_for():
+    async def run_group(lease: Lease) -> RolloutGroup:
+        raise RuntimeError("broken reward")
+
+    for wait in (asyncio.Event().wait, None):
+        with pytest.raises(RuntimeError, match="broken reward"):
+            async with asyncio.timeout(5), scheduler_of(run_group, groups_per_step=1) as scheduler:
+                await (wait or scheduler.next_batch)()
+
+
+async def test_the_block_ends_with_what_its_body_raised_and_no_group_outlives_it():
+    stage = Stage()
+    scheduler = scheduler_of(stage.run_group, groups_per_step=1, max_staleness=1)
+
+    async def block() -> None:
+        async with scheduler:
+            await settle()
+            raise KeyError("trainer")
+
+    with pytest.raises(KeyError, match="trainer"):
+        await block()
+    assert sorted(stage.cancelled) == [0, 1]
+    assert scheduler.slots_held == scheduler.rollouts_in_flight == 0
+
+
+async def test_leaving_the_block_early_is_fine_and_cancelling_it_cancels_the_groups():
+    stage = Stage()
+    async with scheduler_of(stage.run_group, groups_per_step=1, max_staleness=0) as scheduler:
+        stage.end(0)
+        async for _batch in scheduler.batches():
+            break
+    stage = Stage()
+
+    async def block() -> None:
+        async with scheduler_of(stage.run_group, groups_per_step=1, max_staleness=0) as scheduler:
+            await scheduler.next_batch()
+
+    task = asyncio.ensure_future(block())
+    await settle()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert stage.cancelled == [0]
+
+
+async def test_batches_that_cannot_be_handed_out_again_are_refused_at_once():
+    backlog = Backlog(next_index=3, unsettled=[0, 1, 2], finished={2: group_of(2, 0)}, batches=[[0, 2]])
+    stage = Stage()
+    with pytest.raises(ConfigError, match=r"groups \[0, 2\] .* group 2 would never start .*groups_per_step = 1"):
+        scheduler_of(stage.run_group, groups_per_step=1, max_staleness=1, backlog=backlog)
+    with pytest.raises(ConfigError, match="2 groups more to train"):
+        scheduler_of(stage.run_group, groups_per_step=2, budget=2, backlog=backlog)
+    scheduler_of(stage.run_group, groups_per_step=3, max_staleness=0, backlog=backlog)
+
+
+async def test_an_aborted_group_is_counted_as_such():
+    async def run_group(lease: Lease) -> RolloutGroup:
+        group = group_of(lease.index, 0)
+        group.rollouts[0].status = RolloutStatus.ABORTED
+        return group
+
+    journal = Journal()
+    journal.dropped = lambda index, reason: journal.lost.append(reason)
+    config = SchedulingConfig(groups_per_step=1, max_refills=1)
+    scheduler = GroupScheduler(run_group, config, group_size=1, budget=4, observer=journal)
+    async with running(scheduler):
+        with pytest.raises(TrainingError, match=r"aborted \("):
+            await next_of(scheduler)
+    assert set(journal.lost) == {"aborted"}
 
 
 async def test_a_backlog_is_taken_up_where_it_was_left():

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from titan_rl.config.sections import SchedulingConfig
+from titan_rl.errors import ConfigError
 from titan_rl.rollout.types import RolloutGroup
 
 
@@ -22,6 +25,28 @@ class Backlog:
     unsettled: Sequence[int] = ()  # ascending
     finished: Mapping[int, RolloutGroup] = field(default_factory=dict[int, RolloutGroup])
     batches: Sequence[Sequence[int]] = ()  # handed out since, to be handed out again just so
+
+    def check_admission(self, settings: SchedulingConfig, budget: int) -> None:
+        """Every batch can be handed out again: its groups are admitted by the time that those before it are pulled.
+
+        Raises:
+            ConfigError: they would not be, because the settings are others than those of the earlier run.
+        """
+        queue, admitted, left = deque(list(self.unsettled)[:budget]), set[int](), budget
+        for batch in self.batches:
+            if left <= 0:
+                return
+            while queue and len(admitted) < settings.num_slots:
+                admitted.add(queue.popleft())
+            if missing := set(batch) - admitted:
+                raise ConfigError(
+                    f"the batch of groups {list(batch)} cannot be trained again as it was: group {min(missing)} would "
+                    f"never start with scheduling.groups_per_step = {settings.groups_per_step}, max_staleness = "
+                    f"{settings.max_staleness}, oversample = {settings.oversample:g} ({settings.num_slots} slots) and "
+                    f"{budget} groups more to train; resume with the settings that the run had"
+                )
+            admitted -= set(batch)
+            left -= len(batch)
 
 
 class SchedulerObserver(Protocol):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from titan_rl.config.sections import SchedulingConfig
+from titan_rl.errors import TrainingError
 from titan_rl.rollout.types import RolloutGroup
 
 
@@ -12,7 +14,7 @@ from titan_rl.rollout.types import RolloutGroup
 class GroupBatch:
     """Groups that hold their slots until `release`."""
 
-    groups: list[RolloutGroup]  # [groups_per_step], the oldest first
+    groups: list[RolloutGroup]  # [groups_per_step], the oldest first; the last batch may have fewer
     version: int  # that the step on them starts from
     metrics: Mapping[str, float]  # see Ledger.close_batch
     on_release: Callable[[], None]
@@ -20,3 +22,17 @@ class GroupBatch:
     def release(self) -> None:
         """Give the slots back: call once, after the generators have pulled the version trained on these groups."""
         self.on_release()
+
+
+def check_age(groups: Sequence[RolloutGroup], version: int, settings: SchedulingConfig) -> None:
+    """No token of a batch is older than the bound when the step from `version` is trained on it.
+
+    Raises:
+        TrainingError: one is.
+    """
+    oldest = min((v for group in groups for v in group.versions), default=version)
+    if version - oldest > settings.age_bound:
+        raise TrainingError(
+            f"a token of version {oldest} reached the step from version {version}, but with "
+            f"scheduling.max_staleness = {settings.max_staleness} tokens are at most {settings.age_bound} versions old"
+        )

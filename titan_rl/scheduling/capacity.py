@@ -5,6 +5,21 @@ from __future__ import annotations
 import asyncio
 
 
+class Places:
+    """Of the rollouts of one group. It gives back what it holds and nothing more, however often it is told to."""
+
+    def __init__(self, capacity: RolloutCapacity | None = None, held: int = 0) -> None:
+        self.held = held
+        self._capacity = capacity
+
+    def keep(self, count: int) -> None:
+        """Give back what is held beyond `count`."""
+        surplus = self.held - count
+        if surplus > 0 and self._capacity is not None:
+            self.held = count
+            self._capacity._give_back(surplus)  # pyright: ignore[reportPrivateUsage]
+
+
 class RolloutCapacity:
     """Counts rollouts in flight, against an optional limit. First come, first served."""
 
@@ -14,20 +29,16 @@ class RolloutCapacity:
         self._freed = asyncio.Event()
         self._turn = asyncio.Lock()
 
-    async def take(self, count: int) -> None:
+    async def take(self, count: int) -> Places:
         """Wait until `count` more fit. What is larger than the limit starts when nothing else is in flight."""
         async with self._turn:
             while not self._fits(count):
                 self._freed.clear()
                 await self._freed.wait()
             self.in_flight += count
+        return Places(self, count)
 
-    def take_again(self, count: int) -> None:
-        """Count rollouts that go on after a suspension. They were let in long ago, and wait for nobody."""
-        self.in_flight += count
-
-    def give_back(self, count: int) -> None:
-        assert 0 <= count <= self.in_flight, "what is in flight is given back exactly once"
+    def _give_back(self, count: int) -> None:
         self.in_flight -= count
         self._freed.set()
 

@@ -14,9 +14,11 @@ GroupFilter = Callable[[RolloutGroup], str | None]
 
 
 def too_few_siblings(group: RolloutGroup) -> str | None:
-    """An advantage needs two siblings to compare. `failed` where errors are what left fewer."""
+    """An advantage needs two siblings to compare. `aborted` or `failed` where that is what left fewer."""
     if sum(rollout.advantage is not None for rollout in group.rollouts) >= 2:
         return None
+    if group.is_aborted:
+        return "aborted"
     return "failed" if any(rollout.status.is_error for rollout in group.rollouts) else "too_few_siblings"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from titan_rl.rollout.types import Rollout, RolloutGroup
-from titan_rl.scheduling.capacity import RolloutCapacity
+from titan_rl.scheduling.capacity import Places, RolloutCapacity
 from titan_rl.scheduling.gate import Gate
 from titan_rl.scheduling.ledger import GroupState, Ledger
 from titan_rl.scheduling.slots import Slot
@@ -13,6 +13,9 @@ from titan_rl.scheduling.slots import Slot
 
 class Lease:
     """Handed to what runs the group: it plays through `gate`, and says when a sibling is done.
+
+    Its two parts end apart. The slot goes when the group is settled, which is when its step has been pulled or when it
+    is dropped. The places go as the rollouts end, also those of a dropped group that takes its time.
 
     Example:
 
@@ -22,46 +25,64 @@ class Lease:
             return await rollouter.run_group(generate, sample_of(lease.index), on_finished=lease.rollout_finished, ...)
     """
 
-    def __init__(self, index: int, slot: Slot, ledger: Ledger, capacity: RolloutCapacity) -> None:
+    def __init__(self, index: int, slot: Slot, ledger: Ledger) -> None:
         self.index = index  # position in the data
         self.gate = Gate()  # closed while the group is suspended
         self.version = -1  # newest one pulled when it started
         self.group: RolloutGroup | None = None  # when it has finished
-        self.task: asyncio.Task[None] | None = None
         self._slot = slot
         self._ledger = ledger
-        self._capacity = capacity
-        self._in_flight = 0  # rollouts that have not finished
+        self._places = Places()
+        self._unfinished = 0  # rollouts
+        self._due = asyncio.Event()  # a suspended group may go on
         self._state: GroupState | None = None
         self._move(GroupState.PENDING)
 
     @property
     def state(self) -> GroupState | None:
+        """None once it is settled."""
         return self._state
 
     def rollout_finished(self, rollout: Rollout) -> None:
         """One sibling is done; the next group may take its place."""
-        self._land(1)
+        self._unfinished = max(0, self._unfinished - 1)
+        self._places.keep(self._unfinished)
 
-    def start(self, num_rollouts: int, version: int) -> None:
-        """The capacity for its rollouts has been taken."""
-        self._in_flight, self.version = num_rollouts, version
+    def start(self, places: Places, version: int) -> None:
+        self._places, self._unfinished, self.version = places, places.held, version
         self._move(GroupState.RUNNING)
 
     def suspend(self) -> None:
-        """Give the places in flight back. What is in the engines has to be ended apart: `gate.end_in_flight`."""
+        """From now on no request of the group begins. `sit_out` is what follows."""
         self.gate.close()
-        self._capacity.give_back(self._in_flight)
+        self._due.clear()
         self._move(GroupState.SUSPENDED)
 
-    def resume(self) -> None:
-        self._capacity.take_again(self._in_flight)
-        self._move(GroupState.RUNNING)
-        self.gate.open()
+    async def sit_out(self, capacity: RolloutCapacity) -> None:
+        """Free the engines, wait until the group is due, take places again, and go on."""
+        await self.gate.end_in_flight()
+        self._places.keep(0)
+        await self._due.wait()
+        if self._unfinished:
+            places = await capacity.take(self._unfinished)
+            places.keep(self._unfinished)  # fewer, if siblings ended while it waited
+            self._places = places
+        if self._state is GroupState.SUSPENDED:
+            self._move(GroupState.RUNNING)
+            self.gate.open()
+
+    def make_due(self) -> None:
+        """A suspended group goes on as soon as there are places."""
+        self._due.set()
+
+    def has_ended(self) -> None:
+        """What ran the group has returned, or failed: no rollout of it is in flight."""
+        self._unfinished = 0
+        self._places.keep(0)
+        self._due.set()
 
     def finish(self, group: RolloutGroup) -> None:
         self.group = group
-        self._land(self._in_flight)
         self._move(GroupState.DONE)
 
     def train(self) -> RolloutGroup:
@@ -69,16 +90,10 @@ class Lease:
         self._move(GroupState.TRAINING)
         return self.group
 
-    def end(self) -> None:
-        """Give everything back, once."""
-        self._land(self._in_flight)
+    def settle(self) -> None:
+        """Give the slot back, once."""
         self._slot.release()
         self._move(None)
-
-    def _land(self, count: int) -> None:
-        self._in_flight -= count
-        if self._state is not GroupState.SUSPENDED:
-            self._capacity.give_back(count)
 
     def _move(self, state: GroupState | None) -> None:
         self._ledger.move(self._state, state)

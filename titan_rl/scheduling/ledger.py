@@ -53,7 +53,11 @@ class Ledger:
         """`group` is None where it never finished; its tokens are not known then."""
         self._dropped[reason] += 1
         if group is not None:
-            self._wasted_tokens += sum(lengths(group))
+            self.wasted(group)
+
+    def wasted(self, group: RolloutGroup) -> None:
+        """It finished, and is not trained on."""
+        self._wasted_tokens += sum(lengths(group))
 
     def close_batch(self, groups: Sequence[RolloutGroup], version: int) -> dict[str, float]:
         """The metrics of one batch, and a new page.

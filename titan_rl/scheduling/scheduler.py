@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
+import logging
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import partial
 from itertools import chain, count
-from typing import Protocol
+from types import TracebackType
+from typing import Protocol, Self
 
 from titan_rl.config.sections import SchedulingConfig
 from titan_rl.errors import TrainingError
 from titan_rl.rollout.types import RolloutGroup
 from titan_rl.scheduling.backlog import Backlog, SchedulerObserver
-from titan_rl.scheduling.batch import GroupBatch
+from titan_rl.scheduling.batch import GroupBatch, check_age
 from titan_rl.scheduling.capacity import RolloutCapacity
 from titan_rl.scheduling.filters import GroupFilter, first_error, first_reason, too_few_siblings
 from titan_rl.scheduling.lease import Lease
 from titan_rl.scheduling.ledger import GroupState, Ledger
+from titan_rl.scheduling.patience import Patience
 from titan_rl.scheduling.slots import SlotPool
+from titan_rl.scheduling.task_scope import TaskScope
 from titan_rl.scheduling.window import choose
+
+logger = logging.getLogger(__name__)
 
 
 class RunGroup(Protocol):
@@ -43,14 +49,28 @@ class GroupScheduler:
     A group that a batch leaves unfinished goes on, later also under newer weights. By `settings.tail` it may wait for
     others like it, so that the slowest run together, or be dropped at an age.
 
-    `run` admits groups until it is cancelled or the budget is spent. An exception of a group ends `run` with it.
+    An exception of a group ends everything: the block is left with it.
+
+    Example, a loop that has the weights pulled before it goes on:
+
+        async with GroupScheduler(run_group, SchedulingConfig(), group_size=8, budget=steps * 16) as scheduler:
+            async for batch in scheduler.batches():
+                result = await asyncio.to_thread(trainer.step, samples_of(batch.groups))
+                await router.pull_state_dict(result.version)
+
+    One that trains while the generators pull takes `next_batch` and calls the batch's `release` itself, and one that
+    has a task group of its own may await `run` there, in place of the block.
 
     Args:
         group_size: rollouts of a group, for `settings.max_running_rollouts`.
-        budget: groups to be trained on from now on; a dropped one is replaced.
+        budget: groups to be trained on from now on; a dropped one is replaced. Where it is no multiple of
+            `settings.groups_per_step`, the last batch has fewer.
         filters: say which finished groups cannot be trained on. Such a group returns its slot at once.
         version: newest version pulled.
         clock: seconds, for the metrics; by default the event loop's.
+
+    Raises:
+        ConfigError: the settings would never admit what `backlog` has to hand out again.
     """
 
     def __init__(
@@ -66,6 +86,8 @@ class GroupScheduler:
         observer: SchedulerObserver | None = None,
         clock: Callable[[], float] | None = None,
     ) -> None:
+        if budget < 0:
+            raise ValueError(f"GroupScheduler budget is {budget}; it must not be negative")
         self._run_group = run_group
         self._settings = settings
         self._group_size = group_size
@@ -73,18 +95,24 @@ class GroupScheduler:
         self._version = version
         self._next_version = version  # that the next batch is trained from
         self._backlog = backlog or Backlog()
+        self._backlog.check_admission(settings, budget)
         self._replay = deque(self._backlog.batches)
         self._next_index = self._backlog.next_index
         self._observer = observer
         self._ledger = Ledger(clock or asyncio.get_running_loop().time)
         self._slots = SlotPool(settings.num_slots)
         self._capacity = RolloutCapacity(settings.max_running_rollouts)
-        self._budget = asyncio.Semaphore(budget)  # groups that may still be admitted
+        self._left = budget  # groups that batches are still to be made of
+        self._permits = asyncio.Semaphore(budget)  # groups that may still be admitted
         self._waiting: dict[int, Lease] = {}  # neither in a batch nor dropped; ascending
-        self._tasks = asyncio.TaskGroup()
         self._changed = asyncio.Event()
-        self._drops: Counter[str] = Counter()  # since the last batch
-        self._failures: list[str] = []  # of groups in a row
+        self._tasks = TaskScope(on_error=self._changed.set)
+        self._playing: dict[int, asyncio.Task[None]] = {}
+        self._patience = Patience(settings)
+        self._is_running = self._is_over = False  # `run` has begun, has ended
+        self._handed_out = asyncio.Event()  # the whole budget
+        if not budget:
+            self._handed_out.set()
 
     @property
     def slots_held(self) -> int:
@@ -99,58 +127,124 @@ class GroupScheduler:
         """The data position: the sample number that is admitted next."""
         return self._next_index
 
+    async def __aenter__(self) -> Self:
+        """`run` begins, and ends with the block."""
+        self._block = asyncio.TaskGroup()
+        await self._block.__aenter__()
+        self._running = self._block.create_task(self.run(), name="scheduler")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._running.cancel()
+        failed = False
+        try:
+            await self._block.__aexit__(kind, error, traceback)
+        except BaseExceptionGroup:
+            failed = True
+        if failed and (error is None or isinstance(error, asyncio.CancelledError)):
+            assert self._tasks.error is not None, "a task that fails says so"
+            raise self._tasks.error  # itself, and not a group that holds it
+
     async def run(self) -> None:
-        """Admit groups as slots come free. Cancelling it cancels every unfinished group. Awaited once."""
-        async with self._tasks:
-            for index in chain(self._backlog.unsettled, count(self._backlog.next_index)):
-                await self._budget.acquire()
-                lease = Lease(index, await self._slots.acquire(), self._ledger, self._capacity)
-                self._waiting[index] = lease
-                self._next_index = max(self._next_index, index + 1)
-                if (group := self._backlog.finished.get(index)) is not None:
-                    lease.finish(group)
-                    self._changed.set()
-                    continue
-                await self._capacity.take(self._group_size)
-                lease.start(self._group_size, self._version)
-                lease.task = self._tasks.create_task(self._play(lease), name=f"group-{index}")
+        """Admit groups as slots come free, until all of the budget are handed out.
+
+        Awaited once. Cancelling it cancels every unfinished group, and `next_batch` raises from then on.
+        """
+        if self._is_running:
+            raise RuntimeError("GroupScheduler.run is awaited once")
+        self._is_running = True
+        try:
+            async with self._tasks:
+                admission = self._tasks.begin(self._admit, "admission")
+                await self._handed_out.wait()
+                admission.cancel()
+        finally:
+            self._is_over = True
+            for lease in self._waiting.values():
+                lease.settle()
+            self._waiting.clear()
+            self._changed.set()
+
+    async def batches(self) -> AsyncGenerator[GroupBatch]:
+        """Every batch of the budget. One is released when the next is asked for: until then its version is pulled.
+
+        Raises:
+            As `next_batch`.
+        """
+        while self._left:
+            batch = await self.next_batch()
+            yield batch
+            batch.release()
 
     async def next_batch(self) -> GroupBatch:
         """The next `groups_per_step` groups to train on, as soon as so many can be had.
 
         Raises:
             TrainingError: too many groups were dropped since the last batch, or lost to errors in a row; or a token
-                is older than the bound, which only a generator that pulled other weights than it says can bring about.
+                is older than the bound, which only a generator that pulled other weights than it says can bring about;
+                or there are no further batches, because the budget is handed out or `run` was cancelled.
+            Exception: what a group raised.
         """
+        self._check_going()
         self._drop_stale()
-        while not (leases := self._choose()):
-            self._give_up_if_hopeless()
+        while not (indices := self._next_indices()):
+            self._patience.check()
             self._resume_tail_if_due()
             self._changed.clear()
             await self._changed.wait()
+            self._check_going()
             self._drop_stale()
+        if self._replay:
+            self._replay.popleft()
         version = self._next_version
         self._next_version += 1
-        for lease in leases:
-            del self._waiting[lease.index]
+        leases = [self._waiting.pop(index) for index in indices]
+        self._left = max(0, self._left - len(leases))
+        if not self._left:
+            self._handed_out.set()
         groups = [lease.train() for lease in leases]
-        self._check_age(groups, version)
-        self._drops.clear()
+        check_age(groups, version, self._settings)
+        self._patience.batch_found()
         if self._observer is not None:
-            self._observer.batch(version, [lease.index for lease in leases])
+            self._observer.batch(version, indices)
         if self._settings.tail == "tail_batch":
-            self._suspend_overtaken(leases[-1].index)
+            self._suspend_overtaken(indices[-1])
         metrics = self._ledger.close_batch(groups, version)
         return GroupBatch(groups, version, metrics, partial(self._release, leases, version + 1))
 
+    async def _admit(self) -> None:
+        for index in chain(self._backlog.unsettled, count(self._backlog.next_index)):
+            await self._permits.acquire()
+            lease = Lease(index, await self._slots.acquire(), self._ledger)
+            self._waiting[index] = lease
+            self._next_index = max(self._next_index, index + 1)
+            if (group := self._backlog.finished.get(index)) is not None:
+                lease.finish(group)
+                self._changed.set()
+                continue
+            lease.start(await self._capacity.take(self._group_size), self._version)
+            self._playing[index] = task = self._tasks.begin(partial(self._play, lease), f"group-{index}")
+            task.add_done_callback(partial(self._note_end, lease))
+
     async def _play(self, lease: Lease) -> None:
-        group = await self._run_group(lease)
+        try:
+            group = await self._run_group(lease)
+        except Exception as error:
+            if lease.state is not None:
+                raise
+            logger.warning("group %d failed after it was dropped: %r", lease.index, error)
+            return
         self._ledger.finished(group)
+        if lease.state is None:  # it was dropped, and returned all the same
+            self._ledger.wasted(group)
+            return
         reason = first_reason(self._filters, group)
         if reason == "failed":
-            self._failures.append(first_error(group))
+            self._patience.lost(first_error(group))
         else:
-            self._failures.clear()
+            self._patience.played()
         if reason is None:
             lease.finish(group)
             if self._observer is not None:
@@ -159,12 +253,17 @@ class GroupScheduler:
             self._drop(lease, reason, group)
         self._changed.set()
 
+    def _note_end(self, lease: Lease, task: asyncio.Task[None]) -> None:
+        """Of a group's task, also of one that was cancelled before its first turn."""
+        del self._playing[lease.index]
+        lease.has_ended()
+
     def _drop(self, lease: Lease, reason: str, group: RolloutGroup | None = None) -> None:
         """Give up on a group; another one is admitted for it."""
         del self._waiting[lease.index]
-        lease.end()
-        self._budget.release()
-        self._drops[reason] += 1
+        lease.settle()
+        self._permits.release()
+        self._patience.dropped(reason)
         self._ledger.dropped(reason, group)
         if self._observer is not None:
             self._observer.dropped(lease.index, reason, group)
@@ -179,20 +278,20 @@ class GroupScheduler:
             if versions and max(versions) < self._next_version - max_age:
                 self._drop(lease, "too_stale", lease.group)
 
-    def _choose(self) -> list[Lease]:
+    def _next_indices(self) -> list[int]:
         """The groups of the next batch; none while there are too few."""
         if self._replay:
-            indices = list(self._replay[0])
-            if not all(self._is_done(index) for index in indices):
-                return []
-            self._replay.popleft()
-        else:
-            indices = self._choose_among(self._is_done)
-        return [self._waiting[index] for index in indices] if len(indices) == self._settings.groups_per_step else []
+            return list(self._replay[0]) if all(map(self._is_done, self._replay[0])) else []
+        indices = self._choose_among(self._is_done)
+        return indices if len(indices) == self._batch_size else []
 
     def _choose_among(self, is_ready: Callable[[int], bool]) -> list[int]:
-        size, window = self._settings.groups_per_step, self._settings.overtaking_window
-        return choose(self._waiting, is_ready, size=size, window=window)
+        window = self._settings.overtaking_window
+        return choose(self._waiting, is_ready, size=self._batch_size, window=window)
+
+    @property
+    def _batch_size(self) -> int:
+        return min(self._settings.groups_per_step, self._left)
 
     def _is_done(self, index: int) -> bool:
         return index in self._waiting and self._waiting[index].state is GroupState.DONE
@@ -201,12 +300,11 @@ class GroupScheduler:
         """The generators have pulled what was trained on these."""
         self._version = version
         for lease in leases:
-            lease.end()
+            lease.settle()
         if self._settings.tail == "drop":
             for lease in list(self._waiting.values()):
                 if lease.state is GroupState.RUNNING and version - lease.version >= self._settings.tail_age:
-                    assert lease.task is not None, "what runs has a task"
-                    lease.task.cancel()
+                    self._playing[lease.index].cancel()
                     self._drop(lease, "too_old")
         self._changed.set()
 
@@ -214,37 +312,21 @@ class GroupScheduler:
         for lease in self._waiting.values():
             if lease.index < newest and lease.state is GroupState.RUNNING:
                 lease.suspend()
-                self._tasks.create_task(lease.gate.end_in_flight(), name=f"suspend-{lease.index}")
+                self._tasks.begin(partial(lease.sit_out, self._capacity), f"suspend-{lease.index}")
 
     def _resume_tail_if_due(self) -> None:
         """Suspended groups go on together: when they make a batch, or when none can be had without them."""
         suspended = [lease for lease in self._waiting.values() if lease.state is GroupState.SUSPENDED]
         others = self._choose_among(lambda index: self._waiting[index].state is not GroupState.SUSPENDED)
-        more_can_come = self._slots.free and not self._budget.locked()
-        size = self._settings.groups_per_step
-        if len(suspended) >= size or (len(others) < size and not more_can_come):
+        more_can_come = self._slots.free and not self._permits.locked()
+        if len(suspended) >= self._batch_size or (len(others) < self._batch_size and not more_can_come):
             for lease in suspended:
-                lease.resume()
+                lease.make_due()
 
-    def _give_up_if_hopeless(self) -> None:
-        settings = self._settings
-        if self._drops.total() > settings.max_refills * settings.groups_per_step:
-            reasons = ", ".join(f"{reason} ({count})" for reason, count in self._drops.most_common())
-            raise TrainingError(
-                f"{self._drops.total()} groups in a row could not be trained on: {reasons}; "
-                f"raise scheduling.max_refills = {settings.max_refills} if this is expected"
-            )
-        if len(self._failures) >= settings.max_failed_groups:
-            raise TrainingError(
-                f"{len(self._failures)} groups in a row were lost to errors, the first to {self._failures[0]}; "
-                f"rollouts.jsonl has them all; scheduling.max_failed_groups = {settings.max_failed_groups}"
-            )
-
-    def _check_age(self, groups: Sequence[RolloutGroup], version: int) -> None:
-        oldest = min((v for group in groups for v in group.versions), default=version)
-        if version - oldest > self._settings.age_bound:
-            raise TrainingError(
-                f"a token of version {oldest} reached the step from version {version}, but with "
-                f"scheduling.max_staleness = {self._settings.max_staleness} tokens are at most "
-                f"{self._settings.age_bound} versions old"
-            )
+    def _check_going(self) -> None:
+        if self._tasks.error is not None:
+            raise self._tasks.error
+        if not self._left:
+            raise TrainingError("there is no further batch: all groups of the budget have been handed out")
+        if self._is_over:
+            raise TrainingError("there is no further batch: GroupScheduler.run was cancelled")

@@ -134,8 +134,8 @@ class _Simulation:
         async with asyncio.TaskGroup() as background:
             tasks = [background.create_task(replica.run()) for replica in self._replicas]
             await self._router.pull_state_dict(0)
-            tasks.append(background.create_task(self._scheduler.run()))
-            result = await self._train(num_steps, warmup, background)
+            async with self._scheduler:
+                result = await self._train(num_steps, warmup, background)
             for task in tasks:
                 task.cancel()
         return result

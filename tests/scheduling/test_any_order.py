@@ -1,0 +1,213 @@
+"""GroupScheduler under any order of events, several of them in one turn of the event loop.
+
+Groups end a sibling at a time. One that is cancelled takes as long as it likes, and then obeys, fails, or returns as if
+nothing had happened. Whatever the order: what is taken is given back once, and no limit is exceeded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from titan_rl import Completion, FinishReason, Rollout, RolloutGroup, Turn, VersionSpan
+from titan_rl.config.sections import SchedulingConfig
+from titan_rl.scheduling.batch import GroupBatch
+from titan_rl.scheduling.lease import Lease
+from titan_rl.scheduling.scheduler import GroupScheduler
+
+
+class Played:
+    """One group that is being played."""
+
+    def __init__(self, lease: Lease, version: int, group_size: int) -> None:
+        self.lease = lease
+        self.version = version
+        self.left = group_size  # siblings
+        self.over = asyncio.Event()
+        self.cleaned = asyncio.Event()
+        self.is_cancelled = False
+
+    def finish_sibling(self) -> None:
+        if self.left and not self.is_cancelled:
+            self.left -= 1
+            self.lease.rollout_finished(rollout_of(self.lease.index, self.left, self.version))
+            if not self.left:
+                self.over.set()
+
+
+def rollout_of(index: int, sibling: int, version: int) -> Rollout:
+    completion = Completion("r", [1], [0.0], FinishReason.STOP, [VersionSpan(version, 1)])
+    return Rollout(f"{index}/{sibling}", str(index), sibling, None, turns=[Turn([0], completion)])
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """What may happen to a scheduler, by whoever."""
+
+    @initialize(
+        knobs=st.fixed_dictionaries(
+            {
+                "groups_per_step": st.integers(1, 3),
+                "max_staleness": st.integers(0, 2),
+                "oversample": st.sampled_from([0.0, 1.0, 2.0]),
+                "window": st.sampled_from([None, 1, 5]),
+                "tail": st.sampled_from(["carry_over", "tail_batch", "drop"]),
+                "tail_age": st.integers(1, 2),
+                "max_running_rollouts": st.sampled_from([None, 2, 5]),
+            }
+        ),
+        group_size=st.integers(1, 3),
+        budget=st.integers(1, 12),
+        dropped=st.sets(st.integers(0, 6), max_size=2),
+        ends=st.lists(st.sampled_from(["obeys", "fails", "returns"]), min_size=1, max_size=5),
+    )
+    def start(self, knobs: dict[str, Any], group_size: int, budget: int, dropped: set[int], ends: list[str]) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.config = SchedulingConfig(max_refills=100, **knobs)
+        self.group_size, self.budget, self.ends = group_size, budget, ends
+        self.version = 0
+        self.playing: dict[int, Played] = {}
+        self.batches: list[GroupBatch] = []
+        self.trained: list[int] = []
+        self.lost: list[int] = []
+        self.finished_indices: list[int] = []
+        self.asked: asyncio.Task[GroupBatch] | None = None
+
+        async def make() -> GroupScheduler:
+            return GroupScheduler(
+                self.run_group,
+                self.config,
+                group_size=group_size,
+                budget=budget,
+                filters=[lambda group: "picked" if int(group.group_id) in dropped else None],
+                observer=self,
+            )
+
+        self.scheduler = self.loop.run_until_complete(make())
+        self.running = self.loop.create_task(self.scheduler.run())
+
+    async def run_group(self, lease: Lease) -> RolloutGroup:
+        played = self.playing[lease.index] = Played(lease, self.version, self.group_size)
+        try:
+            await played.over.wait()
+        except asyncio.CancelledError:
+            played.is_cancelled = True
+            await played.cleaned.wait()
+            match self.ends[lease.index % len(self.ends)]:
+                case "obeys":
+                    raise
+                case "fails":
+                    raise ValueError("it broke while it was cleaning up") from None
+                case _:
+                    pass
+        finally:
+            del self.playing[lease.index]
+        rollouts = [rollout_of(lease.index, sibling, played.version) for sibling in range(self.group_size)]
+        return RolloutGroup(str(lease.index), None, rollouts)
+
+    # The scheduler's observer
+
+    def finished(self, index: int, group: RolloutGroup) -> None:
+        assert index not in self.lost
+        self.finished_indices.append(index)
+
+    def dropped(self, index: int, reason: str) -> None:
+        assert index not in self.lost
+        self.lost.append(index)
+
+    def batch(self, version: int, indices: list[int]) -> None:
+        assert not set(indices) & set(self.lost)
+
+    # What happens
+
+    def finish_siblings(self, draw: Callable[[int], int]) -> None:
+        if self.playing:
+            list(self.playing.values())[draw(len(self.playing))].finish_sibling()
+
+    def clean_up(self, draw: Callable[[int], int]) -> None:
+        if cancelled := [played for played in self.playing.values() if played.is_cancelled]:
+            cancelled[draw(len(cancelled))].cleaned.set()
+
+    def ask(self, draw: Callable[[int], int]) -> None:
+        if self.asked is None and len(self.trained) < self.budget:
+            self.asked = self.loop.create_task(self.scheduler.next_batch())
+
+    def release(self, draw: Callable[[int], int]) -> None:
+        if self.batches:
+            self.version += 1
+            self.batches.pop(0).release()
+
+    @rule(
+        events=st.lists(
+            st.tuples(st.sampled_from(["finish_siblings", "clean_up", "ask", "release"]), st.integers(0, 10**6)),
+            min_size=1,
+            max_size=6,
+        ),
+        turns=st.integers(0, 8),
+    )
+    def happen_in_one_turn(self, events: list[tuple[str, int]], turns: int) -> None:
+        async def turn() -> None:
+            for name, number in events:
+                getattr(self, name)(lambda size, number=number: number % size)
+            for _ in range(turns):
+                await asyncio.sleep(0)
+
+        self.do(turn())
+
+    def do(self, work: Awaitable[None]) -> None:
+        self.loop.run_until_complete(work)
+        if self.asked is not None and self.asked.done():
+            batch, self.asked = self.asked.result(), None
+            self.trained += [int(group.group_id) for group in batch.groups]
+            self.batches.append(batch)
+
+    @invariant()
+    def limits_hold(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        assert not self.running.done() or len(self.trained) == self.budget
+        assert 0 <= self.scheduler.slots_held <= self.config.num_slots
+        in_flight = sum(
+            played.left for played in self.playing.values() if played.lease.gate.is_open or played.is_cancelled
+        )
+        assert in_flight <= self.scheduler.rollouts_in_flight
+        if limit := self.config.max_running_rollouts:
+            assert self.scheduler.rollouts_in_flight <= max(limit, self.group_size)
+        assert len(self.trained) == len(set(self.trained))
+
+    def teardown(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        for _ in range(400):
+            if self.running.done() and not self.batches:
+                break
+            for name in ("ask", "clean_up", "release"):
+                self.happen(name)
+            for played in list(self.playing.values()):
+                played.finish_sibling()
+        assert self.running.done(), "every group of the budget is handed out"
+        self.running.result()
+        self.happen("ask")
+        assert len(self.trained) == len(set(self.trained)) == self.budget
+        assert sorted([*self.trained, *self.lost]) == list(range(self.scheduler.next_index))
+        assert set(self.trained) <= set(self.finished_indices)
+        assert self.scheduler.slots_held == 0
+        assert self.scheduler.rollouts_in_flight == 0
+        assert asyncio.all_tasks(self.loop) == set()
+        self.loop.close()
+
+    def happen(self, name: str) -> None:
+        async def turn() -> None:
+            getattr(self, name)(lambda size: 0)
+            for _ in range(6):
+                await asyncio.sleep(0)
+
+        self.do(turn())
+
+
+SchedulerMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+TestScheduler = SchedulerMachine.TestCase
