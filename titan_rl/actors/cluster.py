@@ -33,6 +33,7 @@ TRAINER = "trainer"
 GENERATOR = "generator-"
 WORKER = "rollout-worker-"
 STOP_TIMEOUT_S = 30.0
+KILL_TIMEOUT_S = 5.0
 
 
 class Cluster:
@@ -177,13 +178,16 @@ class Cluster:
         self._ended.put_nowait(peer)
 
     async def close(self) -> None:
-        """End every process."""
-        for peer in self._peers.values():
-            peer.close()
+        """End every process. None has anything left to save, so they are killed: Monarch's orderly stop takes seconds,
+        and is for those that were still starting."""
         for replica in self._opened:
             replica.hang_up()
-        with contextlib.suppress(ActorDiedError):
-            await call(self._supervisor.terminate, who="supervisor", timeout_s=STOP_TIMEOUT_S)
+        peers = list(self._peers.values())
+        stopped = await asyncio.gather(*(peer.stop(KILL_TIMEOUT_S) for peer in peers))
+        left = tuple(peer.id for peer, is_gone in zip(peers, stopped, strict=True) if not is_gone)
+        if left:
+            with contextlib.suppress(ActorDiedError):
+                await call(self._supervisor.terminate, left, who="supervisor", timeout_s=STOP_TIMEOUT_S)
 
     @property
     def _run_id(self) -> str:
