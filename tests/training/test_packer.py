@@ -55,6 +55,40 @@ def test_invariants(lengths: list[int], row_tokens: int):
     assert packing == pack(families, row_tokens)
 
 
+def test_no_rank_is_left_without_a_row():
+    packing = pack([family(300) for _ in range(9)], row_tokens=1024, multiple_of=4)
+    assert packing.row_lengths == [900, 600, 600, 600]
+
+
+def test_fewer_families_than_ranks_have_a_row_each():
+    packing = pack([family(4), family(3), family(5)], row_tokens=16, multiple_of=4)
+    assert sorted(packing.row_lengths) == [3, 4, 5]
+
+
+@settings(max_examples=examples(200))
+@given(st.lists(st.integers(1, 1100), max_size=60), st.sampled_from([64, 500, 1024]), st.integers(2, 8))
+def test_every_rank_has_as_many_rows(lengths: list[int], row_tokens: int, ranks: int):
+    families = [family(length, name=str(index)) for index, length in enumerate(lengths)]
+    packing, alone = pack(families, row_tokens, multiple_of=ranks), pack(families, row_tokens)
+    placed = [name_of(f) for row in packing.rows for f in row] + [name_of(f) for f in packing.dropped]
+    assert Counter(placed) == Counter(name_of(f) for f in families)
+    assert all(0 < length <= row_tokens for length in packing.row_lengths)
+    assert packing.dropped == alone.dropped
+    fewest = len(alone.rows) + -len(alone.rows) % ranks
+    num_fitting = len(lengths) - len(packing.dropped)
+    assert len(packing.rows) == fewest if fewest <= num_fitting else len(packing.rows) <= num_fitting
+    # No step takes longer than with the rows that one rank would have.
+    assert max(packing.row_lengths, default=0) <= max(alone.row_lengths, default=0)
+
+
+@settings(max_examples=examples(25))
+@given(st.lists(st.integers(20, 200), min_size=64, max_size=128), st.integers(2, 4))
+def test_a_batch_for_several_ranks_has_little_padding(lengths: list[int], ranks: int):
+    packing = pack([family(length) for length in lengths], row_tokens=1024, multiple_of=ranks)
+    assert len(packing.rows) % ranks == 0
+    assert packing.padding_fraction <= 0.05
+
+
 @settings(max_examples=examples(25))
 @given(st.lists(st.integers(20, 200), min_size=64, max_size=128))
 def test_a_batch_of_conversations_has_at_most_five_percent_padding(lengths: list[int]):

@@ -2,10 +2,11 @@
 
 Best-fit decreasing (Johnson, 1973): the longest first, each into the fullest row that still has room. Rows are
 then levelled: the same number of rows is packed again with the least capacity that holds, because a batch is padded
-to its longest row.
+to its longest row. Where ranks share the rows and best fit leaves one without, rows are split until each has its own.
 
 What holds of every packing: each family is in one row or dropped, whole; no row exceeds the capacity; one is
-dropped only where it is longer than a row; of two rows or more for one rank, the mean row is over half the capacity.
+dropped only where it is longer than a row; of two rows or more for one rank, the mean row is over half the capacity;
+the rows are a multiple of the ranks, unless there are fewer families than that.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 
 from titan_rl.training.family import Family
 
@@ -29,7 +31,7 @@ class Packing:
 
     @property
     def row_lengths(self) -> list[int]:
-        return [sum(family.num_tokens for family in row) for row in self.rows]
+        return [_length(row) for row in self.rows]
 
     @property
     def padding_fraction(self) -> float:
@@ -44,7 +46,7 @@ def pack(families: Sequence[Family], row_tokens: int, *, multiple_of: int = 1) -
     Args:
         row_tokens: the most tokens in one row.
         multiple_of: so many ranks share the rows. Where there are families enough, each rank gets as many rows, which
-            are then shorter, so that no rank idles while others compute.
+            are then shorter, so that no rank idles while others compute. The longest rows come first then.
     """
     assert all(family.num_tokens for family in families), "a family has no tokens"
     fitting = [family for family in families if family.num_tokens <= row_tokens]
@@ -62,7 +64,35 @@ def pack(families: Sequence[Family], row_tokens: int, *, multiple_of: int = 1) -
                 rows, high = levelled, middle
             else:
                 low = middle + 1
+        if len(rows) < most:
+            rows = min(_emptiest_first(fitting, most), _split(rows, most), key=lambda rows: max(map(_length, rows)))
+            rows.sort(key=_length, reverse=True)  # those of a micro-batch are neighbours
     return Packing(rows, dropped)
+
+
+def _split(rows: Sequence[list[Family]], count: int) -> list[list[Family]]:
+    """The longest rows in halves, until there are `count`."""
+    rows = list(rows)
+    while len(rows) < count:
+        longest = max((row for row in rows if len(row) > 1), key=_length)
+        rows.remove(longest)
+        rows += _emptiest_first(sorted(longest, key=lambda family: family.num_tokens, reverse=True), 2)
+    return rows
+
+
+def _emptiest_first(families: Sequence[Family], count: int) -> list[list[Family]]:
+    """`count` rows of at least as many families, which come longest first; each goes into the row that has least."""
+    rows: list[list[Family]] = [[] for _ in range(count)]
+    lengths = [(0, index) for index in range(count)]
+    for family in families:
+        length, index = heappop(lengths)
+        rows[index].append(family)
+        heappush(lengths, (length + family.num_tokens, index))
+    return rows
+
+
+def _length(row: Sequence[Family]) -> int:
+    return sum(family.num_tokens for family in row)
 
 
 def _best_fit(families: Sequence[Family], capacity: int) -> list[list[Family]]:
