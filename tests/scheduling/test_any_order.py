@@ -116,7 +116,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert index not in self.lost
         self.finished_indices.append(index)
 
-    def dropped(self, index: int, reason: str) -> None:
+    def dropped(self, index: int, reason: str, group: RolloutGroup | None) -> None:
         assert index not in self.lost
         self.lost.append(index)
 

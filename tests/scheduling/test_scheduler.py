@@ -520,7 +520,7 @@ async def test_an_aborted_group_is_counted_as_such():
         return group
 
     journal = Journal()
-    journal.dropped = lambda index, reason: journal.lost.append(reason)
+    journal.dropped = lambda index, reason, group: journal.lost.append(reason)
     config = SchedulingConfig(groups_per_step=1, max_refills=1)
     scheduler = GroupScheduler(run_group, config, group_size=1, budget=4, observer=journal)
     async with running(scheduler):
