@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sysconfig
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,10 +72,16 @@ def where(error: BaseException) -> str | None:
     The path is relative to the current directory where it lies below it.
     """
     for one in _chain(error):
-        frames = traceback.extract_tb(one.__traceback__)
-        for frame in reversed(frames):
-            if not _is_library(frame.filename):
-                return f"{_short(frame.filename)}:{frame.lineno} in {frame.name}"
+        if (place := innermost(traceback.extract_tb(one.__traceback__))) is not None:
+            return place
+    return None
+
+
+def innermost(frames: Sequence[traceback.FrameSummary]) -> str | None:
+    """The last of these frames that is the user's own code, as `env.py:17 in step`."""
+    for frame in reversed(frames):
+        if not _is_library(frame.filename):
+            return f"{_short(frame.filename)}:{frame.lineno} in {frame.name}"
     return None
 
 

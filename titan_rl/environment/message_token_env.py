@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from titan_rl.environment.types import MessageEnv, TokenObservation, TokenStep
+from titan_rl.environment.types import MessageEnv, MessageObservation, MessageStep, TokenObservation, TokenStep
 from titan_rl.errors import DataError
 from titan_rl.plain import snapshot
 from titan_rl.renderer.types import ParsedResponse, Renderer
@@ -22,6 +23,8 @@ class MessageTokenEnv:
     - cannot be parsed, breaks off inside its reasoning, or holds a malformed tool call: ERROR_PARSE;
     - used up its token budget: TRUNCATED_LENGTH. What it says is in the transcript.
 
+    The environment's methods may be plain functions where it runs in a thread: see `ThreadedEnv`.
+
     Example:
 
         rollouter = Rollouter(lambda sample: MessageTokenEnv(SortEnv(sample), renderer), rubric, max_context=512)
@@ -34,7 +37,7 @@ class MessageTokenEnv:
         self._prompt_token_ids: list[int] = []
 
     async def reset(self) -> TokenObservation:
-        observation = await self._env.reset()
+        observation: MessageObservation = await _awaited(self._env.reset())
         self._tools = None if observation.tools is None else list(observation.tools)
         prompt = self._renderer.render_ids(
             _renderable(observation.messages), tools=self._tools, add_generation_prompt=True
@@ -56,7 +59,7 @@ class MessageTokenEnv:
         if parsed.reasoning_complete is False or any(call.status != "ok" for call in parsed.tool_calls):
             return TokenStep(status=RolloutStatus.ERROR_PARSE, messages=[answer])
 
-        step = await self._env.step(snapshot(answer))
+        step: MessageStep = await _awaited(self._env.step(snapshot(answer)))
         messages = [answer, *step.messages]
         if step.status is not None:
             return TokenStep(status=step.status, rewards=step.rewards, messages=messages)
@@ -64,7 +67,7 @@ class MessageTokenEnv:
         return TokenStep(list(self._prompt_token_ids), rewards=step.rewards, messages=messages)
 
     async def close(self) -> None:
-        await self._env.close()
+        await _awaited(self._env.close())
 
     def _bridge(self, completion: Completion, new_messages: Sequence[Message]) -> list[int]:
         so_far = [*self._prompt_token_ids, *completion.token_ids]
@@ -80,6 +83,11 @@ class MessageTokenEnv:
                 "set the renderer to keep earlier reasoning (thinking_retention='all') or to leave it out"
             )
         return list(bridged.token_ids)
+
+
+async def _awaited(answer: Any) -> Any:
+    """The methods of an environment that runs in a thread may be plain functions."""
+    return await answer if inspect.isawaitable(answer) else answer
 
 
 def _renderable(messages: Sequence[Message]) -> list[Any]:

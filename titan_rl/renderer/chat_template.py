@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import string
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -68,6 +69,7 @@ class ChatTemplateRenderer:
         if not getattr(tokenizer, "chat_template", None):
             raise ModelError(f"the tokenizer of {self._name!r} has no chat template; add a chat_template.jinja to it")
         self._rendered: dict[tuple[str, bool], list[int]] = {}  # the one longest unused comes first
+        self._one_at_a_time = threading.RLock()  # tokenizers cannot be used by two threads at once
         self._answers = self._find_answers()
         self._stop_token_ids = self._find_stop_token_ids()
 
@@ -105,16 +107,17 @@ class ChatTemplateRenderer:
         """Siblings ask for the same: what was rendered lately is remembered."""
         asked = [dict(message) for message in messages]
         offered = None if tools is None else list(tools)
-        try:
-            key = (json.dumps([asked, offered]), add_generation_prompt)
-        except TypeError:  # content that is not text
-            return self._render(asked, offered, add_generation_prompt)
-        if (ids := self._rendered.pop(key, None)) is None:
-            ids = self._render(asked, offered, add_generation_prompt)
-        self._rendered[key] = ids
-        if len(self._rendered) > REMEMBERED:
-            del self._rendered[next(iter(self._rendered))]
-        return list(ids)
+        with self._one_at_a_time:
+            try:
+                key = (json.dumps([asked, offered]), add_generation_prompt)
+            except TypeError:  # content that is not text
+                return self._render(asked, offered, add_generation_prompt)
+            if (ids := self._rendered.pop(key, None)) is None:
+                ids = self._render(asked, offered, add_generation_prompt)
+            self._rendered[key] = ids
+            if len(self._rendered) > REMEMBERED:
+                del self._rendered[next(iter(self._rendered))]
+            return list(ids)
 
     def _render(self, messages: Any, tools: Any, add_generation_prompt: bool) -> list[int]:
         ids = self._tokenizer.apply_chat_template(
@@ -135,7 +138,8 @@ class ChatTemplateRenderer:
         while ids and ids[-1] in self._stop_token_ids:
             ids.pop()
         # Special tokens are dropped: in an environment's reply they would become control tokens again.
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        with self._one_at_a_time:
+            text: str = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         reasoning, closed, content = text.rpartition("</think>")
         if closed:
             return Answer(content.lstrip("\n"), reasoning_content=reasoning.strip().removeprefix("<think>").strip())

@@ -8,9 +8,10 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from titan_rl.config.sections import RolloutConfig
+from titan_rl.environment.threaded import ThreadedEnv
 from titan_rl.environment.types import TokenEnv, TokenObservation, TokenStep
 from titan_rl.errors import RewardError
 from titan_rl.rollout.advantages import AdvantageFn, standardized
@@ -173,7 +174,7 @@ class Rollouter:
         env: TokenEnv | None = None
         try:
             async with ends_with(RolloutStatus.ERROR_ENV):
-                env = self.make_env(sample)
+                env = self._make_env(sample)
             rollout.status = await self._play(env, generate, rollout, sampling, start + self.limits.rollout_timeout_s)
         except RolloutEnded as end:
             rollout.status, rollout.error, rollout.failure = end.status, end.error, end.failure
@@ -187,6 +188,11 @@ class Rollouter:
                 if self.finish_session is not None:
                     self._callbacks.call("finish_session", self.finish_session, rollout.rollout_id)
         return rollout
+
+    def _make_env(self, sample: Any) -> TokenEnv:
+        if self.limits.env_in_thread:
+            return cast("TokenEnv", ThreadedEnv(lambda: self.make_env(sample)))
+        return self.make_env(sample)
 
     async def _play(
         self, env: TokenEnv, generate: GenerateFn, rollout: Rollout, sampling: SamplingParams, deadline: float
