@@ -30,6 +30,7 @@ from titan_rl.routing.limits import Limits
 from titan_rl.routing.router import GeneratorRouter
 from titan_rl.routing.strategies import LeastLoaded, RoundRobin, StickySession, Strategy
 from titan_rl.training.checkpoint import latest
+from titan_rl.watchdog import LoopWatchdog
 
 ENVIRONMENT = {  # where the user has not set them
     "OMP_NUM_THREADS": "1",  # engines and trainer share the cores; threads of their own would thrash
@@ -133,6 +134,7 @@ async def _run_until_signal(config: RunConfig, run_dir: RunDirectory, checkpoint
 async def _run(config: RunConfig, run_dir: RunDirectory, checkpoint: Path | None) -> None:
     # Monarch writes to the terminal and opens sockets in TMPDIR when it is first used.
     from titan_rl.actors.cluster import start_cluster
+    from titan_rl.actors.generate_service import listening
     from titan_rl.statedict.board import VersionBoard
     from titan_rl.statedict.folder import clean_dead_segments
 
@@ -150,6 +152,8 @@ async def _run(config: RunConfig, run_dir: RunDirectory, checkpoint: Path | None
         board = VersionBoard()
         journal = RunJournal(run_dir.journal, version=0 if resumed is None else resumed.step)
         resources.callback(journal.close)
+        resources.enter_context(LoopWatchdog(progress.message))
+        resources.enter_context(listening(progress.message))
         async with start_cluster(config, run_dir, board) as cluster:
             if checkpoint is not None:
                 await cluster.trainer.load(checkpoint)

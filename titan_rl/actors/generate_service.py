@@ -73,6 +73,19 @@ def open_desk(group_id: str, desk: GroupDesk) -> Generator[None]:
         del _desks[group_id]
 
 
+_listeners: list[Callable[[str], object]] = []
+
+
+@contextmanager
+def listening(listener: Callable[[str], object]) -> Generator[None]:
+    """Within the block, `listener` is called with what workers have to say, from any thread."""
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
+
+
 class GenerateService(Actor):
     """Spawned in the controller's own process."""
 
@@ -86,6 +99,12 @@ class GenerateService(Actor):
         sampling: SamplingParams,
     ) -> Completion:
         return await _desk(group_id).generate(prompt_token_ids, request_id, session_id, sampling)
+
+    @concurrent_endpoint
+    async def say(self, text: str) -> None:
+        """Something that people should read now."""
+        for listener in _listeners:
+            listener(text)
 
     @concurrent_endpoint
     async def finished(self, group_id: str, rollout: Rollout) -> None:

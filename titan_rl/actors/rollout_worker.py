@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from monarch.actor import concurrent_endpoint
@@ -15,6 +17,7 @@ from titan_rl.actors.process import ProcessActor
 from titan_rl.rollout.records import portable
 from titan_rl.rollout.types import Rollout, RolloutGroup
 from titan_rl.types import Completion, SamplingParams
+from titan_rl.watchdog import LoopWatchdog
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,10 @@ class RolloutWorkerActor(ProcessActor):
         from titan_rl.config.load import load_config
         from titan_rl.rollout.from_config import make_rollouter
 
+        in_actor = contextvars.copy_context().run  # the watching thread sends for this actor
+        name = Path(self._settings.log_path).stem
+        self._watchdog = LoopWatchdog(lambda text: in_actor(self._service.say.broadcast, f"{name}: {text}"))
+        self._watchdog.__enter__()  # for as long as the process lives
         self._rollouter = make_rollouter(load_config(self._settings.config_path, check_files=False))
 
     @concurrent_endpoint
