@@ -109,6 +109,7 @@ class Completion:
     version_spans: Sequence[VersionSpan]
     routed_experts: Any = None  # [num_tokens, num_layers, top_k] of the forward that produced each token, or None
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    ended: FinishReason | None = None  # of one that says ABORT: how it ended by itself, if it did before it heard
 
     def __post_init__(self) -> None:
         require_member(self, "finish_reason", FinishReason)

@@ -2,16 +2,18 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
 from titan_rl.errors import GenerationError
+from titan_rl.generation.engine import TokenDelta
 from titan_rl.generation.engine_loop import EngineLoop
 from titan_rl.generation.resume import resume_on_abort
 from titan_rl.generation.scripted_engine import ScriptedEngine
 from titan_rl.types import Completion, FinishReason, GenerateFn, SamplingParams, VersionSpan
 
-ABORT, STOP, LENGTH = FinishReason.ABORT, FinishReason.STOP, FinishReason.LENGTH
+ABORT, STOP, LENGTH, TOOL_CALLS = FinishReason.ABORT, FinishReason.STOP, FinishReason.LENGTH, FinishReason.TOOL_CALLS
 
 
 class Parts:
@@ -20,6 +22,7 @@ class Parts:
     def __init__(self, *parts: tuple[list[int], FinishReason], experts: bool = False) -> None:
         self.parts = list(parts)
         self.experts = experts
+        self.late: tuple[FinishReason, ...] = ()  # endings of which an abort came a moment too late
         self.prompts: list[list[int]] = []
         self.samplings: list[SamplingParams] = []
 
@@ -35,14 +38,16 @@ class Parts:
         self.samplings.append(sampling)
         version = len(self.prompts)
         token_ids, finish_reason = self.parts.pop(0)
+        late = finish_reason in self.late
         return Completion(
             request_id,
             token_ids,
             [-float(token) for token in token_ids],
-            finish_reason,
+            ABORT if late else finish_reason,
             (VersionSpan(version, len(token_ids)),) if token_ids else (),
             [[[token]] for token in token_ids] if self.experts else None,
             {"queue_s": 1.0, "time_to_first_token_s": float(version), "inter_token_s": float(version)},
+            finish_reason if late else None,
         )
 
 
@@ -105,8 +110,37 @@ async def test_what_had_ended_is_not_sent_again(
     assert (whole.token_ids, whole.finish_reason) == (partial, ending)
 
 
-async def test_a_full_context_ends_with_length() -> None:
-    whole = await resumed(Parts(([1, 2], ABORT)), SamplingParams(max_tokens=9), max_context=4)
+@pytest.mark.parametrize("ending", [TOOL_CALLS, STOP, LENGTH])
+async def test_what_ended_as_the_abort_came_is_not_sent_again(ending: FinishReason) -> None:
+    """A tool call, or a stop token that only the engine knows, is not to be seen in the tokens."""
+    parts = Parts(([1], ABORT), ([2, 3], ending))
+    parts.late = (ending,)
+    whole = await resumed(parts, SamplingParams(max_tokens=9))
+    assert (whole.token_ids, whole.finish_reason, whole.ended) == ([1, 2, 3], ending, None)
+
+
+async def test_an_engine_says_how_a_request_ended_whose_abort_came_too_late() -> None:
+    class CallsTools(ScriptedEngine):
+        def step(self) -> list[TokenDelta]:
+            return [replace(delta, finish_reason=TOOL_CALLS) for delta in super().step()]
+
+    engine = CallsTools(block_at_step=1)
+    loop = EngineLoop(lambda: engine)
+    await loop.start()
+    request = asyncio.create_task(loop.generate([1], request_id="a", sampling=SamplingParams(max_tokens=9)))
+    assert await asyncio.to_thread(engine.started.wait, 10)
+    abort = asyncio.create_task(loop.abort(["a"]))
+    await asyncio.sleep(0)
+    engine.release.set()
+    await abort
+    completion = await request
+    assert (completion.finish_reason, completion.ended, len(completion.token_ids)) == (ABORT, TOOL_CALLS, 1)
+    await loop.close()
+
+
+@pytest.mark.parametrize("max_context", [3, 4])
+async def test_a_full_context_ends_with_length(max_context: int) -> None:
+    whole = await resumed(Parts(([1, 2], ABORT)), SamplingParams(max_tokens=9), max_context=max_context)
     assert whole.finish_reason is LENGTH
 
 
@@ -118,6 +152,33 @@ async def test_attempts_used_up_say_abort_and_keep_the_tokens() -> None:
         resume_on_abort(parts, max_attempts=0)
 
 
+@pytest.mark.parametrize("tokens", [[], [7]], ids=["in the queue", "after a token"])
+@pytest.mark.looptime
+async def test_interruptions_are_not_counted(tokens: list[int]) -> None:
+    """Each comes after some time: in the engine's queue, or between two tokens."""
+    parts = Parts(*[(tokens, ABORT)] * 1000, ([1], STOP))
+
+    async def generate(*args: object, **request: object) -> Completion:
+        await asyncio.sleep(30)
+        return await parts(*args, **request)  # type: ignore[arg-type]
+
+    began = asyncio.get_running_loop().time()
+    whole = await resume_on_abort(generate)([7], request_id="a", sampling=SamplingParams(max_tokens=9000))
+    assert (whole.token_ids, whole.finish_reason) == (tokens * 1000 + [1], STOP)
+    assert asyncio.get_running_loop().time() - began == pytest.approx(30 * 1001, abs=1)
+
+
+@pytest.mark.looptime
+async def test_aborts_at_once_and_without_end_are_no_busy_loop() -> None:
+    parts = Parts(([1], ABORT), *[([], ABORT)] * 1000)
+    whole = await resumed(parts, SamplingParams(max_tokens=9), resume_timeout_s=60.0)
+    assert (whole.token_ids, whole.finish_reason) == ([1], ABORT)
+    assert len(parts.prompts) < 100
+    assert asyncio.get_running_loop().time() == pytest.approx(60, abs=2)
+    assert whole.metrics["interrupted_s"] == pytest.approx(60, abs=2)
+
+
+@pytest.mark.looptime
 async def test_it_waits_while_paused_and_not_for_ever() -> None:
     waits = 0
 
@@ -129,9 +190,10 @@ async def test_it_waits_while_paused_and_not_for_ever() -> None:
     assert waits == 1
     never = asyncio.Event().wait
     whole = await resumed(
-        Parts(([1], ABORT)), SamplingParams(max_tokens=9), wait_until_resumed=never, resume_timeout_s=0.01
+        Parts(([1], ABORT)), SamplingParams(max_tokens=9), wait_until_resumed=never, resume_timeout_s=30.0
     )
     assert (whole.token_ids, whole.finish_reason) == ([1], ABORT)
+    assert whole.metrics["interrupted_s"] == pytest.approx(30)
 
 
 async def test_missing_routed_experts_are_an_error() -> None:

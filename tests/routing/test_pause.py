@@ -119,6 +119,7 @@ async def test_a_response_after_the_flag_is_never_complete() -> None:
     report = await router.pause("abort")
     assert report.cancelled == ()
     assert ((await running).finish_reason, len((await running).token_ids)) == (FinishReason.ABORT, 5)
+    assert (await running).ended is FinishReason.LENGTH
     await router.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,6 +24,13 @@ def remaining_sampling(sampling: SamplingParams, num_tokens: int) -> SamplingPar
         min_tokens=max(0, sampling.min_tokens - num_tokens),
         seed=None if seed is None else zlib.crc32(f"{seed}/{num_tokens}".encode()),
     )
+
+
+def aborted_late(completion: Completion) -> Completion:
+    """One whose abort was asked for says ABORT however it ended. `ended` keeps that, so that nobody goes on with it."""
+    if completion.finish_reason is FinishReason.ABORT:
+        return completion
+    return replace(completion, finish_reason=FinishReason.ABORT, ended=completion.finish_reason)
 
 
 def merge_completions(first: Completion, second: Completion) -> Completion:
@@ -48,6 +56,7 @@ def merge_completions(first: Completion, second: Completion) -> Completion:
         tuple(spans),
         experts,
         _merge_metrics(first, second),
+        second.ended,
     )
 
 
@@ -72,10 +81,13 @@ def ending(
     whole: Completion, sampling: SamplingParams, num_prompt_tokens: int, max_context: int | None
 ) -> FinishReason | None:
     """How an aborted completion would have ended at its last token, had nobody interrupted it."""
+    if whole.ended is not None:
+        return whole.ended
     num_tokens = len(whole.token_ids)
     if num_tokens and num_tokens >= sampling.min_tokens and whole.token_ids[-1] in sampling.stop_token_ids:
         return FinishReason.STOP
-    if num_tokens >= sampling.max_tokens or num_prompt_tokens + num_tokens == max_context:
+    room = math.inf if max_context is None else max_context
+    if num_tokens >= sampling.max_tokens or num_prompt_tokens + num_tokens >= room:
         return FinishReason.LENGTH
     return None
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from titan_rl.errors import EngineDeadError, GenerationError, RequestError
+from titan_rl.generation.continuation import aborted_late
 from titan_rl.generation.engine import Engine, EngineRequest
 from titan_rl.generation.loop_decision import LoopAction, LoopDecision
 from titan_rl.generation.pending import Outbox, PendingCall, with_cause
@@ -176,11 +177,11 @@ class LoopState:
                 request_id = call.request.request_id
                 if self.running.pop(request_id, None) is None:
                     continue
+                completion = call.completion(finish_reason)
                 if request_id in self.aborting:
-                    # It finished after its abort was asked for: the tokens count, the ending does not.
                     self.aborting.discard(request_id)
-                    finish_reason = FinishReason.ABORT
-                outbox.resolve(call.future, call.completion(finish_reason))
+                    completion = aborted_late(completion)
+                outbox.resolve(call.future, completion)
 
     def reject(self, request_id: str, error: Exception, outbox: Outbox) -> None:
         """Fail one running call."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from itertools import count
 
 from titan_rl.errors import GenerationError
 from titan_rl.generation.continuation import ending, merge_completions, remaining_sampling
@@ -16,22 +17,25 @@ def resume_on_abort(
     *,
     wait_until_resumed: Callable[[], Awaitable[object]] | None = None,
     resume_timeout_s: float = 300.0,
-    max_attempts: int = 64,
+    max_attempts: int | None = None,
     max_context: int | None = None,
 ) -> GenerateFn:
     """Wrap `generate` so that its callers see whole completions.
 
     While a completion says ABORT, the prompt with the tokens so far is sent again with the budget that remains, under
     the same request id. What an undisturbed run would not have continued is not sent: a partial that ends in a stop
-    token is "stop", one that uses up its budget is "length". Nothing generated yet: the original request again.
+    token is "stop", one that uses up its budget is "length", one that had ended before it heard of the abort is what
+    it was. Nothing generated yet: the original request again.
 
     `min_tokens` shrinks by what exists. A seed makes the whole reproducible for the same interruptions: later
     segments draw from a seed derived from it and from the number of tokens so far, since repeating the seed would
     repeat its draws.
 
     Args:
-        wait_until_resumed: awaited before each further attempt, for at most `resume_timeout_s` seconds.
-        max_attempts: requests made for one completion; when they are used up the completion says ABORT.
+        wait_until_resumed: awaited before each further attempt.
+        resume_timeout_s: of each such wait; and of a time in which one attempt after the other is aborted at once
+            without a token, ever more slowly repeated. When it has passed the completion says ABORT.
+        max_attempts: requests made for one completion; when they are used up it says ABORT. None sets no limit.
         max_context: tokens of prompt and completion that end a completion with "length".
 
     Returns:
@@ -57,12 +61,9 @@ def resume_on_abort(
             before = completion.metrics.get("interrupted_s", 0.0)
             return replace(completion, metrics={**completion.metrics, "interrupted_s": before + interrupted_s})
 
-        for attempt in range(max_attempts):
-            if attempt:
-                began = loop.time()
-                if not await _resumed(wait_until_resumed, resume_timeout_s):
-                    break
-                interrupted_s += loop.time() - began
+        turned_away = _TurnedAway(resume_timeout_s)
+        for attempt in count(1):
+            began = loop.time()
             part = await generate(
                 prompt_token_ids if whole is None else [*prompt_token_ids, *whole.token_ids],
                 request_id=request_id,
@@ -75,18 +76,49 @@ def resume_on_abort(
             if whole.finish_reason is not FinishReason.ABORT:
                 return timed(whole)
             if (end := ending(whole, sampling, len(prompt_token_ids), max_context)) is not None:
-                return timed(replace(whole, finish_reason=end))
-        assert whole is not None, "max_attempts is at least 1"
-        return whole
+                return timed(replace(whole, finish_reason=end, ended=None))
+            aborted = loop.time()
+            again = attempt != max_attempts and await _resumed(wait_until_resumed, resume_timeout_s)
+            again = again and await turned_away.wait(bool(part.token_ids), since=began)
+            interrupted_s += loop.time() - aborted
+            if not again:
+                return timed(whole)
+        raise AssertionError("attempts are counted without end")
 
-    if max_attempts < 1:
+    if max_attempts is not None and max_attempts < 1:
         raise ValueError(f"max_attempts is {max_attempts}; it must be at least 1")
     return resuming
 
 
+class _TurnedAway:
+    """Attempts that are aborted at once and bring nothing, one after the other, must not become a busy loop."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._waited_s = 0.0
+        self._in_a_row = 0
+
+    async def wait(self, got_tokens: bool, *, since: float) -> bool:
+        """Wait until the next attempt may be made, and return whether it may.
+
+        Args:
+            since: when the last attempt began; what has passed since need not be waited for.
+        """
+        if got_tokens:
+            self._in_a_row, self._waited_s = 0, 0.0
+            return True
+        self._in_a_row += 1
+        interval_s = 0.0 if self._in_a_row == 1 else min(1.0, 0.01 * 2 ** min(self._in_a_row, 7))
+        seconds = max(0.0, since + interval_s - asyncio.get_running_loop().time())
+        self._waited_s += seconds
+        if self._waited_s > self._limit_s:
+            return False
+        await asyncio.sleep(seconds)
+        return True
+
+
 async def _resumed(wait: Callable[[], Awaitable[object]] | None, timeout_s: float) -> bool:
     if wait is None:
-        await asyncio.sleep(0)
         return True
     try:
         async with asyncio.timeout(timeout_s):

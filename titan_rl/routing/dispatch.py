@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from titan_rl.errors import EngineDeadError, EngineStalledError, GenerationError, NoReplicaError, RequestError
+from titan_rl.generation.continuation import aborted_late
 from titan_rl.routing.aborts import Aborts
 from titan_rl.routing.flight import Flight, Flights, NotResumedError
 from titan_rl.routing.health import Health
@@ -16,7 +17,7 @@ from titan_rl.routing.member import Member
 from titan_rl.routing.pause import Pause
 from titan_rl.routing.pool import Pool, Reservation
 from titan_rl.routing.stall import StallWatch
-from titan_rl.types import Completion, FinishReason, SamplingParams
+from titan_rl.types import Completion, SamplingParams
 
 
 class Dispatcher:
@@ -114,5 +115,5 @@ class Dispatcher:
             metrics = {**completion.metrics, "interrupted_s": flight.interrupted_s}
             completion = replace(completion, metrics=metrics)
         if flight.aborted:
-            return replace(completion, finish_reason=FinishReason.ABORT)
+            return aborted_late(completion)
         return completion

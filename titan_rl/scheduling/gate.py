@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass
 
 from titan_rl.types import Completion, FinishReason, GenerateFn, SamplingParams
 
 Abort = Callable[[Collection[str]], Awaitable[object]]
 """Ends requests by id, which then return with the tokens they have: `GeneratorRouter.abort`."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Call:
+    """One call in flight. Two of the same id are two, whatever becomes of the second."""
+
+    request_id: str
+    abort: Abort
 
 
 class Gate:
@@ -26,7 +35,7 @@ class Gate:
     def __init__(self) -> None:
         self._open = asyncio.Event()
         self._open.set()
-        self._in_flight: dict[str, Abort] = {}
+        self._in_flight: set[_Call] = set()
 
     @property
     def is_open(self) -> bool:
@@ -44,8 +53,8 @@ class Gate:
     async def end_in_flight(self) -> None:
         """Returns when the requests in flight have been told to end."""
         by_router: dict[Abort, list[str]] = {}
-        for request_id, abort in self._in_flight.items():
-            by_router.setdefault(abort, []).append(request_id)
+        for call in self._in_flight:
+            by_router.setdefault(call.abort, []).append(call.request_id)
         for abort, request_ids in by_router.items():
             await abort(request_ids)
 
@@ -64,10 +73,11 @@ class Gate:
         ) -> Completion:
             if not self.is_open:
                 return Completion(request_id, [], [], FinishReason.ABORT, ())
-            self._in_flight[request_id] = abort
+            call = _Call(request_id, abort)
+            self._in_flight.add(call)
             try:
                 return await generate(prompt_token_ids, request_id=request_id, session_id=session_id, sampling=sampling)
             finally:
-                del self._in_flight[request_id]
+                self._in_flight.discard(call)
 
         return guarded

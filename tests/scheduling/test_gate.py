@@ -1,0 +1,62 @@
+"""What is between a group's rollouts and what generates for them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from titan_rl.errors import RequestError
+from titan_rl.scheduling.gate import Gate
+from titan_rl.types import Completion, FinishReason, SamplingParams
+
+SAMPLING = SamplingParams(max_tokens=4)
+
+
+class Engine:
+    """Answers when it is told to; ids are unique, as everywhere."""
+
+    def __init__(self) -> None:
+        self.running: dict[str, asyncio.Future[FinishReason]] = {}
+        self.aborted: list[str] = []
+
+    async def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        request_id: str,
+        session_id: str | None = None,
+        sampling: SamplingParams,
+    ) -> Completion:
+        if request_id in self.running:
+            raise RequestError(f"{request_id} is in flight")
+        future = self.running[request_id] = asyncio.get_running_loop().create_future()
+        return Completion(request_id, [], [], await future, ())
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            self.aborted.append(request_id)
+            self.running[request_id].set_result(FinishReason.ABORT)
+
+
+async def test_a_duplicate_fails_alone_and_the_first_is_still_ended_by_the_gate() -> None:
+    engine, gate = Engine(), Gate()
+    generate = gate.guard(engine.generate, engine.abort)
+    first = asyncio.create_task(generate([1], request_id="a", sampling=SAMPLING))
+    await asyncio.sleep(0)
+    with pytest.raises(RequestError, match="a is in flight"):
+        await generate([1], request_id="a", sampling=SAMPLING)
+    gate.close()
+    await gate.end_in_flight()
+    assert (await first).finish_reason is FinishReason.ABORT
+    assert engine.aborted == ["a"]
+
+
+async def test_a_closed_gate_answers_aborted_and_asks_nobody() -> None:
+    engine, gate = Engine(), Gate()
+    gate.close()
+    completion = await gate.guard(engine.generate, engine.abort)([1], request_id="a", sampling=SAMPLING)
+    assert (completion.finish_reason, engine.running) == (FinishReason.ABORT, {})
+    await gate.end_in_flight()
+    assert engine.aborted == []
