@@ -102,3 +102,27 @@ async def test_a_group_that_is_cancelled_takes_its_judges_along() -> None:
     with pytest.raises(asyncio.CancelledError):
         await playing
     assert judge.cancelled == 2
+
+
+@pytest.mark.looptime
+async def test_a_cancellation_while_an_interrupted_judge_cleans_up_ends_the_group() -> None:
+    cleaning = asyncio.Event()
+
+    class Slow(Judge):
+        async def __call__(self, rollout: Rollout) -> float:
+            try:
+                return await super().__call__(rollout)
+            finally:
+                cleaning.set()
+                await asyncio.sleep(1000.0)
+
+    judge = Slow(1e6)
+    rollouter, playing = stage(judge)
+    await asyncio.sleep(1.0)
+    rollouter.pause_judging()
+    await cleaning.wait()
+    rollouter.resume_judging()
+    playing.cancel()
+    await asyncio.wait({playing}, timeout=100.0)
+    assert playing.cancelled()
+    assert len(judge.began) == 2  # none anew

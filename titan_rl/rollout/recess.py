@@ -7,6 +7,8 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+from titan_rl.cancellation import asked_to_cancel
+
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -42,7 +44,8 @@ class Recess:
         self._over.set()
 
     async def judge(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """The result of `work()`, which is called again each time it is interrupted."""
+        """The result of `work()`, which is called again each time it is interrupted. A cancellation of the caller is
+        no interruption, whenever it comes."""
         while True:
             await self._wait()
             task = asyncio.ensure_future(work())
@@ -50,7 +53,7 @@ class Recess:
             try:
                 return await task
             except asyncio.CancelledError:
-                if task not in self._interrupted:
+                if task not in self._interrupted or asked_to_cancel():
                     raise
             finally:
                 self._at_work.discard(task)
