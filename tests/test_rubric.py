@@ -138,7 +138,9 @@ async def test_a_judge_that_never_answers_is_an_error_with_its_name() -> None:
         await asyncio.Event().wait()
         return 1.0
 
-    with pytest.raises(RewardError, match=r"\['judge'\] took longer than 0.01 s on group 'g'"):
+    with pytest.raises(
+        RewardError, match=r"reward 'judge' took longer than 0.01 s on rollout 'g/0'; raise its timeout_s"
+    ):
         await Rubric([Reward(half), Reward(judge)], timeout_s=0.01).score([rollout()])
 
 

@@ -91,6 +91,7 @@ class Controller:
             journal=journal,
             stop_token_ids=stop_token_ids,
             on_ended=self._rollouts.ended,
+            on_lost=self._rollouts.lost,
         )
         self._scheduler = GroupScheduler(
             self._player.train_group,

@@ -5,7 +5,7 @@ TitanRLError
   MissingExtraError     an optional dependency is not installed
   ModelError            a model folder cannot be used
   DataError             a dataset or environment gave something unusable
-  RewardError           a reward function failed or returned a non-finite value
+  RewardError           a reward or advantage function failed or gave a non-finite value
   RequestError          one generation request can never succeed; it fails alone
   GenerationError       generation infrastructure failed; another replica may succeed
     EngineDeadError     the engine loop has ended; later calls fail at once
@@ -48,7 +48,21 @@ class DataError(TitanRLError):
 
 
 class RewardError(TitanRLError):
-    """A reward function raised, or returned something that is not a finite number."""
+    """A reward or advantage function raised, took too long, or gave something that is not a finite number.
+
+    Args:
+        text: what failed, on what, and how.
+        where: the line of the user's code, which the message ends with.
+
+    Attributes:
+        ends_run: whether it is more than its group that is lost.
+    """
+
+    ends_run = True
+
+    def __init__(self, text: str, where: str | None = None) -> None:
+        super().__init__(text if where is None else f"{text} ({where})")
+        self.text = text
 
 
 class RequestError(TitanRLError, ValueError):

@@ -9,6 +9,7 @@ from typing import Any
 
 from titan_rl.config.run import RunConfig
 from titan_rl.durability.run_journal import RunJournal
+from titan_rl.errors import RewardError
 from titan_rl.generation.resume import resume_on_abort
 from titan_rl.generation.types import PauseMode
 from titan_rl.observability.peak import Peak
@@ -26,6 +27,7 @@ class GroupPlayer:
 
     Args:
         on_ended: called with each rollout as it ends, before it is scored.
+        on_lost: called with each group whose reward failed.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class GroupPlayer:
         journal: RunJournal,
         stop_token_ids: Sequence[int],
         on_ended: Callable[[Rollout], None],
+        on_lost: Callable[[RolloutGroup], None],
     ) -> None:
         self._config = config
         self._task = task
@@ -46,6 +49,7 @@ class GroupPlayer:
         self._journal = journal
         self._stop_token_ids = tuple(stop_token_ids)
         self._on_ended = on_ended
+        self._on_lost = on_lost
         self.requests = Peak()  # in flight, for training and validation
 
     def train_sample(self, index: int) -> Any:
@@ -60,7 +64,7 @@ class GroupPlayer:
                 self._on_ended(rollout)
                 sessions.finish(rollout.rollout_id)
 
-            return await self._runner.run_group(
+            group = await self._runner.run_group(
                 sessions.track(self._generate_for(lease)),
                 self.train_sample(lease.index),
                 group_id=f"train-{lease.index}",
@@ -70,6 +74,9 @@ class GroupPlayer:
                 ),
                 on_finished=on_finished,
             )
+        if group.failure is not None:
+            self._on_lost(group)
+        return group
 
     @contextlib.asynccontextmanager
     async def paused(self, mode: PauseMode | str) -> AsyncGenerator[None]:
@@ -84,13 +91,20 @@ class GroupPlayer:
 
     async def validation_groups(self) -> list[RolloutGroup]:
         """One group for each held-out sample. The seeds are the same each time, so that two validations differ by
-        their weights alone."""
+        their weights alone.
+
+        Raises:
+            RewardError: a reward failed on all of them, or on `scheduling.max_failed_groups` in a row.
+        """
         samples = self._task.validation_samples(self._config.validation.num_prompts)
+        lost = LostInARow(min(self._config.scheduling.max_failed_groups, len(samples)))
         async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(self._validation_group(index, sample)) for index, sample in enumerate(samples)]
+            running = [
+                tasks.create_task(self._validation_group(index, sample, lost)) for index, sample in enumerate(samples)
+            ]
         return [task.result() for task in running]
 
-    async def _validation_group(self, index: int, sample: Any) -> RolloutGroup:
+    async def _validation_group(self, index: int, sample: Any, lost: LostInARow) -> RolloutGroup:
         settings = self._config.validation
         with Sessions(self._router.finish_session) as sessions:
 
@@ -98,7 +112,7 @@ class GroupPlayer:
                 self._on_ended(rollout)
                 sessions.finish(rollout.rollout_id)
 
-            return await self._runner.run_group(
+            group = await self._runner.run_group(
                 sessions.track(self._generate),
                 sample,
                 group_id=f"validation-{index}",
@@ -106,6 +120,10 @@ class GroupPlayer:
                 sampling=self._sampling(settings.temperature),
                 on_finished=on_finished,
             )
+        if group.failure is not None:
+            self._on_lost(group)
+        lost.count(group)
+        return group
 
     async def _generate(
         self,
@@ -142,3 +160,20 @@ class GroupPlayer:
             stop_token_ids=self._stop_token_ids,
             return_routed_experts=routed_experts,
         )
+
+
+class LostInARow:
+    """Counts held-out groups whose reward failed, with none in between that was judged."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._count = 0
+
+    def count(self, group: RolloutGroup) -> None:
+        """
+        Raises:
+            RewardError: they are as many as may be.
+        """
+        self._count = 0 if group.failure is None else self._count + 1
+        if group.failure is not None and self._count == self._most:
+            raise RewardError(f"{self._count} held-out groups in a row were lost to rewards that fail: {group.failure}")

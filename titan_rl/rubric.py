@@ -16,23 +16,35 @@ Example: mostly the answer, a little the format, and nothing for an answer that 
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import math
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Protocol, cast
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Generic, Protocol, TypeVar
 
-from titan_rl.errors import RewardError
+from titan_rl.plain import snapshot
+from titan_rl.reward_calls import (
+    SURE_TO_FAIL_AGAIN,
+    FailurePolicy,
+    UserFunction,
+    about,
+    checked,
+    together,
+)
 from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus
 
 RewardFn = Callable[[Rollout], float | Awaitable[float]]
 GroupRewardFn = Callable[[Sequence[Rollout]], Sequence[float] | Awaitable[Sequence[float]]]
 
 
+F = TypeVar("F", bound=Callable[..., Any])
+
+
 class WeightedReward(Protocol):
     """What a rubric needs of a reward: `Reward`, `GroupReward`, or a class of one's own.
 
-    One with an attribute `per_rollout = True` judges each rollout for itself, and so may begin before its siblings end.
+    One with an attribute `per_rollout = True` judges each rollout for itself: it is given one at a time, and may begin
+    before its siblings end. One with an attribute `on_failure` is a `FailurePolicy` that says what follows when
+    `values` raises.
     """
 
     @property
@@ -41,54 +53,46 @@ class WeightedReward(Protocol):
     @property
     def weight(self) -> float: ...
 
-    async def values(self, rollouts: Sequence[Rollout]) -> list[float]:
-        """One finite value per rollout, or a `RewardError` that says whose fault it is.  # [num_rollouts]"""
+    async def values(self, rollouts: Sequence[Rollout]) -> Sequence[float]:
+        """One finite value per rollout.  # [num_rollouts]"""
         ...
 
 
-class _Named:
-    """Name, weight, and the one place where a user's function is called."""
+class _OfFunction(Generic[F]):
+    """What `Reward` and `GroupReward` share: a user's function, its weight, and what follows when it fails."""
 
-    def __init__(self, fn: Callable[..., Any], weight: float, name: str | None, in_thread: bool) -> None:
+    def __init__(
+        self,
+        fn: F,
+        weight: float = 1.0,
+        name: str | None = None,
+        *,
+        in_thread: bool = False,
+        max_threads: int = 32,
+        timeout_s: float | None = None,
+        on_failure: FailurePolicy | None = None,
+    ) -> None:
         self.name: str = name or getattr(fn, "__name__", type(fn).__name__)
         self.weight = float(weight)
         if not math.isfinite(self.weight):
             raise ValueError(f"reward {self.name!r} has weight {weight!r}; it must be finite")
-        self._fn = fn
-        self._in_thread = in_thread
+        if timeout_s is not None and not timeout_s > 0:
+            raise ValueError(f"reward {self.name!r} has timeout_s {timeout_s!r}; it must be positive or None")
+        if max_threads < 1:
+            raise ValueError(f"reward {self.name!r} has max_threads {max_threads!r}; it must be at least 1")
+        self.timeout_s = timeout_s
+        self._call = UserFunction(fn, self.name, max_threads if in_thread else None)
+        self.on_failure = on_failure or (SURE_TO_FAIL_AGAIN if self._call.only_computes else FailurePolicy())
 
-    async def _call(self, argument: Any, about: str) -> Any:
-        def call() -> Any:
-            # Attributed inside the thread: a StopIteration cannot travel through a future.
-            try:
-                return self._fn(argument)
-            except Exception as error:
-                raise self._failed(about, error) from error
+    async def values(self, rollouts: Sequence[Rollout]) -> Sequence[float]:
+        return await self.values_within(rollouts, None)
 
-        result = await asyncio.to_thread(call) if self._in_thread else call()
-        if not inspect.isawaitable(result):
-            return result
-        try:
-            return await result
-        except Exception as error:
-            raise self._failed(about, error) from error
-
-    def _failed(self, about: str, error: Exception) -> RewardError:
-        return RewardError(f"reward {self.name!r} failed on {about}: {type(error).__name__}: {error}")
-
-    def _checked(self, value: Any, about: str) -> float:
-        try:
-            if isinstance(value, str | bytes):
-                raise TypeError
-            number = float(value)
-        except (TypeError, ValueError, OverflowError) as error:
-            raise RewardError(f"reward {self.name!r} gave {value!r} for {about}; it must give a number") from error
-        if not math.isfinite(number):
-            raise RewardError(f"reward {self.name!r} gave {number} for {about}; it must be finite")
-        return number
+    async def values_within(self, rollouts: Sequence[Rollout], timeout_s: float | None) -> Sequence[float]:
+        """As `values`; a call may take `timeout_s` seconds where the reward has no limit of its own."""
+        raise NotImplementedError
 
 
-class Reward(_Named):
+class Reward(_OfFunction[RewardFn]):
     """A function of one rollout.
 
     Args:
@@ -97,56 +101,38 @@ class Reward(_Named):
         name: key in `reward_breakdown`; by default `fn.__name__`.
         in_thread: run a sync `fn` in a worker thread. Without it `fn` runs on the event loop, which suits
             anything under some milliseconds; a slower one would hold up every other rollout.
+        max_threads: most calls of it at once in threads; others wait, and their time does not count yet. The threads
+            are its own, and one that never returns holds up neither other rewards nor the end of the process.
+        timeout_s: seconds one call may take; None takes the rubric's limit.
+        on_failure: what follows when a call fails. By default it is made again three times if `fn` is async or in a
+            thread, and not at all if it only computes; then the group is dropped.
 
     Raises:
-        ValueError: the weight is not finite.
+        ValueError: the weight is not finite, or a limit not positive.
     """
 
     per_rollout = True
 
-    def __init__(self, fn: RewardFn, weight: float = 1.0, name: str | None = None, *, in_thread: bool = False) -> None:
-        super().__init__(fn, weight, name, in_thread)
-
-    async def values(self, rollouts: Sequence[Rollout]) -> list[float]:
-        async def value(rollout: Rollout) -> float:
-            about = f"rollout {rollout.rollout_id!r}"
-            return self._checked(await self._call(rollout, about), about)
-
-        async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(value(rollout)) for rollout in rollouts]
-        return [task.result() for task in running]
+    async def values_within(self, rollouts: Sequence[Rollout], timeout_s: float | None) -> Sequence[float]:
+        limit = self.timeout_s or timeout_s
+        one = [self._call(rollout, about([rollout], each=True), limit) for rollout in rollouts]
+        return await together(one)
 
 
-class GroupReward(_Named):
+class GroupReward(_OfFunction[GroupRewardFn]):
     """A function of all sibling rollouts at once: rankings, diversity, one call to a judge.
 
     Args:
         fn: `fn(rollouts) -> one float per rollout, in order`, sync or async. It sees the siblings that are
             judged: none that is errored, nor a truncated one where the rubric has a `truncated_reward`.
-        weight, name, in_thread: as for `Reward`.
+        weight, name, in_thread, max_threads, timeout_s, on_failure: as for `Reward`.
 
     Raises:
-        ValueError: the weight is not finite.
+        ValueError: as `Reward`.
     """
 
-    def __init__(
-        self, fn: GroupRewardFn, weight: float = 1.0, name: str | None = None, *, in_thread: bool = False
-    ) -> None:
-        super().__init__(fn, weight, name, in_thread)
-
-    async def values(self, rollouts: Sequence[Rollout]) -> list[float]:
-        about = f"group {rollouts[0].group_id!r}"
-        given = await self._call(rollouts, about)
-        try:
-            given = list(given)
-        except TypeError as error:
-            raise RewardError(f"reward {self.name!r} gave {given!r} for {about}; it must give a sequence") from error
-        if len(given) != len(rollouts):
-            raise RewardError(f"reward {self.name!r} gave {len(given)} values for the {len(rollouts)} of {about}")
-        return [
-            self._checked(value, f"rollout {rollout.rollout_id!r}")
-            for value, rollout in zip(given, rollouts, strict=True)
-        ]
+    async def values_within(self, rollouts: Sequence[Rollout], timeout_s: float | None) -> Sequence[float]:
+        return await self._call(rollouts, about(rollouts), self.timeout_s or timeout_s)
 
 
 def env_reward(name: str, weight: float = 1.0) -> Reward:
@@ -168,12 +154,16 @@ def env_reward(name: str, weight: float = 1.0) -> Reward:
 class Rubric:
     """Scores rollouts with weighted reward functions; see the module for the formula.
 
+    A reward is given copies of the rollouts: what it changes in them reaches neither the record nor other rewards.
+
     Args:
         rewards: the functions, at least one.
         truncated_reward: fixed reward of a truncated rollout, whose functions then do not run.
             None judges it like any other.
-        error_reward: fixed reward of an errored rollout. None leaves its reward None. Functions never run on one.
-        timeout_s: seconds all functions together may take for one group, or for one rollout ahead of it.
+        error_reward: fixed reward of an errored rollout, whose functions never run. None leaves its reward None. With
+            it an answer that cannot be parsed, which is the policy's own doing, has an advantage like its siblings;
+            errors of others have none (`RolloutStatus.is_fault`).
+        timeout_s: seconds one call of a function may take, where its reward has no limit of its own.
 
     Raises:
         ValueError: two rewards share a name, or the weights do not add up to more than zero.
@@ -204,40 +194,51 @@ class Rubric:
         self.error_reward = error_reward
         self.timeout_s = timeout_s
 
-    async def begin(self, rollout: Rollout) -> None:
-        """Judge one rollout ahead of its siblings, as far as that can be: fills `reward_breakdown` in part.
+    async def begin(self, rollout: Rollout) -> dict[str, float]:
+        """Judge one rollout ahead of its siblings, as far as that can be. The rollout stays as it is.
+
+        Returns:
+            Unweighted values by reward name, for `score`.
 
         Raises:
             RewardError: as `score`.
         """
-        if self._judges(rollout):
-            early = [reward for reward in self.rewards if getattr(reward, "per_rollout", False)]
-            (breakdown,) = await self._judge([rollout], early)
-            rollout.reward_breakdown.update(breakdown)
+        if not self._judges(rollout):
+            return {}
+        early = [reward for reward in self.rewards if _per_rollout(reward)]
+        (values,) = await self._judge([rollout], early)
+        return values
 
-    async def score(self, group: RolloutGroup | Sequence[Rollout]) -> None:
+    async def score(
+        self,
+        group: RolloutGroup | Sequence[Rollout],
+        begun: Mapping[str, Mapping[str, float]] | None = None,
+    ) -> None:
         """Fill `reward` and `reward_breakdown` (unweighted values by name) in place, all or none.
 
-        An aborted rollout is not judged: its reward stays None. What `begin` has judged is not judged again.
+        An aborted rollout is not judged: its reward stays None.
+
+        Args:
+            begun: what `begin` of this rubric gave for some of the rollouts, by rollout id; that is not judged again.
 
         Raises:
-            RewardError: a function raised, gave no finite number, or took too long. Names the function and the
-                rollout; the function's exception is the cause.
+            RewardError: a call failed, and so did its retries. Names the function and the rollout; the function's
+                exception is the cause. Its `ends_run` says what the reward's `FailurePolicy` does.
         """
         rollouts = group.rollouts if isinstance(group, RolloutGroup) else group
         judged = [rollout for rollout in rollouts if self._judges(rollout)]
-        missing = [
-            reward for reward in self.rewards if not all(reward.name in rollout.reward_breakdown for rollout in judged)
-        ]
-        breakdowns = await self._judge(judged, missing) if judged else []
+        known = [(begun or {}).get(rollout.rollout_id, {}) for rollout in judged]
+        missing = [reward for reward in self.rewards if not all(reward.name in values for values in known)]
+        late = await self._judge(judged, missing) if judged else []
 
         for rollout in rollouts:
             if not self._judges(rollout):
                 rollout.reward, rollout.reward_breakdown = self._fixed_reward(rollout.status), {}
-        for rollout, late in zip(judged, breakdowns, strict=True):
-            breakdown = {reward.name: (rollout.reward_breakdown | late)[reward.name] for reward in self.rewards}
-            weighted = sum(reward.weight * breakdown[reward.name] for reward in self.rewards)
-            rollout.reward, rollout.reward_breakdown = weighted / self._weight_sum, breakdown
+        for rollout, before, after in zip(judged, known, late, strict=True):
+            values = {**before, **after}
+            rollout.reward_breakdown = {reward.name: values[reward.name] for reward in self.rewards}
+            weighted = sum(reward.weight * values[reward.name] for reward in self.rewards)
+            rollout.reward = weighted / self._weight_sum
 
     def _judges(self, rollout: Rollout) -> bool:
         if rollout.status is RolloutStatus.TRUNCATED_PROMPT and not rollout.turns:
@@ -252,26 +253,44 @@ class Rubric:
         return self.truncated_reward if status.is_truncated else self.error_reward
 
     async def _judge(self, rollouts: Sequence[Rollout], rewards: Sequence[WeightedReward]) -> list[dict[str, float]]:
-        running: dict[str, asyncio.Task[list[float]]] = {}
-        failure: Exception | None = None
-        try:
-            async with asyncio.timeout(self.timeout_s), asyncio.TaskGroup() as tasks:
-                for reward in rewards:
-                    running[reward.name] = tasks.create_task(reward.values(rollouts))
-        except TimeoutError as error:
-            late = [name for name, task in running.items() if task.cancelled()]
-            raise RewardError(
-                f"rewards {late} took longer than {self.timeout_s:g} s on group {rollouts[0].group_id!r}; "
-                "raise the rubric's timeout_s or make them faster"
-            ) from error
-        except ExceptionGroup as group:
-            failure = _first(group)
-        if failure is not None:
-            raise failure  # outside the handler, so that its cause stays the function's own exception
-        return [{name: task.result()[i] for name, task in running.items()} for i in range(len(rollouts))]
+        """Of each rollout, the values of these rewards. The first that fails for good ends the others."""
+        calls = [
+            (reward, chunk)
+            for reward in rewards
+            for chunk in ([[i] for i in range(len(rollouts))] if _per_rollout(reward) else [range(len(rollouts))])
+        ]
+        results = await together([self._values(reward, [rollouts[i] for i in chunk]) for reward, chunk in calls])
+        judged: list[dict[str, float]] = [{} for _ in rollouts]
+        for (reward, chunk), values in zip(calls, results, strict=True):
+            for i, value in zip(chunk, values, strict=True):
+                judged[i][reward.name] = value
+        return judged
+
+    async def _values(self, reward: WeightedReward, rollouts: Sequence[Rollout]) -> list[float]:
+        """One call of a reward, made again as its policy says."""
+        policy = getattr(reward, "on_failure", None) or FailurePolicy()
+        where = about(rollouts, each=_per_rollout(reward))
+
+        async def call() -> list[float]:
+            copies = [_copy(rollout) for rollout in rollouts]
+            if isinstance(reward, _OfFunction):
+                values = await reward.values_within(copies, self.timeout_s)
+            else:
+                values = await UserFunction(reward.values, reward.name)(copies, where, self.timeout_s)
+            return checked(values, len(rollouts), reward.name, where)
+
+        return await policy.apply(call)
 
 
-def _first(group: ExceptionGroup[Exception]) -> Exception:
-    """The first failure of nested task groups; its siblings were cancelled because of it."""
-    error = group.exceptions[0]
-    return _first(cast("ExceptionGroup[Exception]", error)) if isinstance(error, ExceptionGroup) else error
+def _per_rollout(reward: WeightedReward) -> bool:
+    return bool(getattr(reward, "per_rollout", False))
+
+
+def _copy(rollout: Rollout) -> Rollout:
+    return replace(
+        rollout,
+        turns=list(rollout.turns),
+        messages=[snapshot(message) for message in rollout.messages],
+        reward_breakdown=dict(rollout.reward_breakdown),
+        metrics=dict(rollout.metrics),
+    )

@@ -339,13 +339,14 @@ async def test_a_group_with_an_aborted_sibling_is_not_judged() -> None:
     ]
 
 
-async def test_a_failing_reward_is_the_owners_to_fix() -> None:
+async def test_a_failing_reward_gives_everything_back() -> None:
     def broken(rollout: Rollout) -> float:
         return rollout.sample["score"]
 
     stage = Stage(rubric=Rubric([Reward(broken)]))
-    with pytest.raises(RewardError, match="'broken' failed on rollout 'g/0': TypeError"):
-        await stage.group(Generator(), size=2)
+    group = await stage.group(Generator(), size=2)
+    assert group.failure is not None
+    assert "'broken' failed on rollout 'g/0': TypeError" in group.failure.error
     assert stage.given_back(2)
 
 
@@ -355,6 +356,26 @@ async def test_a_bad_advantage_function_is_named(values: list[float]) -> None:
         return values
 
     with pytest.raises(RewardError, match="advantage 'odd' gave"):
+        await Stage(advantage=odd).group(Generator(), size=2)
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, StopIteration, asyncio.CancelledError, SystemExit])
+async def test_an_advantage_function_that_raises_ends_the_run_with_its_line(error: type[BaseException]) -> None:
+    def odd(rewards: Sequence[float]) -> list[float]:
+        raise error("no luck")
+
+    stage = Stage(advantage=odd)
+    with pytest.raises(RewardError, match=rf"advantage 'odd' failed .*{error.__name__}: no luck .*test_rollouter.py:"):
+        await stage.group(Generator(), size=2)
+    assert stage.given_back(2)
+
+
+@pytest.mark.parametrize("given", [None, 1.0, ["high", "low"]])
+async def test_an_advantage_function_that_gives_no_numbers_is_named(given: Any) -> None:
+    def odd(rewards: Sequence[float]) -> Any:
+        return given
+
+    with pytest.raises(RewardError, match="advantage 'odd' failed on the rewards"):
         await Stage(advantage=odd).group(Generator(), size=2)
 
 

@@ -75,7 +75,8 @@ class WorkerPool:
             try:
                 with open_desk(group_id, desk):
                     group = await peer.call(actor.run_group, sample, group_id, group_size, sampling)
-                return RolloutGroup(group_id, sample, [replace(rollout, sample=sample) for rollout in group.rollouts])
+                rollouts = [replace(rollout, sample=sample) for rollout in group.rollouts]
+                return replace(group, sample=sample, rollouts=rollouts)
             except ActorDiedError as error:
                 self.remove(peer)
                 if attempt == self._max_attempts:

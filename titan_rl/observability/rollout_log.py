@@ -36,6 +36,8 @@ class RolloutLog:
         self._writing = BestEffort("writing rollouts.jsonl", tell)
         self._errors = ErrorCounts()
         self._told: set[str] = set()
+        self._lost: Counter[str] = Counter()  # groups whose reward failed, by kind
+        self._lost_texts: dict[str, str] = {}
         self._of_a_kind: Counter[tuple[int, str, str]] = Counter()  # by step, phase and kind
         self._num_left_out = 0
 
@@ -50,6 +52,16 @@ class RolloutLog:
             trace = f"\n{rollout.failure.traceback}" if rollout.failure is not None else ""
             logger.error("rollout %s ended in %s%s", rollout.rollout_id, error_text(rollout), trace)
             self._tell(f"rollout {rollout.rollout_id} ended in {error_text(rollout)}")
+
+    def lost(self, group: RolloutGroup) -> None:
+        """A group whose reward failed, and that therefore has none."""
+        failure = group.failure
+        assert failure is not None, "only a group whose reward failed is lost"
+        self._lost[failure.kind] += 1
+        self._lost_texts.setdefault(failure.kind, str(failure))
+        if self._lost[failure.kind] == 1:
+            logger.error("group %s is dropped: %s\n%s", group.group_id, failure, failure.traceback)
+            self._tell(f"group {group.group_id} is dropped, as others will be: {failure}")
 
     def finished(self, groups: Sequence[RolloutGroup], phase: str, step: int) -> None:
         """Groups that a step was trained on, or of a validation. Siblings with an error are written of every group."""
@@ -85,6 +97,12 @@ class RolloutLog:
             others = len(self._errors.most_common()) - 1
             more = f", and others of {others} kinds" if others else ""
             self._tell(f"{count} rollouts ended in {text}{more}; logs/controller.log has the tracebacks")
+        for kind, count in self._lost.most_common():
+            logger.warning("%d groups were dropped with %s", count, self._lost_texts[kind])
+        if self._lost:
+            kind = self._lost.most_common(1)[0][0]
+            text = self._lost_texts[kind]
+            self._tell(f"{self._lost.total()} groups were dropped for rewards that failed, most with {text}")
         self._writing.close()
 
     def _record_first(self, rollout: Rollout, kind: str, labels: Mapping[str, Any]) -> None:

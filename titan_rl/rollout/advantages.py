@@ -6,10 +6,13 @@ or yours as "module:function"; in code pass it to `Rollouter`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
 
+from titan_rl.errors import RewardError
 from titan_rl.rollout.types import RolloutGroup
+from titan_rl.user_code import summary, where
 
 AdvantageFn = Callable[[Sequence[float]], Sequence[float]]
 
@@ -68,6 +71,36 @@ def standardized(rewards: Sequence[float], eps: float = 1e-6) -> list[float]:
     distances = group_mean(rewards)
     std = fmean(distance**2 for distance in distances) ** 0.5 if distances else 0.0
     return [distance / (std + eps) for distance in distances]
+
+
+def compare(group: RolloutGroup, advantage: AdvantageFn) -> None:
+    """Fill in the advantages of the siblings that have a reward and did not end in a fault of others, in place.
+
+    Raises:
+        RewardError: the function raised, or gave something else than as many finite numbers. Its owner has to fix it.
+    """
+    compared = [rollout for rollout in group.rollouts if rollout.reward is not None and not rollout.status.is_fault]
+    rewards = [rollout.reward for rollout in compared if rollout.reward is not None]
+    if not rewards:
+        return
+    name = getattr(advantage, "__name__", type(advantage).__name__)
+    try:
+        given = list(advantage(list(rewards)))
+        values = [float(value) for value in given]
+    except (KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:  # also a CancelledError: nothing is awaited here that could bring one
+        raise RewardError(
+            f"advantage {name!r} failed on the rewards {rewards} of group {group.group_id!r}: {summary(error)}",
+            where(error),
+        ) from error
+    if len(values) != len(compared) or not all(map(math.isfinite, values)):
+        raise RewardError(
+            f"advantage {name!r} gave {given} for the rewards {rewards} of group {group.group_id!r}; "
+            "it must give as many finite numbers"
+        )
+    for rollout, value in zip(compared, values, strict=True):
+        rollout.advantage = value
 
 
 def subtract_batch_mean(groups: Iterable[RolloutGroup]) -> None:

@@ -3,34 +3,44 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import Callable
 
 from titan_rl.errors import RewardError
 from titan_rl.rollout.recess import Recess
 from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus
 from titan_rl.rubric import Rubric
+from titan_rl.user_code import Failure
+
+logger = logging.getLogger(__name__)
 
 
 class Judging:
     """Begins with each sibling when it ends, and stops with the first that was aborted: such a group has no reward.
+    Nor has one whose reward fails for good.
 
     Args:
         tasks: the group's own; judges end with it.
         recess: where judges wait while generation is paused.
+        give_up: called once, when a reward has failed: no sibling is of use any more.
+
+    Attributes:
+        error: what failed; None as long as nothing has.
     """
 
-    def __init__(self, rubric: Rubric, tasks: asyncio.TaskGroup, recess: Recess) -> None:
+    def __init__(self, rubric: Rubric, tasks: asyncio.TaskGroup, recess: Recess, give_up: Callable[[], None]) -> None:
+        self.error: RewardError | None = None
         self._rubric = rubric
         self._recess = recess
         self._tasks = tasks
+        self._give_up = give_up
         self._running: list[asyncio.Task[None]] = []
+        self._begun: dict[str, dict[str, float]] = {}  # what was judged ahead, by rollout id
         self._stopped = False
-        self._failure: RewardError | None = None
 
     def ended(self, rollout: Rollout) -> None:
         if rollout.status is RolloutStatus.ABORTED:
-            self._stopped = True
-            for judge in self._running:
-                judge.cancel()
+            self._stop()
         elif not self._stopped:
             self._running.append(self._tasks.create_task(self._begin(rollout), name=f"judge-{rollout.rollout_id}"))
 
@@ -38,14 +48,34 @@ class Judging:
         """What needs all siblings. Called once the task group has ended.
 
         Raises:
-            RewardError: a reward function failed, now or before.
+            RewardError: a reward function failed, now or before, and its policy is to end the run. Where that is to
+                drop the group, it says so in `group.failure`.
         """
-        if self._failure is not None:
-            raise self._failure
-        await self._recess.judge(lambda: self._rubric.score(group))
+        if self.error is None and not group.is_aborted:
+            try:
+                await self._recess.judge(lambda: self._rubric.score(group, self._begun))
+            except RewardError as error:
+                self.error = error
+        if self.error is None:
+            return
+        if self.error.ends_run:
+            raise self.error
+        group.failure = Failure.of(self.error, f"RewardError: {self.error.text}")
+        for rollout in group.rollouts:
+            if rollout.error is None:
+                rollout.error, rollout.failure = group.failure.error, group.failure
+        logger.warning("group %s is dropped: %s", group.group_id, self.error)
 
     async def _begin(self, rollout: Rollout) -> None:
         try:
-            await self._recess.judge(lambda: self._rubric.begin(rollout))
+            self._begun[rollout.rollout_id] = await self._recess.judge(lambda: self._rubric.begin(rollout))
         except RewardError as error:
-            self._failure = self._failure or error
+            if self.error is None:
+                self.error = error
+                self._stop()
+                self._give_up()
+
+    def _stop(self) -> None:
+        self._stopped = True
+        for judge in self._running:
+            judge.cancel()

@@ -13,8 +13,8 @@ from typing import Any, cast
 from titan_rl.config.sections import RolloutConfig
 from titan_rl.environment.threaded import ThreadedEnv
 from titan_rl.environment.types import TokenEnv, TokenObservation, TokenStep
-from titan_rl.errors import RewardError
-from titan_rl.rollout.advantages import AdvantageFn, standardized
+from titan_rl.errors import StrayCancellationError
+from titan_rl.rollout.advantages import AdvantageFn, compare, standardized
 from titan_rl.rollout.boundary import RolloutEnded, close_env, ends_with
 from titan_rl.rollout.callbacks import Callbacks
 from titan_rl.rollout.judging import Judging
@@ -25,8 +25,6 @@ from titan_rl.rubric import Rubric
 from titan_rl.types import Completion, FinishReason, GenerateFn, SamplingParams
 
 logger = logging.getLogger(__name__)
-
-_RETRIED = {RolloutStatus.ERROR_ENV, RolloutStatus.ERROR_TIMEOUT, RolloutStatus.ERROR_GENERATE}
 
 
 class Rollouter:
@@ -59,7 +57,8 @@ class Rollouter:
     Args:
         make_env: makes the single-use environment of one rollout from a sample.
         rubric: scores a group. An aborted group, which has an aborted sibling, is not scored.
-        advantage: compares the rewards of the siblings that have one. An errored sibling takes no part.
+        advantage: compares the rewards of the siblings that have one. One that ended in a fault which is not the
+            policy's (`RolloutStatus.is_fault`) takes no part.
         limits: most turns, and seconds for a rollout in all and for each call of its environment.
         max_context: most tokens of prompt and completion together.
         seed: base of the sampling seeds where the `SamplingParams` have none.
@@ -109,14 +108,18 @@ class Rollouter:
     ) -> RolloutGroup:
         """Play `group_size` siblings at once, score each as it ends, and fill in their advantages.
 
-        A sibling that fails is data and leaves the others alone. One that ends in an error, but for ERROR_PARSE, which
-        is the policy's own, is played again in a fresh environment, up to `limits.max_retries` times for the group.
+        A sibling that fails is data and leaves the others alone. One that ends in a fault that is not the policy's is
+        played again in a fresh environment, up to `limits.max_retries` times for the group.
+
+        A reward that fails for good ends the group at once: siblings that still play are stopped. What follows is for
+        its `FailurePolicy` to say: the group has a `failure` and neither rewards nor advantages, or the run ends.
 
         Args:
             on_finished: called with each sibling as it ends, before the group is scored. What it raises is logged once.
 
         Raises:
-            RewardError: the rubric or the advantage function failed; their owner has to fix them.
+            RewardError: the advantage function failed, or a reward whose policy is to end the run.
+            StrayCancellationError: a sibling was cancelled by nobody here.
         """
         if group_size < 1:
             raise ValueError(f"group_size is {group_size}; it must be at least 1")
@@ -129,7 +132,7 @@ class Rollouter:
                 rollout = await self.run_rollout(
                     generate, sample, group_id=group_id, sibling=sibling, sampling=sampling, attempt=attempt
                 )
-                if rollout.status not in _RETRIED or retries_left == 0:
+                if not rollout.status.is_fault or retries_left == 0:
                     break
                 retries_left -= 1
                 attempt += 1
@@ -140,16 +143,27 @@ class Rollouter:
             judging.ended(rollout)
             return rollout
 
+        siblings: list[asyncio.Task[Rollout]] = []
+
+        def give_up() -> None:
+            for sibling in siblings:
+                sibling.cancel()
+
+        def result(sibling: int) -> Rollout:
+            if not siblings[sibling].cancelled():
+                return siblings[sibling].result()
+            rollout_id = f"{group_id}/{sibling}"
+            if judging.error is None:
+                raise StrayCancellationError(f"rollout {rollout_id!r} was cancelled, though nobody had asked for that")
+            why = f"stopped, for a sibling could not be judged: {judging.error}"
+            return Rollout(rollout_id, group_id, sibling, sample, RolloutStatus.ABORTED, error=why)
+
         async with asyncio.TaskGroup() as tasks:
-            judging = Judging(self.rubric, tasks, self._recess)
-            siblings = [tasks.create_task(play(sibling)) for sibling in range(group_size)]
-        group = RolloutGroup(group_id, sample, [sibling.result() for sibling in siblings])
-        if group.is_aborted:
-            for rollout in group.rollouts:
-                rollout.reward_breakdown = {}
-            return group
+            judging = Judging(self.rubric, tasks, self._recess, give_up)
+            siblings += [tasks.create_task(play(sibling)) for sibling in range(group_size)]
+        group = RolloutGroup(group_id, sample, list(map(result, range(group_size))))
         await judging.finish(group)
-        self._compare(group)
+        compare(group, self.advantage)
         return group
 
     async def run_rollout(
@@ -257,19 +271,6 @@ class Rollouter:
             min_tokens=min(sampling.min_tokens, max_tokens),
             seed=turn_seed(base, rollout.rollout_id, turn),
         )
-
-    def _compare(self, group: RolloutGroup) -> None:
-        compared = [r for r in group.rollouts if r.reward is not None and not r.status.is_error]
-        rewards = [r.reward for r in compared if r.reward is not None]
-        advantages = list(self.advantage(rewards)) if rewards else []
-        if len(advantages) != len(compared) or not all(math.isfinite(advantage) for advantage in advantages):
-            name = getattr(self.advantage, "__name__", type(self.advantage).__name__)
-            raise RewardError(
-                f"advantage {name!r} gave {advantages} for the rewards {rewards} of group {group.group_id!r}; "
-                "it must give as many finite numbers"
-            )
-        for rollout, advantage in zip(compared, advantages, strict=True):
-            rollout.advantage = advantage
 
 
 def _checked(advantages: Sequence[float] | None, completion: Completion) -> list[float] | None:

@@ -35,6 +35,12 @@ class RolloutStatus(StrEnum):
     def is_error(self) -> bool:
         return self.value.startswith("error")
 
+    @property
+    def is_fault(self) -> bool:
+        """An error of an environment or of generation, which says nothing of the policy. All other ends are the
+        policy's doing, ERROR_PARSE too."""
+        return self.is_error and self is not RolloutStatus.ERROR_PARSE
+
 
 @dataclass(frozen=True, slots=True)
 class Turn:
@@ -85,6 +91,7 @@ class RolloutGroup:
     group_id: str
     sample: Any
     rollouts: list[Rollout]  # [group_size]
+    failure: Failure | None = None  # of a reward: the group was given up, and has neither rewards nor advantages
 
     @property
     def is_aborted(self) -> bool:

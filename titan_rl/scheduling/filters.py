@@ -14,12 +14,15 @@ GroupFilter = Callable[[RolloutGroup], str | None]
 
 
 def too_few_siblings(group: RolloutGroup) -> str | None:
-    """An advantage needs two siblings to compare. `aborted` or `failed` where that is what left fewer."""
+    """An advantage needs two siblings to compare. Where there are fewer, the reason says what is to blame: `aborted`,
+    `failed` for errors that are not the policy's, `reward_failed` for a reward."""
+    if group.failure is not None:
+        return "reward_failed"
     if sum(rollout.advantage is not None for rollout in group.rollouts) >= 2:
         return None
     if group.is_aborted:
         return "aborted"
-    return "failed" if any(rollout.status.is_error for rollout in group.rollouts) else "too_few_siblings"
+    return "failed" if any(rollout.status.is_fault for rollout in group.rollouts) else "too_few_siblings"
 
 
 def zero_variance(group: RolloutGroup) -> str | None:
@@ -46,12 +49,18 @@ BY_NAME: dict[str, GroupFilter] = {"zero_variance": zero_variance}
 """The filters that `scheduling.filters` in a config names."""
 
 
+LOST = frozenset({"failed", "reward_failed"})
+"""The reasons that are errors: `scheduling.max_failed_groups` of them in a row end a run."""
+
+
 def first_reason(filters: Sequence[GroupFilter], group: RolloutGroup) -> str | None:
     """What the first filter that objects says."""
     return next((reason for check in filters if (reason := check(group)) is not None), None)
 
 
 def first_error(group: RolloutGroup) -> str:
-    """What the first errored sibling says, with its id."""
-    rollout = next(rollout for rollout in group.rollouts if rollout.status.is_error)
+    """What the reward that failed says, or else the first sibling with a fault."""
+    if group.failure is not None:
+        return str(group.failure)
+    rollout = next(rollout for rollout in group.rollouts if rollout.status.is_fault)
     return f"{rollout.status} in {rollout.rollout_id!r}: {rollout.error}"

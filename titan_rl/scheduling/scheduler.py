@@ -17,7 +17,7 @@ from titan_rl.rollout.types import RolloutGroup
 from titan_rl.scheduling.backlog import Backlog, SchedulerObserver
 from titan_rl.scheduling.batch import GroupBatch, check_age
 from titan_rl.scheduling.capacity import RolloutCapacity
-from titan_rl.scheduling.filters import GroupFilter, first_error, first_reason, too_few_siblings
+from titan_rl.scheduling.filters import LOST, GroupFilter, first_error, first_reason, too_few_siblings
 from titan_rl.scheduling.lease import Lease
 from titan_rl.scheduling.ledger import GroupState, Ledger
 from titan_rl.scheduling.patience import Patience
@@ -241,7 +241,7 @@ class GroupScheduler:
             self._ledger.wasted(group)
             return
         reason = first_reason(self._filters, group)
-        if reason == "failed":
+        if reason in LOST:
             self._patience.lost(first_error(group))
         else:
             self._patience.played()

@@ -17,7 +17,8 @@ from titan_rl.training.sample import TrainingSample
 def build_samples(group: RolloutGroup, temperature: float, *, oldest_version: int = 0) -> list[TrainingSample]:
     """The samples of every rollout that takes part in training.
 
-    Rollouts that were aborted, ended in an error, have no advantage or no completion token give none.
+    Rollouts that were aborted, ended in a fault that is not the policy's, have no advantage or no completion token
+    give none.
 
     A token's advantage is its rollout's, plus its own where the environment gave one.
 
@@ -40,7 +41,7 @@ def build_samples(group: RolloutGroup, temperature: float, *, oldest_version: in
         )
     samples: list[TrainingSample] = []
     for rollout in group.rollouts:
-        if rollout.advantage is None or rollout.status.is_error or rollout.status is RolloutStatus.ABORTED:
+        if rollout.advantage is None or rollout.status.is_fault or rollout.status is RolloutStatus.ABORTED:
             continue
         for turns in _extending_runs(rollout):
             sample = _merge(rollout, turns, rollout.advantage, temperature, oldest_version)

@@ -1,0 +1,359 @@
+"""Rewards that fail, hang or are cancelled: what becomes of the call, the group, and the run. In virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from titan_rl import Completion, FinishReason, SamplingParams, TokenObservation, TokenStep, VersionSpan
+from titan_rl.config.sections import SchedulingConfig
+from titan_rl.errors import RewardError, TrainingError
+from titan_rl.reward_calls import FailurePolicy
+from titan_rl.rollout.rollouter import Rollouter
+from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus
+from titan_rl.rubric import GroupReward, Reward, Rubric
+from titan_rl.scheduling.filters import too_few_siblings
+from titan_rl.scheduling.lease import Lease
+from titan_rl.scheduling.scheduler import GroupScheduler
+from titan_rl.training.sample_builder import build_samples
+
+pytestmark = pytest.mark.looptime
+
+
+class Env:
+    """One turn, which ends with the status that `statuses` has for the sibling."""
+
+    def __init__(self, statuses: Sequence[RolloutStatus] = ()) -> None:
+        self._statuses = statuses
+        self.closed = 0
+
+    async def reset(self) -> TokenObservation:
+        return TokenObservation([1, 2])
+
+    async def step(self, completion: Completion) -> TokenStep:
+        sibling = int(completion.request_id.split("/")[1])
+        return TokenStep(status=self._statuses[sibling] if self._statuses else RolloutStatus.COMPLETED)
+
+    async def close(self) -> None:
+        self.closed += 1
+
+
+async def generate(prompt_token_ids: Sequence[int], *, request_id: str, **_: Any) -> Completion:
+    return Completion(request_id, [5], [-0.5], FinishReason.STOP, (VersionSpan(0, 1),))
+
+
+async def slow_second(prompt_token_ids: Sequence[int], *, request_id: str, **_: Any) -> Completion:
+    """Sibling 1 takes a day."""
+    if request_id.startswith("g/1/"):
+        await asyncio.sleep(86_400.0)
+    return await generate(prompt_token_ids, request_id=request_id)
+
+
+async def play(rubric: Rubric, env: Callable[[], Env] = Env, generate: Any = generate, size: int = 2) -> RolloutGroup:
+    rollouter = Rollouter(lambda _: env(), rubric, max_context=64)
+    return await rollouter.run_group(
+        generate, None, group_id="g", group_size=size, sampling=SamplingParams(max_tokens=4)
+    )
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+class Flaky:
+    """A judge whose first calls fail."""
+
+    def __init__(self, failures: int) -> None:
+        self.failures = failures
+        self.called_at: list[float] = []
+
+    async def __call__(self, rollout: Rollout) -> float:
+        self.called_at.append(now())
+        if len(self.called_at) <= self.failures:
+            raise ConnectionError("503")
+        return 1.0 + rollout.sibling
+
+
+async def test_a_call_that_fails_is_made_again_after_ever_longer_waits() -> None:
+    judge = Flaky(failures=3)
+    group = await play(Rubric([Reward(judge, name="judge")]), size=1)
+    assert judge.called_at == [0.0, 1.0, 3.0, 7.0]
+    assert group.failure is None
+    assert group.rollouts[0].reward == 1.0
+
+
+async def test_only_the_call_that_failed_is_made_again() -> None:
+    judge = Flaky(failures=1)
+    group = await play(Rubric([Reward(judge, name="judge")]), size=4)
+    assert len(judge.called_at) == 5
+    assert [rollout.reward for rollout in group.rollouts] == [1.0, 2.0, 3.0, 4.0]
+
+
+async def test_after_its_retries_the_group_is_dropped_and_says_why() -> None:
+    judge = Flaky(failures=1000)
+    policy = FailurePolicy(retries=1, backoff_s=10.0)
+    group = await play(Rubric([Reward(judge, name="judge", on_failure=policy)]))
+    assert now() == 10.0
+    assert group.failure is not None
+    assert "reward 'judge' failed on rollout 'g/0': ConnectionError: 503" in group.failure.error
+    assert "test_reward_failures.py" in (group.failure.where or "")
+    assert "raise ConnectionError" in group.failure.traceback
+    assert [(r.status, r.reward, r.advantage) for r in group.rollouts] == [(RolloutStatus.COMPLETED, None, None)] * 2
+    assert all("ConnectionError: 503" in (rollout.error or "") for rollout in group.rollouts)
+    assert too_few_siblings(group) == "reward_failed"
+    assert build_samples(group, 1.0) == []
+
+
+async def test_a_function_that_only_computes_is_not_called_again() -> None:
+    calls: list[str] = []
+
+    def broken(rollout: Rollout) -> float:
+        calls.append(rollout.rollout_id)
+        return 1 / 0
+
+    group = await play(Rubric([Reward(broken)]), size=1)
+    assert calls == ["g/0"]
+    assert group.failure is not None
+
+
+async def test_a_policy_may_end_the_run() -> None:
+    policy = FailurePolicy(retries=0, then="fail_run")
+    with pytest.raises(RewardError, match=r"reward 'judge' failed on rollout 'g/\d': ConnectionError: 503 \("):
+        await play(Rubric([Reward(Flaky(1000), name="judge", on_failure=policy)]))
+
+
+@pytest.mark.parametrize("then", ["drop_group", "fail_run"])
+async def test_siblings_that_still_play_are_stopped_when_their_group_is_doomed(then: Any) -> None:
+    envs: list[Env] = []
+
+    def env() -> Env:
+        envs.append(Env())
+        return envs[-1]
+
+    rubric = Rubric([Reward(Flaky(1000), name="judge", on_failure=FailurePolicy(0, then=then))])
+    if then == "fail_run":
+        with pytest.raises(RewardError):
+            await play(rubric, env, slow_second)
+    else:
+        group = await play(rubric, env, slow_second)
+        assert [r.status for r in group.rollouts] == [RolloutStatus.COMPLETED, RolloutStatus.ABORTED]
+        assert "stopped" in (group.rollouts[1].error or "")
+        assert too_few_siblings(group) == "reward_failed"
+    assert now() < 1.0
+    assert [env.closed for env in envs] == [1, 1]
+
+
+async def test_a_group_reward_that_fails_drops_its_group() -> None:
+    def rank(rollouts: Sequence[Rollout]) -> list[float]:
+        return [1.0]
+
+    group = await play(Rubric([GroupReward(rank)]))
+    assert group.failure is not None
+    assert "reward 'rank' gave 1 values for the 2 of group 'g'" in group.failure.error
+
+
+async def test_a_judge_that_hangs_has_the_time_of_one_call_and_no_more() -> None:
+    async def judge(rollout: Rollout) -> float:
+        await asyncio.Event().wait()
+        return 1.0
+
+    group = await play(Rubric([Reward(judge, timeout_s=20.0)], timeout_s=300.0))
+    assert now() == 20.0
+    assert group.failure is not None
+    assert "reward 'judge' took longer than 20 s on rollout 'g/" in group.failure.error
+
+
+async def test_a_judge_that_does_not_take_a_cancellation_is_left_behind() -> None:
+    never = asyncio.Event()
+
+    async def stubborn(rollout: Rollout) -> float:
+        while True:
+            try:
+                await never.wait()
+            except asyncio.CancelledError:
+                continue
+            return 0.0
+
+    playing = asyncio.ensure_future(play(Rubric([Reward(stubborn, timeout_s=20.0)])))
+    await asyncio.wait({playing}, timeout=60.0)
+    assert playing.done()
+    assert now() == 25.0
+    never.set()
+    await asyncio.sleep(1.0)
+
+
+async def cancels_its_own(rollout: Rollout) -> float:
+    call = asyncio.ensure_future(asyncio.sleep(1e6))
+    call.cancel()
+    await call
+    return 1.0
+
+
+async def cancels_its_own_group(rollouts: Sequence[Rollout]) -> list[float]:
+    return [await cancels_its_own(rollouts[0])]
+
+
+class Own:
+    """A `WeightedReward` of one's own."""
+
+    name, weight = "own", 1.0
+    on_failure = FailurePolicy(retries=0)
+
+    def __init__(self, give: Callable[[Sequence[Rollout]], Any]) -> None:
+        self._give = give
+
+    async def values(self, rollouts: Sequence[Rollout]) -> list[float]:
+        return self._give(rollouts)
+
+
+def stray(rollouts: Sequence[Rollout]) -> list[float]:
+    raise asyncio.CancelledError
+
+
+def raises(rollouts: Sequence[Rollout]) -> list[float]:
+    raise KeyError("answer")
+
+
+async def ends_the_process(rollout: Rollout) -> float:
+    raise SystemExit(3)
+
+
+def ends_the_process_at_once(rollout: Rollout) -> float:
+    raise SystemExit(3)
+
+
+once = FailurePolicy(retries=0)
+
+
+@pytest.mark.parametrize(
+    ("reward", "says"),
+    [
+        (Reward(cancels_its_own, on_failure=once), "reward 'cancels_its_own' .* was cancelled, though nobody"),
+        (GroupReward(cancels_its_own_group, on_failure=once), "was cancelled, though nobody had asked"),
+        (Own(stray), "reward 'own' on group 'g' was cancelled, though nobody had asked"),
+        (Own(raises), "reward 'own' failed on group 'g': KeyError: 'answer'"),
+        (Own(lambda rollouts: [1.0]), "reward 'own' gave 1 values for the 2 of group 'g'"),
+        (Own(lambda rollouts: [1.0, float("nan")]), "reward 'own' gave nan for group 'g'; it must be finite"),
+        (Own(lambda rollouts: None), "reward 'own' gave None for group 'g'; it must give a sequence"),
+        (Reward(ends_the_process, on_failure=once), "failed on rollout 'g/.': RuntimeError: SystemExit: 3"),
+        (Reward(ends_the_process_at_once), "failed on rollout 'g/.': SystemExit: 3"),
+    ],
+    ids=lambda value: getattr(value, "name", None),
+)
+async def test_whatever_goes_wrong_is_a_failure_of_that_reward(reward: Any, says: str) -> None:
+    playing = asyncio.ensure_future(play(Rubric([reward])))
+    await asyncio.wait({playing}, timeout=60.0)
+    group = playing.result()
+    assert group.failure is not None
+    assert re.search(says, group.failure.error)
+
+
+async def test_a_cancelled_group_ends_its_retries() -> None:
+    judge = Flaky(failures=1000)
+    playing = asyncio.ensure_future(play(Rubric([Reward(judge, name="judge")]), size=1))
+    await asyncio.sleep(2.0)
+    playing.cancel()
+    await asyncio.wait({playing}, timeout=60.0)
+    assert playing.cancelled()
+    assert judge.called_at == [0.0, 1.0]
+
+
+class Run:
+    """A scheduler of one group a step over a real rollouter."""
+
+    def __init__(self, rubric: Rubric, env: Callable[[], Env] = Env, **settings: Any) -> None:
+        rollouter = Rollouter(lambda _: env(), rubric, max_context=64)
+        self.version = 0
+
+        async def newest(prompt_token_ids: Sequence[int], *, request_id: str, **_: Any) -> Completion:
+            return Completion(request_id, [5], [-0.5], FinishReason.STOP, (VersionSpan(self.version, 1),))
+
+        async def run_group(lease: Lease) -> RolloutGroup:
+            return await rollouter.run_group(
+                newest,
+                None,
+                group_id=f"{lease.index}",
+                group_size=2,
+                sampling=SamplingParams(max_tokens=4),
+                on_finished=lease.rollout_finished,
+            )
+
+        knobs = {"groups_per_step": 1, "max_staleness": 1, "max_refills": 100} | settings
+        self.scheduler = GroupScheduler(run_group, SchedulingConfig(**knobs), group_size=2, budget=8)
+
+    async def trained(self, steps: int) -> list[str]:
+        """The groups of so many steps."""
+        running = asyncio.ensure_future(self.scheduler.run())
+        groups: list[str] = []
+        try:
+            async with asyncio.timeout(1000.0):
+                for _ in range(steps):
+                    batch = await self.scheduler.next_batch()
+                    groups += [group.group_id for group in batch.groups]
+                    self.version = batch.version + 1
+                    batch.release()
+        finally:
+            running.cancel()
+            await asyncio.wait({running})
+        return groups
+
+
+async def test_a_run_goes_on_without_the_groups_whose_judge_failed() -> None:
+    async def judge(rollout: Rollout) -> float:
+        if rollout.group_id in ("1", "2"):
+            return await cancels_its_own(rollout)
+        return float(rollout.sibling)
+
+    assert await Run(Rubric([Reward(judge, on_failure=once)])).trained(3) == ["0", "3", "4"]
+
+
+async def test_a_reward_that_always_fails_ends_the_run_with_its_line() -> None:
+    def broken(rollout: Rollout) -> float:
+        raise KeyError("answer")
+
+    with pytest.raises(TrainingError, match=r"'broken' failed on .*KeyError: 'answer' \(.*test_reward_fail.*:\d"):
+        await Run(Rubric([Reward(broken)]), max_failed_groups=3).trained(1)
+    assert now() < 1.0
+
+
+def unparsed() -> Env:
+    return Env([RolloutStatus.ERROR_PARSE, RolloutStatus.COMPLETED])
+
+
+async def test_an_answer_that_cannot_be_parsed_has_an_advantage_and_a_gradient() -> None:
+    group = await play(Rubric([Reward(lambda _: 1.0, name="one")], error_reward=0.0), unparsed)
+    assert [rollout.reward for rollout in group.rollouts] == [0.0, 1.0]
+    assert [rollout.advantage for rollout in group.rollouts] == pytest.approx([-1.0, 1.0], abs=1e-3)
+    samples = build_samples(group, 1.0)
+    assert [sample.rollout_id for sample in samples] == ["g/0", "g/1"]
+    assert samples[0].advantages[-1] == pytest.approx(-1.0, abs=1e-3)
+
+
+@pytest.mark.parametrize("status", [RolloutStatus.ERROR_ENV, RolloutStatus.ERROR_TIMEOUT, RolloutStatus.ERROR_GENERATE])
+async def test_a_fault_of_others_has_neither(status: RolloutStatus) -> None:
+    rubric = Rubric([Reward(lambda _: 1.0, name="one")], error_reward=0.0)
+    group = await play(rubric, lambda: Env([status, RolloutStatus.COMPLETED, RolloutStatus.COMPLETED]), size=3)
+    assert [rollout.advantage for rollout in group.rollouts] == [None, 0.0, 0.0]
+    assert [sample.rollout_id for sample in build_samples(group, 1.0)] == ["g/1", "g/2"]
+
+
+@pytest.mark.parametrize(
+    ("status", "error_reward", "reason"),
+    [("error_parse", None, "too_few_siblings"), ("error_parse", 0.0, None), ("error_env", 0.0, "failed")],
+)
+async def test_a_group_of_answers_that_cannot_be_parsed_is_not_lost_to_errors(
+    status: str, error_reward: float | None, reason: str | None
+) -> None:
+    rubric = Rubric([Reward(lambda _: 1.0, name="one")], error_reward=error_reward)
+    group = await play(rubric, lambda: Env([RolloutStatus(status)] * 2))
+    assert too_few_siblings(group) == reason
+
+
+async def test_groups_of_answers_that_cannot_be_parsed_end_no_run() -> None:
+    rubric = Rubric([Reward(lambda _: 1.0, name="one")], error_reward=0.0)
+    run = Run(rubric, lambda: Env([RolloutStatus.ERROR_PARSE] * 2), max_failed_groups=2)
+    assert await run.trained(4) == ["0", "1", "2", "3"]

@@ -1,0 +1,64 @@
+"""Awaiting what a user's code does, for a limited time and however it takes being cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from titan_rl.errors import StrayCancellationError
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+
+class OutOfTimeError(TimeoutError):
+    """A call of a user's code took longer than it may: this limit's own error, not one that the code raised."""
+
+
+_left_behind: set[asyncio.Task[Any]] = set()  # asyncio itself holds tasks weakly
+
+
+async def bounded(work: Coroutine[Any, Any, T], timeout_s: float | None, what: str, *, cleanup_s: float = 5.0) -> T:
+    """What `work` gives, within `timeout_s` seconds. It runs as a task of its own.
+
+    When its time is up, or the caller is cancelled, it is cancelled and has `cleanup_s` seconds to end. One that does
+    not is left behind with a warning, so that nothing waits for it.
+
+    Args:
+        what: names it in messages.
+
+    Raises:
+        OutOfTimeError: it took longer.
+        StrayCancellationError: it ended as cancelled, and nobody had cancelled it here.
+    """
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait({task}, timeout=timeout_s)
+    except asyncio.CancelledError:
+        await _end(task, what, cleanup_s)
+        raise
+    if not task.done():
+        await _end(task, what, cleanup_s)
+        raise OutOfTimeError(f"it took longer than {timeout_s:g} s")
+    if task.cancelled():
+        raise StrayCancellationError(f"{what} was cancelled, though nobody had asked for that")
+    return task.result()
+
+
+async def _end(task: asyncio.Task[Any], what: str, cleanup_s: float) -> None:
+    """Cancel `task` and wait for it. What it ends with is of no use any more."""
+    _left_behind.add(task)
+    task.add_done_callback(_forget)
+    task.cancel()
+    await asyncio.wait({task}, timeout=cleanup_s)
+    if not task.done():
+        logger.warning("%s does not end %g s after it was cancelled, and is left behind", what, cleanup_s)
+
+
+def _forget(task: asyncio.Task[Any]) -> None:
+    _left_behind.discard(task)
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.debug("a call that was cancelled ended with %r", error)
