@@ -135,6 +135,10 @@ def test_all_wrong_settings_are_reported_at_once(project: Path):
             ["generation.reset_prefix_cache = false", 'running_kv = "recompute"', "reset_prefix_cache = true"],
         ),
         (
+            {"scheduling.max_staleness": "0", "generation.reset_prefix_cache": "false"},
+            ["generation.reset_prefix_cache = false", "scheduling.max_staleness = 0", "reset_prefix_cache = true"],
+        ),
+        (
             {"training.compile": "true", "training.tensor_parallel": "2"},
             ["[training] compile = true", "tensor_parallel = 2", "compile = false"],
         ),
@@ -148,6 +152,36 @@ def test_settings_that_exclude_each_other_are_refused(project: Path, overrides: 
     message = failure(*overrides.items())
 
     assert all(name in message for name in names)
+
+
+OWN_FUNCTIONS = """
+import math
+from pathlib import Path
+def mine(*args): ...
+class Fancy:
+    def __init__(self, *args): ...
+_hidden = mine
+number = 3
+"""
+
+
+@pytest.mark.parametrize("setting", ["loss", "advantage", "optimizer"])
+def test_a_function_of_the_users_is_imported_when_the_config_is_read(project: Path, setting: str):
+    module = f"own_{setting}"
+    Path(f"{module}.py").write_text(OWN_FUNCTIONS)
+    key = f"training.{setting}"
+    assert getattr(load_config("config.toml", [(key, f"{module}:mine")]).training, setting) == f"{module}:mine"
+    named = f"command line: {key} = "
+    for value, reason in {
+        f"{module}:mein": f"{module} has no function mein; it has: mine, Fancy",
+        f"{module}:number": f"{module} has no function number; it has: mine, Fancy",
+        "no_such_module:mine": "there is no module no_such_module",
+    }.items():
+        message = failure((key, value))
+        assert message.startswith(f"{named}{value!r}: {reason}")
+    Path("broken_functions.py").write_text("1 / 0")
+    assert "importing broken_functions failed: ZeroDivisionError" in failure((key, "broken_functions:mine"))
+    assert f"{named}'quux' must be one of " in failure((key, "quux"))
 
 
 def test_a_missing_file_lists_those_that_are_there(project: Path):

@@ -16,6 +16,7 @@ from titan_rl.actors.peer import Peer, call
 from titan_rl.actors.placement import Placement, visible_gpus
 from titan_rl.actors.process import ProcessActor, stderr_into
 from titan_rl.actors.replica import ActorReplica
+from titan_rl.actors.respawns import Respawns
 from titan_rl.actors.rollout_worker import RolloutWorkerActor, RolloutWorkerSettings
 from titan_rl.actors.supervisor import ProcessFailure, Supervisor
 from titan_rl.actors.trainer import ActorTrainer, TrainerActor, TrainerSettings
@@ -52,7 +53,7 @@ class Cluster:
         self._board = board
         self._supervisor = supervisor
         self._service = service
-        self._respawns_left = config.generation.max_respawns
+        self._respawns = Respawns({GENERATOR: config.generation.max_respawns, WORKER: config.rollout.max_respawns})
         self._peers: dict[str, Peer] = {}  # by id, of every process that was started and is not known to have ended
         self._ended: asyncio.Queue[Peer] = asyncio.Queue()
         self._opened: list[ActorReplica] = []
@@ -84,7 +85,8 @@ class Cluster:
         generator go on elsewhere meanwhile.
 
         Raises:
-            ActorDiedError: the trainer died, or one generator more than `generation.max_respawns`.
+            ActorDiedError: the trainer died, or one more generator than `generation.max_respawns` or rollout worker
+                than `rollout.max_respawns`.
         """
         async with asyncio.TaskGroup() as background:
 
@@ -108,10 +110,9 @@ class Cluster:
             background.create_task(listen())
             while True:
                 peer = await self._ended.get()
-                if peer.name == TRAINER or self._respawns_left == 0:
+                if not self._respawns.take(peer.name):
                     log = self._run_dir.logs / f"{peer.name}.log"
                     raise ActorDiedError(f"{peer.name} died: {peer.reason}; its log is {log}")
-                self._respawns_left -= 1
                 logger.warning("%s died: %s; starting another", peer.name, peer.reason)
                 self.workers.remove(peer)
                 if peer.name in {member.name for member in router.members}:  # else it died while it started

@@ -51,5 +51,15 @@ def find_function(setting: str, name: str, known: Mapping[str, T]) -> T:
     except ConfigError as error:
         raise ConfigError(f"{setting} = {name!r}: {error}") from error.__cause__
     if not callable(found):
-        raise ConfigError(f"{setting} = {name!r}: {module_name} has no function {attribute}")
+        there = ", ".join(_functions(import_module(module_name))) or "none"
+        raise ConfigError(f"{setting} = {name!r}: {module_name} has no function {attribute}; it has: {there}")
     return found  # pyright: ignore[reportReturnType]
+
+
+def _functions(module: ModuleType) -> list[str]:
+    """Public ones that are defined there."""
+    return [
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_") and callable(value) and getattr(value, "__module__", None) == module.__name__
+    ]

@@ -102,6 +102,11 @@ def conflicts(config: RunConfig) -> Iterator[str]:
             'generation.reset_prefix_cache = false with generation.running_kv = "recompute": running requests would be '
             "computed anew from KV of the old weights; set reset_prefix_cache = true"
         )
+    if not generation.reset_prefix_cache and config.scheduling.max_staleness == 0:
+        yield (
+            "generation.reset_prefix_cache = false with scheduling.max_staleness = 0: prompts would reuse KV of older "
+            "weights, which is not on-policy; set reset_prefix_cache = true, or max_staleness to at least 1"
+        )
     if generation.pull_mode == "drain" and config.scheduling.on_batch_ready != "continue":
         yield (
             f'generation.pull_mode = "drain" with scheduling.on_batch_ready = "{config.scheduling.on_batch_ready}": '

@@ -18,8 +18,6 @@ from pydantic import (
     PositiveInt,
 )
 
-from titan_rl.types import SamplingParams
-
 
 class Section(BaseModel):
     """Base of every table: frozen, strict about types, finite, and closed to unknown keys.
@@ -90,9 +88,6 @@ class SamplingConfig(Section):
     temperature: PositiveFloat = 1.0
     """Of the distribution that is sampled from and trained on."""
 
-    def params(self) -> SamplingParams:
-        return SamplingParams(max_tokens=self.max_tokens, temperature=self.temperature)
-
 
 class RolloutConfig(Section):
     """Groups of sibling rollouts and their limits."""
@@ -115,6 +110,8 @@ class RolloutConfig(Section):
     """Processes that play rollouts, where environments or scoring take much computing; 0 plays in the controller."""
     max_retries: NonNegativeInt = 0
     """Siblings of one group that are played again after an error other than of parsing, in fresh environments."""
+    max_respawns: NonNegativeInt = 3
+    """Rollout workers that may die and be replaced before the run ends; 0 ends it with the first."""
 
 
 class SchedulingConfig(Section):

@@ -16,7 +16,7 @@ Weights, with a cap C (none is C = infinity):
     token          min(rho_t, C)                     truncated importance sampling (Ionides, 2008; Yao et al., 2025)
     sequence       min(prod_t rho_t, C)              the same of a whole sequence
 
-Masks, where a value exactly at a bound is kept:
+Masks, where a value at a bound is kept, by comparing logarithms up to their rounding:
 
     token          rho_t in [low, high]              IcePop (Ring-1T, arXiv:2510.18855) with token weights without a cap
     sequence       prod_t rho_t in [low, high]       masked importance sampling
@@ -30,12 +30,16 @@ the weight of what it leaves.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 
 from titan_rl.config.training import CorrectionConfig
 from titan_rl.training.losses.types import MAX_LOG_RATIO, mean_by_sequence, sum_by_sequence
+
+ROUNDING = 1e-5
+"""Of logprobs in float32. So far beyond a bound a log-ratio is taken to be at it: there, exp(log(0.1)) < 0.1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +95,10 @@ def correct(
                 "sequence": log_product_N,
                 "geometric": mean_by_sequence(log_rho_N, sequences_N, num_sequences),
             }
-            rho_N = measured[config.mask].exp()
-            kept_N &= (rho_N >= low) & (rho_N <= high)
+            log_measured_N = measured[config.mask]
+            kept_N &= (log_measured_N >= math.log(low) - ROUNDING) & (log_measured_N <= math.log(high) + ROUNDING)
         if config.veto is not None:
-            vetoes_N = (log_rho_N.exp() < config.veto).to(log_rho_N.dtype)
+            vetoes_N = (log_rho_N < math.log(config.veto) - ROUNDING).to(log_rho_N.dtype)
             kept_N &= sum_by_sequence(vetoes_N, sequences_N, num_sequences)[sequences_N] == 0
     return Correction(weights_N.where(kept_N, 0.0), ~kept_N)
 
