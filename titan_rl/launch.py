@@ -6,10 +6,8 @@ import asyncio
 import contextlib
 import importlib.util
 import logging
-import os
-import signal
-import tempfile
-from collections.abc import Generator, Iterator
+import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
@@ -17,29 +15,28 @@ from titan_rl.config.run import RunConfig
 from titan_rl.controller import Controller
 from titan_rl.durability.run_journal import RunJournal
 from titan_rl.durability.run_state import RunState
-from titan_rl.errors import CheckpointError, MissingExtraError, TitanRLError
+from titan_rl.errors import CheckpointError, MissingExtraError, TitanRLError, TrainingError
+from titan_rl.guard import guarded
 from titan_rl.observability.progress import Progress
 from titan_rl.observability.report import write_report
 from titan_rl.observability.run_dir import RunDirectory
 from titan_rl.observability.sinks import open_sinks
-from titan_rl.owned_folder import OwnedFolder, clean_dead_folders
 from titan_rl.renderer import ChatTemplateRenderer
 from titan_rl.rollout.from_config import make_rollouter
 from titan_rl.routing.affinity import ConsistentHash, GroupAffinity
 from titan_rl.routing.limits import Limits
 from titan_rl.routing.router import GeneratorRouter
 from titan_rl.routing.strategies import LeastLoaded, RoundRobin, StickySession, Strategy
-from titan_rl.training.checkpoint import latest
+from titan_rl.run_environment import run_environment, scratch_root
+from titan_rl.stop_signals import StopSignals, tell_on_stderr
+from titan_rl.training.checkpoint import latest, step_of
+from titan_rl.user_code import describe
 from titan_rl.watchdog import LoopWatchdog
 
-ENVIRONMENT = {  # where the user has not set them
-    "OMP_NUM_THREADS": "1",  # engines and trainer share the cores; threads of their own would thrash
-    "TOKENIZERS_PARALLELISM": "false",
-    "HF_HUB_OFFLINE": "1",  # a model is a folder; nothing is fetched while a run starts
-}
+logger = logging.getLogger(__name__)
 
-SCRATCH = "titan_rl-run-"
-LONGEST_TMPDIR = 28  # Monarch makes sockets below it, whose paths end at 107 characters
+STOPPING = "stopping: the step that the trainer is at is finished and saved; once more ends the run at once, unsaved"
+ENDING = "ended at once, with what was saved before; to go on: {resume}"
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
@@ -62,8 +59,27 @@ def run_training(config: RunConfig, resume: Path | None = None) -> int:
     with run_dir.locked():
         checkpoint = None if resume is None else resumable(config, run_dir)
         logging.basicConfig(filename=run_dir.logs / "controller.log", level=logging.INFO, format=LOG_FORMAT, force=True)
-        with run_environment():
-            return asyncio.run(_run_until_signal(config, run_dir, checkpoint))
+        with (
+            StopSignals(STOPPING, ENDING.format(resume=resume_command(run_dir))) as signals,
+            guarded(scratch_root(), run_dir.path.name),
+            run_environment(),
+        ):
+            try:
+                code = asyncio.run(_run_until_signal(config, run_dir, checkpoint, signals))
+            except SystemExit as error:  # asyncio lets it through every task
+                raise TrainingError(f"an environment, a reward or the task exits Python: {describe(error)}") from None
+        if code:
+            tell_on_stderr(f"stopped{_saved(run_dir)}; to go on: {resume_command(run_dir)}")
+        return code
+
+
+def resume_command(run_dir: RunDirectory) -> str:
+    return shlex.join(["titan-rl", "train", "--resume", str(run_dir.path)])
+
+
+def _saved(run_dir: RunDirectory) -> str:
+    checkpoint = latest(run_dir.checkpoints)
+    return " before a step was trained" if checkpoint is None else f" with step {step_of(checkpoint)} saved"
 
 
 def resumable(config: RunConfig, run_dir: RunDirectory) -> Path | None:
@@ -82,68 +98,50 @@ def resumable(config: RunConfig, run_dir: RunDirectory) -> Path | None:
     return checkpoint
 
 
-@contextlib.contextmanager
-def run_environment() -> Generator[None]:
-    """Environment variables for this process and its children, and a scratch folder that goes with the run."""
-    root = Path(tempfile.gettempdir())
-    if len(str(root)) > LONGEST_TMPDIR:
-        root = Path("/tmp")
-    clean_dead_folders(SCRATCH, root)
-    folder = OwnedFolder(SCRATCH, root)
-    scratch = folder.path
-    ours = {name: value for name, value in ENVIRONMENT.items() if name not in os.environ}
-    variables = ours | {"TMPDIR": str(scratch), "MONARCH_LOG_SUFFIX": scratch.name}
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    tempfile.tempdir = None  # so that it is read from the environment again
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-        tempfile.tempdir = None
-        folder.remove()
-        for log in Path("/tmp").glob(f"*/monarch_log_{scratch.name}*"):  # Monarch's own, wherever TMPDIR points
-            log.unlink(missing_ok=True)
-
-
-async def _run_until_signal(config: RunConfig, run_dir: RunDirectory, checkpoint: Path | None) -> int:
-    """SIGINT and SIGTERM cancel the run, which then ends as on a failure: a checkpoint, and no process left."""
-    received: list[signal.Signals] = []
-    run = asyncio.ensure_future(_run(config, run_dir, checkpoint))
-
-    def stop(number: signal.Signals) -> None:
-        received.append(number)
-        run.cancel()
-
+async def _run_until_signal(
+    config: RunConfig, run_dir: RunDirectory, checkpoint: Path | None, signals: StopSignals
+) -> int:
+    """A signal cancels the run, which then ends as on a failure: a checkpoint, and no process left."""
+    run = asyncio.ensure_future(_run(config, run_dir, checkpoint, signals))
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop, number)
+
+    def stop() -> None:
+        run.cancel()
+        signals.reacted()
+
+    failure: BaseException | None = None
     try:
-        await run
+        with signals.stopping_with(lambda: loop.call_soon_threadsafe(stop)):
+            await run
     except asyncio.CancelledError:
-        return 128 + received[0]
+        if signals.received is None:
+            raise
+        return 128 + signals.received
     except BaseExceptionGroup as group:
-        raise first_cause(group) from group
+        logger.error("the run ended", exc_info=group)
+        failure = first_cause(group)
+    except Exception as error:
+        logger.error("the run ended", exc_info=error)
+        failure = error
+    if failure is not None:  # outside the handlers, so that its cause stays its own
+        failure.add_note(f"once it is mended, go on with: {resume_command(run_dir)}")
+        raise failure
     return 0
 
 
-async def _run(config: RunConfig, run_dir: RunDirectory, checkpoint: Path | None) -> None:
+async def _run(config: RunConfig, run_dir: RunDirectory, checkpoint: Path | None, signals: StopSignals) -> None:
     # Monarch writes to the terminal and opens sockets in TMPDIR when it is first used.
     from titan_rl.actors.cluster import start_cluster
     from titan_rl.actors.generate_service import listening
     from titan_rl.statedict.board import VersionBoard
     from titan_rl.statedict.folder import clean_dead_segments
 
-    clean_dead_segments()
     task = config.task
     resumed = None if checkpoint is None else RunState.read(checkpoint)
     renderer = ChatTemplateRenderer.from_pretrained(config.model.path)
     with contextlib.ExitStack() as resources:
         progress = resources.enter_context(Progress(config.training.steps))
+        signals.tell = progress.interrupt
         resources.callback(write_report, run_dir)
         sinks = resources.enter_context(open_sinks(config.logging, run_dir, progress.message))
         resources.callback(clean_dead_segments)  # of a trainer that was killed

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import sys
@@ -73,6 +74,25 @@ def test_a_failed_run_prints_its_reason_and_cause_and_exits_with_1(project: Path
     )
 
 
+def test_the_causes_of_a_failure_are_told_without_what_holds_them(project: Path, launch, capsys):
+    def fail(config: RunConfig) -> int:
+        disk = OSError(28, "No space left on device")
+        several = BaseExceptionGroup("unhandled errors in a TaskGroup", [ValueError("inf"), asyncio.CancelledError()])
+        inner = TrainingError("the step failed: inf")
+        inner.__cause__ = BaseExceptionGroup("unhandled errors in a TaskGroup", [several, disk])
+        inner.add_note("once it is mended, go on")
+        raise inner
+
+    launch(fail)
+
+    assert main(["train", "config.toml"]) == 1
+    assert capsys.readouterr().err == (
+        "titan-rl: the step failed: inf\n"
+        "  caused by OSError: [Errno 28] No space left on device\n"
+        "  once it is mended, go on\n"
+    )
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_unwinds_the_run_and_gives_its_exit_code(project: Path, launch, number: signal.Signals, code: int):
     cleaned: list[bool] = []
@@ -87,8 +107,12 @@ def test_a_signal_unwinds_the_run_and_gives_its_exit_code(project: Path, launch,
 
     launch(run)
     before = signal.getsignal(signal.SIGTERM)
+    interrupts = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored
 
-    assert main(["train", "config.toml"]) == code
+    try:
+        assert main(["train", "config.toml"]) == code
+    finally:
+        signal.signal(signal.SIGINT, interrupts)
     assert cleaned == [True]
     assert signal.getsignal(signal.SIGTERM) is before
 

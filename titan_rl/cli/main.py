@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import signal
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import cast
 
 from titan_rl.cli.overrides import check_resume, split_overrides
 from titan_rl.config.load import dump_config, load_config
 from titan_rl.config.reference import reference
 from titan_rl.errors import ConfigError, ModelError, TitanRLError
+from titan_rl.user_code import summary
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -32,10 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     with _sigterm_unwinds():
         try:
             return _dispatch(list(sys.argv[1:] if argv is None else argv))
-        except KeyboardInterrupt:
-            return EXIT_INTERRUPTED
-        except _Terminated:
-            return EXIT_TERMINATED
+        except (KeyboardInterrupt, _Terminated) as stop:
+            print("titan-rl: stopped before a run began", file=sys.stderr)
+            return EXIT_INTERRUPTED if isinstance(stop, KeyboardInterrupt) else EXIT_TERMINATED
         except (ConfigError, ModelError) as error:
             _say_error(error)
             return EXIT_USAGE
@@ -89,12 +91,34 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _say_error(error: BaseException) -> None:
-    """The error and what caused it, without the traceback: each is meant to be read by the user."""
+    """The error, what caused it and what can be done, without the traceback: each is meant to be read by the user."""
     print(f"titan-rl: {error}", file=sys.stderr)
-    cause = error.__cause__
-    while cause is not None:
-        print(f"  caused by {type(cause).__name__}: {cause}", file=sys.stderr)
-        cause = cause.__cause__
+    said = str(error)
+    for cause in causes(error):
+        if str(cause) and str(cause) in said:  # a message often quotes the one below it
+            continue
+        print(f"  caused by {summary(cause)}", file=sys.stderr)
+        said += str(cause)
+    for note in getattr(error, "__notes__", ()):
+        print(f"  {note}", file=sys.stderr)
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """What an error says it was caused by, the nearest first. Of several at once each has its turn; the groups that
+    hold them and cancellations say nothing to a user, and are left out."""
+    seen = {id(error)}
+    waiting = [error.__cause__]
+    while waiting:
+        cause = waiting.pop(0)
+        if cause is None or id(cause) in seen:
+            continue
+        seen.add(id(cause))
+        if isinstance(cause, BaseExceptionGroup):
+            waiting[:0] = cast("BaseExceptionGroup[BaseException]", cause).exceptions
+            continue
+        if not isinstance(cause, asyncio.CancelledError):
+            yield cause
+        waiting.append(cause.__cause__)
 
 
 class _Terminated(BaseException):

@@ -22,6 +22,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from titan_rl.stop_signals import tell_on_stderr
+
 logger = logging.getLogger(__name__)
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
@@ -110,6 +112,13 @@ class Progress:
     def message(self, text: str) -> None:
         """One line of text, above the live display."""
         self._console.print(Text(text, style="dim" if self._live else ""))
+
+    def interrupt(self, text: str) -> None:
+        """One line on standard error, for which the live display ends. Callable from a signal handler."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+        tell_on_stderr(text)
 
     def step(self, report: StepReport) -> None:
         """Show a finished step."""

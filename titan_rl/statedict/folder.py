@@ -26,6 +26,11 @@ def segment_folder(run_id: str, root: Path | None = None) -> OwnedFolder:
     return OwnedFolder(f"{PREFIX}{run_id}-{os.getpid()}-", root or segment_root())
 
 
+def segment_folders(run_id: str, root: Path | None = None) -> list[Path]:
+    """Those that there are of a run."""
+    return list((root or segment_root()).glob(f"{PREFIX}{run_id}-*"))
+
+
 def clean_dead_segments(root: Path | None = None) -> list[Path]:
     """Remove the folders of dead writers, and return them. Readers with a segment mapped keep reading."""
     return clean_dead_folders(PREFIX, root or segment_root())

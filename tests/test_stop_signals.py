@@ -1,0 +1,179 @@
+"""Ctrl-C and SIGTERM, in programs of their own: with a loop that runs, or is held up, or never returns."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+LIMIT_S = 60  # on a machine that is busy with something else
+
+PROGRAM = """
+import asyncio, ctypes, os, pathlib, sys, time
+from titan_rl.guard import guarded
+from titan_rl.run_environment import run_environment, scratch_root
+from titan_rl.stop_signals import StopSignals
+
+def native():
+    libc, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
+    libc.pthread_mutex_lock(mutex)
+    print("ready", flush=True)
+    libc.pthread_mutex_lock(mutex)  # never returns, and keeps Python's lock
+
+def sleep():
+    print("ready", flush=True)
+    time.sleep(1000)
+
+async def run(what, signals):
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    with signals.stopping_with(lambda: loop.call_soon_threadsafe(task.cancel)):
+        try:
+            if what == "idle":
+                print("ready", flush=True)
+                await asyncio.sleep(1000)
+            else:
+                globals()[what]()
+        except asyncio.CancelledError:
+            print("stopping", flush=True)
+            await asyncio.to_thread(input)  # saves
+
+with StopSignals("stopping in order", "ended at once") as signals, guarded(scratch_root(), "no-run"), run_environment():
+    print(os.environ["TMPDIR"], flush=True)
+    asyncio.run(run(sys.argv[1], signals))
+print("ended in order", flush=True)
+"""
+
+
+class Program:
+    """It holds a scratch folder, as a run does."""
+
+    def __init__(self, what: str, temporary: Path, sigint: Any = signal.SIG_DFL) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, what],
+            env=os.environ | {"TMPDIR": str(temporary)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, sigint),
+        )
+        self.scratch = Path(self.line())
+        assert self.line() == "ready"
+
+    def line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def told(self) -> str:
+        """The next line on standard error."""
+        assert self.process.stderr is not None
+        return self.process.stderr.readline().strip()
+
+    def say(self, text: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{text}\n")
+        self.process.stdin.flush()
+
+    def wait(self) -> int:
+        return self.process.wait(LIMIT_S)
+
+    def wait_until_clean(self) -> None:
+        deadline = time.monotonic() + LIMIT_S
+        while self.scratch.exists():
+            assert time.monotonic() < deadline, f"{self.scratch} is left"
+            time.sleep(0.05)
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Program]]:
+    import shutil
+    import tempfile
+
+    temporary = Path(tempfile.mkdtemp(prefix="t-", dir="/tmp"))  # short: a longer one is not used for scratch
+    started: list[Program] = []
+
+    def begin(what: str, **options: Any) -> Program:
+        started.append(Program(what, temporary, **options))
+        return started[-1]
+
+    yield begin
+    for program in started:
+        program.process.kill()
+        program.process.communicate()
+    shutil.rmtree(temporary)
+
+
+STOPS = [signal.SIGINT, signal.SIGTERM]
+
+
+@pytest.mark.parametrize("number", STOPS)
+def test_the_first_signal_is_told_of_at_once_and_stops_in_order(start: Callable[..., Program], number: signal.Signals):
+    program = start("idle")
+    program.process.send_signal(number)
+    assert program.told() == f"titan-rl: {number.name}: stopping in order"
+    assert program.line() == "stopping"
+    program.say("saved")
+    assert program.line() == "ended in order"
+    assert program.wait() == 0
+    assert not program.scratch.exists()
+
+
+@pytest.mark.parametrize("number", STOPS)
+@pytest.mark.parametrize("what", ["idle", "sleep"])
+def test_a_second_signal_ends_the_program_at_once(start: Callable[..., Program], what: str, number: signal.Signals):
+    program = start(what)
+    program.process.send_signal(signal.SIGINT)
+    assert program.told() == "titan-rl: SIGINT: stopping in order"
+    time.sleep(0.35)  # two signals closer together are one
+    program.process.send_signal(number)
+    assert program.wait() == 128 + number
+    assert program.told() == f"titan-rl: {number.name}: ended at once"
+    program.wait_until_clean()
+
+
+def test_a_program_that_native_code_holds_up_is_killed_by_the_second_signal(start: Callable[..., Program]):
+    program = start("native")
+    program.process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    program.process.send_signal(signal.SIGINT)
+    assert program.wait() == -signal.SIGKILL
+    program.wait_until_clean()
+
+
+def test_a_program_that_is_killed_is_cleaned_up_after(start: Callable[..., Program]):
+    program = start("idle")
+    program.process.kill()
+    program.wait()
+    program.wait_until_clean()
+
+
+def test_signals_that_come_together_are_one(start: Callable[..., Program]):
+    program = start("idle")
+    for number in STOPS:  # as `timeout` sends to the process and to its group
+        program.process.send_signal(number)
+    assert program.line() == "stopping"
+    program.say("saved")
+    assert program.line() == "ended in order"
+
+
+def test_a_held_up_loop_is_told_of(start: Callable[..., Program]):
+    program = start("sleep")
+    program.process.send_signal(signal.SIGTERM)
+    assert program.told() == "titan-rl: SIGTERM: stopping in order"
+    assert "nothing has been stopped for 3 s" in program.told()
+
+
+def test_a_sigint_that_the_shell_ignores_stays_ignored_and_sigterm_stops(start: Callable[..., Program]):
+    program = start("idle", sigint=signal.SIG_IGN)
+    program.process.send_signal(signal.SIGINT)
+    program.process.send_signal(signal.SIGTERM)
+    assert program.told() == "titan-rl: SIGTERM: stopping in order"
+    program.say("saved")
+    assert program.wait() == 0
