@@ -125,8 +125,7 @@ def test_the_first_signal_is_told_of_at_once_and_stops_in_order(start: Callable[
     assert not program.scratch.exists()
 
 
-@pytest.mark.parametrize("number", STOPS)
-@pytest.mark.parametrize("what", ["idle", "sleep"])
+@pytest.mark.parametrize(("what", "number"), [("idle", signal.SIGTERM), ("sleep", signal.SIGINT)])
 def test_a_second_signal_ends_the_program_at_once(start: Callable[..., Program], what: str, number: signal.Signals):
     program = start(what)
     program.process.send_signal(signal.SIGINT)

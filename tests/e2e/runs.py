@@ -52,6 +52,7 @@ class Run:
                 env=environment,
                 stdout=output,
                 stderr=subprocess.STDOUT,
+                preexec_fn=_heed_ctrl_c,
             )
 
     @property
@@ -103,6 +104,11 @@ class Run:
         segments = [str(path) for path in Path("/dev/shm").glob(f"*{run_id}*")]
         scratch = [str(path) for path in self.scratch.rglob("*")]
         return processes + segments + scratch
+
+
+def _heed_ctrl_c() -> None:
+    """A shell has commands in the background ignore it, and those they start."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def process_writing_to(log: Path) -> int:
