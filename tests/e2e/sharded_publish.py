@@ -1,11 +1,9 @@
-"""One rank of a trainer that publishes: `python -m e2e.sharded_publish REQUEST`, in torch.distributed's environment."""
+"""What each rank of a trainer that publishes does."""
 
 from __future__ import annotations
 
 import errno
-import json
 import os
-import sys
 from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
@@ -98,12 +96,7 @@ class Rank:
         }
 
 
-def main() -> None:
-    request = json.loads(sys.argv[1])
-    training = TrainingConfig(steps=10, lr=1e-3, row_tokens=64, rows_per_micro_batch=2, **request["training"])
-    models = [ModelConfig(path=folder, dtype=dtype) for folder, dtype in request["models"]]
-    print(json.dumps([Rank(model, training).three_versions() for model in models]))
-
-
-if __name__ == "__main__":
-    main()
+def publish_models(models: list[tuple[str, str]], **training: Any) -> list[dict[str, Any]]:
+    """`three_versions` of each model (folder, dtype), one after the other."""
+    settings = TrainingConfig(steps=10, lr=1e-3, row_tokens=64, rows_per_micro_batch=2, **training)
+    return [Rank(ModelConfig(path=folder, dtype=dtype), settings).three_versions() for folder, dtype in models]  # pyright: ignore[reportArgumentType]

@@ -1,12 +1,7 @@
-"""One rank of a trainer under test: `python -m e2e.sharded_steps SETTINGS`, in torch.distributed's environment."""
+"""What each rank of a trainer under test does."""
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -32,50 +27,3 @@ def three_steps(folder: Path, out: Path, *, resume: Path | None = None, **traini
         trainer.load(resume)
         metrics.append(trainer.step(samples).metrics)
     return metrics
-
-
-def run_ranks(folder: Path, out: Path, num_ranks: int, **settings: Any) -> list[list[dict[str, float]]]:
-    """`three_steps` in a world of processes; what each rank returns."""
-    return run_world("e2e.sharded_steps", {"folder": str(folder), "out": str(out), "settings": settings}, num_ranks)
-
-
-def run_world(module: str, request: dict[str, Any], num_ranks: int) -> list[Any]:
-    """`python -m MODULE REQUEST` in each process of a world; what each one's last line of output says."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", module, json.dumps(request, default=str)],
-            env=os.environ
-            | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
-            | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"},
-            cwd=Path(__file__).parents[1],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(num_ranks)
-    ]
-    try:
-        outputs = [process.communicate(timeout=180) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    for process, (_, stderr) in zip(processes, outputs, strict=True):
-        assert process.returncode == 0, stderr
-    return [json.loads(stdout.splitlines()[-1]) for stdout, _ in outputs]
-
-
-def main() -> None:
-    request = json.loads(sys.argv[1])
-    settings = request["settings"]
-    if settings.get("resume"):
-        settings["resume"] = Path(settings["resume"])
-    metrics = three_steps(Path(request["folder"]), Path(request["out"]), **settings)
-    print(json.dumps(metrics))
-
-
-if __name__ == "__main__":
-    main()

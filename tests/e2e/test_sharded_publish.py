@@ -6,8 +6,9 @@ import pytest
 
 pytest.importorskip("torchtitan", reason="needs the cpu or gpu extra")
 
-from e2e.sharded_steps import run_world
+from e2e.sharded_publish import publish_models
 from e2e.tiny_policy import make_tiny_llama3, make_tiny_moe, make_tiny_qwen3
+from e2e.warm import run_world
 
 LAYOUTS = {"FSDP 2": (2, 1), "TP 2": (1, 2), "FSDP 2 x TP 2": (2, 2)}
 
@@ -30,8 +31,9 @@ def test_the_parts_are_the_gathered_export_and_one_that_fails_fails_all(
 ) -> None:
     data_parallel, tensor_parallel = LAYOUTS[layout]
     size = data_parallel * tensor_parallel
-    training = {"data_parallel": data_parallel, "tensor_parallel": tensor_parallel}
-    for by_model in run_world("e2e.sharded_publish", {"models": models, "training": training}, size):
+    for by_model in run_world(
+        publish_models, size, models=models, data_parallel=data_parallel, tensor_parallel=tensor_parallel
+    ):
         # Only Llama's queries and keys are computed, in two layers.
         assert [found["num_gathered"] for found in by_model] == [0, 0, 4, 0]
         for found in by_model:

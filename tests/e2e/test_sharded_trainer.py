@@ -11,8 +11,9 @@ import pytest
 pytest.importorskip("torchtitan", reason="needs the cpu or gpu extra")
 
 import torch
-from e2e.sharded_steps import run_ranks, three_steps
+from e2e.sharded_steps import three_steps
 from e2e.tiny_policy import make_tiny_qwen3
+from e2e.warm import run_world
 from safetensors.torch import load_file
 
 LAYOUTS = {"FSDP 2": (2, 1, False), "TP 2": (1, 2, False), "FSDP 2 x TP 2, tied": (2, 2, True)}
@@ -44,10 +45,11 @@ def test_three_steps_and_one_from_a_checkpoint_of_one_rank(
 ) -> None:
     data_parallel, tensor_parallel, tied = LAYOUTS[layout]
     alone = one_rank[tied]
-    ranks = run_ranks(
-        alone.folder,
-        tmp_path,
+    ranks = run_world(
+        three_steps,
         data_parallel * tensor_parallel,
+        folder=alone.folder,
+        out=tmp_path,
         data_parallel=data_parallel,
         tensor_parallel=tensor_parallel,
         activation_checkpointing="full" if layout == "FSDP 2" else "none",
@@ -77,8 +79,14 @@ def test_other_optimizers_step_and_go_on_over_ranks(one_rank: dict[bool, OneRank
     folder, settings = one_rank[False].folder, {"optimizer": optimizer, "lr": 1e-3}
     three_steps(folder, tmp_path / "one", **settings)
     alone = three_steps(folder, tmp_path / "one", resume=tmp_path / "one" / "checkpoint", **settings)
-    for metrics in run_ranks(
-        folder, tmp_path / "two", 2, data_parallel=2, resume=tmp_path / "one" / "checkpoint", **settings
+    for metrics in run_world(
+        three_steps,
+        2,
+        folder=folder,
+        out=tmp_path / "two",
+        data_parallel=2,
+        resume=tmp_path / "one" / "checkpoint",
+        **settings,
     ):
         for found, expected in zip(metrics, alone, strict=True):
             assert math.isclose(found["loss"], expected["loss"], rel_tol=1e-3)
