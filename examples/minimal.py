@@ -17,15 +17,21 @@ from statistics import fmean
 
 from examples.alphabet_sort.env import AlphabetSortEnv
 from examples.alphabet_sort.task import AlphabetSort
-from titan_rl import MessageTokenEnv, Rollouter, RolloutGroup, SamplingParams
-from titan_rl.config.sections import ModelConfig, SchedulingConfig
+from titan_rl import (
+    ChatTemplateRenderer,
+    EngineLoop,
+    GroupScheduler,
+    Lease,
+    MessageTokenEnv,
+    Rollouter,
+    RolloutGroup,
+    SamplingParams,
+    SchedulingConfig,
+    build_samples,
+)
+from titan_rl.config.sections import ModelConfig
 from titan_rl.config.training import TrainingConfig
-from titan_rl.generation.engine_loop import EngineLoop
 from titan_rl.generation.vllm_engine import VLLMEngine
-from titan_rl.renderer import ChatTemplateRenderer
-from titan_rl.scheduling.lease import Lease
-from titan_rl.scheduling.scheduler import GroupScheduler
-from titan_rl.training.sample_builder import build_samples
 from titan_rl.training.trainer import TrainerCore
 
 BASE_MODEL = Path(__file__).parent / "alphabet_sort" / "base"

@@ -28,6 +28,7 @@ from titan_rl.controller import Controller
 from titan_rl.durability.run_journal import RunJournal
 from titan_rl.errors import CheckpointError, RewardError, StateDictError, TrainingError
 from titan_rl.observability.progress import Progress
+from titan_rl.observability.report import render_report
 from titan_rl.observability.run_dir import RunDirectory
 from titan_rl.statedict.board import VersionBoard
 from titan_rl.statedict.types import Manifest
@@ -143,6 +144,7 @@ class Rig:
         refuse: int | None = None,
         generation: GenerationConfig | None = None,
         checkpoint_interval: int = 3,
+        held_out: int = 2,
     ) -> None:
         task = Counting()
         config = RunConfig(
@@ -152,7 +154,7 @@ class Rig:
             rollout=RolloutConfig(group_size=3),
             scheduling=SchedulingConfig(groups_per_step=2, max_staleness=staleness),
             training=TrainingConfig(steps=steps, row_tokens=16),
-            validation=ValidationConfig(num_prompts=2, samples_per_prompt=2, interval=2),
+            validation=ValidationConfig(num_prompts=held_out, samples_per_prompt=2, interval=2),
             checkpoint=CheckpointConfig(interval=checkpoint_interval),
             generation=generation or GenerationConfig(),
         )
@@ -160,6 +162,8 @@ class Rig:
         self.replica = FakeReplica(refuse)
         self.records: list[tuple[int, dict[str, float]]] = []
         self.run_dir = RunDirectory(folder / "run")
+        self.progress_file = (folder / "progress.txt").open("w")
+        self.progress = Progress(steps, self.progress_file)
         self.controller = Controller(
             config,
             task,  # pyright: ignore[reportArgumentType]
@@ -170,7 +174,7 @@ class Rig:
             board=VersionBoard(),
             run_dir=self.run_dir,
             log=lambda step, metrics: self.records.append((step, metrics)),
-            progress=Progress(steps, (folder / "progress.txt").open("w")),
+            progress=self.progress,
             journal=RunJournal(self.run_dir.journal),
         )
 
@@ -192,6 +196,22 @@ async def test_a_run_validates_trains_in_data_order_and_saves(tmp_path):
     assert rig.trainer.saved == [3, 4]
     assert rig.trainer.exported == [rig.run_dir.export]
     assert (summary.steps, summary.reward_before) == (4, summary.reward_after)
+
+
+async def test_a_run_without_validation_says_so(tmp_path):
+    rig = Rig(tmp_path, held_out=0)
+    summary = await rig.run()
+    assert rig.steps_with("train/loss") == [1, 2, 3, 4]
+    assert rig.steps_with("validation/reward_mean") == []
+    assert set(rig.replica.asked_for_experts) == {"train"}
+    assert (summary.reward_before, summary.reward_after) == (None, None)
+    rig.progress.summary(summary)
+    rig.progress_file.flush()
+    shown = (tmp_path / "progress.txt").read_text()
+    assert shown.count("validation is off: validation.num_prompts = 0") == 1
+    assert "off (validation.num_prompts = 0)" in shown
+    report = render_report("run", [{"step": s, **m} for s, m in rig.records], [], "[validation]\nnum_prompts = 0\n")
+    assert "validation.num_prompts = 0</div>" in report
 
 
 async def test_training_asks_for_routed_experts_and_validation_does_not(tmp_path):

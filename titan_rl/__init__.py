@@ -1,8 +1,13 @@
 """Reinforcement learning of language models on a mesh of actors.
 
-Everything exported here is light: importing `titan_rl` needs neither torch, vLLM, torchtitan nor Monarch.
+What a loop of one's own is made of. Everything exported here is light: importing `titan_rl` needs neither torch, vLLM,
+torchtitan nor Monarch. What needs them is in modules of its own: `titan_rl.training.trainer.TrainerCore` and
+`titan_rl.generation.vllm_engine.VLLMEngine`.
 """
 
+from titan_rl.config.load import load_config
+from titan_rl.config.run import RunConfig
+from titan_rl.config.sections import RolloutConfig, SchedulingConfig
 from titan_rl.environment.message_token_env import MessageTokenEnv
 from titan_rl.environment.types import (
     MessageEnv,
@@ -12,37 +17,108 @@ from titan_rl.environment.types import (
     TokenObservation,
     TokenStep,
 )
+from titan_rl.errors import (
+    ActorDiedError,
+    CheckpointError,
+    ConfigError,
+    DamagedCheckpointError,
+    DataError,
+    EngineDeadError,
+    EngineStalledError,
+    GenerationError,
+    MissingExtraError,
+    ModelError,
+    NoReplicaError,
+    RequestError,
+    RewardError,
+    StateDictError,
+    StrayCancellationError,
+    TitanRLError,
+    TrainingError,
+    VerificationError,
+)
+from titan_rl.generation.engine import Engine
+from titan_rl.generation.engine_loop import EngineLoop
+from titan_rl.generation.local_replica import LocalReplica
 from titan_rl.generation.resume import resume_on_abort
+from titan_rl.generation.scripted_engine import ScriptedEngine
+from titan_rl.renderer import ChatTemplateRenderer, Renderer
 from titan_rl.rollout.rollouter import Rollouter
 from titan_rl.rollout.types import Message, Rollout, RolloutGroup, RolloutStatus, Turn
-from titan_rl.routing.router import GeneratorRouter
+from titan_rl.routing import GeneratorRouter, LeastLoaded, Limits, PauseMode, Replica, RoundRobin, StickySession
 from titan_rl.rubric import GroupReward, Reward, Rubric
+from titan_rl.scheduling.batch import GroupBatch
+from titan_rl.scheduling.lease import Lease
+from titan_rl.scheduling.scheduler import GroupScheduler
+from titan_rl.statedict.types import StateDictTransport
+from titan_rl.task import Task
 from titan_rl.training.sample import TrainingSample
+from titan_rl.training.sample_builder import build_samples
 from titan_rl.types import Completion, FinishReason, GenerateFn, SamplingParams, VersionSpan
 
 __all__ = [
+    "ActorDiedError",
+    "ChatTemplateRenderer",
+    "CheckpointError",
     "Completion",
+    "ConfigError",
+    "DamagedCheckpointError",
+    "DataError",
+    "Engine",
+    "EngineDeadError",
+    "EngineLoop",
+    "EngineStalledError",
     "FinishReason",
     "GenerateFn",
+    "GenerationError",
     "GeneratorRouter",
+    "GroupBatch",
     "GroupReward",
+    "GroupScheduler",
+    "Lease",
+    "LeastLoaded",
+    "Limits",
+    "LocalReplica",
     "Message",
     "MessageEnv",
     "MessageObservation",
     "MessageStep",
     "MessageTokenEnv",
+    "MissingExtraError",
+    "ModelError",
+    "NoReplicaError",
+    "PauseMode",
+    "Renderer",
+    "Replica",
+    "RequestError",
     "Reward",
+    "RewardError",
     "Rollout",
+    "RolloutConfig",
     "RolloutGroup",
     "RolloutStatus",
     "Rollouter",
+    "RoundRobin",
     "Rubric",
+    "RunConfig",
     "SamplingParams",
+    "SchedulingConfig",
+    "ScriptedEngine",
+    "StateDictError",
+    "StateDictTransport",
+    "StickySession",
+    "StrayCancellationError",
+    "Task",
+    "TitanRLError",
     "TokenEnv",
     "TokenObservation",
     "TokenStep",
+    "TrainingError",
     "TrainingSample",
     "Turn",
+    "VerificationError",
     "VersionSpan",
+    "build_samples",
+    "load_config",
     "resume_on_abort",
 ]

@@ -112,6 +112,8 @@ class Controller:
         """
         await self._trainer.begin_publish()
         await self._sync(self._version)
+        if not self._config.validation.num_prompts:
+            self._progress.message("validation is off: validation.num_prompts = 0")
         if self._reward_before is None:
             self._reward_before = await self._validate()
         try:
@@ -227,8 +229,10 @@ class Controller:
         async with self._player.paused(mode):
             yield True
 
-    async def _validate(self) -> float:
-        """Mean reward on the held-out samples, of the rollouts that have one."""
+    async def _validate(self) -> float | None:
+        """Mean reward on the held-out samples, of the rollouts that have one. None if validation is off."""
+        if not self._config.validation.num_prompts:
+            return None
         groups = await self._player.validation_groups()
         self._rollouts.finished(groups, "validation", self._version)
         errors = ErrorCounts(rollout for group in groups for rollout in group.rollouts)

@@ -186,8 +186,8 @@ class StateDictConfig(Section):
 class ValidationConfig(Section):
     """A fixed held-out set, played before, during and after training."""
 
-    num_prompts: PositiveInt = 64
-    """Held-out samples."""
+    num_prompts: NonNegativeInt = 64
+    """Held-out samples; 0 validates never."""
     samples_per_prompt: PositiveInt = 4
     """Rollouts of each; the reward is their mean."""
     temperature: NonNegativeFloat = 1.0

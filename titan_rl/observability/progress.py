@@ -44,10 +44,10 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """A finished run. The rewards are of the same held-out samples."""
+    """A finished run. The rewards are of the same held-out samples; None where validation is off."""
 
-    reward_before: float
-    reward_after: float
+    reward_before: float | None
+    reward_after: float | None
     steps: int
     tokens: int  # completion tokens trained on
     seconds: float
@@ -136,9 +136,10 @@ class Progress:
 
     def summary(self, summary: RunSummary) -> None:
         """The closing table."""
-        gain = summary.reward_after - summary.reward_before
+        before, after = summary.reward_before, summary.reward_after
+        gain = 0.0 if before is None or after is None else after - before
         rows = {
-            "validation reward": f"{summary.reward_before:.3f} before, {summary.reward_after:.3f} after ({gain:+.3f})",
+            "validation reward": _validated(before, after, gain),
             "steps": f"{summary.steps:,}",
             "tokens": f"{summary.tokens:,}",
             "time": format_seconds(summary.seconds),
@@ -182,6 +183,13 @@ def _trained_on(report: StepReport) -> str:
     """The reward of what was trained on, where filters make it another."""
     differs = abs(report.reward - report.reward_trained) >= 0.0005
     return f" (trained on {report.reward_trained:.3f})" if differs else ""
+
+
+def _validated(before: float | None, after: float | None, gain: float) -> str:
+    if before is None or after is None:
+        measured = "" if before is None else f"{before:.3f} before; "
+        return f"{measured}off (validation.num_prompts = 0)"
+    return f"{before:.3f} before, {after:.3f} after ({gain:+.3f})"
 
 
 def sparkline(values: Sequence[float], width: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import tomllib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -81,7 +82,7 @@ def render_report(name: str, records: Sequence[Record], rollouts: Sequence[Recor
         rollouts: lines of `rollouts.jsonl`.
         config: the settings as TOML.
     """
-    sections = [f"<h1>{escape(name)}</h1>", _tiles(records), _reward_figure(records)]
+    sections = [f"<h1>{escape(name)}</h1>", _tiles(records, config), _reward_figure(records)]
     panels = [rendered for panel in PANELS if (rendered := _panel(panel, records))]
     if panels:
         sections += ["<h2>Step by step</h2>", f'<div class="charts">{"".join(panels)}</div>']
@@ -103,7 +104,14 @@ def _number(value: Any) -> float:
     return float(value) if isinstance(value, int | float) else math.nan
 
 
-def _tiles(records: Sequence[Record]) -> str:
+def _is_validated(config: str) -> bool:
+    try:
+        return tomllib.loads(config).get("validation", {}).get("num_prompts") != 0
+    except tomllib.TOMLDecodeError:
+        return True
+
+
+def _tiles(records: Sequence[Record], config: str) -> str:
     validation = [y for _, y in curve(records, "validation/reward_mean") if math.isfinite(y)]
     steps = [record for record in records if "time/step_s" in record]
     speeds = [y for _, y in curve(steps, "throughput/tokens_per_s") if math.isfinite(y)]
@@ -116,6 +124,8 @@ def _tiles(records: Sequence[Record]) -> str:
         )
     elif validation:
         tiles.append(tile("validation reward, held out", f"{validation[0]:.3f}", "measured once", "wide"))
+    elif not _is_validated(config):
+        tiles.append(tile("validation reward, held out", "off", "validation.num_prompts = 0", "wide"))
     tiles.append(tile("steps", f"{len(steps):,}"))
     if records:
         tiles.append(tile("time", format_seconds(_number(records[-1].get("time_s", 0)))))
