@@ -153,4 +153,4 @@ def test_time_goes_on_over_a_resume(tmp_path: Path):
     times = [record["time_s"] for record in read_jsonl(path)]
     assert times[0] == 100.0
     assert 100.0 <= times[1] <= times[2] < 110.0
-    assert second.elapsed_s >= times[2]
+    assert 100.0 < second.elapsed_s < 110.0

@@ -16,6 +16,7 @@ from titan_rl.scheduling.backlog import Backlog
 from titan_rl.scheduling.batch import GroupBatch
 from titan_rl.scheduling.lease import Lease
 from titan_rl.scheduling.scheduler import GroupScheduler
+from titan_rl.user_code import Failure
 
 
 def group_of(index: int, *versions: int) -> RolloutGroup:
@@ -554,18 +555,25 @@ async def test_a_run_that_only_drops_ends_with_the_reasons():
             await next_of(scheduler)
 
 
-async def test_groups_lost_to_errors_in_a_row_end_the_run_with_the_first_cause():
+async def test_groups_lost_to_errors_in_a_row_end_the_run_with_the_most_frequent():
+    places = {0: "env.py:3 in reset", 1: "env.py:7 in step", 2: "env.py:7 in step"}
+
     async def run_group(lease: Lease) -> RolloutGroup:
         group = group_of(lease.index, 0)
-        group.rollouts[0].status = RolloutStatus.ERROR_ENV
-        group.rollouts[0].error = f"ConnectionError: sandbox {lease.index} is gone"
+        (rollout,) = group.rollouts
+        rollout.status = RolloutStatus.ERROR_ENV
+        rollout.failure = Failure(f"ConnectionError: sandbox {lease.index} is gone", places[lease.index], "Traceback")
         return group
 
-    knobs = {"groups_per_step": 2, "max_staleness": 0, "max_refills": 100, "max_failed_groups": 3}
-    scheduler = GroupScheduler(run_group, SchedulingConfig(**knobs), group_size=1, budget=4)
+    knobs = {"groups_per_step": 3, "max_staleness": 0, "max_refills": 100, "max_failed_groups": 3}
+    scheduler = GroupScheduler(run_group, SchedulingConfig(**knobs), group_size=1, budget=3)
     async with running(scheduler):
-        with pytest.raises(TrainingError, match="error_env in '0/0': ConnectionError: sandbox 0 is gone"):
+        with pytest.raises(TrainingError) as ended:
             await next_of(scheduler)
+    assert (
+        "3 groups in a row were lost to errors, 2 of their 3 rollouts to "
+        "error_env: ConnectionError: sandbox 1 is gone (env.py:7 in step)"
+    ) in str(ended.value)
 
 
 async def test_a_failing_group_ends_the_run_with_its_error():

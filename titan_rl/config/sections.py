@@ -143,7 +143,7 @@ class SchedulingConfig(Section):
     max_refills: PositiveInt = 4
     """A step whose groups are all filtered is refilled this often before the run stops."""
     max_failed_groups: PositiveInt = 8
-    """Groups in a row that may be lost to errors before the run stops with the first cause."""
+    """Groups in a row that may be lost to errors before the run stops with the most frequent."""
 
     @property
     def num_oversampled(self) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 from titan_rl.observability.best_effort import BestEffort, Tell
 from titan_rl.rollout.failures import ErrorCounts, error_kind, error_text
 from titan_rl.rollout.transcript import transcript
-from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus
+from titan_rl.rollout.types import Rollout, RolloutGroup
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class RolloutLog:
 
     def ended(self, rollout: Rollout) -> None:
         """A rollout is over, perhaps long before its siblings."""
-        if not rollout.status.is_error or rollout.status is RolloutStatus.ERROR_PARSE:
+        if not rollout.status.is_fault:
             return
         self._errors.add([rollout])
         kind = error_kind(rollout)

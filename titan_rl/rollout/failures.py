@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from titan_rl.rollout.types import Rollout
+from titan_rl.rollout.types import Rollout, RolloutGroup
 
 _SHOWN = 400  # characters of an error's text in a message
 
@@ -28,7 +28,7 @@ class ErrorCounts:
     Example:
 
         counts = ErrorCounts(group.rollouts)
-        counts.describe()   # "30 of 32 rollouts ended in an error; error_env: KeyError: 'a' (env.py:17 in step) hit 29"
+        counts.describe()   # "30 of 32 rollouts ended in an error, 29 of them in error_env: KeyError: 'a' (env.py:17)"
     """
 
     def __init__(self, rollouts: Iterable[Rollout] = ()) -> None:
@@ -40,10 +40,19 @@ class ErrorCounts:
     def add(self, rollouts: Iterable[Rollout]) -> None:
         for rollout in rollouts:
             self.num_rollouts += 1
-            if rollout.status.is_error:
+            if rollout.status.is_fault:
                 kind = error_kind(rollout)
                 self._counts[kind] += 1
                 self._texts.setdefault(kind, error_text(rollout))
+
+    def add_group(self, group: RolloutGroup) -> None:
+        """All rollouts of a group. A reward that failed has hit each of them."""
+        if group.failure is None:
+            self.add(group.rollouts)
+        else:
+            self.num_rollouts += len(group.rollouts)
+            self._counts[group.failure.kind] += len(group.rollouts)
+            self._texts.setdefault(group.failure.kind, str(group.failure))
 
     @property
     def num_errors(self) -> int:

@@ -56,11 +56,3 @@ LOST = frozenset({"failed", "reward_failed"})
 def first_reason(filters: Sequence[GroupFilter], group: RolloutGroup) -> str | None:
     """What the first filter that objects says."""
     return next((reason for check in filters if (reason := check(group)) is not None), None)
-
-
-def first_error(group: RolloutGroup) -> str:
-    """What the reward that failed says, or else the first sibling with a fault."""
-    if group.failure is not None:
-        return str(group.failure)
-    rollout = next(rollout for rollout in group.rollouts if rollout.status.is_fault)
-    return f"{rollout.status} in {rollout.rollout_id!r}: {rollout.error}"

@@ -6,6 +6,8 @@ from collections import Counter
 
 from titan_rl.config.sections import SchedulingConfig
 from titan_rl.errors import TrainingError
+from titan_rl.rollout.failures import ErrorCounts
+from titan_rl.rollout.types import RolloutGroup
 
 
 class Patience:
@@ -14,18 +16,20 @@ class Patience:
     def __init__(self, settings: SchedulingConfig) -> None:
         self._settings = settings
         self._drops: Counter[str] = Counter()
-        self._errors: list[str] = []
+        self._num_lost = 0
+        self._errors = ErrorCounts()  # of those groups
 
     def dropped(self, reason: str) -> None:
         self._drops[reason] += 1
 
-    def lost(self, error: str) -> None:
-        """A group was lost to this error."""
-        self._errors.append(error)
+    def lost(self, group: RolloutGroup) -> None:
+        """A group was lost to errors of its rollouts, or to a reward that failed."""
+        self._num_lost += 1
+        self._errors.add_group(group)
 
     def played(self) -> None:
         """A group was not lost to errors, whether or not it is trained on."""
-        self._errors.clear()
+        self._num_lost, self._errors = 0, ErrorCounts()
 
     def batch_found(self) -> None:
         self._drops.clear()
@@ -43,8 +47,10 @@ class Patience:
                 f"{self._drops.total()} groups in a row could not be trained on: {reasons}; "
                 f"raise scheduling.max_refills = {settings.max_refills} if this is expected"
             )
-        if len(self._errors) >= settings.max_failed_groups:
+        if self._num_lost >= settings.max_failed_groups:
+            text, count = self._errors.most_common()[0]
             raise TrainingError(
-                f"{len(self._errors)} groups in a row were lost to errors, the first to {self._errors[0]}; "
-                f"rollouts.jsonl has them all; scheduling.max_failed_groups = {settings.max_failed_groups}"
+                f"{self._num_lost} groups in a row were lost to errors, {count} of their {self._errors.num_rollouts} "
+                f"rollouts to {text}; rollouts.jsonl has more, and logs/controller.log the tracebacks; "
+                f"scheduling.max_failed_groups = {settings.max_failed_groups}"
             )

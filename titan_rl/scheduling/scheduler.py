@@ -17,7 +17,7 @@ from titan_rl.rollout.types import RolloutGroup
 from titan_rl.scheduling.backlog import Backlog, SchedulerObserver
 from titan_rl.scheduling.batch import GroupBatch, check_age
 from titan_rl.scheduling.capacity import RolloutCapacity
-from titan_rl.scheduling.filters import LOST, GroupFilter, first_error, first_reason, too_few_siblings
+from titan_rl.scheduling.filters import LOST, GroupFilter, first_reason, too_few_siblings
 from titan_rl.scheduling.lease import Lease
 from titan_rl.scheduling.ledger import GroupState, Ledger
 from titan_rl.scheduling.patience import Patience
@@ -242,7 +242,7 @@ class GroupScheduler:
             return
         reason = first_reason(self._filters, group)
         if reason in LOST:
-            self._patience.lost(first_error(group))
+            self._patience.lost(group)
         else:
             self._patience.played()
         if reason is None:
