@@ -167,8 +167,8 @@ class Rig:
             checkpoint=CheckpointConfig(interval=interval),
         )
         checkpoint = latest(run_dir.checkpoints)
-        resumed = None if checkpoint is None else RunState.read(checkpoint)
-        self.journal = RunJournal(run_dir.journal, 0 if resumed is None else resumed.step)
+        start = RunState() if checkpoint is None else RunState.read(checkpoint)
+        self.journal = RunJournal(run_dir.journal, start.position)
         self.known = {key[0] for parts in self.journal.state.parts.values() for key in parts}
         self.known |= {
             turn.completion.request_id
@@ -200,7 +200,7 @@ class Rig:
             log=lambda step, metrics: None,
             progress=progress,
             journal=self.journal,
-            resumed=resumed,
+            start=start,
         )
 
     async def run(self) -> None:
@@ -327,3 +327,44 @@ async def test_stopped_at_any_moment_of_the_trainer_nothing_is_lost_or_trained_t
         if scheduling == {"max_staleness": 0}:
             assert again.trainer.weights == undisturbed
     assert off_schedule > 5
+
+
+def without_a_file(data: bytes) -> bytes | None:
+    return None
+
+
+DAMAGES: list[Callable[[bytes], bytes | None]] = [
+    without_a_file,
+    lambda data: b"",
+    lambda data: data[: len(data) // 2],
+    lambda data: bytes(len(data)),
+    lambda data: data + bytes(12),
+    lambda data: data[:100] + bytes([data[100] ^ 1]) + data[101:],
+    lambda data: data[:20] + data[40:],
+]
+
+
+@pytest.mark.parametrize("scheduling", [{"max_staleness": 1}])
+async def test_whatever_becomes_of_the_journal_each_group_is_trained_once(tmp_path, scheduling):
+    whole = Rig(tmp_path / "whole", 0, steps=5, interval=2, **scheduling)
+    await whole.run()
+    undisturbed = sorted(group for step in whole.trainer.weights for group in step)
+    stopped = tmp_path / "stopped"
+    first = Rig(stopped, 0, steps=5, interval=2, **scheduling)
+    await first.run_until(18)
+    saved = len(first.trainer.weights)
+    assert 0 < saved < 4
+    for number, damage in enumerate(DAMAGES):
+        folder = tmp_path / f"damaged-{number}"
+        shutil.copytree(stopped, folder)
+        for segment in (folder / "journal").iterdir():
+            content = damage(segment.read_bytes())
+            if content is None:
+                segment.unlink()
+            else:
+                segment.write_bytes(content)
+        again = Rig(folder, number, steps=5, interval=2, **scheduling)
+        assert again.journal.losses
+        await again.run()
+        assert again.trainer.weights[:saved] == first.trainer.weights
+        assert sorted(group for step in again.trainer.weights for group in step) == undisturbed

@@ -11,6 +11,7 @@ from dataclasses import asdict
 from typing import Any, TypeVar
 
 from titan_rl.cancellation import stray_cancellation_fails
+from titan_rl.config.changes import settings_of
 from titan_rl.config.run import RunConfig
 from titan_rl.durability.run_journal import RunJournal
 from titan_rl.durability.run_state import RunState
@@ -46,6 +47,7 @@ class Controller:
     """Wires the planes of one run together. It starts and ends nothing that it was given.
 
     Args:
+        start: of the checkpoint that the trainer has loaded.
         board: where the router's replicas find the manifests of published versions.
         log: called with (step, metrics) for every record.
     """
@@ -64,7 +66,7 @@ class Controller:
         log: Callable[[int, dict[str, float]], None],
         progress: Progress,
         journal: RunJournal,
-        resumed: RunState | None = None,
+        start: RunState = RunState(),  # noqa: B008  it is frozen
     ) -> None:
         self._config = config
         self._router = router
@@ -74,13 +76,13 @@ class Controller:
         self._log = log
         self._progress = progress
         self._journal = journal
-        self._reward_before = None if resumed is None else resumed.reward_before
-        self._version = 0 if resumed is None else resumed.step  # the trainer's, as it said last
-        self._saved_version = None if resumed is None else resumed.step  # of the newest checkpoint, whole or begun
+        self._reward_before = start.reward_before
+        self._version = start.step  # the trainer's, as it said last
+        self._saved_version = start.step  # of the newest checkpoint, whole or begun; 0 is the model as loaded
         self._in_flight: asyncio.Future[Any] | None = None  # what changes the trainer, until it is done
         self._syncing: asyncio.Task[None] | None = None  # of the newest version, until all generators have it
         self._saving: asyncio.Task[None] | None = None  # the newest checkpoint, until it is whole
-        self._tokens = 0 if resumed is None else resumed.tokens
+        self._tokens = start.tokens
         self._rollouts = RolloutLog(run_dir.write_rollout, config.logging.transcripts_per_step, progress.message)
         self._observer = RunObserver(journal, self._rollouts, self._version)
         self._player = GroupPlayer(
@@ -283,9 +285,15 @@ class Controller:
 
     async def _copy_for_checkpoint(self) -> None:
         version = self._version
-        self._journal.checkpoint(version, self._scheduler.next_index, self._router.tokens_so_far())
-        await asyncio.to_thread(self._journal.drain)
-        state = RunState(version, self._tokens, self._reward_before)
+        position = await self._journal.checkpoint(version, self._scheduler.next_index, self._router.tokens_so_far())
+        state = RunState(
+            step=version,
+            tokens=self._tokens,
+            reward_before=self._reward_before,
+            next_index=position.next_index,
+            unsettled=position.unsettled,
+            settings=settings_of(self._config),
+        )
         saved = await self._trainer.begin_save(self._run_dir.checkpoints, asdict(state))
         if saved != version:
             raise CheckpointError(f"the trainer saves version {saved}, and the journal is that of version {version}")

@@ -11,17 +11,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
+from titan_rl.config.changes import settings_of
 from titan_rl.config.run import RunConfig
 from titan_rl.controller import Controller
 from titan_rl.durability.run_journal import RunJournal
 from titan_rl.durability.run_state import RunState
-from titan_rl.errors import CheckpointError, MissingExtraError, TitanRLError, TrainingError
+from titan_rl.errors import MissingExtraError, TitanRLError, TrainingError
 from titan_rl.guard import guarded
 from titan_rl.observability.progress import Progress
 from titan_rl.observability.report import write_report
 from titan_rl.observability.run_dir import RunDirectory
 from titan_rl.observability.sinks import open_sinks
 from titan_rl.renderer import ChatTemplateRenderer
+from titan_rl.resumption import Resumption, resume_from_newest
 from titan_rl.rollout.from_config import make_rollouter
 from titan_rl.routing.affinity import ConsistentHash, GroupAffinity
 from titan_rl.routing.limits import Limits
@@ -57,7 +59,11 @@ def run_training(config: RunConfig, resume: Path | None = None) -> int:
             raise MissingExtraError(module, "cpu")
     run_dir = RunDirectory.create(config) if resume is None else RunDirectory(resume)
     with run_dir.locked():
-        checkpoint = None if resume is None else resumable(config, run_dir)
+        if resume is None:
+            start = Resumption(None, RunState(settings=settings_of(config)))
+            start.state.write(run_dir.path)
+        else:
+            start = resume_from_newest(config, run_dir)
         logging.basicConfig(filename=run_dir.logs / "controller.log", level=logging.INFO, format=LOG_FORMAT, force=True)
         with (
             StopSignals(STOPPING, ENDING.format(resume=resume_command(run_dir))) as signals,
@@ -65,7 +71,7 @@ def run_training(config: RunConfig, resume: Path | None = None) -> int:
             run_environment(),
         ):
             try:
-                code = asyncio.run(_run_until_signal(config, run_dir, checkpoint, signals))
+                code = asyncio.run(_run_until_signal(config, run_dir, start, signals))
             except SystemExit as error:  # asyncio lets it through every task
                 raise TrainingError(f"an environment, a reward or the task exits Python: {describe(error)}") from None
         if code:
@@ -82,27 +88,9 @@ def _saved(run_dir: RunDirectory) -> str:
     return " before a step was trained" if checkpoint is None else f" with step {step_of(checkpoint)} saved"
 
 
-def resumable(config: RunConfig, run_dir: RunDirectory) -> Path | None:
-    """The checkpoint to continue from; None if there is none yet, and the run begins with what its journal has.
-
-    Raises:
-        CheckpointError: the run is finished.
-    """
-    checkpoint = latest(run_dir.checkpoints)
-    step = 0 if checkpoint is None else RunState.read(checkpoint).step
-    if step >= config.training.steps:
-        raise CheckpointError(
-            f"{run_dir.path} has trained all its {step} steps; give it more with --training.steps {2 * step}"
-        )
-    run_dir.cut_metrics(step)
-    return checkpoint
-
-
-async def _run_until_signal(
-    config: RunConfig, run_dir: RunDirectory, checkpoint: Path | None, signals: StopSignals
-) -> int:
+async def _run_until_signal(config: RunConfig, run_dir: RunDirectory, start: Resumption, signals: StopSignals) -> int:
     """A signal cancels the run, which then ends as on a failure: a checkpoint, and no process left."""
-    run = asyncio.ensure_future(_run(config, run_dir, checkpoint, signals))
+    run = asyncio.ensure_future(_run(config, run_dir, start, signals))
     loop = asyncio.get_running_loop()
 
     def stop() -> None:
@@ -129,7 +117,7 @@ async def _run_until_signal(
     return 0
 
 
-async def _run(config: RunConfig, run_dir: RunDirectory, checkpoint: Path | None, signals: StopSignals) -> None:
+async def _run(config: RunConfig, run_dir: RunDirectory, start: Resumption, signals: StopSignals) -> None:
     # Monarch writes to the terminal and opens sockets in TMPDIR when it is first used.
     from titan_rl.actors.cluster import start_cluster
     from titan_rl.actors.generate_service import listening
@@ -137,7 +125,6 @@ async def _run(config: RunConfig, run_dir: RunDirectory, checkpoint: Path | None
     from titan_rl.statedict.folder import clean_dead_segments
 
     task = config.task
-    resumed = None if checkpoint is None else RunState.read(checkpoint)
     renderer = ChatTemplateRenderer.from_pretrained(config.model.path)
     with contextlib.ExitStack() as resources:
         progress = resources.enter_context(Progress(config.training.steps))
@@ -148,14 +135,16 @@ async def _run(config: RunConfig, run_dir: RunDirectory, checkpoint: Path | None
         progress.message(f"run directory: {run_dir.path}")
         progress.message(f"starting {config.generation.num_generators} generators and a trainer")
         board = VersionBoard()
-        journal = RunJournal(run_dir.journal, version=0 if resumed is None else resumed.step)
+        journal = RunJournal(run_dir.journal, start.state.position)
         resources.callback(journal.close)
+        for loss in journal.losses:
+            progress.message(loss)
         resources.enter_context(LoopWatchdog(progress.message))
         resources.enter_context(listening(progress.message))
         async with start_cluster(config, run_dir, board) as cluster:
-            if checkpoint is not None:
-                await cluster.trainer.load(checkpoint)
-                progress.message(f"continuing from {checkpoint}")
+            if start.checkpoint is not None:
+                await cluster.trainer.load(start.checkpoint)
+                progress.message(f"continuing from {start.checkpoint}")
             router = GeneratorRouter(
                 cluster.replicas,
                 make_strategy(config),
@@ -175,7 +164,7 @@ async def _run(config: RunConfig, run_dir: RunDirectory, checkpoint: Path | None
                 log=sinks.log,
                 progress=progress,
                 journal=journal,
-                resumed=resumed,
+                start=start.state,
             )
             resources.callback(controller.close)
             async with asyncio.TaskGroup() as background:

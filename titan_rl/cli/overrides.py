@@ -6,20 +6,8 @@ import difflib
 from collections.abc import Sequence
 from itertools import islice
 
+from titan_rl.config.changes import RESUMABLE
 from titan_rl.errors import ConfigError
-
-RESUMABLE = (
-    "training.steps",
-    "training.data_parallel",
-    "training.tensor_parallel",
-    "training.attention",
-    "training.compile",
-    "generation.",
-    "routing.",
-    "validation.interval",
-    "checkpoint.",
-    "logging.",
-)
 
 
 def check_resume(overrides: Sequence[tuple[str, str]]) -> None:

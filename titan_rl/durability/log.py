@@ -1,145 +1,236 @@
 """An append-only file of records that survives the death of its writer. Knows nothing of what is in them.
 
-Each record is its length and its CRC-32, both four bytes, little-endian, then its bytes. A record that is torn, because
-its writer was killed, ends the log: nothing after it can be trusted.
+Each record is `MAGIC`, its length, and a CRC-32 of length and bytes, four bytes each, little-endian, then its bytes and
+`END`. So no run of zeros is a record, and a torn one is not made whole by what is appended. A file is never cut: where
+bytes are no record, because the writer was killed in the middle of one, power was lost, or the disk changed them, a
+reader goes on at the next record that is whole.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import mmap
 import os
 import queue
 import struct
 import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from io import FileIO
 from pathlib import Path
 
 from titan_rl.errors import CheckpointError
 
-_HEADER = struct.Struct("<II")
-_CLOSE_TIMEOUT_S = 30.0
+MAGIC = b"\xffTR\xfe"  # not in any UTF-8 text, whoever wrote it
+END = b"\n"
+_HEADER = struct.Struct("<4sII")
+_LENGTH = struct.Struct("<I")
 
 
-def read_log(path: Path) -> Iterator[bytes]:
-    """The whole records of a file, in order; none where it does not exist."""
-    yield from (record for record, _ in _scan(path))
+def read_log(path: Path, on_damage: Callable[[int, int], None] = lambda offset, size: None) -> Iterator[bytes]:
+    """The whole records of a file, in order; none where it does not exist.
 
-
-def cut_torn_record(path: Path) -> int:
-    """Drop what follows the last whole record, so that the file can be appended to.
-
-    Returns:
-        bytes dropped.
+    Args:
+        on_damage: told of bytes that are passed over: their offset and how many they are.
     """
-    if not path.exists():
-        return 0
-    end = 0
-    for _, end in _scan(path):  # noqa: B007  the last one counts
-        pass
-    torn = path.stat().st_size - end
-    if torn:
-        os.truncate(path, end)
-    return torn
-
-
-def _scan(path: Path) -> Iterator[tuple[bytes, int]]:
-    """Each whole record and the position behind it."""
-    if not path.exists():
+    if not path.exists() or not path.stat().st_size:
         return
-    position = 0
-    with path.open("rb") as file:
-        while len(header := file.read(_HEADER.size)) == _HEADER.size:
-            length, checksum = _HEADER.unpack(header)
-            record = file.read(length)
-            if len(record) != length or zlib.crc32(record) != checksum:
-                return
-            position += _HEADER.size + length
-            yield record, position
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        position = 0
+        while position < len(data):
+            if (record := _record_at(data, position)) is None:
+                start = position
+                position = _next_record(data, start + 1)
+                on_damage(start, position - start)
+            else:
+                yield record
+                position += _HEADER.size + len(record) + len(END)
+
+
+def frame(record: bytes) -> bytes:
+    """The bytes of one record in a file."""
+    return _HEADER.pack(MAGIC, len(record), _checksum(record)) + record + END
+
+
+def _record_at(data: mmap.mmap, position: int) -> bytes | None:
+    if len(data) - position < _HEADER.size:
+        return None
+    magic, length, checksum = _HEADER.unpack_from(data, position)
+    end = position + _HEADER.size + length
+    if magic != MAGIC or data[end : end + len(END)] != END:
+        return None
+    record = data[position + _HEADER.size : end]
+    return record if _checksum(record) == checksum else None
+
+
+def _next_record(data: mmap.mmap, position: int) -> int:
+    """Where the next whole record begins; the end of the file if there is none."""
+    while (position := data.find(MAGIC, position)) >= 0:
+        if _record_at(data, position) is not None:
+            return position
+        position += 1
+    return len(data)
+
+
+def _checksum(record: bytes) -> int:
+    return zlib.crc32(record, zlib.crc32(_LENGTH.pack(len(record))))
 
 
 class LogWriter:
     """Appends to one file at a time from a thread of its own: `append` never waits for the disk.
 
     What was appended survives a SIGKILL of this process once the thread has written it, usually within milliseconds,
-    and a loss of power after `switch` or `close`, which flush to disk.
+    and a loss of power after `drain`, `switch` or `close`, which flush to disk.
 
     Args:
-        max_pending_bytes: records that wait for the disk, at most; more is an error, since memory is not endless.
+        max_pending_bytes: records that wait for the disk, beyond which `room` waits.
+        stall_s: longest time in which the disk takes nothing.
 
     Raises:
         CheckpointError: from every call after a write has failed, with the cause.
     """
 
-    def __init__(self, path: Path, *, max_pending_bytes: int = 1 << 28) -> None:
+    def __init__(self, path: Path, *, max_pending_bytes: int = 1 << 28, stall_s: float = 60.0) -> None:
         self._max_pending_bytes = max_pending_bytes
+        self._stall_s = stall_s
+        self._lock = threading.Lock()  # of the next three
         self._pending_bytes = 0
-        self._lock = threading.Lock()
+        self._progress = 0  # grows with everything that the disk takes
+        self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []  # for room
         self._queue: queue.SimpleQueue[bytes | Path | threading.Event | None] = queue.SimpleQueue()
         self._failure: OSError | None = None
         self._thread = threading.Thread(target=self._write, args=(path,), name="journal", daemon=True)
         self._thread.start()
 
     def append(self, record: bytes) -> None:
-        """Queue one record."""
-        with self._lock:
-            self._pending_bytes += len(record)
-            pending = self._pending_bytes
-        if pending > self._max_pending_bytes:
-            raise CheckpointError(
-                f"{pending} bytes of the journal wait for the disk, more than {self._max_pending_bytes}: it is too slow"
-            )
-        self._queue.put(_HEADER.pack(len(record), zlib.crc32(record)) + record)
+        """Queue one record. Who makes many awaits `room` first, since memory is not endless."""
         self._raise_failure()
+        framed = frame(record)
+        with self._lock:
+            self._pending_bytes += len(framed)
+        self._queue.put(framed)
+
+    async def room(self) -> None:
+        """Wait while more than `max_pending_bytes` wait for the disk.
+
+        Raises:
+            CheckpointError: the disk has taken nothing for `stall_s`.
+        """
+        while True:
+            self._raise_failure()
+            loop = asyncio.get_running_loop()
+            with self._lock:
+                if self._pending_bytes <= self._max_pending_bytes:
+                    return
+                progress, there_is_room = self._progress, loop.create_future()
+                self._waiting.append((loop, there_is_room))
+            try:
+                async with asyncio.timeout(self._stall_s):
+                    await there_is_room
+            except TimeoutError:
+                self._raise_stalled(progress)
 
     def switch(self, path: Path) -> None:
         """Flush the present file; later records go to the end of `path`."""
-        self._queue.put(path)
         self._raise_failure()
+        self._queue.put(path)
 
-    def drain(self, timeout_s: float = _CLOSE_TIMEOUT_S) -> None:
-        """Wait until everything queued is written.
+    def drain(self) -> None:
+        """Block until everything queued is on the disk, and would be found there after a loss of power.
 
         Raises:
-            CheckpointError: it was not within the limit.
+            CheckpointError: the disk has taken nothing for `stall_s`.
         """
+        self._raise_failure()
         done = threading.Event()
         self._queue.put(done)
-        if not done.wait(timeout_s):
-            raise CheckpointError(f"the journal was not written within {timeout_s:g} s")
+        progress = self._progress
+        while not done.wait(self._stall_s):
+            self._raise_stalled(progress)
+            progress = self._progress
         self._raise_failure()
 
     def close(self) -> None:
-        """Write and flush what is queued, and end."""
-        self._queue.put(None)
-        self._thread.join(_CLOSE_TIMEOUT_S)
-        self._raise_failure()
+        """Block until what is queued is on the disk, and end."""
+        try:
+            self.drain()
+        finally:
+            self._queue.put(None)
+            self._thread.join(1.0)  # it has nothing left to do, or hangs in the disk
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
             raise CheckpointError(f"the journal could not be written: {self._failure}") from self._failure
 
+    def _raise_stalled(self, progress: int) -> None:
+        if self._progress == progress:
+            raise CheckpointError(
+                f"the journal's disk has taken nothing for {self._stall_s:g} s; {self._pending_bytes} bytes wait for it"
+            )
+
     def _write(self, path: Path) -> None:
         try:
-            file = path.open("ab", buffering=0)
+            file = _open(path)
             while (item := self._queue.get()) is not None:
                 if isinstance(item, bytes):
-                    file.write(item)
-                    with self._lock:
-                        self._pending_bytes -= len(item) - _HEADER.size
+                    _write_all(file, item)
+                    self._took(len(item))
                 elif isinstance(item, Path):
                     os.fsync(file.fileno())
                     file.close()
-                    file = item.open("ab", buffering=0)
+                    file = _open(item)
+                    self._took(0)
                 else:
+                    os.fsync(file.fileno())
                     item.set()
             os.fsync(file.fileno())
             file.close()
         except OSError as error:
             self._failure = error
+            self._took(0)
             self._release_waiters()
+
+    def _took(self, num_bytes: int) -> None:
+        with self._lock:
+            self._progress += 1
+            self._pending_bytes -= num_bytes
+            if self._pending_bytes > self._max_pending_bytes and self._failure is None:
+                return
+            waiting, self._waiting = self._waiting, []
+        for loop, there_is_room in waiting:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(_set, there_is_room)
 
     def _release_waiters(self) -> None:
         """Nobody waits for a thread that has ended."""
         while (item := self._queue.get()) is not None:
             if isinstance(item, threading.Event):
                 item.set()
+
+
+def flush_entry(folder: Path) -> None:
+    """Have the disk know which files are in it."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _set(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+def _open(path: Path) -> FileIO:
+    """For appending, in a folder that knows of the file."""
+    file = FileIO(path, "ab")
+    flush_entry(path.parent)
+    return file
+
+
+def _write_all(file: FileIO, data: bytes) -> None:
+    rest = memoryview(data)
+    while rest:
+        rest = rest[file.write(rest) :]

@@ -2,113 +2,58 @@
 
 from __future__ import annotations
 
-import logging
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from titan_rl.durability.log import LogWriter, cut_torn_record, read_log
+from titan_rl.durability.journal_state import list_segments, read_segments, version_of
+from titan_rl.durability.log import LogWriter, flush_entry
 from titan_rl.durability.recorder import Recorder
-from titan_rl.durability.records import (
-    Batch,
-    Dropped,
-    Finished,
-    Part,
-    Record,
-    Start,
-    decode,
-    encode,
-    finished,
-    group_of,
-)
-from titan_rl.errors import CheckpointError
+from titan_rl.durability.records import Batch, Dropped, Record, Start, encode, finished, group_of
+from titan_rl.durability.run_state import DataPosition
 from titan_rl.rollout.types import RolloutGroup
 from titan_rl.scheduling.backlog import Backlog
-from titan_rl.types import Completion, GenerateFn
-
-logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class JournalState:
-    """Everything since a checkpoint, as far as it still matters."""
-
-    next_index: int = 0
-    unsettled: set[int] = field(default_factory=set[int])
-    finished: dict[int, Finished] = field(default_factory=dict[int, Finished])
-    parts: dict[int, dict[tuple[str, bytes], Part]] = field(default_factory=dict[int, dict[tuple[str, bytes], Part]])
-    batches: dict[int, list[int]] = field(default_factory=dict[int, list[int]])  # version it starts from -> groups
-
-    def apply(self, record: Record) -> None:
-        """Take in one record. A record that is applied twice changes nothing."""
-        match record:
-            case Start():
-                self.next_index = record.next_index
-                self.unsettled = set(record.unsettled)
-            case Batch():
-                self._admit(*record.indices)
-                self.batches[record.version] = record.indices
-            case Dropped():
-                self._admit(record.index)
-                self._forget(record.index)
-            case Finished():
-                self._admit(record.index)
-                self.finished[record.index] = record
-                self.parts.pop(record.index, None)
-            case Part():
-                self._admit(record.index)
-                if record.index in self.unsettled and record.index not in self.finished:
-                    key = (record.completion.request_id, record.prompt_digest)
-                    self.parts.setdefault(record.index, {})[key] = record
-
-    def settle_trained(self, version: int) -> None:
-        """Batches that led to `version` are in its checkpoint."""
-        for start in [start for start in self.batches if start < version]:
-            for index in self.batches.pop(start):
-                self._forget(index)
-
-    def _admit(self, *indices: int) -> None:
-        """Groups are admitted in data order: one that is known of implies those before it."""
-        if (newest := max(indices)) >= self.next_index:
-            self.unsettled.update(range(self.next_index, newest + 1))
-            self.next_index = newest + 1
-
-    def _forget(self, index: int) -> None:
-        self.unsettled.discard(index)
-        self.finished.pop(index, None)
-        self.parts.pop(index, None)
+from titan_rl.types import Completion, GenerateFn, SamplingParams
 
 
 class RunJournal:
     """The journal of one run: a `SchedulerObserver` that remembers. One segment a checkpoint, in a folder.
 
-    A segment begins with what the checkpoint of its version leaves open, and goes on with what happens after it. To
-    continue from a checkpoint is to read its segment and all later ones. Batches that were trained after it are handed
-    out again as they were, since the restored weights have not seen them.
+    A segment begins with what the checkpoint of its version leaves open, and goes on with what happens after it. The
+    checkpoint itself says where it is in the data, so nothing is skipped or trained twice whatever becomes of the
+    journal; the journal saves generating again what was open then or came later. Batches that were trained after the
+    checkpoint are handed out again as they were, since the restored weights have not seen them.
+
+    Attributes:
+        losses: what of the journal is missing or damaged, and what is generated again therefore, for the user.
 
     Args:
-        version: the checkpoint to continue from; 0 is the model as loaded.
+        position: of the checkpoint to continue from; by default the model as loaded.
 
     Raises:
-        CheckpointError: a record is not of this journal's format, or the disk failed; from every call after that.
+        CheckpointError: the journal is of another run than the checkpoint, a record is not of its format, or the disk
+            failed; from every call after that.
     """
 
-    def __init__(self, folder: Path, version: int = 0) -> None:
+    def __init__(self, folder: Path, position: DataPosition = DataPosition()) -> None:  # noqa: B008  it is frozen
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        segments = [path for path in sorted(folder.glob("*.journal")) if _version_of(path) >= version]
-        for path in segments:
-            if torn := cut_torn_record(path):
-                logger.warning("%s ended in a torn record of %d bytes, which is dropped", path, torn)
-        self.state = _replay(segments, version)
+        flush_entry(folder.parent)
+        segments = list_segments(folder)
+        found = read_segments(segments, position)
+        self.state = found.state
+        self.losses = found.losses
+        self._version = position.version
         self._recorder = Recorder(self._append)
-        fresh = not segments
-        self._writer = LogWriter(self._segment(version) if fresh else segments[-1])
-        if fresh:
-            self._append(Start(version, 0, []))
+        if found.begins:
+            self._writer = LogWriter(segments[-1])
+        else:
+            self._writer = LogWriter(self._segment(position.version))
+            self._append(Start(position.version, position.next_index, list(position.unsettled)))
+            for record in self.state.records():
+                self._append(record)
 
     def backlog(self, sample_of: Callable[[int], Any]) -> Backlog:
         """Where a scheduler goes on.
@@ -121,7 +66,7 @@ class RunJournal:
             next_index=state.next_index,
             unsettled=sorted(state.unsettled),
             finished={index: group_of(record, sample_of(index)) for index, record in state.finished.items()},
-            batches=[state.batches[version] for version in sorted(state.batches)],
+            batches=state.batches_from(self._version),
         )
 
     def record(self, generate: GenerateFn, index: int) -> GenerateFn:
@@ -132,7 +77,19 @@ class RunJournal:
             part = self.state.parts.get(index, {}).get((request_id, prompt_digest))
             return None if part is None else part.completion
 
-        return self._recorder.record(generate, index, known)
+        recorded = self._recorder.record(generate, index, known)
+
+        async def recorded_at_the_disks_pace(
+            prompt_token_ids: Sequence[int],
+            *,
+            request_id: str,
+            session_id: str | None = None,
+            sampling: SamplingParams,
+        ) -> Completion:
+            await self._writer.room()
+            return await recorded(prompt_token_ids, request_id=request_id, session_id=session_id, sampling=sampling)
+
+        return recorded_at_the_disks_pace
 
     def finished(self, index: int, group: RolloutGroup) -> None:
         self._append(finished(index, group))
@@ -147,35 +104,51 @@ class RunJournal:
                     self.state.finished.pop(index, None)
         self._append(Batch(version, list(indices)))
 
-    def checkpoint(self, version: int, next_index: int, tokens: Mapping[str, Completion] | None = None) -> None:
-        """Begin the segment of a checkpoint that is about to be written, with everything it leaves open.
+    async def checkpoint(
+        self, version: int, next_index: int, tokens: Mapping[str, Completion] | None = None
+    ) -> DataPosition:
+        """Begin the segment of a checkpoint that is about to be written, with everything it leaves open. Returns once
+        that is on the disk: the checkpoint may appear.
 
         Args:
+            version: the trainer's.
             next_index: the data position; groups that have left no trace yet are before it too.
             tokens: request id -> what requests in flight have got so far, as aborted completions.
+
+        Returns:
+            what the checkpoint is to say of the data.
+
+        Raises:
+            CheckpointError: the disk failed, or has taken nothing for a long time.
         """
         state = self.state
         state.settle_trained(version)
         if next_index > state.next_index:
             state.unsettled.update(range(state.next_index, next_index))
             state.next_index = next_index
+        position = DataPosition(version, state.next_index, tuple(sorted(state.unsettled)))
+        open_records = state.records()
         self._writer.switch(self._segment(version))
-        self._append(Start(version, state.next_index, sorted(state.unsettled)))
-        for record in list(state.finished.values()):
-            self._append(record)
-        for part in [part for parts in state.parts.values() for part in parts.values()]:
-            self._append(part)
+        self._append(Start(version, position.next_index, list(position.unsettled)))
         for part in self._recorder.in_flight(tokens or {}):
             self._append(part)
+        for record in open_records:  # what is superseded meanwhile is in the segment as well
+            await self._writer.room()
+            if state.holds(record):
+                self._writer.append(encode(record))
+            await asyncio.sleep(0)
+        await asyncio.to_thread(self._writer.drain)
+        return position
 
     def forget_before(self, version: int) -> None:
-        """Delete the segments of checkpoints that are gone."""
-        for path in self._folder.glob("*.journal"):
-            if _version_of(path) < version:
+        """Delete the segments that no checkpoint from `version` on needs."""
+        segments = list_segments(self._folder)
+        for path, following in pairwise(segments):
+            if version_of(following) <= version:
                 path.unlink(missing_ok=True)
 
     def drain(self) -> None:
-        """Wait until everything is written."""
+        """Block until everything is on the disk."""
         self._writer.drain()
 
     def close(self) -> None:
@@ -187,29 +160,3 @@ class RunJournal:
 
     def _segment(self, version: int) -> Path:
         return self._folder / f"step-{version:06d}.journal"
-
-
-def _version_of(segment: Path) -> int:
-    return int(segment.stem.removeprefix("step-"))
-
-
-def _replay(segments: Sequence[Path], version: int) -> JournalState:
-    """The state after the last record.
-
-    A segment begins anew where its checkpoint was begun twice, because the first attempt died. The beginnings of later
-    segments say what is known already.
-    """
-    state = JournalState()
-    for path in segments:
-        try:
-            records = [decode(data) for data in read_log(path)]
-        except (msgspec.DecodeError, ValueError) as error:
-            raise CheckpointError(f"{path} has a record that cannot be read: {error}") from error
-        for record in records:
-            if not isinstance(record, Start):
-                state.apply(record)
-            elif record.version == version:
-                state = JournalState()
-                state.apply(record)
-    state.settle_trained(version)
-    return state

@@ -3,29 +3,69 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from titan_rl.errors import CheckpointError
+
+FILE = "run_state.json"
+
+
+@dataclass(frozen=True, slots=True)
+class DataPosition:
+    """What of the data the weights of a version have seen: all before `next_index` but what is unsettled."""
+
+    version: int = 0
+    next_index: int = 0
+    unsettled: tuple[int, ...] = ()  # before next_index, ascending, neither trained nor dropped
 
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """`run_state.json` of a checkpoint: `{"step": 40, "tokens": 181204, "reward_before": 0.44}`."""
+    """`run_state.json` of a checkpoint, and of the run's folder for the model as loaded, which is version 0.
 
-    step: int  # also the policy version
-    tokens: int  # completion tokens trained on
-    reward_before: float | None  # of the first validation; None where there was none yet
+    Example:
+        {"step": 40, "tokens": 181204, "reward_before": 0.44, "next_index": 164, "unsettled": [158, 160, 161, 162, 163],
+         "settings": {"scheduling.groups_per_step": 4, ...}}
+    """
+
+    step: int = 0  # also the policy version
+    tokens: int = 0  # completion tokens trained on
+    reward_before: float | None = None  # of the first validation; None where there was none yet
+    next_index: int = 0
+    unsettled: tuple[int, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict[str, Any])  # by dotted name, that the run was made with
+
+    @property
+    def position(self) -> DataPosition:
+        return DataPosition(self.step, self.next_index, self.unsettled)
 
     @classmethod
-    def read(cls, checkpoint: Path) -> RunState:
+    def read(cls, folder: Path) -> RunState:
         """
         Raises:
             CheckpointError: the file is missing or is not one of these.
         """
-        path = checkpoint / "run_state.json"
+        path = folder / FILE
         try:
             values = json.loads(path.read_text())
-            return cls(values["step"], values["tokens"], values["reward_before"])
+            return cls(
+                step=int(values["step"]),
+                tokens=int(values["tokens"]),
+                reward_before=values["reward_before"],
+                next_index=int(values["next_index"]),
+                unsettled=tuple(map(int, values["unsettled"])),
+                settings=dict(values["settings"]),
+            )
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{path} does not say where its run stood: {error!r}") from error
+
+    def write(self, folder: Path) -> None:
+        """Flushed to disk."""
+        with (folder / FILE).open("w") as file:
+            json.dump(asdict(self), file)
+            file.flush()
+            os.fsync(file.fileno())

@@ -16,7 +16,7 @@ from typing import Any
 from titan_rl.config.load import dump_config
 from titan_rl.config.run import RunConfig
 from titan_rl.errors import CheckpointError
-from titan_rl.observability.json_lines import JsonLines
+from titan_rl.observability.json_lines import JsonLines, cut_records
 
 
 class RunDirectory:
@@ -27,6 +27,7 @@ class RunDirectory:
         rollouts.jsonl   {"step": 3, "phase": "train", "messages": [...], "reward": 0.74, ...}, one line a rollout
         logs/            one file a process
         checkpoints/     one folder a saved step
+        run_state.json   the settings and the data position that the run began with, as checkpoints have theirs
         journal/         what happened since, one file a checkpoint
         export/          the policy as a Hugging Face folder
         report.html      curves and transcripts, self-contained
@@ -54,7 +55,7 @@ class RunDirectory:
         stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{model}"
         path = _make_unique(parent, stem)
         run_dir = cls(path)
-        run_dir.config.write_text(dump_config(config), encoding="utf-8")
+        run_dir.write_config(config)
         _link(parent / "latest", path.name)
         return run_dir
 
@@ -72,12 +73,16 @@ class RunDirectory:
                 raise CheckpointError(f"{self.path} is being run by another process; stop that one first") from None
             yield
 
-    def cut_metrics(self, step: int) -> None:
-        """Leave out the records of steps after `step`, which are run again."""
-        records = [record for record in read_jsonl(self.metrics) if record["step"] <= step]
-        fresh = self.metrics.with_suffix(".tmp")
-        fresh.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records), encoding="utf-8")
-        fresh.replace(self.metrics)
+    def write_config(self, config: RunConfig) -> None:
+        """Replace the settings, in one step."""
+        fresh = self.config.with_suffix(".tmp")
+        fresh.write_text(dump_config(config), encoding="utf-8")
+        fresh.replace(self.config)
+
+    def cut_records(self, step: int) -> None:
+        """Leave out the metrics and transcripts of steps after `step`, which are run again."""
+        for path in (self.metrics, self.rollouts):
+            cut_records(path, step)
 
     @property
     def config(self) -> Path:

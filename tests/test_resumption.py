@@ -1,0 +1,140 @@
+"""What is settled about a stopped run before it goes on: its settings, its checkpoint, and its files."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from user_project import project
+
+from titan_rl.config.changes import settings_of
+from titan_rl.config.load import load_config
+from titan_rl.durability.run_state import RunState
+from titan_rl.errors import CheckpointError, ConfigError
+from titan_rl.observability.json_lines import cut_records
+from titan_rl.observability.run_dir import RunDirectory, read_jsonl
+from titan_rl.resumption import resume_from_newest
+from titan_rl.training.checkpoint import step_directory
+
+__all__ = ["project"]
+
+
+@pytest.fixture
+def run_dir(project: Path) -> RunDirectory:
+    """A run of 5 steps whose newest checkpoint is of step 3, stopped in step 5."""
+    config = load_config("config.toml")
+    run_dir = RunDirectory.create(config)
+    RunState(settings=settings_of(config)).write(run_dir.path)
+    for step in (1, 3):
+        folder = step_directory(run_dir.checkpoints, step)
+        folder.mkdir()
+        RunState(step, 100, 0.5, 4 * step, (4 * step - 1,), settings_of(config)).write(folder)
+    for step in range(5):
+        run_dir.write_metrics(step, {"train/loss": float(step)})
+        run_dir.write_rollout({"step": step, "phase": "train", "messages": [{"role": "user", "content": "\u00e9"}]})
+        run_dir.write_rollout({"step": step + 1, "phase": "train", "dropped": "too_old"})
+    run_dir.close()
+    return run_dir
+
+
+def resume(run_dir: RunDirectory, *overrides: tuple[str, str]):
+    return resume_from_newest(load_config(run_dir.config, overrides), run_dir)
+
+
+def edit(run_dir: RunDirectory, before: str, after: str) -> None:
+    text = run_dir.config.read_text()
+    assert text.count(before) == 1
+    run_dir.config.write_text(text.replace(before, after))
+
+
+def test_a_run_goes_on_from_its_newest_checkpoint_and_from_where_that_is_in_the_data(run_dir):
+    start = resume(run_dir)
+    assert start.checkpoint == step_directory(run_dir.checkpoints, 3)
+    assert (start.state.step, start.state.next_index, start.state.unsettled) == (3, 12, (11,))
+
+
+def test_metrics_and_transcripts_of_steps_that_are_run_again_are_left_out(run_dir):
+    resume(run_dir)
+    assert [record["step"] for record in read_jsonl(run_dir.metrics)] == [0, 1, 2, 3]
+    assert [record["step"] for record in read_jsonl(run_dir.rollouts)] == [0, 1, 1, 2, 2, 3, 3]
+    run_dir.write_rollout({"step": 4})
+    assert [record["step"] for record in read_jsonl(run_dir.rollouts)][-2:] == [3, 4]
+
+
+def test_without_a_checkpoint_a_run_begins_anew_and_so_do_its_files(run_dir):
+    for step in (1, 3):
+        folder = step_directory(run_dir.checkpoints, step)
+        (folder / "run_state.json").unlink()
+        folder.rmdir()
+    start = resume(run_dir)
+    assert (start.checkpoint, start.state.step, start.state.next_index) == (None, 0, 0)
+    assert read_jsonl(run_dir.metrics) == read_jsonl(run_dir.rollouts) == []
+
+
+def test_what_is_no_record_goes_and_every_other_line_stays_to_the_byte(tmp_path):
+    path = tmp_path / "rollouts.jsonl"
+    kept = b'{"step": 1,  "text": "\\ud83d"}\n'
+    path.write_bytes(kept + b'\xff\n[1]\n{"phase": "train"}\n{"step": 2}\n' + kept + b'{"step": 1, "torn')
+    cut_records(path, 1)
+    assert path.read_bytes() == kept * 2
+    cut_records(tmp_path / "none.jsonl", 1)
+    assert sorted(os.listdir(tmp_path)) == ["rollouts.jsonl"]
+
+
+def test_settings_given_on_resume_are_in_the_runs_config_from_then_on(run_dir):
+    resume(run_dir, ("training.steps", "9"), ("logging.wandb", "true"))
+    again = load_config(run_dir.config)
+    assert (again.training.steps, again.logging.wandb) == (9, True)
+    assert resume(run_dir).state.step == 3
+
+
+def test_a_refused_resume_changes_nothing(run_dir):
+    before = {path: path.read_bytes() for path in run_dir.path.rglob("*") if path.is_file()}
+    for overrides in ([("training.steps", "3")], [("training.steps", "9"), ("training.lr", "2")]):
+        with pytest.raises((CheckpointError, ConfigError)):
+            resume(run_dir, *overrides)
+    assert {path: path.read_bytes() for path in run_dir.path.rglob("*") if path.is_file()} == before
+
+
+def test_a_setting_edited_by_hand_is_compared_with_what_the_checkpoint_was_made_with(run_dir):
+    edit(run_dir, "groups_per_step = 16", "groups_per_step = 12")
+    edit(run_dir, "seed = 7", "seed = 8")
+    with pytest.raises(ConfigError) as refused:
+        resume(run_dir)
+    message = str(refused.value)
+    assert f"{run_dir.config}: scheduling.groups_per_step is 12, and this run was made with 16" in message
+    assert "seed is 8, and this run was made with 7" in message
+    assert "set them back, or begin a new run" in message
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("scheduling.window", "3"), ("task.length", "4"), ("task.words", '["ham"]'), ("training.betas", "[0.9, 0.99]")],
+)
+def test_every_setting_that_rollouts_and_weights_come_from_is_compared(run_dir, setting, value):
+    with pytest.raises(ConfigError, match=f"{setting} is"):
+        resume(run_dir, (setting, value))
+
+
+def test_a_run_may_be_moved_and_go_on_elsewhere(run_dir):
+    for setting, value in [
+        ("run_dir", "elsewhere"),
+        ("generation.num_generators", "3"),
+        ("training.steps", "50"),
+        ("checkpoint.keep", "7"),
+    ]:
+        resume(run_dir, (setting, value))
+    state = RunState.read(step_directory(run_dir.checkpoints, 3))
+    made_with = json.loads(json.dumps(dict(state.settings))) | {"scheduling.of_another_version": 1}
+    del made_with["seed"]
+    RunState(3, 100, 0.5, 12, (11,), made_with).write(step_directory(run_dir.checkpoints, 3))
+    assert resume(run_dir).state.step == 3
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"step": 3, "tokens": 1, "reward_before": 0.5}'])
+def test_a_checkpoint_that_does_not_say_where_the_data_stood_is_refused(run_dir, content):
+    (step_directory(run_dir.checkpoints, 3) / "run_state.json").write_text(content)
+    with pytest.raises(CheckpointError, match="does not say where its run stood"):
+        resume(run_dir)

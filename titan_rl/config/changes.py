@@ -1,0 +1,67 @@
+"""Which settings a run may change while it is stopped, and which its weights and rollouts come from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from titan_rl.config.run import RunConfig
+from titan_rl.config.task import task_type
+from titan_rl.errors import ConfigError
+
+RESUMABLE = (
+    "training.steps",
+    "training.data_parallel",
+    "training.tensor_parallel",
+    "training.attention",
+    "training.compile",
+    "generation.",
+    "routing.",
+    "validation.interval",
+    "checkpoint.",
+    "logging.",
+)
+"""Names of settings, or beginnings of names, that may change."""
+
+LOCATIONS = ("run_dir", "model.path")
+"""Settings that say where folders are; these may have been moved."""
+
+
+def settings_of(config: RunConfig) -> dict[str, Any]:
+    """Every setting by its dotted name, as JSON has it: `{"seed": 0, "training.lr": 0.0003, ...}`."""
+    tables = config.model_dump(mode="json")
+    tables["task"] = {"type": task_type(config.task), **tables["task"]}
+    return dict(_flat(tables))
+
+
+def check_unchanged(config: RunConfig, made_with: Mapping[str, Any], *, source: Path) -> None:
+    """A run goes on with the settings that it was made with, but for those of `RESUMABLE`.
+
+    Settings that only one side has, because they are of another version of titan_rl, are not compared.
+
+    Args:
+        made_with: what `settings_of` gave when the run was saved.
+        source: the file that the settings come from, for the message.
+
+    Raises:
+        ConfigError: names each setting that differs, both values and the fix.
+    """
+    now = settings_of(config)
+    changed = [
+        f"{name} is {json.dumps(now[name])}, and this run was made with {json.dumps(before)}"
+        for name, before in made_with.items()
+        if name in now and not name.startswith((*RESUMABLE, *LOCATIONS)) and json.dumps(now[name]) != json.dumps(before)
+    ]
+    if changed:
+        fix = "set it back" if len(changed) == 1 else "set them back"
+        raise ConfigError("\n".join(f"{source}: {change}" for change in changed) + f"\n{fix}, or begin a new run")
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _flat(cast("Mapping[str, Any]", value), f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
