@@ -1,12 +1,14 @@
 """Rubrics: the weighted mean, what is refused, and whose fault a failure is."""
 
 import asyncio
+import pickle
 import time
 from collections.abc import Sequence
 
 import pytest
 
 from titan_rl.errors import RewardError
+from titan_rl.reward_calls import FailurePolicy
 from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus, Turn
 from titan_rl.rubric import GroupReward, Reward, Rubric, env_reward
 from titan_rl.types import Completion, FinishReason
@@ -105,10 +107,10 @@ def exhausted(rollout: Rollout) -> float:
     ("reward", "name", "cause"),
     [
         (Reward(divide), "divide", ZeroDivisionError),
-        (Reward(divide, in_thread=True), "divide", ZeroDivisionError),
-        (Reward(divide_async), "divide_async", ZeroDivisionError),
+        (Reward(divide, in_thread=True, on_failure=FailurePolicy(0)), "divide", ZeroDivisionError),
+        (Reward(divide_async, on_failure=FailurePolicy(0)), "divide_async", ZeroDivisionError),
         (Reward(exhausted), "exhausted", StopIteration),
-        (Reward(exhausted, in_thread=True), "exhausted", StopIteration),
+        (Reward(exhausted, in_thread=True, on_failure=FailurePolicy(0)), "exhausted", StopIteration),
     ],
 )
 async def test_a_raising_function_is_attributed_and_nothing_is_scored(
@@ -175,3 +177,82 @@ async def test_env_reward_sums_the_turns_and_names_what_exists() -> None:
     assert played.reward_breakdown == {"exact": 0.75}
     with pytest.raises(RewardError, match=r"gave no reward 'exakt', only \['exact', 'length'\]"):
         await Rubric([env_reward("exakt")]).score([played])
+
+
+async def test_what_is_judged_ahead_is_not_judged_again() -> None:
+    calls: list[str] = []
+
+    def note(rollout: Rollout) -> float:
+        calls.append(rollout.rollout_id)
+        return 1.0
+
+    rubric = Rubric([Reward(note), GroupReward(rank)])
+    rollouts = [rollout(0), rollout(1)]
+    begun = {one.rollout_id: await rubric.begin(one) for one in rollouts}
+    assert begun == {"g/0": {"note": 1.0}, "g/1": {"note": 1.0}}
+    assert [one.reward_breakdown for one in rollouts] == [{}, {}]
+    await rubric.score(rollouts, begun)
+    assert calls == ["g/0", "g/1"]
+    assert [one.reward_breakdown for one in rollouts] == [{"note": 1.0, "rank": 0.0}, {"note": 1.0, "rank": -1.0}]
+
+
+async def test_scoring_again_gives_the_values_of_the_rubric_that_scores() -> None:
+    rollouts = [rollout(0), rollout(1)]
+    await Rubric([Reward(half, name="quality"), Reward(half, name="format")]).score(rollouts)
+    await Rubric([Reward(sibling_number, name="quality")]).score(rollouts)
+    assert [one.reward for one in rollouts] == [0.0, 1.0]
+    assert [one.reward_breakdown for one in rollouts] == [{"quality": 0.0}, {"quality": 1.0}]
+
+
+async def test_what_a_reward_changes_reaches_neither_the_record_nor_other_rewards() -> None:
+    seen: list[tuple[int, str, RolloutStatus]] = []
+
+    def spoils(rollout: Rollout) -> float:
+        rollout.turns.clear()
+        rollout.messages[0]["content"] = "changed"  # pyright: ignore[reportIndexIssue]
+        rollout.messages.append({"role": "user", "content": "more"})
+        rollout.status = RolloutStatus.ERROR_ENV
+        rollout.metrics["judge"] = 1.0
+        rollout.reward_breakdown["spoils"] = 9.0
+        return 1.0
+
+    def looks(rollouts: Sequence[Rollout]) -> list[float]:
+        seen.extend((len(one.turns), one.messages[0]["content"], one.status) for one in rollouts)
+        return [0.0] * len(rollouts)
+
+    played = rollout()
+    played.turns = [Turn([1], Completion("r", [], [], FinishReason.STOP, ()))]
+    played.messages = [{"role": "user", "content": "as it was"}]
+    await Rubric([Reward(spoils), GroupReward(looks)]).score([played])
+    await Rubric([GroupReward(looks)]).score([played])
+    assert seen == [(1, "as it was", RolloutStatus.COMPLETED)] * 2
+    assert played.status is RolloutStatus.COMPLETED
+    assert played.messages == [{"role": "user", "content": "as it was"}]
+    assert played.metrics == {}
+
+
+def test_the_error_of_a_reward_survives_the_way_to_another_process() -> None:
+    error = RewardError("reward 'judge' failed", "task.py:3 in judge")
+    error.ends_run = False
+    copy = pickle.loads(pickle.dumps(error))
+    assert (str(copy), copy.text, copy.ends_run) == (
+        "reward 'judge' failed (task.py:3 in judge)",
+        "reward 'judge' failed",
+        False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("retries", -1), ("backoff_s", float("nan")), ("backoff_s", -1.0), ("then", "ignore")]
+)
+def test_a_failure_policy_that_means_nothing_is_refused(field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f"FailurePolicy {field} is {value!r}; it must be"):
+        FailurePolicy(**{field: value})  # pyright: ignore[reportArgumentType]
+
+
+async def test_a_failing_call_of_one_reward_scores_nothing() -> None:
+    rollouts = [rollout(0), rollout(1)]
+    await Rubric([Reward(half)]).score(rollouts)
+    with pytest.raises(RewardError):
+        await Rubric([Reward(sibling_number), Reward(divide)]).score(rollouts)
+    assert [one.reward_breakdown for one in rollouts] == [{"half": 0.5}] * 2

@@ -42,7 +42,7 @@ class FailurePolicy:
         ValueError: names the field, the value and what is allowed.
     """
 
-    retries: int = 3
+    retries: int = 2
     backoff_s: float = 1.0
     then: Literal["drop_group", "fail_run"] = "drop_group"
 

@@ -104,7 +104,7 @@ class Reward(_OfFunction[RewardFn]):
         max_threads: most calls of it at once in threads; others wait, and their time does not count yet. The threads
             are its own, and one that never returns holds up neither other rewards nor the end of the process.
         timeout_s: seconds one call may take; None takes the rubric's limit.
-        on_failure: what follows when a call fails. By default it is made again three times if `fn` is async or in a
+        on_failure: what follows when a call fails. By default it is made again twice if `fn` is async or in a
             thread, and not at all if it only computes; then the group is dropped.
 
     Raises:

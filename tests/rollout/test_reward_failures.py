@@ -80,7 +80,7 @@ class Flaky:
 
 async def test_a_call_that_fails_is_made_again_after_ever_longer_waits() -> None:
     judge = Flaky(failures=3)
-    group = await play(Rubric([Reward(judge, name="judge")]), size=1)
+    group = await play(Rubric([Reward(judge, name="judge", on_failure=FailurePolicy(retries=3))]), size=1)
     assert judge.called_at == [0.0, 1.0, 3.0, 7.0]
     assert group.failure is None
     assert group.rollouts[0].reward == 1.0
