@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 from test_readme_examples import CountDown, count_down
 
-from titan_rl import Completion, FinishReason, GeneratorRouter, Reward, Rollouter, Rubric, VersionSpan
+from titan_rl import Completion, FinishReason, GeneratorRouter, Reward, Rollout, Rollouter, Rubric, VersionSpan
 from titan_rl.config.run import RunConfig
 from titan_rl.config.sections import (
     CheckpointConfig,
@@ -287,6 +288,30 @@ async def test_a_failing_reward_ends_the_run_and_saves_nothing_untrained(tmp_pat
         await rig.run()
     assert caught.group_contains(RewardError, match="broken")
     assert rig.trainer.saved == []
+
+
+async def test_groups_whose_reward_fails_are_told_of_counted_and_left_out(tmp_path):
+    def judge(rollout: Rollout) -> float:
+        if rollout.group_id in ("validation-0", "train-1"):
+            raise KeyError("answer")
+        return float(rollout.sibling)
+
+    rig = Rig(tmp_path, rubric=Rubric([Reward(judge)]))
+    await rig.run()
+    rig.controller.close()
+    trained = [sample.group_id for samples in rig.trainer.trained for sample in samples]
+    assert list(dict.fromkeys(trained)) == [f"train-{i}" for i in (0, 2, 3, 4, 5, 6, 7, 8)]
+    figures = [metrics for _, metrics in rig.records]
+    assert sum(metrics.get("scheduling/dropped/reward_failed", 0) for metrics in figures) == 1
+    assert [m["validation/unscored"] for m in figures if "validation/unscored" in m] == [2.0, 2.0, 2.0]
+    told = " ".join((tmp_path / "progress.txt").read_text().split())
+    assert told.count("KeyError: 'answer'") == 2  # when it first happened, and at the end
+    assert "reward 'judge' failed on rollout 'validation-0/0': KeyError: 'answer' (tests/test_controller.py:" in told
+    assert "4 groups were dropped for rewards that failed" in told
+    lines = [json.loads(line) for line in rig.run_dir.rollouts.read_text().splitlines()]
+    lost = [line for line in lines if line["group_id"] == "train-1"]
+    assert [line["status"] for line in lost] == ["completed"] * 3
+    assert all("KeyError: 'answer'" in line["error"] and line["dropped"] == "reward_failed" for line in lost)
 
 
 async def test_groups_without_a_difference_still_train_and_nan_free(tmp_path):
