@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +13,17 @@ from typing import Any
 import pytest
 from test_readme_examples import CountDown, count_down
 
-from titan_rl import Completion, FinishReason, GeneratorRouter, Reward, Rollout, Rollouter, Rubric, VersionSpan
+from titan_rl import (
+    Completion,
+    FinishReason,
+    GeneratorRouter,
+    Reward,
+    Rollout,
+    Rollouter,
+    RolloutGroup,
+    Rubric,
+    VersionSpan,
+)
 from titan_rl.config.run import RunConfig
 from titan_rl.config.sections import (
     CheckpointConfig,
@@ -27,7 +38,7 @@ from titan_rl.config.sections import (
 from titan_rl.config.training import TrainingConfig
 from titan_rl.controller import Controller
 from titan_rl.durability.run_journal import RunJournal
-from titan_rl.errors import CheckpointError, RewardError, StateDictError, TrainingError
+from titan_rl.errors import CheckpointError, DataError, RewardError, StateDictError, TrainingError
 from titan_rl.observability.progress import Progress
 from titan_rl.observability.report import render_report
 from titan_rl.observability.run_dir import RunDirectory
@@ -142,12 +153,13 @@ class Rig:
         steps: int = 4,
         staleness: int = 0,
         rubric: Rubric | None = None,
+        task: Counting | None = None,
         refuse: int | None = None,
         generation: GenerationConfig | None = None,
         checkpoint_interval: int = 3,
         held_out: int = 2,
     ) -> None:
-        task = Counting()
+        task = task or Counting()
         config = RunConfig(
             model=ModelConfig(path="unused", max_context=16),
             task=task,  # pyright: ignore[reportArgumentType]
@@ -312,6 +324,25 @@ async def test_groups_whose_reward_fails_are_told_of_counted_and_left_out(tmp_pa
     lost = [line for line in lines if line["group_id"] == "train-1"]
     assert [line["status"] for line in lost] == ["completed"] * 3
     assert all("KeyError: 'answer'" in line["error"] and line["dropped"] == "reward_failed" for line in lost)
+
+
+@pytest.mark.parametrize("method", ["train_sample", "validation_samples", "drop_reason"])
+@pytest.mark.parametrize("error", [StopIteration, KeyError, asyncio.CancelledError])
+async def test_a_task_whose_method_raises_ends_the_run_with_its_line(tmp_path, method, error):
+    class Broken(Counting):
+        def drop_reason(self, group: RolloutGroup) -> None: ...
+
+    def fails(self: object, *args: object) -> None:
+        raise error("answer")
+
+    setattr(Broken, method, fails)
+    rig = Rig(tmp_path, task=Broken())
+    with pytest.raises((DataError, ExceptionGroup)) as caught:
+        await rig.run()
+    errors = caught.value.exceptions if isinstance(caught.value, ExceptionGroup) else [caught.value]
+    assert [type(one) for one in errors] == [DataError]
+    says = rf"{method}.*failed: {error.__name__}: .*answer.* \(tests/test_controller.py:\d+ in fails"
+    assert re.search(says, str(errors[0]))
 
 
 async def test_groups_without_a_difference_still_train_and_nan_free(tmp_path):

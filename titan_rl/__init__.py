@@ -43,6 +43,7 @@ from titan_rl.generation.local_replica import LocalReplica
 from titan_rl.generation.resume import resume_on_abort
 from titan_rl.generation.scripted_engine import ScriptedEngine
 from titan_rl.renderer import ChatTemplateRenderer, Renderer
+from titan_rl.reward_calls import FailurePolicy
 from titan_rl.rollout.rollouter import Rollouter
 from titan_rl.rollout.types import Message, Rollout, RolloutGroup, RolloutStatus, Turn
 from titan_rl.routing import GeneratorRouter, LeastLoaded, Limits, PauseMode, Replica, RoundRobin, StickySession
@@ -68,6 +69,7 @@ __all__ = [
     "EngineDeadError",
     "EngineLoop",
     "EngineStalledError",
+    "FailurePolicy",
     "FinishReason",
     "GenerateFn",
     "GenerationError",

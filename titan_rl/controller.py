@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any, TypeVar
 
 from titan_rl.cancellation import stray_cancellation_fails
@@ -30,7 +31,7 @@ from titan_rl.scheduling.batch import GroupBatch
 from titan_rl.scheduling.filters import BY_NAME, GroupFilter, too_few_siblings, too_long
 from titan_rl.scheduling.scheduler import GroupScheduler
 from titan_rl.statedict.board import VersionBoard
-from titan_rl.task import FilteringTask, Task
+from titan_rl.task import FilteringTask, Task, drop_reason
 from titan_rl.training.checkpoint import keep_last, list_checkpoints, step_of
 from titan_rl.training.protocol import Trainer
 from titan_rl.training.sample import TrainingSample
@@ -325,7 +326,7 @@ def num_tokens(batch: GroupBatch) -> int:
 def make_filters(config: RunConfig, task: Task) -> list[GroupFilter]:
     """What always makes a group unfit for training, then the config's filters, then the task's own."""
     named = [BY_NAME[name] for name in config.scheduling.filters]
-    own = [task.drop_reason] if isinstance(task, FilteringTask) else []
+    own = [partial(drop_reason, task)] if isinstance(task, FilteringTask) else []
     return [too_few_siblings, too_long(config.training.row_tokens), *named, *own]
 
 

@@ -18,7 +18,7 @@ from titan_rl.rollout.sessions import Sessions
 from titan_rl.rollout.types import Rollout, RolloutGroup
 from titan_rl.routing.router import GeneratorRouter
 from titan_rl.scheduling.lease import Lease
-from titan_rl.task import Task
+from titan_rl.task import Task, calling
 from titan_rl.types import Completion, GenerateFn, SamplingParams
 
 
@@ -53,7 +53,9 @@ class GroupPlayer:
         self.requests = Peak()  # in flight, for training and validation
 
     def train_sample(self, index: int) -> Any:
-        return self._task.train_sample(self._config.seed, index)
+        seed = self._config.seed
+        with calling(f"train_sample({seed}, {index})"):
+            return self._task.train_sample(seed, index)
 
     async def train_group(self, lease: Lease) -> RolloutGroup:
         """The group that a lease of the scheduler is for."""
@@ -96,7 +98,9 @@ class GroupPlayer:
         Raises:
             RewardError: a reward failed on all of them, or on `scheduling.max_failed_groups` in a row.
         """
-        samples = self._task.validation_samples(self._config.validation.num_prompts)
+        count = self._config.validation.num_prompts
+        with calling(f"validation_samples({count})"):
+            samples = list(self._task.validation_samples(count))
         lost = LostInARow(min(self._config.scheduling.max_failed_groups, len(samples)))
         async with asyncio.TaskGroup() as tasks:
             running = [

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
 from titan_rl.environment.types import TokenEnv
+from titan_rl.errors import DataError
 from titan_rl.renderer.types import Renderer
 from titan_rl.rollout.types import RolloutGroup
 from titan_rl.rubric import Rubric
+from titan_rl.user_code import describe
 
 
 @runtime_checkable
@@ -43,3 +46,36 @@ class FilteringTask(Task, Protocol):
     def drop_reason(self, group: RolloutGroup) -> str | None:
         """Why a finished training group is not trained on, as a metric's name; None to train on it."""
         ...
+
+
+@contextmanager
+def calling(call: str) -> Generator[None]:
+    """Around a call of a task's method that a run cannot do without.
+
+    Example:
+
+        with calling(f"train_sample({seed}, {index})"):
+            sample = task.train_sample(seed, index)
+
+    Raises:
+        DataError: the block raised. Names the call, and the exception with its line.
+    """
+    try:
+        yield
+    except (KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:  # nothing is awaited in the block, so that a CancelledError is the method's own
+        raise DataError(f"{call} of the task failed: {describe(error)}") from error
+
+
+def drop_reason(task: FilteringTask, group: RolloutGroup) -> str | None:
+    """What the task says of a group.
+
+    Raises:
+        DataError: it raised, or gave something else than text or None.
+    """
+    with calling(f"drop_reason of group {group.group_id!r}"):
+        reason: Any = task.drop_reason(group)
+        if reason is not None and not isinstance(reason, str):
+            raise TypeError(f"it gave {reason!r}; it must give a metric's name, or None to train on the group")
+    return reason
