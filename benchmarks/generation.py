@@ -37,6 +37,7 @@ from titan_rl.statedict.types import Manifest
 from monarch.actor import Actor, concurrent_endpoint, this_proc  # isort: skip
 
 ENGINES, GROUPS, SIBLINGS, PROMPT_TOKENS = 2, 16, 8, 24
+MAX_RUNNING = 64  # requests that an engine advances at a time
 Request = tuple[list[int], SamplingParams]
 
 
@@ -51,8 +52,8 @@ class BareEngine(Actor):
     async def start(self) -> None:
         from titan_rl.generation.vllm_engine import VLLMEngine
 
-        model, generation = self._settings.model, self._settings.generation
-        self._engine = VLLMEngine(model.path, max_context=model.max_context, max_running=generation.max_running)
+        model = self._settings.model
+        self._engine = VLLMEngine(model.path, max_context=model.max_context, max_running=self._settings.max_running)
 
     @concurrent_endpoint
     async def run(self, requests: list[Request]) -> int:
@@ -175,12 +176,13 @@ async def measure(folder: Path, repeats: int) -> list[tuple[str, float, float | 
 
     tensors = make_model(folder / "model")
     model = ModelConfig(path=str(folder / "model"), max_context=512)
-    generation = GenerationConfig(num_generators=ENGINES, max_running=64)
+    generation = GenerationConfig(num_generators=ENGINES)
     supervisor = this_proc().spawn("supervisor", Supervisor)
     board = VersionBoard()
 
     async def start(name: str, actor_class: Any) -> Any:
-        settings = GeneratorSettings(model, generation, StateDictConfig(), "benchmark", str(folder / f"{name}.log"), 0)
+        log = str(folder / f"{name}.log")
+        settings = GeneratorSettings(model, generation, StateDictConfig(), "benchmark", log, 0, MAX_RUNNING)
         actor = await call(supervisor.spawn, name, actor_class, (settings,), who="supervisor")
         await call(actor.start, who=name, timeout_s=180)
         return actor

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import cast
 
 from titan_rl.config.changes import settings_of
+from titan_rl.config.concurrency import throttles
 from titan_rl.config.run import RunConfig
 from titan_rl.controller import Controller
 from titan_rl.durability.run_journal import RunJournal
@@ -65,6 +66,8 @@ def run_training(config: RunConfig, resume: Path | None = None) -> int:
         else:
             start = resume_from_newest(config, run_dir)
         logging.basicConfig(filename=run_dir.logs / "controller.log", level=logging.INFO, format=LOG_FORMAT, force=True)
+        for warning in throttles(config):
+            logger.warning("%s", warning)
         with (
             StopSignals(STOPPING, ENDING.format(resume=resume_command(run_dir))) as signals,
             guarded(scratch_root(), run_dir.path.name),

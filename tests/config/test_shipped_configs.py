@@ -1,10 +1,23 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
+from titan_rl.config.concurrency import Concurrency, throttles
 from titan_rl.config.load import dump_config, load_config
+
+ARCHITECTURES = {
+    "qwen3_0_6b": {
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "hidden_size": 1024,
+    }
+}
+"""What the folders say that have to be fetched first."""
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted((ROOT / "examples").glob("*/*.toml"))
@@ -18,3 +31,16 @@ def test_every_shipped_config_loads(path: Path, tmp_path: Path, monkeypatch: pyt
     again.write_text(dump_config(config))
 
     assert load_config(again, check_files=False) == config
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_no_shipped_config_throttles_its_rollouts(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(ROOT)
+    config = load_config(path, check_files=False)
+    if not Path(config.model.path).is_dir():
+        (tmp_path / "config.json").write_text(json.dumps(ARCHITECTURES[path.stem]))
+        config = load_config(path, [("model.path", str(tmp_path))], check_files=False)
+    sized = Concurrency.of(config)
+    assert list(throttles(config)) == []
+    assert sized.held is not None
+    assert sized.max_running * config.generation.num_generators >= sized.in_flight

@@ -21,6 +21,7 @@ from titan_rl.actors.rollout_worker import RolloutWorkerActor, RolloutWorkerSett
 from titan_rl.actors.supervisor import ProcessFailure, Supervisor
 from titan_rl.actors.trainer import ActorTrainer, TrainerActor, TrainerSettings
 from titan_rl.actors.worker_pool import WorkerPool
+from titan_rl.config.concurrency import Concurrency
 from titan_rl.config.run import RunConfig
 from titan_rl.errors import ActorDiedError, EngineDeadError, EngineStalledError, GenerationError, TitanRLError
 from titan_rl.observability.run_dir import RunDirectory
@@ -144,6 +145,7 @@ class Cluster:
             self._run_id,
             self._log_path(name),
             config.seed,
+            Concurrency.of(config).max_running,
             self._placement.generators[int(name.removeprefix(GENERATOR))],
         )
         num_ranks = config.generation.tensor_parallel_size

@@ -38,6 +38,7 @@ class GeneratorSettings:
     run_id: str
     log_path: str
     seed: int
+    max_running: int  # requests
     gpus: tuple[str, ...] = ()  # one for each rank
 
 
@@ -69,7 +70,7 @@ class GeneratorActor(ProcessActor):
             model.path,
             dtype=model.dtype,
             max_context=model.max_context,
-            max_running=generation.max_running,
+            max_running=self._settings.max_running,
             kv_cache_gib=generation.kv_cache_gib,
             seed=self._settings.seed,
             routed_experts=generation.return_routed_experts,

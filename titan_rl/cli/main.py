@@ -13,6 +13,7 @@ from types import FrameType
 from typing import cast
 
 from titan_rl.cli.overrides import check_resume, split_overrides
+from titan_rl.config.concurrency import throttles
 from titan_rl.config.load import dump_config, load_config
 from titan_rl.config.reference import reference
 from titan_rl.errors import ConfigError, ModelError, TitanRLError
@@ -58,6 +59,8 @@ def _dispatch(argv: list[str]) -> int:
     config = load_config(arguments.config if resume is None else resume / "config.toml", overrides)
     if resume is not None:
         check_resume(overrides)
+    for warning in throttles(config):
+        print(f"titan-rl: warning: {warning}", file=sys.stderr)
     if arguments.dry_run:
         sys.stdout.write(dump_config(config))
         return 0

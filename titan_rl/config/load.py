@@ -13,6 +13,7 @@ from typing import Any, cast
 import tomli_w
 from pydantic import ValidationError
 
+from titan_rl.config.concurrency import describe_concurrency
 from titan_rl.config.explain import Origins, explain
 from titan_rl.config.imports import find_function
 from titan_rl.config.model_folder import check_model_folder, find_model_folder
@@ -66,10 +67,11 @@ def load_config(path: str | Path, overrides: Sequence[tuple[str, str]] = (), *, 
 
 
 def dump_config(config: RunConfig) -> str:
-    """The settings as TOML, defaults included. `load_config` of it gives an equal config."""
+    """The settings as TOML, defaults included, under what they come to. `load_config` of it gives an equal config."""
+    figures = "".join(f"# {line}\n" for line in describe_concurrency(config))
     tables = config.model_dump(mode="json", exclude_none=True)
     tables["task"] = {"type": task_type(config.task), **tables["task"]}
-    return tomli_w.dumps(tables)
+    return f"{figures}\n{tomli_w.dumps(tables)}"
 
 
 def _check_functions(config: RunConfig, origins: Origins) -> None:

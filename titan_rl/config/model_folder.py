@@ -86,8 +86,7 @@ def _check_fit(config: RunConfig, architecture: dict[str, Any]) -> None:
             "generation.return_routed_experts = true, and the model is no mixture of experts; set it to false"
         )
     heads = architecture.get("num_attention_heads")
-    layers, hidden = architecture.get("num_hidden_layers"), architecture.get("hidden_size")
-    if heads is None or layers is None or hidden is None:
+    if heads is None:
         return
     kv_heads = architecture.get("num_key_value_heads") or heads
     ranks = config.generation.tensor_parallel_size
@@ -102,15 +101,32 @@ def _check_fit(config: RunConfig, architecture: dict[str, Any]) -> None:
             f"training.tensor_parallel = {ranks} does not divide the model's {kv_heads} heads of keys and values; "
             "choose one that does"
         )
-    head_dim = architecture.get("head_dim") or hidden // heads
-    # Keys and values of every layer and head, for one token.
-    token_bytes = 2 * layers * kv_heads * head_dim * BYTES[config.model.dtype]
-    if config.generation.kv_cache_gib * 2**30 < token_bytes * context:
+    token_bytes = _kv_bytes(architecture, config.model.dtype)
+    if token_bytes is not None and config.generation.kv_cache_gib * 2**30 < token_bytes * context:
         need = token_bytes * context / 2**30
         raise ConfigError(
             f"generation.kv_cache_gib = {config.generation.kv_cache_gib} holds less than one context of "
             f"model.max_context = {context} tokens, which needs {need:.3g}"
         )
+
+
+def kv_bytes_per_token(config: RunConfig) -> int | None:
+    """What one token takes of a KV cache. None where the model's folder is not there, or does not say."""
+    try:
+        architecture = _read_json(Path(config.model.path), "config.json")
+    except ModelError:
+        return None
+    return _kv_bytes(architecture, config.model.dtype)
+
+
+def _kv_bytes(architecture: dict[str, Any], dtype: str) -> int | None:
+    """Keys and values of every layer and head."""
+    heads, hidden = architecture.get("num_attention_heads"), architecture.get("hidden_size")
+    layers = architecture.get("num_hidden_layers")
+    if heads is None or layers is None or hidden is None:
+        return None
+    kv_heads = architecture.get("num_key_value_heads") or heads
+    return 2 * layers * kv_heads * (architecture.get("head_dim") or hidden // heads) * BYTES[dtype]
 
 
 def _read_json(folder: Path, name: str) -> dict[str, Any]:

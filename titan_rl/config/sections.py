@@ -48,8 +48,9 @@ class GenerationConfig(Section):
     """Generator actors, one engine each."""
     tensor_parallel_size: PositiveInt = 1
     """Processes that share the model of one generator; it divides the model's attention heads."""
-    max_running: PositiveInt = 64
-    """Most requests one engine advances at a time."""
+    max_running: PositiveInt | None = None
+    """Most requests one engine advances at a time. By default its share of the rollouts in flight, which are those of
+    all slots of the scheduler, or fewer if kv_cache_gib does not hold so many."""
     kv_cache_gib: PositiveFloat = 1.0
     """Memory of one engine's KV cache; it holds at least one full context."""
     return_routed_experts: bool = False

@@ -1,0 +1,106 @@
+"""How many requests the engines take: sized from the batch, bounded by the KV cache, and warned of if it throttles."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from titan_rl.cli.main import main
+from titan_rl.config.concurrency import Concurrency, throttles
+from titan_rl.config.load import dump_config, load_config
+
+# The model of the project: 2 (keys, values) x 2 layers x 2 heads x 16 numbers x 4 bytes, so half of its context of 512
+# tokens takes 128 KiB.
+HALF_CONTEXT_GIB = 2**17 / 2**30
+
+
+def sized(**settings: object) -> Concurrency:
+    return Concurrency.of(config_of(**settings))
+
+
+def config_of(**settings: object):
+    return load_config("config.toml", [(key.replace("__", "."), str(value)) for key, value in settings.items()])
+
+
+@pytest.mark.parametrize(
+    ("settings", "in_flight", "max_running"),
+    [
+        ({}, 256, 128),  # 2 x 16 slots of 8 rollouts on two generators
+        ({"scheduling__max_staleness": 0}, 128, 64),
+        ({"scheduling__oversample": 0.5}, 320, 160),
+        ({"generation__num_generators": 3}, 256, 88),  # 85.3, and a multiple of 8
+        ({"scheduling__groups_per_step": 1, "rollout__group_size": 3, "scheduling__max_staleness": 0}, 3, 8),
+        ({"scheduling__max_running_rollouts": 100}, 100, 56),
+        ({"generation__max_running": 37}, 256, 37),
+        ({"generation__kv_cache_gib": 100 * HALF_CONTEXT_GIB}, 256, 96),
+        ({"generation__kv_cache_gib": 3 * HALF_CONTEXT_GIB}, 256, 3),
+    ],
+)
+def test_places_follow_from_the_batch(project: Path, settings: dict[str, object], in_flight: int, max_running: int):
+    found = sized(**settings)
+    assert (found.in_flight, found.max_running) == (in_flight, max_running)
+
+
+def test_the_default_settings_throttle_nothing(project: Path):
+    assert list(throttles(config_of())) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "numbers"),
+    [
+        (
+            {"generation__max_running": 64},
+            [
+                "generation.max_running = 64 on 2 generators takes 128 of 256",
+                "32 slots x rollout.group_size = 8",
+                "128,",
+            ],
+        ),
+        (
+            {"generation__kv_cache_gib": 100 * HALF_CONTEXT_GIB},
+            ["generation.kv_cache_gib = 0.012207 holds 100 contexts", "128 rollouts", "raise it to 0.0158"],
+        ),
+        (
+            {"scheduling__max_running_rollouts": 100},
+            ["scheduling.max_running_rollouts = 100 is less than the 128 rollouts of one step"],
+        ),
+    ],
+)
+def test_what_throttles_is_warned_of_with_its_numbers(project: Path, settings: dict[str, object], numbers: list[str]):
+    (warning,) = throttles(config_of(**settings))
+    assert all(number in warning for number in numbers), warning
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "advice"),
+    [
+        ("generation.max_running", 9, "set it to "),
+        ("generation.kv_cache_gib", 77 * HALF_CONTEXT_GIB, "raise it to "),
+    ],
+)
+def test_the_advice_of_a_warning_cures_it(project: Path, key: str, value: float, advice: str):
+    (warning,) = throttles(load_config("config.toml", [(key, str(value))]))
+    better = warning.partition(advice)[2].split(",")[0]
+    assert list(throttles(load_config("config.toml", [(key, better)]))) == []
+
+
+def test_resolving_changes_nothing_that_was_written_and_is_shown(project: Path, capsys: pytest.CaptureFixture[str]):
+    config = config_of()
+    written = dump_config(config)
+    assert config.generation.max_running is None
+    assert "max_running" not in tomllib.loads(written)["generation"]
+    assert "# 256 rollouts in flight: 32 slots" in written
+    assert "# generation.max_running is 128, on each of 2 generators\n" in written
+
+    assert main(["train", "config.toml", "--dry-run", "--generation.max_running", "64"]) == 0
+    shown = capsys.readouterr()
+    assert "# generation.max_running is 64" in shown.out
+    assert tomllib.loads(shown.out)["generation"]["max_running"] == 64
+    assert shown.err.startswith("titan-rl: warning: generation.max_running = 64")
+
+
+def test_a_model_whose_numbers_are_not_known_is_sized_by_the_batch_alone(project: Path):
+    found = Concurrency.of(load_config("config.toml", [("model.path", "elsewhere")], check_files=False))
+    assert (found.held, found.max_running) == (None, 128)

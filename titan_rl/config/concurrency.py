@@ -1,0 +1,112 @@
+"""How many requests are in flight, and how many each engine advances: sized from the batch, bounded by the KV cache.
+
+A batch that is larger than what the engines take at a time waits in their queues, unnoticed. So the places of an
+engine follow from the slots of the scheduler, unless `generation.max_running` says otherwise, and whatever throttles is
+warned of with its numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from titan_rl.config.model_folder import kv_bytes_per_token
+from titan_rl.config.run import RunConfig
+
+STEP = 8
+"""Places are a multiple of this; engines prepare their kernels for such batches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Concurrency:
+    """Requests in flight for training, and what the engines take of them.
+
+    Example: 32 slots of 8 rollouts on 2 generators are 128 places of each.
+    """
+
+    num_slots: int
+    group_size: int
+    in_flight: int  # rollouts, at most
+    wanted: int  # places of one engine, so that none waits
+    held: int | None  # contexts that one engine's KV cache holds, of half the length; None for an unknown model
+    max_running: int  # places of one engine
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Concurrency:
+        """What the settings come to. It changes none of them."""
+        scheduling, generation = config.scheduling, config.generation
+        in_flight = scheduling.num_slots * config.rollout.group_size
+        if scheduling.max_running_rollouts is not None:
+            in_flight = min(in_flight, max(scheduling.max_running_rollouts, config.rollout.group_size))
+        wanted = _round_up(-(-in_flight // generation.num_generators))
+        token_bytes = kv_bytes_per_token(config)
+        held = None
+        if token_bytes is not None:
+            # A context grows to its length while it runs, so it takes half of that on the mean.
+            held = max(1, int(2 * generation.kv_cache_gib * 2**30 / token_bytes / config.model.max_context))
+        derived = wanted if held is None else min(wanted, max(held - held % STEP, min(held, STEP)))
+        return cls(
+            num_slots=scheduling.num_slots,
+            group_size=config.rollout.group_size,
+            in_flight=in_flight,
+            wanted=wanted,
+            held=held,
+            max_running=derived if generation.max_running is None else generation.max_running,
+        )
+
+
+def describe_concurrency(config: RunConfig) -> Iterator[str]:
+    """The figures, a line each.
+
+    Example:
+
+        256 rollouts in flight: 32 slots of the scheduler x rollout.group_size = 8
+        generation.max_running is 128, on each of 2 generators
+        the KV cache of a generator holds 2,048 contexts of half of model.max_context = 256 tokens
+    """
+    sized = Concurrency.of(config)
+    limit = config.scheduling.max_running_rollouts
+    limited = "" if limit is None else f", limited by scheduling.max_running_rollouts = {limit}"
+    yield (
+        f"{sized.in_flight:,} rollouts in flight: {sized.num_slots} slots of the scheduler x rollout.group_size = "
+        f"{sized.group_size}{limited}"
+    )
+    yield f"generation.max_running is {sized.max_running}, on each of {config.generation.num_generators} generators"
+    if sized.held is not None:
+        yield (
+            f"the KV cache of a generator holds {sized.held:,} contexts of half of model.max_context = "
+            f"{config.model.max_context} tokens"
+        )
+
+
+def throttles(config: RunConfig) -> Iterator[str]:
+    """Say which settings have rollouts wait that the others ask for: the numbers and the fix, one line each."""
+    sized = Concurrency.of(config)
+    scheduling, generation = config.scheduling, config.generation
+    of_a_step = scheduling.groups_per_step * sized.group_size
+    if (limit := scheduling.max_running_rollouts) is not None and limit < of_a_step:
+        yield (
+            f"scheduling.max_running_rollouts = {limit} is less than the {of_a_step} rollouts of one step "
+            f"(scheduling.groups_per_step = {scheduling.groups_per_step} x rollout.group_size = {sized.group_size}), "
+            "which are played in turns; raise it, or leave it out"
+        )
+    places = sized.max_running * generation.num_generators
+    if generation.max_running is not None and places < sized.in_flight:
+        yield (
+            f"generation.max_running = {generation.max_running} on {generation.num_generators} generators takes "
+            f"{places} of {sized.in_flight} rollouts in flight ({sized.num_slots} slots x rollout.group_size = "
+            f"{sized.group_size}), and the others wait in the engines; set it to {sized.wanted}, or leave it out"
+        )
+    taken = sized.wanted if generation.max_running is None else min(sized.max_running, sized.wanted)
+    if sized.held is not None and sized.held < taken:
+        need = 1.01 * generation.kv_cache_gib * taken / sized.held  # still enough when it is rounded
+        yield (
+            f"generation.kv_cache_gib = {generation.kv_cache_gib:g} holds {sized.held} contexts of half of "
+            f"model.max_context = {config.model.max_context}, and {taken} rollouts are in flight on each generator, "
+            f"some of which wait or are computed anew; raise it to {need:.3g}, or lower "
+            "scheduling.max_running_rollouts"
+        )
+
+
+def _round_up(places: int) -> int:
+    return places + -places % STEP
