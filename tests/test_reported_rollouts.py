@@ -25,6 +25,7 @@ from titan_rl.config.sections import (
 from titan_rl.config.training import TrainingConfig
 from titan_rl.controller import Controller
 from titan_rl.durability.run_journal import RunJournal
+from titan_rl.durability.run_state import RunState
 from titan_rl.errors import TrainingError
 from titan_rl.observability.progress import Progress
 from titan_rl.observability.run_dir import RunDirectory, read_jsonl
@@ -61,6 +62,7 @@ class Run:
         transcripts_per_step: int = 4,
         steps: int = 2,
         replica: FakeReplica | None = None,
+        start: RunState = RunState(),  # noqa: B008  it is frozen
         **scheduling: Any,
     ) -> None:
         task = ByIndex()
@@ -72,10 +74,12 @@ class Run:
             rollout=RolloutConfig(group_size=2),
             scheduling=SchedulingConfig(**settings),
             training=TrainingConfig(steps=steps, row_tokens=16),
-            validation=ValidationConfig(num_prompts=4, samples_per_prompt=2),
+            validation=ValidationConfig(num_prompts=4, samples_per_prompt=2, interval=2),
             logging=LoggingConfig(transcripts_per_step=transcripts_per_step),
         )
         self.run_dir = RunDirectory(folder / "run")
+        trainer = FakeTrainer()
+        trainer.version = start.step
         self.records: list[tuple[int, dict[str, float]]] = []
         self.output = folder / "output.txt"
         self._file = self.output.open("w")
@@ -84,13 +88,14 @@ class Run:
             task,  # pyright: ignore[reportArgumentType]
             rollouter=Rollouter(make_env, Rubric([Reward(reward, name="reward")]), max_context=16),
             router=GeneratorRouter([replica or FakeReplica()]),
-            trainer=FakeTrainer(),
+            trainer=trainer,
             stop_token_ids=[],
             board=VersionBoard(),
             run_dir=self.run_dir,
             log=lambda step, metrics: self.records.append((step, metrics)),
             progress=Progress(steps, self._file),
-            journal=RunJournal(self.run_dir.journal),
+            journal=RunJournal(self.run_dir.journal, start.position),
+            start=start,
         )
 
     async def run(self) -> None:
@@ -220,3 +225,12 @@ async def test_the_most_requests_in_flight_are_told(tmp_path):
     await run.run()
     assert run.metric("generation/requests_in_flight_max") == [8.0, 4.0]  # validation has 8, a step 4
     assert run.metric("rollout/branches_per_rollout") == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(("validated", "expected"), [(False, [2, 4]), (True, [4])])
+async def test_a_validation_that_was_cut_off_is_made_up_on_resume(tmp_path, validated, expected):
+    run = Run(tmp_path, steps=4, start=RunState(step=2, reward_before=0.5, next_index=4))
+    if validated:
+        run.run_dir.write_metrics(2, {"validation/reward_mean": 0.5})
+    await run.run()
+    assert [step for step, metrics in run.records if "validation/reward_mean" in metrics] == expected

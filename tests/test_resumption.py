@@ -90,7 +90,15 @@ def test_settings_given_on_resume_are_in_the_runs_config_from_then_on(run_dir):
     assert resume(run_dir).state.step == 3
 
 
+def test_a_run_that_was_stopped_after_its_last_step_is_brought_to_its_end(run_dir):
+    assert resume(run_dir, ("training.steps", "3")).state.step == 3
+    run_dir.export.mkdir()  # the last thing that a run does
+    with pytest.raises(CheckpointError, match="has trained all its 3 steps"):
+        resume(run_dir, ("training.steps", "3"))
+
+
 def test_a_refused_resume_changes_nothing(run_dir):
+    run_dir.export.mkdir()
     before = {path: path.read_bytes() for path in run_dir.path.rglob("*") if path.is_file()}
     for overrides in ([("training.steps", "3")], [("training.steps", "9"), ("training.lr", "2")]):
         with pytest.raises((CheckpointError, ConfigError)):

@@ -119,6 +119,8 @@ class Controller:
             self._progress.message("validation is off: validation.num_prompts = 0")
         if self._reward_before is None:
             self._reward_before = await self._validate()
+        elif self._owes_validation():
+            await self._validate()
         try:
             async with asyncio.TaskGroup() as background, self._scheduler:
                 await self._train(background)
@@ -137,6 +139,24 @@ class Controller:
             seconds=self._run_dir.elapsed_s,
             run_dir=self._run_dir.path,
         )
+
+    def progress(self) -> object:
+        """Differs once anything has happened: a token, an answer, a step."""
+        tokens = sum(len(answer.token_ids) for answer in self._router.tokens_so_far().values())
+        return self._player.requests.num_done, tokens, self._version, self._syncing
+
+    def waits_for(self) -> str:
+        """What has to happen for the run to go on, as far as that is known."""
+        serving = [member.name for member in self._router.members if member.serving]
+        errors = [f"{member.name}: {member.last_error}" for member in self._router.members if member.last_error]
+        parts = [
+            f"{self._player.requests.now} requests are in flight",
+            f"{len(serving)} of {self._config.generation.num_generators} generators serve",
+            *errors,
+        ]
+        if self._in_flight is not None and not self._in_flight.done():
+            parts.append("the trainer is at work")
+        return "; ".join(parts)
 
     def close(self) -> None:
         """Tell what went wrong with rollouts, however the run ended."""
@@ -250,6 +270,11 @@ class Controller:
         left_out = f", without those that failed: {errors.describe()}" if errors.num_errors else ""
         self._progress.message(f"validation at step {self._version}: reward {reward:.3f}{left_out}")
         return reward
+
+    def _owes_validation(self) -> bool:
+        """The run was stopped in the validation of the step that its checkpoint is of."""
+        due = is_due(self._version, self._config.validation.interval) and self._version < self._config.training.steps
+        return due and not self._run_dir.has_metric(self._version, "validation/reward_mean")
 
     def _samples(self, batch: GroupBatch) -> list[TrainingSample]:
         if self._config.training.advantage == "batch_mean":

@@ -23,6 +23,7 @@ from titan_rl.observability.progress import Progress
 from titan_rl.observability.report import write_report
 from titan_rl.observability.run_dir import RunDirectory
 from titan_rl.observability.sinks import open_sinks
+from titan_rl.observability.standstill import Standstill
 from titan_rl.renderer import ChatTemplateRenderer
 from titan_rl.resumption import Resumption, resume_from_newest
 from titan_rl.rollout.from_config import make_rollouter
@@ -144,7 +145,7 @@ async def _run(config: RunConfig, run_dir: RunDirectory, start: Resumption, sign
             progress.message(loss)
         resources.enter_context(LoopWatchdog(progress.message))
         resources.enter_context(listening(progress.message))
-        async with start_cluster(config, run_dir, board) as cluster:
+        async with start_cluster(config, run_dir, board, progress.message) as cluster:
             if start.checkpoint is not None:
                 await cluster.trainer.load(start.checkpoint)
                 progress.message(f"continuing from {start.checkpoint}")
@@ -172,8 +173,11 @@ async def _run(config: RunConfig, run_dir: RunDirectory, start: Resumption, sign
             resources.callback(controller.close)
             async with asyncio.TaskGroup() as background:
                 watch = background.create_task(cluster.watch(router), name="watch")
+                standstill = Standstill(controller.progress, controller.waits_for, progress.message)
+                silence = background.create_task(standstill.watch(), name="standstill")
                 summary = await controller.run()
                 watch.cancel()
+                silence.cancel()
             await router.close()
             await cluster.trainer.close()
     progress.summary(summary)

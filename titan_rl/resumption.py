@@ -31,7 +31,7 @@ def resume_from_newest(config: RunConfig, run_dir: RunDirectory) -> Resumption:
     checkpoint = latest(run_dir.checkpoints)
     state = RunState.read(checkpoint or run_dir.path)
     check_unchanged(config, state.settings, source=run_dir.config)
-    if state.step >= config.training.steps:
+    if state.step >= config.training.steps and _is_exported(run_dir, checkpoint):
         raise CheckpointError(
             f"{run_dir.path} has trained all its {state.step} steps; give it more with "
             f"--training.steps {2 * state.step}"
@@ -40,3 +40,10 @@ def resume_from_newest(config: RunConfig, run_dir: RunDirectory) -> Resumption:
     run_dir.cut_records(state.step if checkpoint is not None else -1)
     run_dir.write_config(config)
     return Resumption(checkpoint, state)
+
+
+def _is_exported(run_dir: RunDirectory, checkpoint: Path | None) -> bool:
+    """Whether the run went on to its end after its newest checkpoint; it may have been stopped in the last
+    validation."""
+    export = run_dir.export
+    return checkpoint is None or (export.exists() and export.stat().st_mtime >= checkpoint.stat().st_mtime)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from monarch.actor import this_proc
@@ -43,7 +43,13 @@ class Cluster:
     `start_cluster`."""
 
     def __init__(
-        self, config: RunConfig, run_dir: RunDirectory, board: VersionBoard, supervisor: Any, service: Any
+        self,
+        config: RunConfig,
+        run_dir: RunDirectory,
+        board: VersionBoard,
+        supervisor: Any,
+        service: Any,
+        tell: Callable[[str], object],
     ) -> None:
         self.trainer: ActorTrainer
         self.replicas: list[ActorReplica]
@@ -54,6 +60,7 @@ class Cluster:
         self._board = board
         self._supervisor = supervisor
         self._service = service
+        self._tell = tell
         self._respawns = Respawns({GENERATOR: config.generation.max_respawns, WORKER: config.rollout.max_respawns})
         self._peers: dict[str, Peer] = {}  # by id, of every process that was started and is not known to have ended
         self._ended: asyncio.Queue[Peer] = asyncio.Queue()
@@ -78,6 +85,8 @@ class Cluster:
 
     def on_replica_failed(self, replica: Replica, error: Exception) -> None:
         """For the router: an engine that has ended or hangs does not come back, though its process lives."""
+        if isinstance(replica, ActorReplica) and replica.peer.reason is None:  # else its end is told
+            self._tell(f"{replica.name} is out of service until it has the current weights: {error}")
         if isinstance(replica, ActorReplica) and isinstance(error, EngineDeadError | EngineStalledError):
             replica.peer.end(str(error))
 
@@ -98,6 +107,7 @@ class Cluster:
                         peer.end(failure.reason)
 
             async def respawn(gone: Peer) -> None:
+                began = asyncio.get_running_loop().time()
                 with contextlib.suppress(ActorDiedError):
                     await call(self._supervisor.terminate, (gone.id,), who="supervisor", timeout_s=STOP_TIMEOUT_S)
                 with contextlib.suppress(ActorDiedError, GenerationError):  # it ended in turn, and its end is queued
@@ -105,8 +115,9 @@ class Cluster:
                         await self._start_worker(gone.name)
                     else:
                         replica = await self._start_generator(gone.name)
-                        if replica.peer.reason is None:
-                            await router.add_replica(replica)
+                        if replica.peer.reason is not None or not await router.add_replica(replica):
+                            return
+                    self._tell(f"{gone.name} is there again after {asyncio.get_running_loop().time() - began:.0f} s")
 
             background.create_task(listen())
             while True:
@@ -115,6 +126,7 @@ class Cluster:
                     log = self._run_dir.logs / f"{peer.name}.log"
                     raise ActorDiedError(f"{peer.name} died: {peer.reason}; its log is {log}")
                 logger.warning("%s died: %s; starting another", peer.name, peer.reason)
+                self._tell(f"{peer.name} died: {peer.reason}; starting another")
                 self.workers.remove(peer)
                 if peer.name in {member.name for member in router.members}:  # else it died while it started
                     router.remove_replica(peer.name)
@@ -201,8 +213,13 @@ class Cluster:
 
 
 @contextlib.asynccontextmanager
-async def start_cluster(config: RunConfig, run_dir: RunDirectory, board: VersionBoard) -> AsyncIterator[Cluster]:
+async def start_cluster(
+    config: RunConfig, run_dir: RunDirectory, board: VersionBoard, tell: Callable[[str], object] = logger.info
+) -> AsyncIterator[Cluster]:
     """A started cluster, whose processes end with the block.
+
+    Args:
+        tell: shows a person which processes die and are there again.
 
     Raises:
         ActorDiedError: a process did not start in time.
@@ -210,7 +227,7 @@ async def start_cluster(config: RunConfig, run_dir: RunDirectory, board: Version
     with stderr_into(run_dir.logs / "monarch.log"):  # it greets its user there when it is first used
         supervisor = this_proc().spawn("supervisor", Supervisor)
         service = this_proc().spawn("generate_service", GenerateService)
-    cluster = Cluster(config, run_dir, board, supervisor, service)
+    cluster = Cluster(config, run_dir, board, supervisor, service, tell)
     try:
         await cluster.start()
         yield cluster

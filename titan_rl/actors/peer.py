@@ -13,6 +13,7 @@ from typing import Any
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import ActorError
 
+from titan_rl.actors.process_end import how_it_ended
 from titan_rl.errors import ActorDiedError
 
 _numbers = count()
@@ -148,17 +149,6 @@ def _settle(loop: asyncio.AbstractEventLoop, descriptor: int, done: asyncio.Futu
     loop.remove_reader(descriptor)
     if not done.done():
         done.set_result(None)
-
-
-def how_it_ended(descriptor: int) -> str:
-    """Of a process that has ended, as far as the kernel still knows. It is left for its parent to collect."""
-    try:
-        result = os.waitid(os.P_PIDFD, descriptor, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        return "ended"
-    if result is None or result.si_code == os.CLD_EXITED:
-        return f"exited with status {result.si_status}" if result else "ended"
-    return f"was killed by {signal.Signals(result.si_status).name}"
 
 
 def last_line(report: str) -> str:

@@ -14,6 +14,7 @@ class Peak:
 
     def __init__(self) -> None:
         self.now = 0
+        self.num_done = 0  # blocks that were left
         self._most = 0
 
     @contextlib.contextmanager
@@ -24,6 +25,7 @@ class Peak:
             yield
         finally:
             self.now -= 1
+            self.num_done += 1
 
     def take(self) -> int:
         """The largest count since this was last called."""

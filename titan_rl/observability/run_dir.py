@@ -132,6 +132,10 @@ class RunDirectory:
         """
         self._lines[self.rollouts].append(record)
 
+    def has_metric(self, step: int, name: str) -> bool:
+        """Whether a record of the step has the metric."""
+        return any(record.get("step") == step and name in record for record in read_jsonl(self.metrics))
+
     @property
     def elapsed_s(self) -> float:
         """Seconds that the run has taken, in earlier processes up to their last record."""
