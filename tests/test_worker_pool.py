@@ -1,5 +1,6 @@
 """Groups in other processes, as the controller sees them. No process is started."""
 
+import asyncio
 import logging
 import threading
 from typing import Any
@@ -8,7 +9,8 @@ import pytest
 
 pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 
-from titan_rl import Completion, Rollout, RolloutGroup, SamplingParams
+from titan_rl import Completion, FinishReason, Rollout, RolloutGroup, SamplingParams, VersionSpan, stopwatch
+from titan_rl.actors.generate_service import GroupDesk
 from titan_rl.actors.worker_pool import WorkerPool
 from titan_rl.rollout.records import portable
 
@@ -59,3 +61,18 @@ async def test_groups_come_back_with_their_sample_and_as_plain_data(caplog: pyte
     assert told == [sample]
     assert group.rollouts[0].messages == [{"role": "tool", "content": repr(object)}]
     assert "on_finished failed: RuntimeError: gone" in caplog.text
+
+
+@pytest.mark.looptime
+async def test_a_workers_request_is_timed_where_it_is_known_whether_it_waits() -> None:
+    async def generate(prompt_token_ids: Any, *, request_id: str, **kwargs: Any) -> Completion:
+        with stopwatch.held():
+            await asyncio.sleep(100.0)
+        await asyncio.sleep(3.0)
+        return Completion(request_id, [5], [-0.5], FinishReason.STOP, (VersionSpan(0, 1),))
+
+    desk, sampling = GroupDesk(generate, None), SamplingParams(max_tokens=4)
+    whole, own_s = await desk.generate([1], "g/0/0", "g/0", sampling, 10.0)
+    assert (whole.finish_reason, own_s) == (FinishReason.STOP, pytest.approx(3.0))
+    cut, own_s = await desk.generate([1], "g/0/1", "g/0", sampling, 2.0)
+    assert (cut.finish_reason, own_s) == (FinishReason.ABORT, pytest.approx(2.0))

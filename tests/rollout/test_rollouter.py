@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -190,7 +189,6 @@ async def test_an_environment_that_cannot_be_made_is_an_error_of_its_rollout() -
 HANGS = {
     "reset": (Env(on_reset=lambda _: asyncio.sleep(1e6)), 10.0, "env_timeout_s"),
     "step": (Env(on_step=lambda _: asyncio.sleep(1e6)), 10.0, "env_timeout_s"),
-    "slow steps": (Env(turns=99, on_step=lambda _: asyncio.sleep(8)), 30.0, "rollout_timeout_s"),
 }
 
 
@@ -476,21 +474,6 @@ async def test_a_sibling_is_judged_as_soon_as_it_ends() -> None:
     release.set()
     assert [rollout.reward for rollout in (await group).rollouts] == [0.0, 1.0]
     assert sorted(calls) == ["g/0", "g/1"]  # once each
-
-
-@pytest.mark.looptime
-@pytest.mark.parametrize(
-    ("interrupted_s", "ends"), [(100.0, RolloutStatus.COMPLETED), (0.0, RolloutStatus.ERROR_TIMEOUT)]
-)
-async def test_the_time_of_an_interruption_is_not_the_rollouts(interrupted_s: float, ends: RolloutStatus) -> None:
-    async def generate(prompt_token_ids: Sequence[int], *, request_id: str, **kwargs: Any) -> Completion:
-        await asyncio.sleep(100.0)
-        completion = await Generator()(prompt_token_ids, request_id=request_id, **kwargs)
-        return replace(completion, metrics={"interrupted_s": interrupted_s} if interrupted_s else {})
-
-    stage = Stage(limits=RolloutConfig(rollout_timeout_s=30.0))
-    (rollout,) = (await stage.group(generate)).rollouts
-    assert rollout.status == ends
 
 
 async def test_an_environment_may_give_every_token_an_advantage_of_its_own() -> None:

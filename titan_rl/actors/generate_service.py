@@ -10,7 +10,9 @@ from typing import Any, TypeVar
 from monarch.actor import Actor, concurrent_endpoint
 
 from titan_rl.errors import RequestError
+from titan_rl.rollout.timed import generate_within
 from titan_rl.rollout.types import Rollout
+from titan_rl.stopwatch import Stopwatch
 from titan_rl.types import Completion, GenerateFn, SamplingParams
 
 T = TypeVar("T")
@@ -26,17 +28,34 @@ class GroupDesk:
         self._tasks: set[asyncio.Task[Completion]] = set()
 
     async def generate(
-        self, prompt_token_ids: Sequence[int], request_id: str, session_id: str | None, sampling: SamplingParams
-    ) -> Completion:
-        """From any event loop: have this one's loop generate."""
+        self,
+        prompt_token_ids: Sequence[int],
+        request_id: str,
+        session_id: str | None,
+        sampling: SamplingParams,
+        time_left_s: float,
+    ) -> tuple[Completion, float]:
+        """From any event loop: have this one's loop generate, within the time that the rollout has left.
 
-        async def on_loop() -> Completion:
+        Returns:
+            The completion, and the seconds of the rollout's own that it took.
+        """
+
+        async def on_loop() -> tuple[Completion, float]:
+            watch = Stopwatch(time_left_s)
             task = asyncio.ensure_future(
-                self._generate(prompt_token_ids, request_id=request_id, session_id=session_id, sampling=sampling)
+                generate_within(
+                    watch,
+                    self._generate,
+                    prompt_token_ids,
+                    request_id=request_id,
+                    session_id=session_id,
+                    sampling=sampling,
+                )
             )
             self._tasks.add(task)
             try:
-                return await task
+                return await task, watch.used_s
             finally:
                 self._tasks.discard(task)
 
@@ -97,8 +116,10 @@ class GenerateService(Actor):
         request_id: str,
         session_id: str | None,
         sampling: SamplingParams,
-    ) -> Completion:
-        return await _desk(group_id).generate(prompt_token_ids, request_id, session_id, sampling)
+        time_left_s: float,
+    ) -> tuple[Completion, float]:
+        """As `GroupDesk.generate`."""
+        return await _desk(group_id).generate(prompt_token_ids, request_id, session_id, sampling, time_left_s)
 
     @concurrent_endpoint
     async def say(self, text: str) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from monarch.actor import concurrent_endpoint
 
+from titan_rl import stopwatch
 from titan_rl.actors.peer import call
 from titan_rl.actors.process import ProcessActor
 from titan_rl.rollout.records import portable
@@ -105,6 +106,10 @@ class RolloutWorkerActor(ProcessActor):
         session_id: str | None = None,
         sampling: SamplingParams,
     ) -> Completion:
-        return await call(
-            self._service.generate, group_id, prompt_token_ids, request_id, session_id, sampling, who="controller"
-        )
+        watch = stopwatch.current()
+        assert watch is not None, "the rollouter times every request"
+        endpoint, request = self._service.generate, (prompt_token_ids, request_id, session_id, sampling)
+        with stopwatch.held():  # the controller, where it is known whether the request waits, counts
+            completion, own_s = await call(endpoint, group_id, *request, watch.left_s, who="controller")
+        watch.charge(own_s)
+        return completion

@@ -98,7 +98,8 @@ class RolloutConfig(Section):
     max_turns: PositiveInt = 8
     """Completions of one rollout."""
     rollout_timeout_s: PositiveFloat = 300.0
-    """Longest time of one rollout, without that in which its generation is interrupted."""
+    """Time that one rollout may use itself: its environment's, and that of its requests while they run, not while they
+    queue or are interrupted. It then ends with the answers it has, as truncated."""
     generate_timeout_s: PositiveFloat = 7200.0
     """Longest time of one completion, interruptions included."""
     env_timeout_s: PositiveFloat = 60.0

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from itertools import count
 
+from titan_rl import stopwatch
 from titan_rl.errors import GenerationError
 from titan_rl.generation.continuation import ending, merge_completions, remaining_sampling
 from titan_rl.types import Completion, FinishReason, GenerateFn, SamplingParams
@@ -29,7 +30,7 @@ def resume_on_abort(
 
     `min_tokens` shrinks by what exists. A seed makes the whole reproducible for the same interruptions: later
     segments draw from a seed derived from it and from the number of tokens so far, since repeating the seed would
-    repeat its draws.
+    repeat its draws. When the rollout's own time is up what there is comes back aborted (`titan_rl.stopwatch`).
 
     Args:
         wait_until_resumed: awaited before each further attempt.
@@ -77,6 +78,8 @@ def resume_on_abort(
                 return timed(whole)
             if (end := ending(whole, sampling, len(prompt_token_ids), max_context)) is not None:
                 return timed(replace(whole, finish_reason=end, ended=None))
+            if stopwatch.time_is_up():
+                return timed(whole)
             aborted = loop.time()
             again = attempt != max_attempts and await _resumed(wait_until_resumed, resume_timeout_s)
             again = again and await turned_away.wait(bool(part.token_ids), since=began)
@@ -113,7 +116,8 @@ class _TurnedAway:
         self._waited_s += seconds
         if self._waited_s > self._limit_s:
             return False
-        await asyncio.sleep(seconds)
+        with stopwatch.held():
+            await asyncio.sleep(seconds)
         return True
 
 
@@ -122,7 +126,8 @@ async def _resumed(wait: Callable[[], Awaitable[object]] | None, timeout_s: floa
         return True
     try:
         async with asyncio.timeout(timeout_s):
-            await wait()
+            with stopwatch.held():
+                await wait()
     except TimeoutError:
         return False
     return True

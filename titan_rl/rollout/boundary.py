@@ -55,7 +55,7 @@ async def ends_with(status: RolloutStatus, deadline: float | None = None) -> Asy
 
 
 _LIMITS = {
-    RolloutStatus.ERROR_ENV: "the environment took longer than env_timeout_s, or the rollout than rollout_timeout_s",
+    RolloutStatus.ERROR_ENV: "the environment took longer than env_timeout_s",
     RolloutStatus.ERROR_GENERATE: "the completion took longer than generate_timeout_s",
 }
 

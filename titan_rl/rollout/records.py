@@ -38,8 +38,8 @@ def completion_of(given: Any) -> Completion:
     """
     if not isinstance(given, Completion):
         raise TypeError(f"generate gave {type(given).__name__}; it must give a Completion")
-    logprobs = [float(logprob) for logprob in given.logprobs]
-    if not all(map(math.isfinite, logprobs)):
+    logprobs = list(map(float, given.logprobs))
+    if not math.isfinite(sum(logprobs)):
         wrong = next(logprob for logprob in logprobs if not math.isfinite(logprob))
         raise ValueError(f"generate gave a logprob of {wrong}; each must be finite")
     metrics = {str(name): float(value) for name, value in given.metrics.items()}
@@ -64,6 +64,19 @@ def completion_for_env(own: Completion) -> Completion:
         routed_experts=None,
         metrics=dict(own.metrics),
     )
+
+
+def token_advantages_of(given: Sequence[float] | None, completion: Completion) -> list[float] | None:
+    """
+    Raises:
+        ValueError: there is not one finite number for each token of the completion.
+    """
+    if given is None:
+        return None
+    values, num_tokens = [float(advantage) for advantage in given], len(completion.token_ids)
+    if len(values) != num_tokens or not all(map(math.isfinite, values)):
+        raise ValueError(f"token_advantages = {values}; the completion's {num_tokens} tokens need a finite one each")
+    return values
 
 
 def messages_of(given: Sequence[Message]) -> Iterable[Message]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, cast
 
@@ -19,12 +19,17 @@ from titan_rl.rollout.boundary import RolloutEnded, close_env, ends_with
 from titan_rl.rollout.callbacks import Callbacks
 from titan_rl.rollout.judging import Judging
 from titan_rl.rollout.recess import Recess
-from titan_rl.rollout.records import completion_for_env, completion_of, messages_of, token_ids_of
+from titan_rl.rollout.records import completion_for_env, messages_of, token_advantages_of, token_ids_of
+from titan_rl.rollout.timed import generate_within
 from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus, Turn
 from titan_rl.rubric import Rubric
-from titan_rl.types import Completion, FinishReason, GenerateFn, SamplingParams
+from titan_rl.stopwatch import Stopwatch
+from titan_rl.types import FinishReason, GenerateFn, SamplingParams
 
 logger = logging.getLogger(__name__)
+
+LAST_CALL_S = 1.0
+"""What the environment has at least to see an answer that was finished in time."""
 
 
 class Rollouter:
@@ -38,10 +43,12 @@ class Rollouter:
         a completion used up its token budget       TRUNCATED_LENGTH, after the environment has seen it
         no room for a token after the next prompt   TRUNCATED_PROMPT
         `limits.max_turns` turns are played         TRUNCATED_TURNS
+        `limits.rollout_timeout_s` is used up       TRUNCATED_TIME, after the environment has seen what there is of the
+                                                    answer; without an answer ERROR_TIMEOUT
         a completion was aborted                    ABORTED
         the environment raised                      ERROR_ENV
         generation raised                           ERROR_GENERATE
-        a time limit passed                         ERROR_TIMEOUT
+        another time limit passed                   ERROR_TIMEOUT
 
     In all of them the turns so far are kept, and the environment is closed once. Cancelling closes it too.
 
@@ -185,11 +192,12 @@ class Rollouter:
         rollout = Rollout(rollout_id, group_id, sibling, sample)
         loop = asyncio.get_running_loop()
         start = loop.time()
+        watch = Stopwatch(self.limits.rollout_timeout_s)
         env: TokenEnv | None = None
         try:
             async with ends_with(RolloutStatus.ERROR_ENV):
                 env = self._make_env(sample)
-            rollout.status = await self._play(env, generate, rollout, sampling, start + self.limits.rollout_timeout_s)
+            rollout.status = await self._play(env, generate, rollout, sampling, watch)
         except RolloutEnded as end:
             rollout.status, rollout.error, rollout.failure = end.status, end.error, end.failure
         finally:
@@ -198,7 +206,7 @@ class Rollouter:
                     rollout.metrics["close_failed"] = 1.0
                     rollout.error = rollout.error or f"close: {failure}"
             finally:
-                rollout.metrics["seconds"] = loop.time() - start
+                rollout.metrics |= {"seconds": loop.time() - start, "own_seconds": watch.used_s}
                 if self.finish_session is not None:
                     self._callbacks.call("finish_session", self.finish_session, rollout.rollout_id)
         return rollout
@@ -209,14 +217,10 @@ class Rollouter:
         return self.make_env(sample)
 
     async def _play(
-        self, env: TokenEnv, generate: GenerateFn, rollout: Rollout, sampling: SamplingParams, deadline: float
+        self, env: TokenEnv, generate: GenerateFn, rollout: Rollout, sampling: SamplingParams, watch: Stopwatch
     ) -> RolloutStatus:
         loop = asyncio.get_running_loop()
-
-        def env_deadline() -> float:
-            return min(deadline, loop.time() + self.limits.env_timeout_s)
-
-        async with ends_with(RolloutStatus.ERROR_ENV, env_deadline()):
+        async with self._env_call(rollout, watch):
             observation: Any = await env.reset()
             if not isinstance(observation, TokenObservation):
                 raise TypeError(f"reset gave {type(observation).__name__}; it must give a TokenObservation")
@@ -224,6 +228,8 @@ class Rollouter:
             prompt = token_ids_of(observation.prompt_token_ids, "the prompt")
 
         for turn in range(self.limits.max_turns):
+            if watch.is_over:
+                raise self._time_is_up(rollout)
             room = self.max_context - len(prompt)
             if room < 1:
                 raise RolloutEnded(
@@ -231,36 +237,61 @@ class Rollouter:
                     f"the prompt of turn {turn} has {len(prompt)} tokens, max_context is {self.max_context}",
                 )
             async with ends_with(RolloutStatus.ERROR_GENERATE, loop.time() + self.limits.generate_timeout_s):
-                answer = await generate(
+                completion = await generate_within(
+                    watch,
+                    generate,
                     list(prompt),
                     request_id=f"{rollout.rollout_id}/{turn}",
                     session_id=rollout.rollout_id,
                     sampling=self._turn_sampling(sampling, rollout, turn, room),
                 )
-                completion = completion_of(answer)
-                rollout.turns.append(Turn(prompt, completion))
+            is_cut = completion.finish_reason is FinishReason.ABORT and watch.is_over
+            if is_cut and not completion.token_ids:
+                raise self._time_is_up(rollout)
+            if is_cut:
+                completion = replace(completion, finish_reason=completion.ended or FinishReason.LENGTH, ended=None)
+            rollout.turns.append(Turn(prompt, completion))
             if completion.finish_reason is FinishReason.ABORT:
                 return RolloutStatus.ABORTED
 
-            deadline += completion.metrics.get("interrupted_s", 0.0)
-            if loop.time() > deadline:
-                raise RolloutEnded(RolloutStatus.ERROR_TIMEOUT, "the rollout took longer than rollout_timeout_s")
-            async with ends_with(RolloutStatus.ERROR_ENV, env_deadline()):
+            async with self._env_call(rollout, watch):
                 step: Any = await env.step(completion_for_env(completion))
                 if not isinstance(step, TokenStep):
                     raise TypeError(f"step gave {type(step).__name__}; it must give a TokenStep")
                 rollout.turns[-1] = replace(
                     rollout.turns[-1],
                     rewards={name: float(reward) for name, reward in step.rewards.items()},
-                    token_advantages=_checked(step.token_advantages, completion),
+                    token_advantages=token_advantages_of(step.token_advantages, completion),
                 )
                 rollout.messages.extend(messages_of(step.messages))
                 prompt = token_ids_of(step.prompt_token_ids or (), "the next prompt")
+            if is_cut:
+                raise self._time_is_up(rollout)
             if completion.finish_reason is FinishReason.LENGTH and step.status in (None, RolloutStatus.COMPLETED):
                 return RolloutStatus.TRUNCATED_LENGTH
             if step.status is not None:
                 return step.status
         return RolloutStatus.TRUNCATED_TURNS
+
+    @asynccontextmanager
+    async def _env_call(self, rollout: Rollout, watch: Stopwatch) -> AsyncGenerator[None]:
+        """A call into the environment, within its limit and what the rollout has left. What a finished answer led to
+        is asked for also when next to nothing is left."""
+        limit_s = min(self.limits.env_timeout_s, max(watch.left_s, LAST_CALL_S))
+        try:
+            async with ends_with(RolloutStatus.ERROR_ENV, asyncio.get_running_loop().time() + limit_s):
+                with watch.running():
+                    yield
+        except RolloutEnded as end:
+            if end.status is RolloutStatus.ERROR_TIMEOUT and watch.is_over:
+                raise self._time_is_up(rollout) from end
+            raise
+
+    def _time_is_up(self, rollout: Rollout) -> RolloutEnded:
+        """Left out of training, the rollouts that take longest would bias it towards short ones: what is finished is
+        judged as truncated. Only where there is nothing to judge it is an error."""
+        status = RolloutStatus.TRUNCATED_TIME if rollout.turns else RolloutStatus.ERROR_TIMEOUT
+        return RolloutEnded(status, f"its own time is up: rollout_timeout_s is {self.limits.rollout_timeout_s:g}")
 
     def _turn_sampling(self, sampling: SamplingParams, rollout: Rollout, turn: int, room: int) -> SamplingParams:
         max_tokens = min(sampling.max_tokens, room)
@@ -271,15 +302,6 @@ class Rollouter:
             min_tokens=min(sampling.min_tokens, max_tokens),
             seed=turn_seed(base, rollout.rollout_id, turn),
         )
-
-
-def _checked(advantages: Sequence[float] | None, completion: Completion) -> list[float] | None:
-    if advantages is None:
-        return None
-    values, num_tokens = [float(advantage) for advantage in advantages], len(completion.token_ids)
-    if len(values) != num_tokens or not all(map(math.isfinite, values)):
-        raise ValueError(f"token_advantages = {values}; the completion's {num_tokens} tokens need a finite one each")
-    return values
 
 
 def turn_seed(base: int, rollout_id: str, turn: int) -> int:

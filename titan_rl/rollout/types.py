@@ -21,6 +21,7 @@ class RolloutStatus(StrEnum):
     TRUNCATED_LENGTH = "truncated_length"  # a completion used up its token budget
     TRUNCATED_PROMPT = "truncated_prompt"  # the next prompt leaves no room to answer
     TRUNCATED_TURNS = "truncated_turns"  # the turn cap is reached and the environment has not ended
+    TRUNCATED_TIME = "truncated_time"  # the rollout's own time is used up
     ABORTED = "aborted"
     ERROR_PARSE = "error_parse"
     ERROR_TIMEOUT = "error_timeout"

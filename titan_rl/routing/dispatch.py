@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
+from titan_rl import stopwatch
 from titan_rl.errors import EngineDeadError, EngineStalledError, GenerationError, NoReplicaError, RequestError
 from titan_rl.generation.continuation import aborted_late
 from titan_rl.routing.aborts import Aborts
@@ -83,14 +84,15 @@ class Dispatcher:
             if flight.aborted or self._pause.mode == "abort":
                 return None
             try:
-                if not self._pause.open.is_set():
-                    began = asyncio.get_running_loop().time()
-                    await flight.within(self._limits.paused_s, self._pause.open.wait())
-                    flight.interrupted_s += asyncio.get_running_loop().time() - began
-                elif not self._pool.serving.is_set():
-                    await flight.within(self._limits.no_replica_s, self._pool.serving.wait())
-                else:
+                if self._pause.open.is_set() and self._pool.serving.is_set():
                     return self._pool.choose(session_id, cost)
+                with stopwatch.held():
+                    if not self._pause.open.is_set():
+                        began = asyncio.get_running_loop().time()
+                        await flight.within(self._limits.paused_s, self._pause.open.wait())
+                        flight.interrupted_s += asyncio.get_running_loop().time() - began
+                    else:
+                        await flight.within(self._limits.no_replica_s, self._pool.serving.wait())
             except TimeoutError:
                 if flight.interrupted:
                     continue
@@ -103,8 +105,8 @@ class Dispatcher:
     async def _send(self, flight: Flight, member: Member, job: Job) -> Completion:
         """One attempt on one replica."""
         try:
-            with self._stalls.watching(member):
-                completion = await flight.within(None, job.ask(member, flight.engine_id))
+            with self._stalls.watching(member), stopwatch.moving_with_tokens(member.calls.streams) as on_sign:
+                completion = await flight.within(None, job.ask(member, flight.engine_id, on_sign))
         except (TimeoutError, EngineStalledError, NotResumedError, asyncio.CancelledError):
             self._aborts.tell_soon(member, flight.engine_id)  # the engine may be at it still
             raise

@@ -9,6 +9,7 @@ from collections.abc import Coroutine, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from titan_rl import stopwatch
 from titan_rl.errors import GenerationError, RequestError
 from titan_rl.routing.aborts import Aborts
 from titan_rl.routing.job import Job
@@ -41,6 +42,8 @@ class Flight:
         self._remaining_s: float | None = None  # of a frozen limit
         self._frozen_at: float | None = None
         self._num_departures = 0
+        self._watch = stopwatch.current()
+        self._hold: stopwatch.Hold | None = None  # of the rollout's time, while frozen
 
     def depart(self, member: Member) -> None:
         """Bound for `member`, under an engine id of its own from the second time on: "g0/0/0", "g0/0/0~1"."""
@@ -78,6 +81,12 @@ class Flight:
             raise TimeoutError("interrupted" if self.interrupted else f"it took longer than {seconds:g} s") from error
         finally:
             self._scope = self._remaining_s = self._frozen_at = None
+            self._release()
+
+    def _release(self) -> None:
+        if self._hold is not None:
+            self._hold.release()
+            self._hold = None
 
     def interrupt(self) -> None:
         """End the present wait with `TimeoutError`."""
@@ -110,6 +119,7 @@ class Flight:
         if self._frozen_at is None:
             self._frozen_at = now
             self._remaining_s = None if (when := self._scope.when()) is None else when - now
+            self._hold = None if self._watch is None else self._watch.hold()
         self._scope.reschedule(now + limit_s)
 
     def thaw(self) -> None:
@@ -121,6 +131,7 @@ class Flight:
         self.interrupted_s += now - self._frozen_at
         self._scope.reschedule(None if self._remaining_s is None else now + self._remaining_s)
         self._remaining_s = self._frozen_at = None
+        self._release()
 
 
 class Flights:

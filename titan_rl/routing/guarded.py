@@ -23,6 +23,11 @@ class GuardedReplica:
         self._replica = replica
         self._streaming = replica if isinstance(replica, StreamingReplica) else None
 
+    @property
+    def streams(self) -> bool:
+        """`generate` calls its `on_tokens`."""
+        return self._streaming is not None
+
     async def generate(
         self,
         prompt_token_ids: Sequence[int],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import reduce
 from typing import Any
@@ -29,8 +29,12 @@ class Job:
         self._kept: Completion | None = None  # of earlier attempts
         self._streamed: list[Completion] = []  # of the present one
 
-    def ask(self, member: Member, engine_id: str) -> Coroutine[Any, Any, Completion]:
-        """Have a replica generate what is missing, under an id of this attempt alone."""
+    def ask(self, member: Member, engine_id: str, on_sign: Callable[[bool], None]) -> Coroutine[Any, Any, Completion]:
+        """Have a replica generate what is missing, under an id of this attempt alone.
+
+        Args:
+            on_sign: called with each sign of this request; whether it brought tokens.
+        """
         kept = self._kept
         prompt = self._prompt_token_ids if kept is None else [*self._prompt_token_ids, *kept.token_ids]
         sampling = self._sampling if kept is None else remaining_sampling(self._sampling, len(kept.token_ids))
@@ -39,6 +43,7 @@ class Job:
 
         def on_tokens(part: Completion) -> None:
             member.hear()
+            on_sign(bool(part.token_ids))
             if part.token_ids:
                 streamed.append(part)
 

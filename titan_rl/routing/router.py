@@ -7,6 +7,7 @@ import logging
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import asynccontextmanager
 
+from titan_rl import stopwatch
 from titan_rl.errors import EngineDeadError, EngineStalledError
 from titan_rl.generation.types import PauseMode
 from titan_rl.routing.aborts import Aborts
@@ -119,7 +120,8 @@ class GeneratorRouter:
         session_id: str | None = None,
         sampling: SamplingParams,
     ) -> Completion:
-        """The replica's completion, or what an abort left of it, with `FinishReason.ABORT`.
+        """The replica's completion, or what is left of it by an abort or by the end of its rollout's time, with
+        `FinishReason.ABORT`.
 
         Raises:
             RequestError: the request can never succeed, or its id is in flight.
@@ -127,7 +129,8 @@ class GeneratorRouter:
             GenerationError: it failed on `max_attempts` replicas, or waited too long for a resume.
             EngineDeadError: the router is closed.
         """
-        return await self._dispatcher.generate(prompt_token_ids, request_id, session_id, sampling)
+        with stopwatch.ending_with(lambda: self._tasks.start(self._end(request_id), f"end {request_id}")):
+            return await self._dispatcher.generate(prompt_token_ids, request_id, session_id, sampling)
 
     async def pull_state_dict(self, version: int, mode: PullMode = "hot_swap") -> PullReport:
         """Bring every replica to `version`, or to a newer one that was asked for meanwhile.
@@ -235,6 +238,9 @@ class GeneratorRouter:
         self._health.quarantine(member, error)
         for flight in self._flights.on(member):
             flight.fail(error)
+
+    async def _end(self, request_id: str) -> None:
+        await self._flights.end(self._flights.find([request_id]))
 
     async def _prepare(self, member: Member) -> None:
         await self._puller.apply(member)

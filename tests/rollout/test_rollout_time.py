@@ -1,0 +1,231 @@
+"""`rollout_timeout_s`: it interrupts, counts what the rollout itself used, and keeps what is finished."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from stage import Env, Generator, Stage
+
+from titan_rl import Completion, FinishReason, RolloutStatus, TokenStep, stopwatch
+from titan_rl.config.sections import RolloutConfig
+from titan_rl.generation.resume import resume_on_abort
+from titan_rl.generation.scripted_engine import CostModel
+from titan_rl.routing import GeneratorRouter
+from titan_rl.rubric import Reward, Rubric
+from titan_rl.simulate.replica import SimulatedReplica
+from titan_rl.stopwatch import Stopwatch
+from titan_rl.training.sample_builder import build_samples
+
+pytestmark = pytest.mark.looptime
+LIMITS = RolloutConfig(rollout_timeout_s=30.0, max_turns=99)
+
+
+class Slow:
+    """A `GenerateFn` that takes `seconds` for a turn, those of `fast_turns` none, and may say how long it waited."""
+
+    def __init__(self, seconds: float, metrics: dict[str, float] | None = None, fast_turns: int = 0) -> None:
+        self._seconds, self._metrics, self._fast_turns = seconds, metrics or {}, fast_turns
+
+    async def __call__(self, prompt_token_ids: Sequence[int], *, request_id: str, **kwargs: Any) -> Completion:
+        if int(request_id.rpartition("/")[2]) >= self._fast_turns:
+            await asyncio.sleep(self._seconds)
+        completion = await Generator()(prompt_token_ids, request_id=request_id, **kwargs)
+        return replace(completion, metrics=self._metrics)
+
+
+def stage_of(turns: int = 3, **kwargs: Any) -> Stage:
+    return Stage(lambda _: Env(turns=turns), **{"limits": LIMITS, "max_context": 10_000} | kwargs)
+
+
+async def test_generation_is_interrupted_at_the_limit_and_the_turns_before_are_judged_and_trained_on() -> None:
+    stage = stage_of()
+    group = await stage.group(Slow(1e6, fast_turns=2), size=2)
+    for rollout in group.rollouts:
+        assert (rollout.status, len(rollout.turns)) == (RolloutStatus.TRUNCATED_TIME, 2)
+        assert rollout.status.is_truncated
+        assert rollout.error == "its own time is up: rollout_timeout_s is 30"
+        assert rollout.metrics["seconds"] == pytest.approx(30.0)
+        assert rollout.metrics["own_seconds"] == pytest.approx(30.0)
+    assert [rollout.reward for rollout in group.rollouts] == [0.0, 1.0]
+    assert build_samples(group, temperature=1.0)
+    assert stage.given_back(2)
+
+
+async def test_a_rollout_that_has_nothing_when_its_time_is_up_is_an_error() -> None:
+    (rollout,) = (await stage_of().group(Slow(1e6))).rollouts
+    assert (rollout.status, rollout.turns, rollout.reward) == (RolloutStatus.ERROR_TIMEOUT, [], None)
+    assert rollout.metrics["seconds"] == pytest.approx(30.0)
+
+
+async def test_the_rubric_may_give_it_what_truncated_rollouts_get() -> None:
+    rubric = Rubric([Reward(lambda rollout: 1.0, name="one")], truncated_reward=-1.0)
+    (rollout,) = (await stage_of(rubric=rubric).group(Slow(1e6, fast_turns=1))).rollouts
+    assert rollout.reward == -1.0
+
+
+@pytest.mark.parametrize(
+    ("metrics", "num_turns"),
+    [({}, 2), ({"queue_s": 11.0}, 8), ({"interrupted_s": 11.0}, 8), ({"queue_s": 6.0, "interrupted_s": 5.0}, 8)],
+)
+async def test_what_an_answer_says_it_waited_is_given_back(metrics: dict[str, float], num_turns: int) -> None:
+    (rollout,) = (await stage_of(turns=8).group(Slow(12.0, metrics))).rollouts
+    assert len(rollout.turns) == num_turns
+    whole = rollout.status is RolloutStatus.COMPLETED
+    assert whole == (num_turns == 8)
+    assert rollout.metrics["own_seconds"] == pytest.approx(8.0 if whole else 30.0)
+
+
+async def test_a_request_that_says_that_it_waits_may_wait_as_long_as_it_likes() -> None:
+    async def generate(prompt_token_ids: Sequence[int], **kwargs: Any) -> Completion:
+        with stopwatch.held():
+            await asyncio.sleep(1000.0)
+        await asyncio.sleep(1.0)
+        return await Generator()(prompt_token_ids, **kwargs)
+
+    (rollout,) = (await stage_of(turns=2).group(generate)).rollouts
+    assert rollout.status is RolloutStatus.COMPLETED
+    assert rollout.metrics["own_seconds"] == pytest.approx(2.0)
+    assert rollout.metrics["seconds"] == pytest.approx(2002.0)
+
+
+async def test_the_environments_time_counts_and_an_answer_finished_in_time_is_seen() -> None:
+    async def slow_step(env: Env) -> None:
+        await asyncio.sleep(0.5 if env.steps == 2 else 29.0)
+
+    async def generate(prompt_token_ids: Sequence[int], *, request_id: str, **kwargs: Any) -> Completion:
+        await asyncio.sleep(0.9 if request_id.endswith("/1") else 0.0)
+        return await Generator()(prompt_token_ids, request_id=request_id, **kwargs)
+
+    stage = Stage(lambda _: Env(turns=2, on_step=slow_step), limits=LIMITS)
+    (rollout,) = (await stage.group(generate)).rollouts
+    assert rollout.status is RolloutStatus.COMPLETED
+    assert rollout.turns[1].rewards == {"last": 1.0}
+    assert rollout.metrics["own_seconds"] == pytest.approx(30.4)
+
+
+async def test_steps_that_add_up_end_at_the_limit_and_keep_their_answers() -> None:
+    stage = Stage(lambda _: Env(turns=99, on_step=lambda _: asyncio.sleep(8.0)), limits=LIMITS, max_context=10_000)
+    (rollout,) = (await stage.group(Generator())).rollouts
+    assert (rollout.status, len(rollout.turns)) == (RolloutStatus.TRUNCATED_TIME, 4)
+    assert "rollout_timeout_s" in (rollout.error or "")
+    assert rollout.metrics["seconds"] == pytest.approx(30.0)
+
+
+async def test_siblings_of_a_long_rollout_do_not_push_it_out() -> None:
+    """All answers of a group take the same work; the one that is served last is not thrown away for it."""
+    one_at_a_time = asyncio.Lock()
+
+    async def generate(prompt_token_ids: Sequence[int], **kwargs: Any) -> Completion:
+        with stopwatch.held():
+            await one_at_a_time.acquire()
+        try:
+            await asyncio.sleep(20.0)
+        finally:
+            one_at_a_time.release()
+        return await Generator()(prompt_token_ids, **kwargs)
+
+    group = await stage_of(turns=1).group(generate, size=8)
+    assert [rollout.status for rollout in group.rollouts] == [RolloutStatus.COMPLETED] * 8
+    assert max(rollout.metrics["seconds"] for rollout in group.rollouts) == pytest.approx(160.0)
+
+
+@asynccontextmanager
+async def routed(max_running: int = 8, length: int = 1 << 30) -> AsyncGenerator[tuple[GeneratorRouter, Any]]:
+    """A router over one engine that makes a token a second for each of `max_running` requests."""
+    replica = SimulatedReplica(
+        "engine",
+        lambda request_id, num_prompt_tokens: length,
+        CostModel(step=1.0),
+        max_running=max_running,
+        kv_tokens=1 << 30,
+        stream_interval=1,
+    )
+    router = GeneratorRouter([replica], stall_timeout_s=1e6)
+    running = asyncio.ensure_future(replica.run())
+    try:
+        await router.pull_state_dict(0)
+        yield router, resume_on_abort(router.generate, wait_until_resumed=router.wait_resumed)
+    finally:
+        running.cancel()
+
+
+async def test_a_request_through_the_router_returns_the_tokens_it_has_when_time_is_up() -> None:
+    seen: list[Completion] = []
+
+    class Looking(Env):
+        async def step(self, completion: Completion) -> TokenStep:
+            seen.append(completion)
+            return TokenStep(status=RolloutStatus.TRUNCATED_LENGTH, messages=[{"role": "assistant", "content": "so"}])
+
+    async with routed() as (_, generate):
+        stage = Stage(lambda _: Looking(), limits=LIMITS, max_context=10_000)
+        (rollout,) = (await stage.group(generate, max_tokens=5_000)).rollouts
+    assert rollout.status is RolloutStatus.TRUNCATED_TIME
+    assert 29 <= rollout.num_completion_tokens <= 32
+    assert rollout.turns[0].completion.finish_reason is FinishReason.LENGTH
+    assert [len(completion.token_ids) for completion in seen] == [rollout.num_completion_tokens]
+    assert rollout.messages[-1] == {"role": "assistant", "content": "so"}
+    assert rollout.reward == 0.0
+    assert rollout.metrics["own_seconds"] == pytest.approx(30.0, abs=2.0)
+
+
+async def test_queueing_in_the_engine_and_pauses_are_not_the_rollouts_time() -> None:
+    async with routed(max_running=1, length=20) as (router, generate):
+        playing = asyncio.ensure_future(stage_of(turns=1).group(generate, size=4, max_tokens=100))
+        await asyncio.sleep(30.0)
+        await router.pause("keep")
+        await asyncio.sleep(500.0)
+        await router.resume()
+        await asyncio.sleep(20.0)
+        await router.pause("abort")
+        await asyncio.sleep(250.0)
+        await router.resume()
+        group = await playing
+    assert [rollout.status for rollout in group.rollouts] == [RolloutStatus.COMPLETED] * 4
+    assert max(rollout.metrics["seconds"] for rollout in group.rollouts) > 800
+    assert max(rollout.metrics["own_seconds"] for rollout in group.rollouts) < 30
+
+
+async def test_a_request_that_was_never_served_is_not_the_rollouts_fault() -> None:
+    """It waits for a place in the engine for longer than its limit, behind one that takes all the time it has."""
+    async with routed(max_running=1) as (_, generate):
+        group = await stage_of(turns=1).group(generate, size=3, max_tokens=5_000)
+    assert [rollout.status for rollout in group.rollouts] == [RolloutStatus.TRUNCATED_TIME] * 3
+    assert all(25 <= rollout.num_completion_tokens <= 32 for rollout in group.rollouts)
+
+
+async def test_one_that_does_not_return_when_told_is_cancelled() -> None:
+    async def stubborn(prompt_token_ids: Sequence[int], **kwargs: Any) -> Completion:
+        with stopwatch.ending_with(lambda: None):
+            await asyncio.sleep(1e6)
+        raise AssertionError
+
+    (rollout,) = (await stage_of().group(stubborn)).rollouts
+    assert rollout.status is RolloutStatus.ERROR_TIMEOUT
+    assert rollout.metrics["seconds"] == pytest.approx(40.0)
+
+
+async def test_a_stopwatch_counts_what_runs_and_is_not_held() -> None:
+    watch = Stopwatch(10.0)
+    await asyncio.sleep(5.0)
+    assert watch.used_s == 0.0
+    reached: list[float] = []
+    with watch.running(lambda: reached.append(watch.used_s)):
+        await asyncio.sleep(1.0)
+        with watch.hold() as outer, watch.hold():
+            await asyncio.sleep(50.0)
+            outer.release()
+            outer.release()
+            await asyncio.sleep(50.0)
+        await asyncio.sleep(2.0)
+        assert (watch.used_s, watch.waited_s) == (pytest.approx(3.0), pytest.approx(100.0))
+        watch.correct(-2.0)
+        watch.charge(1.0)
+        assert not reached
+        await asyncio.sleep(9.0)
+    assert reached == [pytest.approx(10.0)]
+    assert watch.is_over
+    assert watch.left_s == pytest.approx(-1.0)

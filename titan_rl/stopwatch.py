@@ -1,0 +1,220 @@
+"""The time that one rollout uses itself. Standard library only.
+
+A rollout shares engines, routers and the trainer's pauses with all others, and must not pay for waiting its turn. Its
+stopwatch therefore runs while its environment works and while a request of its own is generated. Whoever makes the
+request wait says so:
+
+    with stopwatch.held():          # around a queue, a pause, an interruption
+        await self._resumed.wait()
+
+The rollouter sets the stopwatch of a rollout for each of its requests, and tasks made for the request inherit it.
+Elsewhere `held` does nothing. A `GenerateFn` that says nothing is taken to work all the time until its completion
+tells: what the metrics `queue_s` and `interrupted_s` name is given back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+
+_current: ContextVar[Stopwatch | None] = ContextVar("titan_rl_stopwatch", default=None)
+
+
+class Stopwatch:
+    """Counts seconds of an event loop, up to a limit. Made on that loop.
+
+    Example:
+
+        watch = Stopwatch(limit_s=300.0)
+        with watch.running(), working_for(watch):
+            await generate(...)
+        watch.used_s
+
+    Attributes:
+        waited_s: seconds in which it was held by those who know that the request waited.
+        charged_s: seconds charged by those who counted elsewhere.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        self.waited_s = 0.0
+        self.charged_s = 0.0
+        self._loop = asyncio.get_running_loop()
+        self._limit_s = limit_s
+        self._used_s = 0.0
+        self._since: float | None = None  # when it was last set going; None while it stands
+        self._waiting_since: float | None = None
+        self._starts = 0
+        self._holds: list[Hold] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self._at_limit: Callable[[], object] | None = None
+        self._enders: list[Callable[[], object]] = []
+
+    @property
+    def used_s(self) -> float:
+        return self._used_s + (0.0 if self._since is None else self._loop.time() - self._since)
+
+    @property
+    def left_s(self) -> float:
+        """Negative once more is used than the limit."""
+        return self._limit_s - self.used_s
+
+    @property
+    def is_over(self) -> bool:
+        return self.left_s <= _ROUNDING_S
+
+    @contextmanager
+    def running(self, at_limit: Callable[[], object] | None = None) -> Generator[None]:
+        """Time within the block is the rollout's own, but for what is held.
+
+        Args:
+            at_limit: called once if the limit is reached within the block.
+        """
+        self._starts, self._at_limit = self._starts + 1, at_limit
+        self._count()
+        try:
+            yield
+        finally:
+            self._starts, self._at_limit = self._starts - 1, None
+            self._count()
+
+    def hold(self, *, waits: bool = True) -> Hold:
+        """Stand still until the hold is released. Several may overlap.
+
+        Args:
+            waits: it is known that the request waits; else nothing is known of it.
+        """
+        return Hold(self, waits)
+
+    def charge(self, seconds: float) -> None:
+        """Use seconds that were counted elsewhere."""
+        self.charged_s += seconds
+        self._count(seconds)
+
+    def correct(self, seconds: float) -> None:
+        """Use so many seconds more, or give them back."""
+        self._count(seconds)
+
+    def end_requests(self) -> bool:
+        """Have them return what they have; see `ending_with`. Whether there was one that can."""
+        enders, self._enders = self._enders, []
+        for end in enders:
+            end()
+        return bool(enders)
+
+    def change(self, hold: Hold, *, held: bool) -> None:
+        (self._holds.append if held else self._holds.remove)(hold)
+        self._count()
+
+    @contextmanager
+    def ending_with(self, end: Callable[[], object]) -> Generator[None]:
+        self._enders.append(end)
+        try:
+            yield
+        finally:
+            if end in self._enders:
+                self._enders.remove(end)
+
+    def _count(self, more_s: float = 0.0) -> None:
+        """Add up what has passed, and go on or stand still."""
+        now = self._loop.time()
+        self._used_s = self.used_s + more_s
+        goes = self._starts > 0 and not self._holds
+        self._since = now if goes else None
+        if self._waiting_since is not None:
+            self.waited_s += now - self._waiting_since
+        self._waiting_since = now if any(hold.waits for hold in self._holds) else None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if goes and self._at_limit is not None and not self.is_over:
+            self._timer = self._loop.call_later(self.left_s, self._reach_limit)
+
+    def _reach_limit(self) -> None:
+        at_limit, self._at_limit = self._at_limit, None
+        if at_limit is not None:
+            at_limit()
+
+
+class Hold:
+    """Keeps a stopwatch standing from its making until `release`, or the end of its block."""
+
+    def __init__(self, watch: Stopwatch, waits: bool) -> None:
+        self.waits = waits
+        self._watch = watch
+        self._holds = False
+        self.again()
+
+    def again(self) -> None:
+        """Hold, if it was released."""
+        if not self._holds:
+            self._holds = True
+            self._watch.change(self, held=True)
+
+    def release(self) -> None:
+        """Doing it again does nothing."""
+        if self._holds:
+            self._holds = False
+            self._watch.change(self, held=False)
+
+    def __enter__(self) -> Hold:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+_ROUNDING_S = 1e-6  # by which timers may come early
+
+
+def current() -> Stopwatch | None:
+    """That of the rollout whose request this task works on."""
+    return _current.get()
+
+
+@contextmanager
+def working_for(watch: Stopwatch) -> Generator[None]:
+    """Within the block, and in tasks made there, `current` is `watch`."""
+    token = _current.set(watch)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def held() -> AbstractContextManager[object]:
+    """The request waits within the block, and its rollout's time stands still."""
+    watch = current()
+    return nullcontext() if watch is None else watch.hold()
+
+
+@contextmanager
+def moving_with_tokens(is_told: bool = True) -> Generator[Callable[[bool], None]]:
+    """Within the block time counts from the first tokens on. What is yielded is told of each sign of the request:
+    True if it brought tokens, False if it said that there are none, as of one that the engine has put aside.
+
+    Until the first tokens a request that computes its prompt cannot be told from one that queues; its answer says it.
+
+    Args:
+        is_told: there will be signs. Without them all of the time counts.
+    """
+    if (watch := current()) is None or not is_told:
+        yield lambda has_tokens: None
+        return
+    with watch.hold(waits=False) as hold:
+        yield lambda has_tokens: hold.release() if has_tokens else hold.again()
+        hold.again()  # what comes late changes nothing
+
+
+def ending_with(end: Callable[[], object]) -> AbstractContextManager[None]:
+    """If the rollout's time is used up within the block, `end` is called, and the request returns with what it has.
+    Without such a block it is cancelled."""
+    watch = current()
+    return nullcontext() if watch is None else watch.ending_with(end)
+
+
+def time_is_up() -> bool:
+    """The rollout whose request this task works on has no time left."""
+    watch = current()
+    return watch is not None and watch.is_over
