@@ -121,6 +121,11 @@ class Completion:
                 f"Completion {self.request_id!r} has {len(self.token_ids)} token_ids, {len(self.logprobs)} logprobs "
                 f"and {spanned} tokens in version_spans; the three must be equal"
             )
+        if self.routed_experts is not None and len(self.routed_experts) != len(self.token_ids):
+            raise ValueError(
+                f"Completion {self.request_id!r} has {len(self.token_ids)} token_ids and {len(self.routed_experts)} "
+                "rows in routed_experts; each token has its row, or routed_experts is None"
+            )
 
     @property
     def versions(self) -> list[int]:

@@ -4,11 +4,12 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 
 from titan_rl.errors import EngineDeadError, GenerationError, RequestError, StateDictError, VerificationError
-from titan_rl.generation.engine import TokenDelta
+from titan_rl.generation.engine import EngineRequest, TokenDelta
 from titan_rl.generation.engine_loop import EngineLoop
 from titan_rl.generation.scripted_engine import ScriptedEngine, scripted_logprobs
 from titan_rl.generation.types import KVPolicy, PauseMode
@@ -103,6 +104,63 @@ async def test_pulls_that_wait_together_become_the_newest() -> None:
     assert engine.versions == [0, 3]
 
 
+async def test_a_pull_that_comes_late_does_not_bring_older_weights_back() -> None:
+    engine, opening, go = ScriptedEngine(), threading.Event(), threading.Event()
+
+    def slow() -> list[tuple[str, int]]:
+        opening.set()
+        assert go.wait(10)
+        return WEIGHTS
+
+    async with serving(engine) as loop:
+        late = asyncio.create_task(loop.pull(6, slow))
+        assert await asyncio.to_thread(opening.wait, 10)
+        assert (await loop.pull(7, lambda: WEIGHTS)).version == 7
+        go.set()
+        assert (await late).version == 7
+        assert (await loop.pull(5, unwanted)).version == 7
+        assert loop.version == 7
+        assert (await request(loop, "a")).version_spans == (VersionSpan(7, 8),)
+        assert (await loop.pull(7, lambda: WEIGHTS)).version == 7
+    assert engine.versions == [0, 7, 7]
+
+
+def unwanted() -> list[tuple[str, int]]:
+    raise AssertionError("weights that are not to be loaded were opened")
+
+
+async def test_a_pull_that_comes_while_a_newer_one_is_verified_is_answered_with_that() -> None:
+    engine, verifying, go = ScriptedEngine(), threading.Event(), threading.Event()
+
+    def verify(loaded: object) -> None:
+        verifying.set()
+        assert go.wait(10)
+
+    async with serving(engine) as loop:
+        newer = asyncio.create_task(loop.pull(7, lambda: WEIGHTS, verify))
+        assert await asyncio.to_thread(verifying.wait, 10)
+        late = asyncio.create_task(loop.pull(6, lambda: WEIGHTS))
+        await in_state(loop, lambda: len(loop._state.pulls) == 2)
+        go.set()
+        assert [(await newer).version, (await late).version] == [7, 7]
+    assert engine.versions == [0, 7]
+
+
+async def test_weights_that_are_unknown_are_not_cured_by_a_version_older_than_the_one_served() -> None:
+    def reject(loaded: object) -> None:
+        raise VerificationError("logprobs differ by 3.2")
+
+    async with serving(ScriptedEngine()) as loop:
+        await loop.pull(7, lambda: WEIGHTS)
+        with pytest.raises(VerificationError):
+            await loop.pull(8, lambda: WEIGHTS, reject)
+        assert loop.version == 7
+        with pytest.raises(StateDictError, match=r"version 6 is older than version 7.*pull version 7 or a newer one"):
+            await loop.pull(6, unwanted)
+        await loop.pull(7, lambda: WEIGHTS)
+        assert (await request(loop, "a")).version_spans == (VersionSpan(7, 8),)
+
+
 async def test_a_bad_request_fails_alone() -> None:
     engine = ScriptedEngine(max_context=16, block_at_step=1)
     async with serving(engine) as loop:
@@ -118,6 +176,58 @@ async def test_a_bad_request_fails_alone() -> None:
         with pytest.raises(RequestError, match="16 prompt tokens"):
             await too_long
         assert len((await good).token_ids) == 8
+
+
+class Capricious(ScriptedEngine):
+    """Does to the request "bad" what `mischief` says."""
+
+    def __init__(self, mischief: Callable[[TokenDelta], TokenDelta] | Exception) -> None:
+        super().__init__()
+        self._mischief = mischief
+
+    def add(self, request: EngineRequest) -> None:
+        if request.request_id == "bad" and isinstance(self._mischief, Exception):
+            raise self._mischief
+        super().add(request)
+
+    def step(self) -> list[TokenDelta]:
+        deltas = super().step()
+        if isinstance(self._mischief, Exception) or self.num_steps < 3:
+            return deltas
+        return [self._mischief(delta) if delta.request_id == "bad" else delta for delta in deltas]
+
+
+@pytest.mark.parametrize("error", [KeyError("seed"), StopIteration(), OverflowError("int too big"), MemoryError()])
+async def test_what_the_engine_did_not_foresee_in_a_request_is_that_requests_fault_alone(error: Exception) -> None:
+    async with serving(Capricious(error)) as loop:
+        good = request(loop, "good")
+        with pytest.raises(RequestError, match=f"'bad' was not accepted: {type(error).__name__}") as failure:
+            await request(loop, "bad")
+        assert failure.value.__cause__ is error
+        assert len((await good).token_ids) == 8
+        assert len((await request(loop, "later")).token_ids) == 8
+
+
+@pytest.mark.parametrize(
+    ("mischief", "complaint"),
+    [
+        (lambda delta: replace(delta, finish_reason="repetition"), "'bad' was ended by the engine with 'repetition'"),
+        (lambda delta: replace(delta, failure="its KV was lost"), "'bad' was given up by the engine: its KV was lost"),
+        (lambda delta: replace(delta, logprobs=()), "'bad' got 1 tokens with 0 logprobs"),
+    ],
+    ids=["reason", "failure", "logprobs"],
+)
+async def test_a_request_that_the_engine_gives_up_fails_alone(
+    mischief: Callable[[TokenDelta], TokenDelta], complaint: str
+) -> None:
+    engine = Capricious(mischief)
+    async with serving(engine) as loop:
+        good = request(loop, "good", 20)
+        with pytest.raises(GenerationError, match=complaint):
+            await request(loop, "bad", 20)
+        assert len((await good).token_ids) == 20
+        assert not engine.step()
+        assert len((await request(loop, "later")).token_ids) == 8
 
 
 async def test_an_engine_failure_fails_every_call_with_its_cause() -> None:

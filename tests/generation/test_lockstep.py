@@ -108,7 +108,7 @@ COMMANDS = st.lists(
     st.one_of(
         st.tuples(st.just("generate"), st.integers(1, 12)),
         st.tuples(st.just("abort"), st.integers(0, 8)),
-        st.tuples(st.just("pull"), st.just(0)),
+        st.tuples(st.just("pull"), st.integers(0, 8)),
         st.tuples(st.just("bad"), st.just(0)),
         st.tuples(st.just("yield"), st.integers(1, 3)),
     ),
@@ -131,13 +131,15 @@ async def test_every_rank_does_what_rank_0_does(num_ranks: int, commands: list[t
                 case "abort":
                     await replica.loop.abort([f"r{number}"])
                 case "pull":
-                    version += 1
-                    await replica.loop.pull(version, lambda: WEIGHTS, manifest=version)
+                    result = await replica.loop.pull(number, lambda: WEIGHTS, manifest=number)
+                    version = max(version, number)
+                    assert result.version == replica.loop.version == version
                 case _:
                     for _ in range(number):
                         await asyncio.sleep(0)
         await asyncio.gather(*calls, return_exceptions=True)
     assert all(engine.told == replica.engines[0].told for engine in replica.engines)
+    assert all(engine.versions == sorted(engine.versions) for engine in replica.engines)
     assert replica.ended == [None] * num_ranks
 
 

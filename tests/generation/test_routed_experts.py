@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import gc
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
 
 from titan_rl.config.sections import SchedulingConfig
-from titan_rl.errors import GenerationError
+from titan_rl.errors import GenerationError, RequestError
 from titan_rl.generation.engine import TokenDelta
 from titan_rl.generation.engine_loop import EngineLoop
 from titan_rl.generation.local_replica import LocalReplica
@@ -22,7 +22,7 @@ from titan_rl.routing import GeneratorRouter
 from titan_rl.scheduling.filters import BY_NAME
 from titan_rl.scheduling.lease import Lease
 from titan_rl.scheduling.scheduler import GroupScheduler
-from titan_rl.types import Completion, FinishReason, SamplingParams, VersionSpan
+from titan_rl.types import Completion, FinishReason, GenerateFn, SamplingParams, VersionSpan
 
 EXPERTS = (3, 2, 8)  # layers, taken per layer, there are
 ASKING = SamplingParams(max_tokens=12, return_routed_experts=True)
@@ -38,18 +38,30 @@ class Forgetful(ScriptedEngine):
         return [TokenDelta(d.request_id, d.token_ids, d.logprobs, d.finish_reason) for d in deltas]
 
 
+@pytest.mark.parametrize("wrap", [lambda generate: generate, resume_on_abort], ids=["loop", "resumed"])
 @pytest.mark.parametrize("offered", [True, False])
 @pytest.mark.parametrize("asked", [True, False])
-async def test_they_are_returned_if_both_the_run_and_the_request_ask(offered: bool, asked: bool) -> None:
+async def test_they_are_returned_if_the_run_has_them_and_the_request_asks(
+    offered: bool, asked: bool, wrap: Callable[[GenerateFn], GenerateFn]
+) -> None:
     loop = EngineLoop(lambda: ScriptedEngine(experts=EXPERTS), routed_experts=offered)
     await loop.start()
     sampling = SamplingParams(max_tokens=5, return_routed_experts=asked)
-    completion = await loop.generate([1, 2], request_id="a", sampling=sampling)
-    await loop.close()
-    if offered and asked:
-        assert np.shape(completion.routed_experts) == (5, 3, 2)
+    generating = wrap(loop.generate)([1, 2], request_id="a", sampling=sampling)
+    if asked and not offered:
+        with pytest.raises(RequestError, match=r"set generation\.return_routed_experts = true"):
+            await generating
+    elif asked:
+        assert np.shape((await generating).routed_experts) == (5, 3, 2)
     else:
-        assert completion.routed_experts is None
+        assert (await generating).routed_experts is None
+    await loop.close()
+
+
+def test_a_completion_that_lacks_a_row_cannot_be_made() -> None:
+    spans = (VersionSpan(0, 3),)
+    with pytest.raises(ValueError, match="3 token_ids and 2 rows in routed_experts"):
+        Completion("a", [1, 2, 3], [-1.0] * 3, FinishReason.STOP, spans, [[[0]], [[1]]])
 
 
 async def test_a_token_without_them_fails_its_request_alone() -> None:

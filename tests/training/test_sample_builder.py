@@ -43,6 +43,16 @@ def test_an_edited_history_opens_a_new_sample():
     assert list(second.loss_mask) == [False, False, False, False, True, False, True]
 
 
+def test_rows_of_routed_experts_that_are_lost_are_no_shift_of_the_others():
+    rows = [[[0]], [[1]], [[2]]]
+    completion = Completion("r", [5, 6, 7], [-1.0] * 3, FinishReason.STOP, (VersionSpan(0, 3),), list(rows))
+    played = group(rollout(Turn([1], completion)))
+    assert build_samples(played, 1.0)[0].routed_experts == [None, *rows]
+    del completion.routed_experts[1]
+    with pytest.raises(ValueError, match="'g/0' has a completion of 3 tokens with 2 rows"):
+        build_samples(played, 1.0)
+
+
 def test_an_empty_completion_is_only_context():
     (sample,) = build_samples(group(rollout(turn([7], []), turn([7, 8], [5]))), 1.0)
     assert list(sample.token_ids) == [7, 8, 5]

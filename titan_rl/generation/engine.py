@@ -20,7 +20,7 @@ class EngineRequest:
 
 @dataclass(frozen=True, slots=True)
 class TokenDelta:
-    """What one step added to one request. `finish_reason` is set on the request's last delta."""
+    """What one step added to one request. `finish_reason` or `failure` is set on the request's last delta."""
 
     request_id: str
     token_ids: Sequence[int]  # [num_new_tokens], may be empty
@@ -28,6 +28,23 @@ class TokenDelta:
     finish_reason: FinishReason | None = None
     routed_experts: Any = None  # [num_new_tokens, num_layers, top_k] if the request asks for them
     metrics: dict[str, float] = field(default_factory=dict[str, float])  # e.g. cached_prompt_tokens, once
+    failure: str | None = None  # why the engine gave the request up
+
+
+def problem_of(delta: TokenDelta, request: EngineRequest) -> str | None:
+    """What keeps a delta from being part of a completion of the request. It fails that request alone."""
+    if delta.failure is not None:
+        return f"was given up by the engine: {delta.failure}"
+    if not isinstance(delta.finish_reason, FinishReason | None):  # pyright: ignore[reportUnnecessaryIsInstance]
+        return f"was ended by the engine with {delta.finish_reason!r}, which is no FinishReason"
+    count = len(delta.token_ids)
+    if len(delta.logprobs) != count:
+        return f"got {count} tokens with {len(delta.logprobs)} logprobs"
+    if request.sampling.return_routed_experts:
+        rows = 0 if delta.routed_experts is None else len(delta.routed_experts)
+        if rows != count:
+            return f"asked for routed experts, and {count} tokens came with {rows} rows of them"
+    return None
 
 
 @runtime_checkable
@@ -41,7 +58,8 @@ class Engine(Protocol):
         """Queue a request.
 
         Raises:
-            RequestError: this request can never run (too long, bad parameters, duplicate id); others go on.
+            RequestError: this request can never run (too long, bad parameters, duplicate id). Whatever else is raised
+                is laid to the request, too: it is not queued, and others go on.
         """
         ...
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable
 
 from titan_rl.errors import GenerationError, StateDictError
-from titan_rl.generation.engine import Engine, TokenDelta
+from titan_rl.generation.engine import Engine, TokenDelta, problem_of
 from titan_rl.generation.engine_rank import EngineRank, Weights
 from titan_rl.generation.loop_decision import LoopAction, LoopDecision
 from titan_rl.generation.loop_state import LoopState, PendingPull
@@ -85,24 +85,24 @@ class EngineDriver:
 
     def _absorb(self, deltas: Iterable[TokenDelta]) -> None:
         """Hand what the engine produced to the calls it is for."""
-        state, finished, lacking = self._state, list[tuple[PendingCall, FinishReason]](), list[str]()
+        state, finished, failed = self._state, list[tuple[PendingCall, FinishReason]](), dict[str, str]()
         with state.lock:
             now = state.clock()
             for delta in deltas:
                 call = state.running.get(delta.request_id)
                 if call is None:  # its caller no longer waits
                     continue
+                if (problem := problem_of(delta, call.request)) is not None:
+                    failed[delta.request_id] = problem
+                    continue
                 call.extend(delta, now)
-                if call.lacks_experts:
-                    lacking.append(delta.request_id)
-                elif delta.finish_reason is not None:
+                if delta.finish_reason is not None:
                     finished.append((call, delta.finish_reason))
             state.finish(finished, self._outbox)
-            for request_id in lacking:
-                error = GenerationError(f"request {request_id!r} asked for routed experts, and a token came without")
-                state.reject(request_id, error, self._outbox)
-        if lacking:
-            self._abort(tuple(lacking))
+            for request_id, problem in failed.items():
+                state.reject(request_id, GenerationError(f"request {request_id!r} {problem}"), self._outbox)
+        if failed:
+            self._abort(tuple(failed))
 
     def _stream(self) -> None:
         """Every `stream_interval` steps tell of the tokens since. All requests at once, because a message costs more
@@ -121,11 +121,9 @@ class EngineDriver:
                     self._outbox.call(call.future.get_loop(), call.on_tokens, call.take_chunk())
 
     def _pull(self, version: int) -> None:
-        """Load the newest of the pulls that wait; the others share its outcome."""
-        state = self._state
-        with state.lock:
-            pulls = [pull for pull in state.pulls if pull.version <= version]
-        newest = next(pull for pull in pulls if pull.version == version)
+        """Load the newest of the pulls that wait; those of older versions share its outcome."""
+        with self._state.lock:
+            newest = next(pull for pull in self._state.pulls if pull.version == version)
         outcome: PullResult | StateDictError
         try:
             weights = self._rank.open(lambda: Weights(newest.items, newest.verify))
@@ -137,10 +135,7 @@ class EngineDriver:
             except StateDictError as error:
                 self._distrust(error)
                 outcome = error
-        for pull in pulls:
-            if (close := getattr(pull.source, "close", None)) is not None:
-                close()
-        state.pulled(pulls, outcome, self._outbox)
+        self._state.pulled(version, outcome, self._outbox)
 
     def _load(self, pull: PendingPull, weights: Weights) -> PullResult:
         state = self._state

@@ -17,11 +17,10 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from titan_rl.errors import StateDictError
+from titan_rl.errors import RequestError, StateDictError
 from titan_rl.generation.engine import Engine, EngineRequest
 from titan_rl.generation.engine_driver import run_engine
 from titan_rl.generation.engine_rank import Items, Verify
@@ -48,7 +47,7 @@ class EngineLoop:
         make_engine: called in the loop's own thread, which alone touches the engine.
         version: of the weights that the engine starts with.
         stream_interval: engine steps between two calls of `on_tokens`; a step gives a request at most one token.
-        routed_experts: hand on the experts each token took to requests that ask for them; else none is returned.
+        routed_experts: the engine returns the experts that each token took. Else a request that asks is refused.
         make_ranks: called after `make_engine` in the same thread: the link to the other ranks of the replica, each of
             which runs `follow_leader`. By default there are none.
     """
@@ -75,7 +74,7 @@ class EngineLoop:
 
     @property
     def version(self) -> int:
-        """The weights loaded."""
+        """The newest weights that were loaded and found right. It never goes back."""
         return self._state.version
 
     @property
@@ -120,13 +119,16 @@ class EngineLoop:
 
         Raises:
             RequestError: this request can never run.
-            GenerationError: the weights loaded are unknown, since a pull failed; a later pull cures it. Or a token came
-                without the routed experts asked for.
+            GenerationError: the weights loaded are unknown, since a pull failed; a later pull cures it. Or the engine
+                gave the request up, or gave a token without its logprob or the routed experts asked for.
             EngineDeadError: the loop has ended, or ends before the completion.
         """
         self._require_started()
         if sampling.return_routed_experts and not self._routed_experts:
-            sampling = replace(sampling, return_routed_experts=False)
+            raise RequestError(
+                f"request {request_id!r} asks for routed experts, which this run does not return; set "
+                "generation.return_routed_experts = true, or sampling.return_routed_experts = False"
+            )
         request = EngineRequest(request_id, prompt_token_ids, sampling)
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         call = PendingCall(request, future, on_tokens, self._state.clock())
@@ -194,7 +196,8 @@ class EngineLoop:
         *,
         manifest: Any = None,
     ) -> PullResult:
-        """Load weights between two engine steps, also while paused. Pulls that wait together become the newest one.
+        """Load weights between two engine steps, also while paused. Pulls that wait together become the newest one, and
+        one that comes late, after a newer version was loaded, is answered with that one.
 
         What comes before the first pair, such as a checksum, happens outside the engine's thread.
 
@@ -206,13 +209,18 @@ class EngineLoop:
         Raises:
             StateDictError: `make_items` failed before its first pair, and the old weights go on serving; or
                 loading or verifying (VerificationError) failed, and every request in flight and to come fails with
-                GenerationError until a pull succeeds.
+                GenerationError until a pull succeeds, of the version served before or a newer one.
             EngineDeadError: the loop has ended.
         """
         self._require_started()
+        if (answer := self._state.outdated(version)) is not None:
+            return answer
         items, source = await asyncio.to_thread(_open, make_items, version)
         future: asyncio.Future[PullResult] = asyncio.get_running_loop().create_future()
-        self._state.add_pull(PendingPull(version, items, source, verify, manifest, future))
+        pull = PendingPull(version, items, source, verify, manifest, future)
+        if (answer := self._state.add_pull(pull)) is not None:
+            pull.close()
+            return answer
         return await future
 
     async def close(self, *, timeout_s: float = 30.0) -> None:

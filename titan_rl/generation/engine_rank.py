@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from titan_rl.errors import GenerationError, RequestError, StateDictError
+from titan_rl.errors import RequestError, StateDictError
 from titan_rl.generation.engine import Engine, EngineRequest, TokenDelta
 from titan_rl.generation.loop_decision import LoopAction
 from titan_rl.generation.pending import with_cause
@@ -48,10 +48,10 @@ class EngineRank:
             try:
                 self.engine.add(request)
             except Exception as error:
-                # What the engine did not foresee in one request is still no reason to fail the others.
+                # What the engine did not foresee is the request's doing, and would happen on every replica.
                 if not isinstance(error, RequestError):
-                    message = f"request {request.request_id!r} was not accepted: {error}"
-                    error = with_cause(GenerationError(message), error)
+                    name, message = type(error).__name__, f"request {request.request_id!r} was not accepted"
+                    error = with_cause(RequestError(f"{message}: {name}: {error}"), error)
                 rejected[request.request_id] = error
         return rejected, self.engine.step()
 

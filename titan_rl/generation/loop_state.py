@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from titan_rl.errors import EngineDeadError, GenerationError, RequestError
+from titan_rl.errors import EngineDeadError, GenerationError, RequestError, StateDictError
 from titan_rl.generation.continuation import aborted_late
 from titan_rl.generation.engine import Engine, EngineRequest
 from titan_rl.generation.loop_decision import LoopAction, LoopDecision
@@ -31,6 +31,11 @@ class PendingPull:
     manifest: Any
     future: asyncio.Future[PullResult]
 
+    def close(self) -> None:
+        """Let go of what was opened."""
+        if (close := getattr(self.source, "close", None)) is not None:
+            close()
+
 
 class LoopState:
     """Every method takes the lock, and none holds it longer than a few dictionary operations.
@@ -40,7 +45,7 @@ class LoopState:
 
     def __init__(self, version: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
-        self.version = version  # the weights loaded
+        self.version = version  # the newest weights that were loaded and found right; never goes back
         self.inbox: dict[str, PendingCall] = {}
         self.running: dict[str, PendingCall] = {}
         self.aborting: set[str] = set()  # running requests that the engine is to forget
@@ -136,11 +141,30 @@ class LoopState:
             self._wake.notify()
         outbox.send()
 
-    def add_pull(self, pull: PendingPull) -> None:
+    def outdated(self, version: int) -> PullResult | None:
+        """The answer to a pull of a version older than one that was loaded: what is loaded never goes back.
+
+        Raises:
+            StateDictError: nothing is served, and a version so old cannot cure it.
+        """
         with self._wake:
             self.require_alive()
-            self.pulls.append(pull)
-            self._wake.notify()
+            if version >= self.version:
+                return None
+            if self.distrusted is not None:
+                raise StateDictError(
+                    f"version {version} is older than version {self.version}, which was served, and is not loaded; the "
+                    f"weights loaded are unknown ({self.distrusted}), so pull version {self.version} or a newer one"
+                )
+            return PullResult(self.version, load_s=0.0, verify_s=0.0, stall_s=0.0)
+
+    def add_pull(self, pull: PendingPull) -> PullResult | None:
+        """Queue a pull, or answer it at once, as `outdated` does."""
+        with self._wake:
+            if (answer := self.outdated(pull.version)) is None:
+                self.pulls.append(pull)
+                self._wake.notify()
+            return answer
 
     def close(self) -> None:
         with self._wake:
@@ -200,12 +224,14 @@ class LoopState:
             if not self.aborting:
                 self._release(self.barriers, outbox)
 
-    def pulled(self, pulls: Iterable[PendingPull], outcome: PullResult | Exception, outbox: Outbox) -> None:
+    def pulled(self, version: int, outcome: PullResult | Exception, outbox: Outbox) -> None:
+        """Answer the pull of this version, and those of older ones that have come by now."""
         with self._wake:
-            for pull in pulls:
-                if pull in self.pulls:
-                    self.pulls.remove(pull)
-                outbox.resolve(pull.future, outcome)
+            answered = [pull for pull in self.pulls if pull.version <= version]
+            self.pulls = [pull for pull in self.pulls if pull.version > version]
+        for pull in answered:
+            pull.close()
+            outbox.resolve(pull.future, outcome)
 
     def loaded(self, version: int) -> None:
         """The engine has these weights, and they are right: tokens from here on are theirs."""

@@ -76,11 +76,6 @@ class PendingCall:
                 self._first_token_at = now
 
     @property
-    def lacks_experts(self) -> bool:
-        """It asked for the experts of each token, and some token came without."""
-        return self.request.sampling.return_routed_experts and len(self._routed_experts) != len(self.token_ids)
-
-    @property
     def num_unstreamed(self) -> int:
         return len(self.token_ids) - self._streamed
 

@@ -23,6 +23,9 @@ _ENVIRONMENT = {
     "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # see max_model_len below
 }
 
+# Those of vLLM's that leave the tokens valid. Its others are "error" and "repetition".
+_FINISH_REASONS = {FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT}
+
 CPU_BATCHED_TOKENS = 4096  # most tokens of one step
 
 
@@ -214,10 +217,13 @@ class VLLMEngine:
             request_id = self._external.get(core_id)
             if request_id is None:  # aborted
                 continue
-            finish_reason = None
+            finish_reason, failure = None, None
             if output.finish_reason is not None:
-                finish_reason = FinishReason(str(output.finish_reason))
                 del self._external[core_id], self._internal[request_id]
+                if (reason := str(output.finish_reason)) in _FINISH_REASONS:
+                    finish_reason = FinishReason(reason)
+                else:
+                    failure = f"vLLM finished it with {reason!r}"
             logprobs = output.new_logprobs.logprobs[:, 0].tolist() if output.new_logprobs is not None else []
             metrics = {}
             if output.prefill_stats is not None:
@@ -226,7 +232,7 @@ class VLLMEngine:
             experts = output.routed_experts  # of every position computed: the last ones produced the new tokens
             if experts is not None:
                 experts = experts[len(experts) - len(tokens) :]
-            deltas.append(TokenDelta(request_id, tokens, logprobs, finish_reason, experts, metrics))
+            deltas.append(TokenDelta(request_id, tokens, logprobs, finish_reason, experts, metrics, failure))
         return deltas
 
     def _params(self, request_id: str, sampling: SamplingParams, room: int) -> Any:

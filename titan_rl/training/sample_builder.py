@@ -34,6 +34,7 @@ def build_samples(group: RolloutGroup, temperature: float, *, oldest_version: in
 
     Raises:
         ValueError: the temperature is not positive; greedy completions have no behaviour distribution to correct for.
+            Or a completion has lost rows of its routed experts.
     """
     if not temperature > 0:
         raise ValueError(
@@ -93,7 +94,13 @@ def _merge(
         logprobs += [logprob if ok else 0.0 for logprob, ok in zip(completion.logprobs, fresh, strict=True)]
         versions += [version if ok else -1 for version, ok in zip(completion.versions, fresh, strict=True)]
         added = turn.token_advantages or [0.0] * len(fresh)
-        experts += [None] * len(fresh) if completion.routed_experts is None else completion.routed_experts
+        rows = [None] * len(fresh) if completion.routed_experts is None else completion.routed_experts
+        if len(rows) != len(fresh):
+            raise ValueError(
+                f"rollout {rollout.rollout_id!r} has a completion of {len(fresh)} tokens with {len(rows)} rows of "
+                "routed experts; each token needs its row"
+            )
+        experts += rows
         advantages += [advantage + own if ok else 0.0 for own, ok in zip(added, fresh, strict=True)]
     return TrainingSample(
         group_id=rollout.group_id,
