@@ -148,9 +148,12 @@ def test_a_program_that_native_code_holds_up_is_killed_by_the_second_signal(star
 
 def test_a_program_that_is_killed_is_cleaned_up_after(start: Callable[..., Program]):
     program = start("idle")
+    log = program.scratch.parent / f"monarch_log_{program.scratch.name}.log"  # in a folder of /tmp, as Monarch does
+    log.touch()
     program.process.kill()
     program.wait()
     program.wait_until_clean()
+    assert not log.exists()
 
 
 def test_signals_that_come_together_are_one(start: Callable[..., Program]):

@@ -95,8 +95,11 @@ def test_a_dead_trainer_ends_the_run_with_the_reason(tmp_path):
 def test_a_dead_generator_is_replaced_and_no_rollout_is_lost(tmp_path):
     with run_training(tmp_path, training__steps=40) as run:
         run.wait_for_step(1)
-        os.kill(run.child("generator-1"), signal.SIGKILL)
+        killed = run.child("generator-1")
+        os.kill(killed, signal.SIGKILL)
         assert run.wait() == 0, run.output
+        assert f"generator-1 died: process {killed} " in run.output
+        assert "generator-1 is there again after" in run.output
         assert [r["step"] for r in run.metrics() if "train/loss" in r] == list(range(1, 41))
         assert all(r.get("rollout/status/error_generate", 0) == 0 for r in run.metrics())
         assert run.leftovers() == []
