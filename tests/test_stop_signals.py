@@ -84,10 +84,10 @@ class Program:
     def wait(self) -> int:
         return self.process.wait(LIMIT_S)
 
-    def wait_until_clean(self) -> None:
+    def wait_until_clean(self, *files: Path) -> None:
         deadline = time.monotonic() + LIMIT_S
-        while self.scratch.exists():
-            assert time.monotonic() < deadline, f"{self.scratch} is left"
+        while left := [path for path in (self.scratch, *files) if path.exists()]:
+            assert time.monotonic() < deadline, f"{left} is left"
             time.sleep(0.05)
 
 
@@ -152,8 +152,7 @@ def test_a_program_that_is_killed_is_cleaned_up_after(start: Callable[..., Progr
     log.touch()
     program.process.kill()
     program.wait()
-    program.wait_until_clean()
-    assert not log.exists()
+    program.wait_until_clean(log)
 
 
 def test_signals_that_come_together_are_one(start: Callable[..., Program]):
