@@ -29,7 +29,7 @@ from titan_rl.controller import Controller
 from titan_rl.durability.run_journal import RunJournal
 from titan_rl.durability.run_state import RunState
 from titan_rl.observability.progress import Progress
-from titan_rl.observability.run_dir import RunDirectory
+from titan_rl.observability.run_dir import RunDirectory, read_jsonl
 from titan_rl.statedict.board import VersionBoard
 from titan_rl.statedict.types import Manifest
 from titan_rl.training.checkpoint import atomic_directory, latest, step_directory
@@ -197,7 +197,7 @@ class Rig:
             stop_token_ids=[],
             board=VersionBoard(),
             run_dir=run_dir,
-            log=lambda step, metrics: None,
+            log=run_dir.write_metrics,
             progress=progress,
             journal=self.journal,
             start=start,
@@ -301,6 +301,10 @@ async def test_a_resumed_run_keeps_the_reward_and_tokens_of_its_first_part(tmp_p
     )
 
 
+def steps_reported(folder: Path) -> list[int]:
+    return [record["step"] for record in read_jsonl(folder / "metrics.jsonl") if "train/loss" in record]
+
+
 @SCHEDULES
 async def test_stopped_at_any_moment_of_the_trainer_nothing_is_lost_or_trained_twice(tmp_path, scheduling):
     steps = 4
@@ -316,11 +320,13 @@ async def test_stopped_at_any_moment_of_the_trainer_nothing_is_lost_or_trained_t
         checkpoint = latest(folder / "checkpoints")
         saved = RunState.read(checkpoint).step if checkpoint is not None else 0
         assert saved == len(first.trainer.weights), f"what was trained at moment {moment} is saved"
+        assert steps_reported(folder) == list(range(1, saved + 1)), f"at moment {moment}"
         off_schedule += saved % 2  # no checkpoint is due there
 
         again = Rig(folder, moment, steps=steps, interval=2, **scheduling)
         if saved < steps:
             await again.run()
+            assert steps_reported(folder) == list(range(1, steps + 1))
         assert again.trainer.weights[:saved] == first.trainer.weights
         trained = [group for step in again.trainer.weights for group in step]
         assert sorted(trained) == sorted(group for step in undisturbed for group in step), f"at moment {moment}"

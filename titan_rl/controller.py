@@ -81,6 +81,7 @@ class Controller:
         self._version = start.step  # the trainer's, as it said last
         self._saved_version = start.step  # of the newest checkpoint, whole or begun; 0 is the model as loaded
         self._in_flight: asyncio.Future[Any] | None = None  # what changes the trainer, until it is done
+        self._unreported: dict[int, tuple[GroupBatch, dict[str, float]]] = {}  # steps, with their metrics so far
         self._syncing: asyncio.Task[None] | None = None  # of the newest version, until all generators have it
         self._saving: asyncio.Task[None] | None = None  # the newest checkpoint, until it is whole
         self._tokens = start.tokens
@@ -171,8 +172,8 @@ class Controller:
             batch = await self._scheduler.next_batch()
             waited = time.monotonic() - began
             async with self._interrupted_generation() as interrupted:
-                metrics = prefixed("train", await self._landed(self._train_on(batch)))
-                step = self._version
+                step = await self._landed(self._train_on(batch))
+                metrics = self._unreported[step][1]
                 stepped = time.monotonic()
                 await ended(self._syncing)
                 settled = time.monotonic()
@@ -180,7 +181,7 @@ class Controller:
                 now = time.monotonic()
                 metrics |= {"sync/wait_for_pull_s": settled - stepped, "sync/begin_publish_s": now - settled}
                 metrics |= {"time/wait_for_rollouts_s": waited, "time/step_s": now - began}
-                self._syncing = background.create_task(self._finish_step(step, batch, metrics), name=f"sync-{step}")
+                self._syncing = background.create_task(self._finish_step(step), name=f"sync-{step}")
                 if interrupted:
                     await ended(self._syncing)
             if is_due(step, self._config.validation.interval) and step < last:
@@ -193,8 +194,9 @@ class Controller:
         await ended(self._syncing)
         await ended(self._saving)
 
-    async def _train_on(self, batch: GroupBatch) -> dict[str, float]:
-        """One step. The batch is trained once the trainer says so, and not before."""
+    async def _train_on(self, batch: GroupBatch) -> int:
+        """One step, and the version that it makes. The batch is trained once the trainer says so, and not before."""
+        began = time.monotonic()
         result = await self._trainer.step(self._samples(batch))
         if result.version != batch.version + 1:
             raise TrainingError(
@@ -203,7 +205,9 @@ class Controller:
             )
         self._version = result.version
         self._tokens += num_tokens(batch)
-        return result.metrics
+        metrics = prefixed("train", result.metrics) | prefixed("scheduling", batch.metrics)
+        self._unreported[result.version] = batch, metrics | {"time/step_s": time.monotonic() - began}
+        return result.version
 
     async def _landed(self, call: Coroutine[Any, Any, R]) -> R:
         """What a call that changes the trainer, or saves it, returns. The trainer goes on with it when this is
@@ -220,13 +224,16 @@ class Controller:
             await asyncio.wait([self._in_flight])
             if not self._in_flight.cancelled() and (error := self._in_flight.exception()) is not None:
                 logger.warning("what the trainer was at work on failed: %r", error)
+        for step in sorted(self._unreported):
+            self._report(step)
 
-    async def _finish_step(self, step: int, batch: GroupBatch, metrics: dict[str, float]) -> None:
+    async def _finish_step(self, step: int) -> None:
         """The batch's slots come free once all generators have what was trained on it, which admits the groups of a
         later step."""
+        batch, metrics = self._unreported[step]
         metrics |= await self._sync(step)
         batch.release()
-        self._report(step, batch, metrics | prefixed("scheduling", batch.metrics))
+        self._report(step)
 
     async def _sync(self, version: int) -> dict[str, float]:
         """Have every generator pull and verify the version that is being published."""
@@ -283,7 +290,8 @@ class Controller:
         oldest = 0 if max_age is None else batch.version - max_age
         return [s for group in batch.groups for s in build_samples(group, temperature, oldest_version=oldest)]
 
-    def _report(self, step: int, batch: GroupBatch, metrics: dict[str, float]) -> None:
+    def _report(self, step: int) -> None:
+        batch, metrics = self._unreported.pop(step)
         metrics = group_metrics(batch.groups) | self._observer.take_figures(batch.version) | metrics
         seconds = metrics["time/step_s"]
         metrics["throughput/tokens_per_s"] = num_tokens(batch) / seconds
