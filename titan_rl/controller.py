@@ -220,7 +220,7 @@ class Controller:
         """On the way out: only when nothing is in flight the version is known."""
         if self._in_flight is not None:
             if not self._in_flight.done():
-                logger.info("stopped while the trainer is at work: waiting for it to finish")
+                logger.info("stopped at version %d, with the trainer at work: waiting for it to finish", self._version)
             await asyncio.wait([self._in_flight])
             if not self._in_flight.cancelled() and (error := self._in_flight.exception()) is not None:
                 logger.warning("what the trainer was at work on failed: %r", error)

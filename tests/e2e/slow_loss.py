@@ -1,0 +1,28 @@
+"""GRPO's loss in a step that takes time, and that tells when it is in its middle.
+
+A folder that `GATE` names holds what the test and the step say to each other: the step makes `in-step`, and waits while
+there is `hold`. Each micro-batch takes `SECONDS` more.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from titan_rl.training.losses.grpo import grpo_loss
+from titan_rl.training.losses.types import ClipRange, LossTokens, TokenLoss
+
+GATE = "TITAN_RL_TEST_GATE"
+SECONDS = "TITAN_RL_TEST_LOSS_SECONDS"
+LONGEST_HOLD_S = 120.0
+
+
+def slow_grpo(tokens: LossTokens, clip: ClipRange) -> TokenLoss:
+    gate = Path(os.environ[GATE])
+    (gate / "in-step").touch()
+    deadline = time.monotonic() + LONGEST_HOLD_S
+    while (gate / "hold").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(float(os.environ.get(SECONDS, "0")))
+    return grpo_loss(tokens, clip)

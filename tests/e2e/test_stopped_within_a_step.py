@@ -1,0 +1,86 @@
+"""A real run that is stopped while its trainer is in the middle of a step, and goes on."""
+
+import json
+import re
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
+pytest.importorskip("vllm", reason="needs the cpu or gpu extra")
+
+from e2e.runs import QUICK, Run, run_training
+from e2e.slow_loss import GATE
+
+from titan_rl.durability.run_state import RunState
+from titan_rl.training.checkpoint import latest
+
+GROUPS = QUICK["scheduling.groups_per_step"]
+SETTINGS = {
+    "training__loss": "tests.e2e.slow_loss:slow_grpo",
+    "logging__transcripts_per_step": GROUPS,
+    "validation__num_prompts": 1,
+}
+
+
+def wait_until(condition: Callable[[], bool], run: Run, timeout_s: float = 120.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert run.process.poll() is None, run.output
+        assert time.monotonic() < deadline, run.output
+        time.sleep(0.02)
+
+
+def trained_groups(folder: Path) -> dict[int, list[str]]:
+    """step -> the groups that it was trained on, by their transcripts."""
+    found: dict[int, list[str]] = {}
+    for line in (folder / "rollouts.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        if record["phase"] == "train" and "dropped" not in record:
+            groups = found.setdefault(record["step"], [])
+            if record["sibling"] == 0:
+                groups.append(record["group_id"])
+    return found
+
+
+def assert_trained_once_and_in_order(folder: Path, steps: int) -> None:
+    expected = {
+        step: [f"train-{index}" for index in range((step - 1) * GROUPS, step * GROUPS)] for step in range(1, steps + 1)
+    }
+    assert trained_groups(folder) == expected
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records if "train/loss" in record] == list(range(1, steps + 1))
+
+
+def test_a_run_stopped_within_a_step_goes_on_where_the_trainer_says_it_is(tmp_path, monkeypatch):
+    gate = tmp_path / "gate"
+    gate.mkdir()
+    monkeypatch.setenv(GATE, str(gate))
+    with run_training(tmp_path, training__steps=6, checkpoint__interval=2, **SETTINGS) as run:
+        run.wait_for_step(2)
+        (gate / "hold").touch()
+        (gate / "in-step").unlink()
+        wait_until((gate / "in-step").exists, run)
+        run.process.send_signal(signal.SIGINT)
+        log = run.folder / "logs" / "controller.log"
+        wait_until(lambda: "waiting for it to finish" in log.read_text(), run)
+        (before,) = re.findall(r"stopped at version (\d+), with the trainer at work", log.read_text())
+        (gate / "hold").unlink()
+        assert run.wait(60) == 130, run.output
+
+        checkpoint = latest(run.folder / "checkpoints")
+        assert checkpoint is not None
+        state = RunState.read(checkpoint)
+        assert state.step == int(before) + 1, "the step that was in flight counts, and it is the last"
+        assert state.next_index >= state.step * GROUPS
+        assert state.unsettled == tuple(range(state.step * GROUPS, state.next_index))
+        assert (run.folder / "journal" / f"step-{state.step:06d}.journal").exists()
+        assert_trained_once_and_in_order(run.folder, state.step)
+
+        run.resume()
+        assert run.wait() == 0, run.output
+        assert_trained_once_and_in_order(run.folder, 6)
+        assert run.leftovers() == []
