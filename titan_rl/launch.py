@@ -8,6 +8,7 @@ import importlib.util
 import logging
 import shlex
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -19,6 +20,7 @@ from titan_rl.durability.run_journal import RunJournal
 from titan_rl.durability.run_state import RunState
 from titan_rl.errors import MissingExtraError, TitanRLError, TrainingError
 from titan_rl.guard import guarded
+from titan_rl.observability.best_effort import BestEffort
 from titan_rl.observability.progress import Progress
 from titan_rl.observability.report import write_report
 from titan_rl.observability.run_dir import RunDirectory
@@ -67,6 +69,7 @@ def run_training(config: RunConfig, resume: Path | None = None) -> int:
         else:
             start = resume_from_newest(config, run_dir)
         logging.basicConfig(filename=run_dir.logs / "controller.log", level=logging.INFO, format=LOG_FORMAT, force=True)
+        logging.raiseExceptions = False  # a log that has no room on the disk is no news for the screen at every line
         for warning in throttles(config):
             logger.warning("%s", warning)
         with (
@@ -133,7 +136,8 @@ async def _run(config: RunConfig, run_dir: RunDirectory, start: Resumption, sign
     with contextlib.ExitStack() as resources:
         progress = resources.enter_context(Progress(config.training.steps))
         signals.tell = progress.interrupt
-        resources.callback(write_report, run_dir)
+        reporting = BestEffort("writing report.html", progress.message)
+        resources.callback(reporting.attempt, partial(write_report, run_dir))
         sinks = resources.enter_context(open_sinks(config.logging, run_dir, progress.message))
         resources.callback(clean_dead_segments)  # of a trainer that was killed
         progress.message(f"run directory: {run_dir.path}")

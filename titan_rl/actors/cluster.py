@@ -85,10 +85,12 @@ class Cluster:
 
     def on_replica_failed(self, replica: Replica, error: Exception) -> None:
         """For the router: an engine that has ended or hangs does not come back, though its process lives."""
-        if isinstance(replica, ActorReplica) and replica.peer.reason is None:  # else its end is told
-            self._tell(f"{replica.name} is out of service until it has the current weights: {error}")
-        if isinstance(replica, ActorReplica) and isinstance(error, EngineDeadError | EngineStalledError):
+        if not isinstance(replica, ActorReplica) or replica.peer.reason is not None:
+            return
+        if isinstance(error, EngineDeadError | EngineStalledError):
             replica.peer.end(str(error))
+        else:
+            self._tell(f"{replica.name} is out of service until it has the current weights: {error}")
 
     async def watch(self, router: GeneratorRouter) -> None:
         """Replace generators and rollout workers that die, until cancelled. The router has the requests of a dead
