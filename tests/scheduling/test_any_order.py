@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, Literal
 
 from depth import examples
 from hypothesis import settings
@@ -20,6 +20,9 @@ from titan_rl.config.sections import SchedulingConfig
 from titan_rl.scheduling.batch import GroupBatch
 from titan_rl.scheduling.lease import Lease
 from titan_rl.scheduling.scheduler import GroupScheduler
+
+
+EVENTS = ["finish_newest", "finish_sibling", "ask", "release", "clean_up"]
 
 
 class Played:
@@ -49,26 +52,27 @@ def rollout_of(index: int, sibling: int, version: int) -> Rollout:
 class SchedulerMachine(RuleBasedStateMachine):
     """What may happen to a scheduler, by whoever."""
 
+    tail: Literal["carry_over", "tail_batch", "drop"] = "carry_over"
+
     @initialize(
         knobs=st.fixed_dictionaries(
             {
-                "groups_per_step": st.integers(1, 3),
-                "max_staleness": st.integers(0, 2),
-                "oversample": st.sampled_from([0.0, 1.0, 2.0]),
-                "window": st.sampled_from([None, 1, 5]),
-                "tail": st.sampled_from(["carry_over", "tail_batch", "drop"]),
+                "groups_per_step": st.integers(1, 2),
+                "max_staleness": st.sampled_from([2, 1, 0]),
+                "oversample": st.sampled_from([2.0, 1.0, 0.0]),
+                "window": st.sampled_from([5, None, 1]),
                 "tail_age": st.integers(1, 2),
-                "max_running_rollouts": st.sampled_from([None, 2, 5]),
+                "max_running_rollouts": st.sampled_from([3, 4, None]),
             }
         ),
-        group_size=st.integers(1, 3),
-        budget=st.integers(1, 12),
+        group_size=st.integers(1, 2),
+        budget=st.integers(1, 16),
         dropped=st.sets(st.integers(0, 6), max_size=2),
         ends=st.lists(st.sampled_from(["obeys", "fails", "returns"]), min_size=1, max_size=5),
     )
     def start(self, knobs: dict[str, Any], group_size: int, budget: int, dropped: set[int], ends: list[str]) -> None:
         self.loop = asyncio.new_event_loop()
-        self.config = SchedulingConfig(max_refills=100, **knobs)
+        self.config = SchedulingConfig(max_refills=100, tail=self.tail, **knobs)
         self.group_size, self.budget, self.ends = group_size, budget, ends
         self.version = 0
         self.playing: dict[int, Played] = {}
@@ -125,9 +129,15 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     # What happens
 
-    def finish_siblings(self, draw: Callable[[int], int]) -> None:
+    def finish_sibling(self, draw: Callable[[int], int]) -> None:
         if self.playing:
             list(self.playing.values())[draw(len(self.playing))].finish_sibling()
+
+    def finish_newest(self, draw: Callable[[int], int]) -> None:
+        if self.playing:
+            newest = list(self.playing.values())[-1]
+            while newest.left and not newest.is_cancelled:
+                newest.finish_sibling()
 
     def clean_up(self, draw: Callable[[int], int]) -> None:
         if cancelled := [played for played in self.playing.values() if played.is_cancelled]:
@@ -144,7 +154,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(
         events=st.lists(
-            st.tuples(st.sampled_from(["finish_siblings", "clean_up", "ask", "release"]), st.integers(0, 10**6)),
+            st.tuples(st.sampled_from(EVENTS), st.integers(0, 10**6)),
             min_size=1,
             max_size=6,
         ),
@@ -183,7 +193,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "scheduler"):
             return
-        for _ in range(400):
+        for _ in range(600):
             if self.running.done() and not self.batches:
                 break
             for name in ("ask", "clean_up", "release"):
@@ -210,5 +220,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.do(turn())
 
 
-SchedulerMachine.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=25, deadline=None)
-TestScheduler = SchedulerMachine.TestCase
+class DroppingMachine(SchedulerMachine):
+    tail = "drop"
+
+
+class SuspendingMachine(SchedulerMachine):
+    tail = "tail_batch"
+
+
+LIMITS = settings(max_examples=examples(100), stateful_step_count=25, deadline=None)
+TestCarryingOver = SchedulerMachine.TestCase
+TestDropping = DroppingMachine.TestCase
+TestSuspending = SuspendingMachine.TestCase
+TestCarryingOver.settings = TestDropping.settings = TestSuspending.settings = LIMITS

@@ -459,6 +459,22 @@ async def test_a_failing_group_is_told_of_while_others_clean_up():
         await run
 
 
+async def test_a_cancelled_run_is_told_of_while_its_groups_clean_up():
+    stage = Stubborn("obey")
+    scheduler = scheduler_of(stage.run_group, groups_per_step=2)
+    run = asyncio.ensure_future(scheduler.run())
+    waiting = asyncio.ensure_future(next_of(scheduler))
+    await settle()
+    run.cancel()
+    with pytest.raises(TrainingError, match=r"GroupScheduler\.run was cancelled"):
+        await waiting
+    assert not run.done()
+    stage.clean_up.set()
+    with pytest.raises(asyncio.CancelledError):
+        await run
+    assert scheduler.slots_held == scheduler.rollouts_in_flight == 0
+
+
 async def test_the_block_ends_with_what_a_group_raised_whatever_its_body_waits_for():
     async def run_group(lease: Lease) -> RolloutGroup:
         raise RuntimeError("broken reward")

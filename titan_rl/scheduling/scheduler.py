@@ -109,7 +109,7 @@ class GroupScheduler:
         self._tasks = TaskScope(on_error=self._changed.set)
         self._playing: dict[int, asyncio.Task[None]] = {}
         self._patience = Patience(settings)
-        self._is_running = self._is_over = False  # `run` has begun, has ended
+        self._is_running = self._is_over = False  # `run` has begun; it ends
         self._handed_out = asyncio.Event()  # the whole budget
         if not budget:
             self._handed_out.set()
@@ -158,14 +158,16 @@ class GroupScheduler:
         try:
             async with self._tasks:
                 admission = self._tasks.begin(self._admit, "admission")
-                await self._handed_out.wait()
+                try:
+                    await self._handed_out.wait()
+                finally:  # told at once, though groups may take a while to be cancelled
+                    self._is_over = True
+                    self._changed.set()
                 admission.cancel()
         finally:
-            self._is_over = True
             for lease in self._waiting.values():
                 lease.settle()
             self._waiting.clear()
-            self._changed.set()
 
     async def batches(self) -> AsyncGenerator[GroupBatch]:
         """Every batch of the budget. One is released when the next is asked for: until then its version is pulled.
