@@ -21,7 +21,6 @@ from titan_rl.scheduling.batch import GroupBatch
 from titan_rl.scheduling.lease import Lease
 from titan_rl.scheduling.scheduler import GroupScheduler
 
-
 EVENTS = ["finish_newest", "finish_sibling", "ask", "release", "clean_up"]
 
 
