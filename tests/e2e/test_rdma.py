@@ -4,7 +4,6 @@ import asyncio
 import math
 import sys
 import uuid
-from dataclasses import replace
 
 import cloudpickle
 import pytest
@@ -13,22 +12,15 @@ pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 pytest.importorskip("vllm", reason="needs the cpu or gpu extra")
 
 import torch
-from e2e.runs import REPOSITORY
 
-from titan_rl.actors.cluster import start_cluster
 from titan_rl.actors.peer import call
 from titan_rl.actors.process import enter_actor_process
 from titan_rl.actors.supervisor import Supervisor
-from titan_rl.config.load import load_config
 from titan_rl.errors import StateDictError
-from titan_rl.observability.run_dir import RunDirectory
-from titan_rl.routing import GeneratorRouter
-from titan_rl.statedict.board import VersionBoard
 from titan_rl.statedict.parts import join
 from titan_rl.statedict.rdma import RDMATransport
 from titan_rl.statedict.shared_memory import SharedMemoryTransport
 from titan_rl.statedict.types import Manifest, Place, TensorSlice
-from titan_rl.types import SamplingParams
 
 from monarch.actor import Actor, concurrent_endpoint, this_proc  # isort: skip
 
@@ -133,22 +125,3 @@ async def test_a_version_of_which_one_part_is_here_and_the_other_elsewhere(tmp_p
         await call(writers[0].close, who="writer", timeout_s=60)
     finally:
         await call(supervisor.terminate, who="supervisor", timeout_s=30)
-
-
-async def test_a_generator_that_is_elsewhere_pulls_while_it_serves(tmp_path, monkeypatch):
-    monkeypatch.chdir(REPOSITORY)
-    settings = [("statedict.transport", "rdma"), ("generation.num_generators", "1")]
-    config = load_config("examples/alphabet_sort/cpu.toml", settings)
-    board = VersionBoard()
-    sampling = SamplingParams(max_tokens=200, min_tokens=200)
-    async with asyncio.timeout(180), start_cluster(config, RunDirectory(tmp_path / "run"), board) as cluster:
-        router = GeneratorRouter(cluster.replicas)
-        manifest = await cluster.trainer.publish()
-        parts = tuple(replace(part, host="elsewhere") for part in manifest.parts)
-        board.announce(replace(manifest, parts=parts))
-        await router.pull_state_dict(manifest.version)  # verified by the trainer's logprobs
-        request = asyncio.ensure_future(router.generate([5, 6, 7], request_id="r", sampling=sampling))
-        await router.pull_state_dict(manifest.version)
-        assert len((await request).token_ids) == 200
-        await router.close()
-        await cluster.trainer.close()

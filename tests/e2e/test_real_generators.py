@@ -1,0 +1,252 @@
+"""Real generators under pulls, pauses, aborts and SIGKILL: nothing is lost, and requests go on from what they had.
+
+All tests share one cluster, in whose processes real engines run. The last one kills some of them.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections import Counter
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
+pytest.importorskip("vllm", reason="needs the cpu or gpu extra")
+
+from e2e.runs import REPOSITORY, process_writing_to
+
+from titan_rl.actors.cluster import Cluster, start_cluster
+from titan_rl.actors.replica import ActorReplica
+from titan_rl.config.load import load_config
+from titan_rl.errors import EngineDeadError, GenerationError
+from titan_rl.generation.resume import resume_on_abort
+from titan_rl.observability.run_dir import RunDirectory
+from titan_rl.routing import GeneratorRouter
+from titan_rl.statedict.board import VersionBoard
+from titan_rl.training.sample import TrainingSample
+from titan_rl.types import Completion, FinishReason, GenerateFn, SamplingParams
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+LENGTH = 200
+SAMPLING = SamplingParams(max_tokens=LENGTH, min_tokens=LENGTH, temperature=1.0)
+SETTINGS = [
+    ("generation.max_running", "2"),  # so that requests queue
+    ("generation.stream_interval", "4"),
+    ("statedict.transport", "rdma"),  # by which readers on the trainer's host map its memory, as with shared_memory
+]
+LIMIT_S = 120
+
+
+class Stage:
+    """Two real generators that run two requests each."""
+
+    def __init__(self, cluster: Cluster, board: VersionBoard, router: GeneratorRouter, run_dir: RunDirectory) -> None:
+        self.cluster, self.board, self.router, self.run_dir = cluster, board, router, run_dir
+        self.version = 0
+        self.watch = asyncio.ensure_future(cluster.watch(router))
+        self._names = iter(range(10_000))
+
+    def ask(self, count: int, generate: GenerateFn | None = None) -> list[asyncio.Future[Completion]]:
+        generate = generate or self.router.generate
+        return [
+            asyncio.ensure_future(generate([5, 6, 7, n], request_id=f"r{next(self._names)}", sampling=SAMPLING))
+            for n in range(count)
+        ]
+
+    async def running(self, requests: list[asyncio.Future[Completion]], tokens: int = 8) -> None:
+        """Return once one of these has streamed that many tokens."""
+        async with asyncio.timeout(LIMIT_S):
+            while max((len(c.token_ids) for c in self.router.tokens_so_far().values()), default=0) < tokens:
+                await asyncio.wait(requests, timeout=0.001)
+
+    async def step(self) -> None:
+        tokens, mask = [5, 6, 7, 8, 9, 10], [False, False, True, True, True, True]
+        values = [0.0, 0.0, -1.0, -1.0, -1.0, -1.0]
+        versions = [-1, -1, 0, 0, 0, 0]
+        sample = TrainingSample("g", "g/0", tokens, mask, values, values, versions, temperature=1.0)
+        await self.cluster.trainer.step([sample])
+
+    async def publish(self, mode: str = "hot_swap", host: str | None = None) -> int:
+        """The version that all have pulled.
+
+        Args:
+            host: where its memory is said to be.
+        """
+        manifest = await self.cluster.trainer.publish()
+        if host is not None:
+            manifest = replace(manifest, parts=tuple(replace(part, host=host) for part in manifest.parts))
+        self.board.announce(manifest)
+        await self.router.pull_state_dict(manifest.version, mode)  # pyright: ignore[reportArgumentType]
+        self.version = manifest.version
+        return manifest.version
+
+    async def until_both_serve(self) -> None:
+        async with asyncio.timeout(LIMIT_S):
+            while [member.serving for member in self.router.members] != [True, True]:
+                await asyncio.wait([self.watch], timeout=0.2)
+                assert not self.watch.done()
+        assert [member.version for member in self.router.members] == [self.version] * 2
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def stage(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stage]:
+    run_dir, board = RunDirectory(tmp_path_factory.mktemp("generators") / "run"), VersionBoard()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(REPOSITORY)
+        config = load_config("examples/alphabet_sort/cpu.toml", SETTINGS)
+        async with start_cluster(config, run_dir, board) as cluster:
+            router = GeneratorRouter(cluster.replicas)
+            stage = Stage(cluster, board, router, run_dir)
+            await stage.publish()
+            yield stage
+            stage.watch.cancel()
+            await router.close()
+            await cluster.trainer.close()
+
+
+async def test_a_generator_that_is_elsewhere_pulls_while_it_serves(stage: Stage) -> None:
+    """Over the network, in Monarch's TCP fallback, and verified by the trainer's logprobs."""
+    await stage.step()
+    requests = stage.ask(2)
+    await stage.running(requests)
+    assert await stage.publish(host="elsewhere") == 1
+    assert [len(completion.token_ids) for completion in await asyncio.gather(*requests)] == [LENGTH] * 2
+
+
+async def test_aborts_are_invisible(stage: Stage) -> None:
+    """Six requests, two at a time on each of two engines, through two pauses that abort them all."""
+    generate = resume_on_abort(stage.router.generate, wait_until_resumed=stage.router.wait_resumed)
+    requests = stage.ask(6, generate)
+    for _ in range(2):
+        await stage.running(requests)
+        report = await stage.router.pause("abort")
+        assert (report.cancelled, dict(report.failed)) == ((), {})
+        assert stage.router.tokens_so_far() == {}
+        await stage.router.resume()
+    completions = await asyncio.gather(*requests)
+    for completion in completions:
+        assert completion.finish_reason is FinishReason.LENGTH
+        assert len(completion.token_ids) == len(completion.logprobs) == LENGTH
+    assert any(completion.metrics["num_resumes"] >= 2 for completion in completions)
+
+
+async def test_a_pause_keeps_or_waits(stage: Stage) -> None:
+    requests = stage.ask(4)
+    await stage.running(requests)
+    await stage.router.pause("keep")
+    await asyncio.wait(requests, timeout=0.2)  # whatever was on its way has arrived
+    frozen = stage.router.tokens_so_far()
+    done, _ = await asyncio.wait(requests, timeout=0.5)
+    assert not done
+    assert stage.router.tokens_so_far() == frozen
+    await stage.router.resume()
+    completions = await asyncio.gather(*requests)
+    assert [(c.finish_reason, len(c.token_ids)) for c in completions] == [(FinishReason.LENGTH, LENGTH)] * 4
+    assert not any(completion.metrics.get("num_resumes") for completion in completions)
+
+    requests = stage.ask(4)
+    await stage.running(requests)
+    report = await stage.router.pause("wait")
+    assert report.aborted == ()
+    assert [len(completion.token_ids) for completion in await asyncio.gather(*requests)] == [LENGTH] * 4
+    late = stage.ask(1)
+    done, _ = await asyncio.wait(late, timeout=0.3)
+    assert not done
+    await stage.router.resume()
+    assert len((await late[0]).token_ids) == LENGTH
+
+
+async def test_an_abort_ends_with_what_there_is(stage: Stage) -> None:
+    requests = stage.ask(6)
+    await stage.running(requests)
+    assert await stage.router.abort() == ()
+    completions = await asyncio.gather(*requests)
+    assert {completion.finish_reason for completion in completions} == {FinishReason.ABORT}
+    assert any(completion.token_ids for completion in completions)
+    assert all(len(completion.token_ids) == len(completion.logprobs) < LENGTH for completion in completions)
+    with pytest.raises((RuntimeError, GenerationError), match="not paused"):
+        await stage.router.resume()
+
+
+async def test_drain_serves_meanwhile(stage: Stage) -> None:
+    before = stage.version
+    requests = stage.ask(4)
+    await stage.running(requests)
+    await stage.step()
+    draining = asyncio.ensure_future(stage.publish("drain"))
+    late = stage.ask(4)
+    assert await draining == before + 1
+    completions = await asyncio.gather(*requests, *late)
+    assert all(len(completion.token_ids) == LENGTH for completion in completions)
+    assert all(len(completion.version_spans) == 1 for completion in completions), "a drained request mixes no weights"
+    assert [member.version for member in stage.router.members] == [before + 1] * 2
+    requests = stage.ask(4)
+    await stage.running(requests)
+    await stage.step()
+    assert await stage.publish("hot_swap") == before + 2
+    swapped = await asyncio.gather(*requests)
+    assert any(
+        [span.version for span in completion.version_spans] == [before + 1, before + 2] for completion in swapped
+    )
+
+
+async def test_sigkill_loses_no_request_and_at_most_the_interval_of_tokens(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streamed: dict[str, list[int]] = {}  # engine id -> tokens told of
+    far: Counter[str] = Counter()  # requests of each generator that are some way on
+    enough = asyncio.Event()
+    stream = ActorReplica.stream
+
+    async def spy(replica: ActorReplica, prompt, *, request_id: str, on_tokens, **arguments) -> Completion:
+        def tell(part: Completion) -> None:
+            tokens = streamed.setdefault(request_id, [])
+            far[replica.name] += len(tokens) < 32 <= len(tokens) + len(part.token_ids)
+            tokens.extend(part.token_ids)
+            if max(far.values()) == 2:
+                enough.set()
+            on_tokens(part)
+
+        return await stream(replica, prompt, request_id=request_id, on_tokens=tell, **arguments)
+
+    monkeypatch.setattr(ActorReplica, "stream", spy)
+    requests = stage.ask(8)
+    await asyncio.wait_for(enough.wait(), LIMIT_S)
+    ((doomed, _),) = far.most_common(1)
+    os.kill(process_writing_to(stage.run_dir.logs / f"{doomed}.log"), signal.SIGKILL)
+    completions = await asyncio.wait_for(asyncio.gather(*requests), LIMIT_S)
+
+    resumed = [c for c in completions if c.metrics.get("num_resumes")]
+    assert resumed
+    for completion in completions:
+        assert (len(completion.token_ids), completion.finish_reason) == (LENGTH, FinishReason.LENGTH)
+    for completion in resumed:
+        kept = streamed[completion.request_id]
+        assert list(completion.token_ids[: len(kept)]) == kept
+    await stage.until_both_serve()
+
+    # An engine that has ended in a process that lives is replaced with its process, and so is one that is starting.
+    broken = next(replica for replica in stage.cluster.replicas if replica.name != doomed)
+    log = stage.run_dir.logs / f"{broken.name}.log"
+    before = process_writing_to(log)
+    stage.cluster.on_replica_failed(broken, EngineDeadError("the engine failed"))
+    second = await another_process(log, before)
+    assert len(stage.router.members) == 1
+    os.kill(second, signal.SIGKILL)
+    assert await another_process(log, second) != before
+    await stage.until_both_serve()
+
+
+async def another_process(log: Path, than: int) -> int:
+    async with asyncio.timeout(LIMIT_S):
+        while True:
+            with contextlib.suppress(ProcessLookupError):
+                if (pid := process_writing_to(log)) != than:
+                    return pid
+            await asyncio.sleep(0.05)
