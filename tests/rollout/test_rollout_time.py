@@ -13,6 +13,7 @@ from titan_rl import Completion, FinishReason, RolloutStatus, TokenStep, stopwat
 from titan_rl.config.sections import RolloutConfig
 from titan_rl.generation.resume import resume_on_abort
 from titan_rl.generation.scripted_engine import CostModel
+from titan_rl.rollout.timed import RETURN_S
 from titan_rl.routing import GeneratorRouter
 from titan_rl.rubric import Reward, Rubric
 from titan_rl.simulate.replica import SimulatedReplica
@@ -205,7 +206,7 @@ async def test_one_that_does_not_return_when_told_is_cancelled() -> None:
 
     (rollout,) = (await stage_of().group(stubborn)).rollouts
     assert rollout.status is RolloutStatus.ERROR_TIMEOUT
-    assert rollout.metrics["seconds"] == pytest.approx(40.0)
+    assert rollout.metrics["seconds"] == pytest.approx(30.0 + RETURN_S)
 
 
 async def test_a_stopwatch_counts_what_runs_and_is_not_held() -> None:

@@ -10,8 +10,9 @@ from titan_rl.rollout.records import completion_of
 from titan_rl.stopwatch import Stopwatch
 from titan_rl.types import Completion, FinishReason, GenerateFn, SamplingParams
 
-RETURN_S = 10.0
-"""What a request may take to return with its tokens when it is told to end, before it is cancelled."""
+RETURN_S = 60.0
+"""What a request may take to return with its tokens when it is told to end, before it is cancelled. A router needs less
+with its default limits, also of an engine that does not answer."""
 
 
 async def generate_within(
