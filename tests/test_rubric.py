@@ -256,3 +256,22 @@ async def test_a_failing_call_of_one_reward_scores_nothing() -> None:
     with pytest.raises(RewardError):
         await Rubric([Reward(sibling_number), Reward(divide)]).score(rollouts)
     assert [one.reward_breakdown for one in rollouts] == [{"half": 0.5}] * 2
+
+
+class Heavy:
+    name = "heavy"
+    weight = float("nan")
+
+    async def values(self, rollouts: Sequence[Rollout]) -> list[float]:
+        return [1.0] * len(rollouts)
+
+
+def test_a_weight_that_is_not_finite_is_refused_whoever_gives_it() -> None:
+    with pytest.raises(ValueError, match="must be positive and finite"):
+        Rubric([Reward(half), Heavy()])
+
+
+async def test_rewards_that_overflow_are_an_error_with_their_values() -> None:
+    large = GroupReward(lambda rollouts: [1e308] * len(rollouts), name="large")
+    with pytest.raises(RewardError, match=r"'large': 1e\+308.* too large to be added up"):
+        await Rubric([large, Reward(lambda _: 1e308, name="other")]).score([rollout()])

@@ -43,9 +43,10 @@ async def bounded(work: Coroutine[Any, Any, T], timeout_s: float | None, what: s
     if not task.done():
         await _end(task, what, cleanup_s)
         raise OutOfTimeError(f"it took longer than {timeout_s:g} s")
-    if task.cancelled():
-        raise StrayCancellationError(f"{what} was cancelled, though nobody had asked for that")
-    return task.result()
+    try:
+        return task.result()
+    except asyncio.CancelledError as error:
+        raise StrayCancellationError(f"{what} was cancelled, though nobody had asked for that") from error
 
 
 async def _end(task: asyncio.Task[Any], what: str, cleanup_s: float) -> None:

@@ -63,6 +63,7 @@ class RewardError(TitanRLError):
     def __init__(self, text: str, where: str | None = None) -> None:
         super().__init__(text if where is None else f"{text} ({where})")
         self.text = text
+        self.where = where
 
 
 class RequestError(TitanRLError, ValueError):

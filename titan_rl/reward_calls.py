@@ -7,15 +7,16 @@ import inspect
 import logging
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, Literal, TypeVar, cast
 
 from titan_rl.bounded import OutOfTimeError, bounded
 from titan_rl.errors import RewardError
+from titan_rl.plain import snapshot
 from titan_rl.rollout.types import Rollout
 from titan_rl.threads import DaemonThreads
-from titan_rl.user_code import summary, where
+from titan_rl.user_code import place_of, summary, where
 
 T = TypeVar("T")
 
@@ -123,7 +124,8 @@ class UserFunction:
         except OutOfTimeError as error:
             raise RewardError(
                 f"reward {self._name!r} took longer than {timeout_s:g} s on {about}; "
-                "raise its timeout_s, or the rubric's, or make it faster"
+                "raise its timeout_s, or the rubric's, or make it faster",
+                place_of(self._fn),
             ) from error
         except Exception as error:
             raise failed(self._name, about, error) from error
@@ -144,6 +146,17 @@ def failed(name: str, about: str, error: BaseException) -> RewardError:
 def about(rollouts: Sequence[Rollout], *, each: bool = False) -> str:
     """What a call is about, for messages: a rollout, or a group."""
     return f"rollout {rollouts[0].rollout_id!r}" if each else f"group {rollouts[0].group_id!r}"
+
+
+def copy_of(rollout: Rollout) -> Rollout:
+    """A rollout for a reward to do with as it likes. Its sample and the tokens of its turns are shared."""
+    return replace(
+        rollout,
+        turns=list(rollout.turns),
+        messages=[snapshot(message) for message in rollout.messages],
+        reward_breakdown=dict(rollout.reward_breakdown),
+        metrics=dict(rollout.metrics),
+    )
 
 
 def checked(values: Any, count: int, name: str, about: str) -> list[float]:

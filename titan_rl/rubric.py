@@ -18,16 +18,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Generic, Protocol, TypeVar
 
-from titan_rl.plain import snapshot
+from titan_rl.errors import RewardError
 from titan_rl.reward_calls import (
     SURE_TO_FAIL_AGAIN,
     FailurePolicy,
     UserFunction,
     about,
     checked,
+    copy_of,
     together,
 )
 from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus
@@ -181,9 +181,11 @@ class Rubric:
         if duplicates := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"rewards {duplicates} appear more than once in the rubric; give each its own name=")
         self._weight_sum = sum(reward.weight for reward in rewards)
-        if self._weight_sum <= 0:
+        if not 0 < self._weight_sum < math.inf:
             weights = {reward.name: reward.weight for reward in rewards}
-            raise ValueError(f"the rubric's weights {weights} sum to {self._weight_sum}; the sum must be positive")
+            raise ValueError(
+                f"the rubric's weights {weights} sum to {self._weight_sum}; the sum must be positive and finite"
+            )
         for field, value in (("truncated_reward", truncated_reward), ("error_reward", error_reward)):
             if value is not None and not math.isfinite(value):
                 raise ValueError(f"Rubric {field} is {value!r}; it must be finite or None")
@@ -230,15 +232,22 @@ class Rubric:
         known = [(begun or {}).get(rollout.rollout_id, {}) for rollout in judged]
         missing = [reward for reward in self.rewards if not all(reward.name in values for values in known)]
         late = await self._judge(judged, missing) if judged else []
+        means = [
+            self._mean(rollout, {**before, **after}) for rollout, before, after in zip(judged, known, late, strict=True)
+        ]
 
         for rollout in rollouts:
             if not self._judges(rollout):
                 rollout.reward, rollout.reward_breakdown = self._fixed_reward(rollout.status), {}
-        for rollout, before, after in zip(judged, known, late, strict=True):
-            values = {**before, **after}
-            rollout.reward_breakdown = {reward.name: values[reward.name] for reward in self.rewards}
-            weighted = sum(reward.weight * values[reward.name] for reward in self.rewards)
-            rollout.reward = weighted / self._weight_sum
+        for rollout, (reward, breakdown) in zip(judged, means, strict=True):
+            rollout.reward, rollout.reward_breakdown = reward, breakdown
+
+    def _mean(self, rollout: Rollout, values: Mapping[str, float]) -> tuple[float, dict[str, float]]:
+        breakdown = {reward.name: values[reward.name] for reward in self.rewards}
+        mean = sum(reward.weight * breakdown[reward.name] for reward in self.rewards) / self._weight_sum
+        if not math.isfinite(mean):
+            raise RewardError(f"the rewards {breakdown} of {about([rollout], each=True)} are too large to be added up")
+        return mean, breakdown
 
     def _judges(self, rollout: Rollout) -> bool:
         if rollout.status is RolloutStatus.TRUNCATED_PROMPT and not rollout.turns:
@@ -272,7 +281,7 @@ class Rubric:
         where = about(rollouts, each=_per_rollout(reward))
 
         async def call() -> list[float]:
-            copies = [_copy(rollout) for rollout in rollouts]
+            copies = [copy_of(rollout) for rollout in rollouts]
             if isinstance(reward, _OfFunction):
                 values = await reward.values_within(copies, self.timeout_s)
             else:
@@ -284,13 +293,3 @@ class Rubric:
 
 def _per_rollout(reward: WeightedReward) -> bool:
     return bool(getattr(reward, "per_rollout", False))
-
-
-def _copy(rollout: Rollout) -> Rollout:
-    return replace(
-        rollout,
-        turns=list(rollout.turns),
-        messages=[snapshot(message) for message in rollout.messages],
-        reward_breakdown=dict(rollout.reward_breakdown),
-        metrics=dict(rollout.metrics),
-    )

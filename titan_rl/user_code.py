@@ -5,12 +5,15 @@ Standard library only.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 import sysconfig
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import CodeType
 
 from titan_rl.plain import printable
 
@@ -82,6 +85,20 @@ def innermost(frames: Sequence[traceback.FrameSummary]) -> str | None:
     for frame in reversed(frames):
         if not _is_library(frame.filename):
             return f"{_short(frame.filename)}:{frame.lineno} in {frame.name}"
+    return None
+
+
+def place_of(function: Callable[..., object]) -> str | None:
+    """Where a function is defined, as `env.py:17 in step`; None of one that is not written in Python.
+
+    For an error that no line of it can be found for: it hung.
+    """
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = inspect.unwrap(function)
+    for one in (function, inspect.getattr_static(function, "__call__", None)):
+        if isinstance(code := getattr(one, "__code__", None), CodeType):
+            return f"{_short(code.co_filename)}:{code.co_firstlineno} in {code.co_name}"
     return None
 
 

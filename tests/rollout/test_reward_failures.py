@@ -165,6 +165,7 @@ async def test_a_judge_that_hangs_has_the_time_of_one_call_and_no_more() -> None
     assert now() == 20.0
     assert group.failure is not None
     assert "reward 'judge' took longer than 20 s on rollout 'g/" in group.failure.error
+    assert re.fullmatch(r"tests/rollout/test_reward_failures.py:\d+ in judge", group.failure.where or "")
 
 
 async def test_a_judge_that_does_not_take_a_cancellation_is_left_behind() -> None:
@@ -250,6 +251,8 @@ async def test_whatever_goes_wrong_is_a_failure_of_that_reward(reward: Any, says
     group = playing.result()
     assert group.failure is not None
     assert re.search(says, group.failure.error)
+    if "cancels_its_own" in group.failure.error:
+        assert re.fullmatch(r"tests/rollout/test_reward_failures.py:\d+ in cancels_its_own", group.failure.where or "")
 
 
 async def test_a_cancelled_group_ends_its_retries() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 from titan_rl.errors import RewardError
 from titan_rl.rollout.recess import Recess
@@ -60,7 +61,8 @@ class Judging:
             return
         if self.error.ends_run:
             raise self.error
-        group.failure = Failure.of(self.error, f"RewardError: {self.error.text}")
+        failure = Failure.of(self.error, f"RewardError: {self.error.text}")
+        group.failure = replace(failure, where=self.error.where)
         for rollout in group.rollouts:
             if rollout.error is None:
                 rollout.error, rollout.failure = group.failure.error, group.failure
