@@ -317,7 +317,7 @@ async def test_groups_whose_reward_fails_are_told_of_counted_and_left_out(tmp_pa
     assert sum(metrics.get("scheduling/dropped/reward_failed", 0) for metrics in figures) == 1
     assert [m["validation/unscored"] for m in figures if "validation/unscored" in m] == [2.0, 2.0, 2.0]
     told = " ".join((tmp_path / "progress.txt").read_text().split())
-    assert told.count("KeyError: 'answer'") == 2  # when it first happened, and at the end
+    assert told.count("KeyError: 'answer'") == 5  # when it first happened, with each validation, and at the end
     assert "reward 'judge' failed on rollout 'validation-0/0': KeyError: 'answer' (tests/test_controller.py:" in told
     assert "4 groups were dropped for rewards that failed" in told
     lines = [json.loads(line) for line in rig.run_dir.rollouts.read_text().splitlines()]

@@ -157,7 +157,9 @@ async def test_an_environment_that_always_raises_is_shown_with_its_line_and_writ
     run = Run(tmp_path, make_env=Broken)
     with caplog.at_level(logging.WARNING), pytest.raises(TrainingError) as ended:
         await run.run()
-    assert "8 of 8 rollouts ended in an error, all of them in error_env: ConnectionError: sandbox -" in str(ended.value)
+    assert "8 of 8 rollouts were lost to errors, all of them to error_env: ConnectionError: sandbox -" in str(
+        ended.value
+    )
     assert "test_reported_rollouts.py:" in str(ended.value)
     assert "in reset)" in str(ended.value)
     written = run.rollouts()
@@ -196,7 +198,8 @@ async def test_validation_says_how_many_rollouts_its_mean_leaves_out(tmp_path):
     assert run.metric("validation/reward_mean") == [0.5, 0.5]
     shown = run.output.read_text()
     assert (
-        "reward 0.500, without those that failed: 2 of 8 rollouts ended in an error, all of them in error_env" in shown
+        "reward 0.500, without those that failed: 2 of 8 rollouts were lost to errors, all of them to error_env"
+        in shown
     )
     written = [(record["step"], record["status"]) for record in run.rollouts()]
     assert written == [(0, "error_env")] * 2 + [(2, "error_env")] * 2, "errors are written where nothing else is"

@@ -18,15 +18,14 @@ from titan_rl.durability.run_journal import RunJournal
 from titan_rl.durability.run_state import RunState
 from titan_rl.errors import CheckpointError, TitanRLError, TrainingError
 from titan_rl.group_player import GroupPlayer
-from titan_rl.observability.metrics import group_metrics, validation_metrics
-from titan_rl.observability.progress import Progress, RunSummary, StepReport
+from titan_rl.observability.progress import Progress, RunSummary
 from titan_rl.observability.rollout_log import RolloutLog
 from titan_rl.observability.run_dir import RunDirectory
 from titan_rl.rollout.advantages import subtract_batch_mean
-from titan_rl.rollout.failures import ErrorCounts
 from titan_rl.rollout.runner import GroupRunner
 from titan_rl.routing.router import GeneratorRouter
 from titan_rl.run_observer import RunObserver
+from titan_rl.run_reporter import RunReporter
 from titan_rl.scheduling.batch import GroupBatch
 from titan_rl.scheduling.filters import BY_NAME, GroupFilter, too_few_siblings, too_long
 from titan_rl.scheduling.scheduler import GroupScheduler
@@ -74,7 +73,6 @@ class Controller:
         self._trainer = trainer
         self._board = board
         self._run_dir = run_dir
-        self._log = log
         self._progress = progress
         self._journal = journal
         self._reward_before = start.reward_before
@@ -87,6 +85,7 @@ class Controller:
         self._tokens = start.tokens
         self._rollouts = RolloutLog(run_dir.write_rollout, config.logging.transcripts_per_step, progress.message)
         self._observer = RunObserver(journal, self._rollouts, self._version)
+        self._reporter = RunReporter(log, progress, self._rollouts, run_dir.path)
         self._player = GroupPlayer(
             config,
             task,
@@ -204,7 +203,7 @@ class Controller:
                 "out of step"
             )
         self._version = result.version
-        self._tokens += num_tokens(batch)
+        self._tokens += batch.num_tokens
         metrics = prefixed("train", result.metrics) | prefixed("scheduling", batch.metrics)
         self._unreported[result.version] = batch, metrics | {"time/step_s": time.monotonic() - began}
         return result.version
@@ -263,20 +262,7 @@ class Controller:
         """Mean reward on the held-out samples, of the rollouts that have one. None if validation is off."""
         if not self._config.validation.num_prompts:
             return None
-        groups = await self._player.validation_groups()
-        self._rollouts.finished(groups, "validation", self._version)
-        errors = ErrorCounts(rollout for group in groups for rollout in group.rollouts)
-        metrics = validation_metrics(groups)
-        if "validation/reward_mean" not in metrics:
-            raise TrainingError(
-                f"no validation rollout got a reward: {errors.describe() or 'none was judged'}; "
-                f"{self._run_dir.rollouts} and logs/controller.log beside it have more"
-            )
-        reward = metrics["validation/reward_mean"]
-        self._log(self._version, metrics)
-        left_out = f", without those that failed: {errors.describe()}" if errors.num_errors else ""
-        self._progress.message(f"validation at step {self._version}: reward {reward:.3f}{left_out}")
-        return reward
+        return self._reporter.validation(self._version, await self._player.validation_groups())
 
     def _owes_validation(self) -> bool:
         """The run was stopped in the validation of the step that its checkpoint is of."""
@@ -292,23 +278,8 @@ class Controller:
 
     def _report(self, step: int) -> None:
         batch, metrics = self._unreported.pop(step)
-        metrics = group_metrics(batch.groups) | self._observer.take_figures(batch.version) | metrics
-        seconds = metrics["time/step_s"]
-        metrics["throughput/tokens_per_s"] = num_tokens(batch) / seconds
         metrics["generation/requests_in_flight_max"] = float(self._player.requests.take())
-        self._rollouts.finished(batch.groups, "train", step)
-        self._log(step, metrics | self._rollouts.figures())
-        trained = metrics["rollout/reward_mean"]
-        self._progress.step(
-            StepReport(
-                step=step,
-                reward=metrics.get("rollout/finished_reward_mean", trained),
-                reward_trained=trained,
-                tokens_per_second=metrics["throughput/tokens_per_s"],
-                staleness=metrics["train/staleness_mean"],
-                seconds=seconds,
-            )
-        )
+        self._reporter.step(step, batch, metrics | self._observer.take_figures(batch.version))
 
     async def _begin_checkpoint(self) -> None:
         """Of the current version, if it has none; a checkpoint before it is whole first."""
@@ -349,11 +320,6 @@ class Controller:
                     await self._finish_checkpoint()
         except (TitanRLError, TimeoutError) as error:
             logger.warning("the last checkpoint was not written: %r", error)
-
-
-def num_tokens(batch: GroupBatch) -> int:
-    """Completion tokens."""
-    return sum(rollout.num_completion_tokens for group in batch.groups for rollout in group.rollouts)
 
 
 def make_filters(config: RunConfig, task: Task) -> list[GroupFilter]:

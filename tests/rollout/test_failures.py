@@ -48,7 +48,7 @@ async def test_the_most_frequent_error_is_named_with_its_place_and_count():
     counts.add([Rollout("g/8", "g", 8, None)])
     assert counts.num_errors == 8
     assert counts.describe().startswith(
-        "8 of 9 rollouts ended in an error, 6 of them in error_env: ConnectionError: sandbox 1 is gone ("
+        "8 of 9 rollouts were lost to errors, 6 of them to error_env: ConnectionError: sandbox 1 is gone ("
     )
     assert "test_failures.py:" in counts.describe()
     assert counts.describe().endswith("in reset)")

@@ -28,7 +28,7 @@ class ErrorCounts:
     Example:
 
         counts = ErrorCounts(group.rollouts)
-        counts.describe()   # "30 of 32 rollouts ended in an error, 29 of them in error_env: KeyError: 'a' (env.py:17)"
+        counts.describe()   # "30 of 32 rollouts were lost to errors, 29 of them to error_env: KeyError: 'a' (env.py:17)"
     """
 
     def __init__(self, rollouts: Iterable[Rollout] = ()) -> None:
@@ -68,4 +68,4 @@ class ErrorCounts:
             return ""
         text, count = self.most_common()[0]
         hit = "all of them" if count == self.num_errors else f"{count} of them"
-        return f"{self.num_errors} of {self.num_rollouts} rollouts ended in an error, {hit} in {text}"
+        return f"{self.num_errors} of {self.num_rollouts} rollouts were lost to errors, {hit} to {text}"

@@ -19,6 +19,11 @@ class GroupBatch:
     metrics: Mapping[str, float]  # see Ledger.close_batch
     on_release: Callable[[], None]
 
+    @property
+    def num_tokens(self) -> int:
+        """Completion tokens."""
+        return sum(rollout.num_completion_tokens for group in self.groups for rollout in group.rollouts)
+
     def release(self) -> None:
         """Give the slots back: call once, after the generators have pulled the version trained on these groups."""
         self.on_release()
