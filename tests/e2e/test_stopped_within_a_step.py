@@ -80,7 +80,10 @@ def test_a_run_stopped_within_a_step_goes_on_where_the_trainer_says_it_is(tmp_pa
         assert (run.folder / "journal" / f"step-{state.step:06d}.journal").exists()
         assert_trained_once_and_in_order(run.folder, state.step)
 
+        with (run.folder / "journal" / f"step-{state.step:06d}.journal").open("ab") as segment:
+            segment.write(bytes(12))  # as a loss of power may leave
         run.resume()
         assert run.wait() == 0, run.output
+        assert "12 bytes are no record and are passed over" in run.output
         assert_trained_once_and_in_order(run.folder, 6)
         assert run.leftovers() == []

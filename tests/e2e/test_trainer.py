@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from titan_rl.config.sections import ModelConfig
 from titan_rl.config.training import TrainingConfig
-from titan_rl.errors import ModelError, TrainingError
+from titan_rl.errors import CheckpointError, ModelError, TrainingError
 from titan_rl.training.flex_attention import BlockLayout
 from titan_rl.training.sample import TrainingSample
 from titan_rl.training.trainer import TrainerCore
@@ -204,6 +204,23 @@ def test_a_step_that_cannot_be_taken_changes_nothing(untied: Path, change: dict[
     assert trainer.version == 0
     assert all(torch.equal(before[name], tensor) for name, tensor in trainer.named_tensors())
     assert trainer.step(samples).version == 1
+
+
+def test_weights_between_two_versions_are_not_saved(untied: Path, tmp_path: Path):
+    trainer = make_trainer(untied, minibatches=2)
+    trainer.save(tmp_path / "step-000000")
+    before = weights(trainer)
+    first, second = on_policy_samples(trainer, 24, 24)
+    untrainable = replace(second, group_id="other", behaviour_logprobs=[math.nan] * 24)
+    with pytest.raises(TrainingError, match="none of 1 samples has a token to train on"):
+        trainer.step([first, untrainable])
+    assert trainer.version == 0
+    assert not all(torch.equal(before[name], tensor) for name, tensor in trainer.named_tensors())
+    with pytest.raises(CheckpointError, match="step 1 failed after some of its minibatches"):
+        trainer.save(tmp_path / "step-000000")
+    trainer.load(tmp_path / "step-000000")
+    assert trainer.step([first, replace(second, group_id="other")]).version == 1
+    trainer.save(tmp_path / "step-000001")
 
 
 def test_an_oversized_sample_is_dropped_and_counted(untied: Path):

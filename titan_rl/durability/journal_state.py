@@ -138,7 +138,7 @@ def read_segments(segments: Sequence[Path], position: DataPosition) -> Found:
                 starts.append(record)
             state.apply(record)
         if damages:
-            losses.append(f"{path}: {sum(damages)} bytes in {len(damages)} places are no record and are passed over")
+            losses.append(f"{path}: {sum(damages)} bytes are no record and are passed over")
     for start in [start for start in state.batches if start < position.version]:
         del state.batches[start]  # trained, or of another course of events
     agrees = any(

@@ -15,7 +15,7 @@ import torch
 
 from titan_rl.config.sections import ModelConfig
 from titan_rl.config.training import CorrectionConfig, TrainingConfig
-from titan_rl.errors import TrainingError
+from titan_rl.errors import CheckpointError, TrainingError
 from titan_rl.statedict.types import TensorSlice
 from titan_rl.training.batch import Batch
 from titan_rl.training.gradients import average_and_clip
@@ -86,6 +86,7 @@ class TrainerCore:
         self._writer = TrainStateWriter(self._world)
         self._readers = Readers()
         self._version = 0
+        self._is_between_versions = False  # some minibatches of a step have changed the weights, and not all
 
     @property
     def version(self) -> int:
@@ -142,6 +143,7 @@ class TrainerCore:
             **token_metrics(record, self._version, self._world),
         }
         self._version += 1
+        self._is_between_versions = False
         return StepResult(self._version, metrics)
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -203,7 +205,15 @@ class TrainerCore:
 
         Args:
             files: what else the folder is to hold: name -> text.
+
+        Raises:
+            CheckpointError: a step failed after some of its minibatches, so that these weights are of no version.
         """
+        if self._is_between_versions:
+            raise CheckpointError(
+                f"step {self._version + 1} failed after some of its minibatches: the weights are of no version, and "
+                "are not saved"
+            )
         self._writer.begin(Path(directory), self._model, self._optimizers.parts, self._version, files or {})
 
     def finish_save(self) -> None:
@@ -223,6 +233,7 @@ class TrainerCore:
         """
         self._readers.wait()
         self._version = load_train_state(Path(directory), self._model, self._optimizers.parts, self._world)
+        self._is_between_versions = False
 
     def export_hf(self, directory: str | Path) -> None:
         """Write a Hugging Face folder: weights, config, and the tokenizer files of the folder the model came from.
@@ -268,6 +279,7 @@ class TrainerCore:
                 f"step {self._version + 1} has loss {loss} and gradient norm {grad_norm}; the weights are unchanged"
             )
         waited = self._readers.wait()
+        self._is_between_versions = True
         self._optimizers.step(lr)
         return _Update(loss, grad_norm, TokenRecord.concatenate(records), waited)
 
