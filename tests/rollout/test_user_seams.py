@@ -110,6 +110,24 @@ async def test_an_environment_that_exits_in_close_ends_nothing() -> None:
     assert (rollout.status, rollout.error) == (RolloutStatus.COMPLETED, "close: RuntimeError: SystemExit: 3")
 
 
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+@pytest.mark.parametrize("where", ["on_reset", "on_step", "on_close"])
+@pytest.mark.parametrize(("error", "text"), [(Mute(), "Mute: "), (KeyError("\ud83d"), "KeyError: '\\ud83d'")])
+async def test_an_error_whose_text_is_no_text_is_told_of(where: str, error: Exception, text: str) -> None:
+    async def fail(env: Env) -> None:
+        raise error
+
+    stage = Stage(lambda _: Env(**{where: fail}))
+    (rollout,) = (await stage.group(Generator())).rollouts
+    assert text in (rollout.error or "")
+    assert (rollout.error or "").encode()
+    assert stage.given_back()
+
+
 WRONG: list[Callable[[], object]] = [
     lambda: MessageStep(status="completed"),  # pyright: ignore
     lambda: MessageStep(["hi"]),  # pyright: ignore

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from titan_rl.cancellation import asked_to_cancel
 from titan_rl.environment.types import TokenEnv
 from titan_rl.rollout.types import RolloutStatus
-from titan_rl.user_code import Failure
+from titan_rl.user_code import Failure, summary
 
 MAX_CLOSE_S = 10.0
 
@@ -87,7 +87,7 @@ async def close_env(env: TokenEnv, timeout_s: float) -> str | None:
             closing.cancel()
     if closing.done() and failure is None:
         error = asyncio.CancelledError() if closing.cancelled() else closing.exception()
-        failure = f"{type(error).__name__}: {error}" if error is not None else None
+        failure = summary(error) if error is not None else None
     if failure is not None:
         logger.warning("closing %s failed: %s", type(env).__name__, failure)
     if cancelled is not None:
