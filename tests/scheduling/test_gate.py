@@ -40,6 +40,7 @@ class Engine:
             self.running[request_id].set_result(FinishReason.ABORT)
 
 
+@pytest.mark.looptime
 async def test_a_duplicate_fails_alone_and_the_first_is_still_ended_by_the_gate() -> None:
     engine, gate = Engine(), Gate()
     generate = gate.guard(engine.generate, engine.abort)
@@ -49,7 +50,8 @@ async def test_a_duplicate_fails_alone_and_the_first_is_still_ended_by_the_gate(
         await generate([1], request_id="a", sampling=SAMPLING)
     gate.close()
     await gate.end_in_flight()
-    assert (await first).finish_reason is FinishReason.ABORT
+    async with asyncio.timeout(10):
+        assert (await first).finish_reason is FinishReason.ABORT
     assert engine.aborted == ["a"]
 
 
