@@ -208,3 +208,30 @@ async def test_drain_while_paused_is_refused_and_hot_swap_is_not() -> None:
     with pytest.raises(ValueError, match=r"'swap'.*hot_swap, drain"):
         await router.pull_state_dict(2, "swap")  # pyright: ignore[reportArgumentType]
     await router.close()
+
+
+async def test_a_replica_is_recorded_with_the_version_that_it_has() -> None:
+    """A pull that was given up on comes through after the next one, or another made it newer."""
+
+    class Tells(FakeReplica):
+        has = 7
+
+        async def pull(self, version: int) -> int:
+            await super().pull(version)
+            return self.has
+
+    a, b = Tells("a"), FakeReplica("b")
+    router = GeneratorRouter([a, b])
+    report = await router.pull_state_dict(6)
+    assert report.pulled == ("a", "b")
+    assert [member.version for member in router.members] == [7, 6]
+    await router.pull_state_dict(7)
+    assert a.calls == ["pull 6"]  # there was nothing to do
+    report = await router.pull_state_dict(8)
+    assert report.pulled == ("b",)
+    assert str(report.failed["a"]) == "replica a was to pull version 8 and has version 7"
+    assert serving(router) == ["b"]
+    a.has = 8
+    await asyncio.sleep(60)
+    assert [(member.version, member.serving) for member in router.members] == [(8, True), (8, True)]
+    await router.close()

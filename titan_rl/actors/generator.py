@@ -121,10 +121,11 @@ class GeneratorActor(ProcessActor):
         self._outlet.answer(request.request_id, outcome)
 
     @concurrent_endpoint
-    async def pull(self, manifest: Manifest) -> dict[str, float]:
+    async def pull(self, manifest: Manifest) -> tuple[int, dict[str, float]]:
         """Load a published version and check it against the trainer's logprobs of the manifest's probes.
 
         Returns:
+            The version that is loaded then, this or a newer one.
             load_s, verify_s, stall_s (how long the engine did not step) and probe_diff.
         """
         probe_diffs: list[float] = []
@@ -133,7 +134,7 @@ class GeneratorActor(ProcessActor):
             probe_diffs.append(_check(manifest, engine))
 
         result = await self._loop.pull(manifest.version, lambda: self._items(manifest), check, manifest=manifest)
-        return {
+        return result.version, {
             "load_s": result.load_s,
             "verify_s": result.verify_s,
             "stall_s": result.stall_s,

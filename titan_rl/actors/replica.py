@@ -59,9 +59,11 @@ class ActorReplica:
     ) -> Completion:
         return await self._inlet.ask(Request(request_id, prompt_token_ids, session_id, sampling), on_tokens)
 
-    async def pull(self, version: int) -> None:
-        figures = await self._call(self._actor.pull, self._board.manifest_of(version))
-        self._board.note_pull(self.name, figures)
+    async def pull(self, version: int) -> int:
+        loaded, figures = await self._call(self._actor.pull, self._board.manifest_of(version))
+        if loaded == version:
+            self._board.note_pull(self.name, figures)
+        return loaded
 
     async def pause(self, mode: PauseMode) -> None:
         await self._call(self._actor.pause, mode)

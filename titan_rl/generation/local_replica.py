@@ -49,8 +49,8 @@ class LocalReplica:
     ) -> Completion:
         return await self.loop.generate(prompt_token_ids, request_id=request_id, sampling=sampling, on_tokens=on_tokens)
 
-    async def pull(self, version: int) -> None:
-        await self.loop.pull(version, lambda: self._items_of(version))
+    async def pull(self, version: int) -> int:
+        return (await self.loop.pull(version, lambda: self._items_of(version))).version
 
     async def pause(self, mode: PauseMode) -> None:
         await pause_anew(self.loop, mode)

@@ -10,6 +10,7 @@ from titan_rl import stopwatch
 from titan_rl.errors import EngineDeadError, EngineStalledError, GenerationError, NoReplicaError, RequestError
 from titan_rl.generation.continuation import aborted_late
 from titan_rl.routing.aborts import Aborts
+from titan_rl.routing.blame import Blame, Failure
 from titan_rl.routing.flight import Flight, Flights, NotResumedError
 from titan_rl.routing.health import Health
 from titan_rl.routing.job import Job
@@ -41,7 +42,7 @@ class Dispatcher:
         self.closed: EngineDeadError | None = None
         self._pool = pool
         self._flights = flights
-        self._health = health
+        self._blame = Blame(health, limits.judge_s)
         self._pause = pause
         self._aborts = aborts
         self._stalls = stalls
@@ -51,10 +52,11 @@ class Dispatcher:
     async def generate(
         self, prompt_token_ids: Sequence[int], request_id: str, session_id: str | None, sampling: SamplingParams
     ) -> Completion:
-        failures: list[Exception] = []
+        failures: list[Failure] = []
         with self._flights.track(request_id) as flight:
             flight.job = job = Job(request_id, prompt_token_ids, session_id, sampling)
             while (reservation := await self._board(flight, session_id, job.cost)) is not None:
+                failure: Failure | None = None
                 with reservation as member:
                     epoch = member.epoch
                     flight.depart(member)
@@ -65,15 +67,19 @@ class Dispatcher:
                     except Exception as error:
                         job.keep_what_was_streamed()
                         if not flight.interrupted:  # else aborted, or its replica was removed: nobody's failure
-                            failures.append(error)
-                            self._health.quarantine(member, error, epoch)
+                            failure = Failure(member, epoch, error, member.num_served)
                     finally:
                         flight.member = None
+                if failure is not None:
+                    failures.append(failure)
+                    await self._blame.lay(flight, failures)
                 if not flight.aborted and (whole := job.whole) is not None:
                     return whole  # the replica was lost between its last token and its answer
                 if len(failures) == self._max_attempts:
-                    message = f"request {request_id!r} failed on {len(failures)} replicas; the last: {failures[-1]!r}"
-                    raise GenerationError(message) from failures[-1]
+                    last = failures[-1].error
+                    raise GenerationError(
+                        f"request {request_id!r} failed on {len(failures)} replicas; the last: {last!r}"
+                    ) from last
             return job.aborted
 
     async def _board(self, flight: Flight, session_id: str | None, cost: int) -> Reservation | None:
@@ -110,7 +116,7 @@ class Dispatcher:
         except (TimeoutError, EngineStalledError, NotResumedError, asyncio.CancelledError):
             self._aborts.tell_soon(member, flight.engine_id)  # the engine may be at it still
             raise
-        member.hear()
+        member.hear(served=True)
         member.failures = 0
         completion = job.completed_by(completion)
         if flight.interrupted_s:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 from titan_rl.cancellation import stray_cancellation_fails
+from titan_rl.errors import StateDictError
 from titan_rl.generation.types import OnTokens, PauseMode
 from titan_rl.routing.replica import Replica, StreamingReplica
 from titan_rl.types import Completion, SamplingParams
@@ -47,9 +48,19 @@ class GuardedReplica:
                 prompt_token_ids, request_id=request_id, session_id=session_id, sampling=sampling, on_tokens=on_tokens
             )
 
-    async def pull(self, version: int) -> None:
+    async def pull(self, version: int) -> int:
+        """The version that the replica has then: this or a newer one.
+
+        Raises:
+            StateDictError: it has an older one.
+        """
         with self._guard(f"the pull of version {version}"):
-            await self._replica.pull(version)
+            loaded = await self._replica.pull(version)
+        if loaded is None:
+            return version
+        if loaded < version:
+            raise StateDictError(f"replica {self._replica.name} was to pull version {version} and has version {loaded}")
+        return loaded
 
     async def pause(self, mode: PauseMode) -> None:
         with self._guard("a pause"):

@@ -42,7 +42,7 @@ class Job:
         self._streamed = streamed
 
         def on_tokens(part: Completion) -> None:
-            member.hear()
+            member.hear(served=bool(part.token_ids))
             on_sign(bool(part.token_ids))
             if part.token_ids:
                 streamed.append(part)

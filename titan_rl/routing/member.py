@@ -33,6 +33,7 @@ class Member:
         self.epoch = 0  # admissions so far: tells a late failure from a new one
         self.failures = 0  # in a row, without an answered request between them
         self.last_error: Exception | None = None
+        self.num_served = 0  # answers and messages of tokens so far
         self.heard_at = 0.0  # when the last sign of life came, by the event loop's clock
         self.takes_aborts = True  # so far as the last one told
         self.pulling = asyncio.Lock()
@@ -41,8 +42,9 @@ class Member:
     def __repr__(self) -> str:
         return f"Member({self.name!r}, load={self.load}, serving={self.serving}, version={self.version})"
 
-    def hear(self) -> None:
-        """A sign of life has come."""
+    def hear(self, *, served: bool = False) -> None:
+        """A sign of life has come, or more than that: tokens or an answer."""
+        self.num_served += served
         self.heard_at = asyncio.get_running_loop().time()
 
     def reserve(self, cost: int) -> None:

@@ -69,8 +69,7 @@ class Puller:
             while self.target is not None and not self.applied(member):
                 version = self.target
                 async with asyncio.timeout(self._limits.pull_s):
-                    await member.calls.pull(version)
-                member.version = version
+                    member.version = await member.calls.pull(version)
                 member.hear()
 
     async def pull(self, version: int, mode: PullMode) -> PullReport:

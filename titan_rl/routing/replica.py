@@ -45,8 +45,12 @@ class Replica(Protocol):
         """
         ...
 
-    async def pull(self, version: int) -> None:
-        """Load the weights of `version`, with requests running or not.
+    async def pull(self, version: int) -> int | None:
+        """Load the weights of `version`, with requests running or not. Loaded weights never go back: a replica that has
+        newer ones, because a pull that was given up on came through, keeps them.
+
+        Returns:
+            The version that it has then. None says that it is the one asked for.
 
         Raises:
             StateDictError: the weights cannot be had or are not right; the old ones stay loaded.

@@ -129,11 +129,12 @@ class SimulatedReplica:
             if not future.done() or future.cancelled():
                 await self.abort([request_id])
 
-    async def pull(self, version: int) -> None:
+    async def pull(self, version: int) -> int:
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._pulls.append((version, done))
         self._changed.set()
         await done
+        return self.version
 
     async def pause(self, mode: PauseMode) -> None:
         self._paused = True
@@ -178,7 +179,7 @@ class SimulatedReplica:
         while self._pulls:
             pulls, self._pulls = self._pulls, []
             await asyncio.sleep(self._cost.load)
-            self.version = max(version for version, _ in pulls)
+            self.version = max(self.version, *(version for version, _ in pulls))
             for _, done in pulls:
                 done.set_result(None)
 
