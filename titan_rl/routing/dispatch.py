@@ -72,7 +72,7 @@ class Dispatcher:
                         flight.member = None
                 if failure is not None:
                     failures.append(failure)
-                    await self._blame.lay(flight, failures)
+                    await self._blame.lay(flight, failures if job.whole is None else [failure])
                 if not flight.aborted and (whole := job.whole) is not None:
                     return whole  # the replica was lost between its last token and its answer
                 if len(failures) == self._max_attempts:
