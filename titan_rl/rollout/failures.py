@@ -28,7 +28,7 @@ class ErrorCounts:
     Example:
 
         counts = ErrorCounts(group.rollouts)
-        counts.describe()   # "30 of 32 rollouts were lost to errors, 29 of them to error_env: KeyError: 'a' (env.py:17)"
+        counts.describe()   # "30 of 32 rollouts were lost to errors, 29 of them to error_env: KeyError: 'a' (e.py:7)"
     """
 
     def __init__(self, rollouts: Iterable[Rollout] = ()) -> None:
