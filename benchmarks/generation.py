@@ -1,25 +1,28 @@
 """What the library's own work costs generation: rollouter, router, actors and swaps against the bare engine.
 
-    python -m benchmarks.generation [--repeats 5]
+    python -m benchmarks.generation [--rounds 12] [--only stalls]
 
-Two engines in two processes each way, on the same prompts with the same seeds, stack and bare in turn, so that a drift
-of the machine's speed meets both. Ratios are medians over the repeats.
+Two engines in two processes each way, on the same prompts with the same seeds. The limits are the adapter to vLLM fed
+in its own process, and vLLM's own `LLM.generate`. Ways are taken in turn, forth and back; a round gives a ratio, and
+figures are the medians over the rounds, with the quartiles.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
+import itertools
+import os
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import cloudpickle
 
+from benchmarks.paired import forth_and_back, ratio, report
 from titan_rl import Completion, Reward, Rollouter, RolloutStatus, Rubric, SamplingParams, TokenObservation, TokenStep
 from titan_rl.actors.generator import GeneratorActor, GeneratorSettings
 from titan_rl.actors.peer import Peer, call
@@ -32,12 +35,14 @@ from titan_rl.launch import run_environment
 from titan_rl.rollout.rollouter import turn_seed
 from titan_rl.routing import GeneratorRouter
 from titan_rl.statedict.board import VersionBoard
-from titan_rl.statedict.types import Manifest
+from titan_rl.statedict.types import Manifest, Probe
 
 from monarch.actor import Actor, concurrent_endpoint, this_proc  # isort: skip
 
 ENGINES, GROUPS, SIBLINGS, PROMPT_TOKENS = 2, 16, 8, 24
 MAX_RUNNING = 64  # requests that an engine advances at a time
+PLACES = 16  # of the engine whose stalls are measured
+CROWDS = (0, PLACES, 2 * PLACES, 4 * PLACES)
 Request = tuple[list[int], SamplingParams]
 
 
@@ -53,7 +58,12 @@ class BareEngine(Actor):
         from titan_rl.generation.vllm_engine import VLLMEngine
 
         model = self._settings.model
-        self._engine = VLLMEngine(model.path, max_context=model.max_context, max_running=self._settings.max_running)
+        self._engine = VLLMEngine(
+            model.path,
+            max_context=model.max_context,
+            max_running=self._settings.max_running,
+            kv_cache_gib=self._settings.generation.kv_cache_gib,
+        )
 
     @concurrent_endpoint
     async def run(self, requests: list[Request]) -> int:
@@ -79,6 +89,62 @@ class BareEngine(Actor):
         began = time.perf_counter()
         self._engine.load_state_dict(items, manifest.version)
         return time.perf_counter() - began
+
+
+class BareLLM(Actor):
+    """vLLM's own offline interface, with the settings of the adapter where they are not a matter of scheduling."""
+
+    def __init__(self, settings: GeneratorSettings) -> None:
+        enter_actor_process(settings.log_path)
+        self._settings = settings
+
+    @concurrent_endpoint
+    async def start(self) -> None:
+        from titan_rl.generation.vllm_engine import CPU_BATCHED_TOKENS, ENVIRONMENT
+
+        for name, value in ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        import torch._dynamo.config
+        from vllm import LLM
+
+        torch._dynamo.config.disable = True
+        self._llm = LLM(
+            self._settings.model.path,
+            skip_tokenizer_init=True,
+            dtype="float32",
+            max_model_len=self._settings.model.max_context,
+            max_num_seqs=self._settings.max_running,
+            max_num_batched_tokens=CPU_BATCHED_TOKENS,
+            kv_cache_memory_bytes=int(self._settings.generation.kv_cache_gib * 2**30),
+            block_size=32,
+            enforce_eager=True,
+            logprobs_mode="processed_logprobs",
+            generation_config="vllm",
+        )
+
+    @concurrent_endpoint
+    async def run(self, requests: list[Request]) -> int:
+        return await asyncio.to_thread(self._run, requests)
+
+    def _run(self, requests: list[Request]) -> int:
+        from vllm import SamplingParams as VLLMSamplingParams
+        from vllm import TokensPrompt
+
+        params = [
+            VLLMSamplingParams(
+                max_tokens=sampling.max_tokens,
+                min_tokens=sampling.min_tokens,
+                seed=sampling.seed,
+                ignore_eos=True,
+                logprobs=0,
+                detokenize=False,
+            )
+            for _, sampling in requests
+        ]
+        prompts = [TokensPrompt(prompt_token_ids=prompt) for prompt, _ in requests]
+        outputs = self._llm.generate(prompts, params, use_tqdm=False)
+        self._llm.reset_prefix_cache()
+        return sum(len(output.outputs[0].token_ids) for output in outputs)
 
 
 cloudpickle.register_pickle_by_value(__import__("sys").modules[__name__])  # actor processes cannot import a script
@@ -164,86 +230,166 @@ async def run_bare(engines: Sequence[Any], length: int) -> float:
     return sum(tokens) / (time.perf_counter() - began)
 
 
-async def paired(repeats: int, first: Callable[[], Awaitable[float]], second: Callable[[], Awaitable[float]]) -> float:
-    """Median of first / second, measured in turn after one round of warming up."""
-    await first()
-    await second()
-    return median([await first() / await second() for _ in range(repeats)])
+class Crowd:
+    """Requests of 150 tokens, as many in flight at any time as were asked for."""
+
+    def __init__(self, replica: ActorReplica, size: int) -> None:
+        self._replica = replica
+        self._size = size
+        self._numbers = itertools.count()
+        self._names: dict[int, str] = {}
+
+    async def __aenter__(self) -> None:
+        """Returns once they are generating."""
+        advancing = asyncio.Event()
+        self._tasks = [asyncio.ensure_future(self._ask(place, advancing)) for place in range(self._size)]
+        if self._tasks:
+            await advancing.wait()
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._replica.abort(list(self._names.values()))
+
+    async def _ask(self, place: int, advancing: asyncio.Event) -> None:
+        while True:
+            name = self._names[place] = f"{id(self)}-{place}-{next(self._numbers)}"
+            prompt, sampling = prompts()[place % GROUPS], SamplingParams(max_tokens=150, min_tokens=150)
+            await self._replica.stream(prompt, request_id=name, sampling=sampling, on_tokens=lambda _: advancing.set())
 
 
-async def measure(folder: Path, repeats: int) -> list[tuple[str, float, float | None, str]]:
+async def measure_stalls(engines: Engines, folder: Path, rounds: int, tensors: dict[str, Any]) -> None:
+    """How long an engine of 16 places stands still for a version with probes, idle and oversubscribed."""
     from titan_rl.statedict.shared_memory import SharedMemoryTransport
 
-    tensors = make_model(folder / "model")
-    model = ModelConfig(path=str(folder / "model"), max_context=512)
-    generation = GenerationConfig(num_generators=ENGINES)
-    supervisor = this_proc().spawn("supervisor", Supervisor)
+    generation = GenerationConfig(num_generators=1, kv_cache_gib=0.25, stream_interval=4)
     board = VersionBoard()
+    (actor,) = await engines.start("crowded", GeneratorActor, generation, PLACES)
+    replica = ActorReplica(Peer("crowded"), actor, board)
+    await replica.open()
+    probes = tuple(Probe(tuple(range(place, place + 32)), (0.0,) * 31) for place in range(4))
+    with SharedMemoryTransport("benchmark-stalls") as transport:
+        versions = itertools.count(1)
 
-    async def start(name: str, actor_class: Any) -> Any:
-        log = str(folder / f"{name}.log")
-        settings = GeneratorSettings(model, generation, StateDictConfig(), "benchmark", log, 0, MAX_RUNNING)
-        actor = await call(supervisor.spawn, name, actor_class, (settings,), who="supervisor")
-        await call(actor.start, who=name, timeout_s=180)
-        return actor
+        async def stall(crowd: int) -> float:
+            version = next(versions)
+            board.announce(transport.publish(version, tensors.items(), probes=probes, tolerance=1e9))
+            async with Crowd(replica, crowd):
+                await replica.pull(version)
+            return board.worst()["stall_s"]
 
-    try:
-        bare = [await start(f"bare-{index}", BareEngine) for index in range(ENGINES)]
-        replicas = [
-            ActorReplica(Peer(f"generator-{index}"), await start(f"generator-{index}", GeneratorActor), board)
-            for index in range(ENGINES)
-        ]
-        for replica in replicas:
-            await replica.open()
-        stack = Stack(replicas)
-        with SharedMemoryTransport("benchmark") as transport:
-            version = 0
+        measured = await forth_and_back(rounds, {str(crowd): partial(stall, crowd) for crowd in CROWDS})
+    await replica.close()
+    ratios = {crowd: ratio(measured, str(crowd), "0") for crowd in CROWDS if crowd}
+    for crowd, figure in ratios.items():
+        report(f"swap_stall_{crowd // PLACES}x_vs_idle", figure, "ratio, at most", 1.5)
+    report("swap_stall_full_vs_idle", max(ratios.values(), key=lambda figure: figure.median), "ratio, at most", 1.5)
 
-            async def pull() -> float:
-                nonlocal version
-                version += 1
-                board.announce(transport.publish(version, tensors.items()))
-                await stack.router.pull_state_dict(version)
-                return board.worst()["stall_s"]
 
-            async def reload() -> float:
-                manifest = board.manifest_of(version)
-                return max([await call(engine.reload, manifest, who="bare engine") for engine in bare])
+class Engines:
+    """Starts actors, and ends them all."""
 
-            async def with_swaps() -> float:
-                async def swap() -> None:
-                    while True:
-                        await asyncio.sleep(1.0)
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._supervisor = this_proc().spawn("supervisor", Supervisor)
+
+    async def start(self, name: str, actor_class: Any, generation: GenerationConfig, max_running: int) -> list[Any]:
+        model = ModelConfig(path=str(self._folder / "model"), max_context=512)
+        actors: list[Any] = []
+        for index in range(generation.num_generators):
+            log = str(self._folder / f"{name}-{index}.log")
+            settings = GeneratorSettings(model, generation, StateDictConfig(), "benchmark", log, 0, max_running)
+            actor = await call(self._supervisor.spawn, f"{name}-{index}", actor_class, (settings,), who="supervisor")
+            await call(actor.start, who=name, timeout_s=180)
+            actors.append(actor)
+        return actors
+
+    async def end(self) -> None:
+        await call(self._supervisor.terminate, who="supervisor", timeout_s=30)
+
+
+async def measure_throughput(engines: Engines, folder: Path, rounds: int, tensors: dict[str, Any]) -> None:
+    from titan_rl.statedict.shared_memory import SharedMemoryTransport
+
+    generation = GenerationConfig(num_generators=ENGINES, kv_cache_gib=0.25)
+    board = VersionBoard()
+    bare = await engines.start("bare", BareEngine, generation, MAX_RUNNING)
+    own = await engines.start("llm", BareLLM, generation, MAX_RUNNING)
+    actors = await engines.start("generator", GeneratorActor, generation, MAX_RUNNING)
+    replicas = [ActorReplica(Peer(f"generator-{index}"), actor, board) for index, actor in enumerate(actors)]
+    for replica in replicas:
+        await replica.open()
+    stack = Stack(replicas)
+    with SharedMemoryTransport("benchmark") as transport:
+        version = 0
+
+        async def pull() -> float:
+            nonlocal version
+            version += 1
+            board.announce(transport.publish(version, tensors.items()))
+            await stack.router.pull_state_dict(version)
+            return board.worst()["stall_s"]
+
+        async def reload() -> float:
+            manifest = board.manifest_of(version)
+            return max([await call(engine.reload, manifest, who="bare engine") for engine in bare])
+
+        async def with_swaps() -> float:
+            done = asyncio.Event()
+
+            async def swap() -> None:
+                while not done.is_set():
+                    try:
+                        async with asyncio.timeout(1.0):
+                            await done.wait()
+                    except TimeoutError:
                         await pull()
 
-                swapping = asyncio.ensure_future(swap())
-                try:
-                    return await stack.run(256)
-                finally:
-                    swapping.cancel()
+            swapping = asyncio.ensure_future(swap())
+            try:
+                return await stack.run(256)
+            finally:
+                done.set()
+                await swapping
 
-            results: list[tuple[str, float, float | None, str]] = []
-            for length, target in ((64, 0.95), (256, 0.95)):
-                ratio = await paired(repeats, lambda n=length: stack.run(n), lambda n=length: run_bare(bare, n))
-                results.append((f"stack_tokens_per_second_vs_engine_{length}", ratio, target, "ratio"))
-            results.append(("stack_tokens_per_second_vs_engine", results[-1][1], 0.95, "ratio"))
-            results.append(("swap_stall_vs_reload", await paired(3 * repeats, pull, reload), 1.5, "ratio, at most"))
-            swaps = await paired(repeats, with_swaps, lambda: stack.run(256))
-            results.append(("throughput_with_swaps_vs_none", swaps, 0.97, "ratio"))
-            await stack.router.close()
-            return results
-    finally:
-        await call(supervisor.terminate, who="supervisor", timeout_s=30)
+        for length in (64, 256):
+            ways = {
+                "stack": partial(stack.run, length),
+                "engine": partial(run_bare, bare, length),
+                "llm": partial(run_bare, own, length),
+            }
+            measured = await forth_and_back(rounds, ways)
+            name = f"stack_tokens_per_second_vs_engine_{length}"
+            report(name, ratio(measured, "stack", "engine"), "ratio", 0.95)
+            report(f"stack_tokens_per_second_vs_llm_{length}", ratio(measured, "stack", "llm"), "ratio")
+            if length == 256:
+                report("stack_tokens_per_second_vs_engine", ratio(measured, "stack", "engine"), "ratio", 0.95)
+        stalls = await forth_and_back(3 * rounds, {"pull": pull, "reload": reload})
+        report("swap_stall_vs_reload", ratio(stalls, "pull", "reload"), "ratio, at most", 1.5)
+        swaps = await forth_and_back(rounds, {"swaps": with_swaps, "none": partial(stack.run, 256)})
+        report("throughput_with_swaps_vs_none", ratio(swaps, "swaps", "none"), "ratio", 0.97)
+    await stack.router.close()
+
+
+async def measure(folder: Path, rounds: int, only: str | None) -> None:
+    tensors = make_model(folder / "model")
+    for name, part in (("stalls", measure_stalls), ("throughput", measure_throughput)):
+        if only in (None, name):
+            engines = Engines(folder)
+            try:
+                await part(engines, folder, rounds, tensors)
+            finally:
+                await engines.end()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=5)
-    repeats: int = parser.parse_args().repeats
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--only", choices=("stalls", "throughput"))
+    arguments = parser.parse_args()
     with run_environment(), tempfile.TemporaryDirectory() as folder:
-        results = asyncio.run(measure(Path(folder), repeats))
-    for name, value, target, unit in results:
-        print(json.dumps({"name": name, "value": round(value, 4), "target": target, "unit": unit}))
+        asyncio.run(measure(Path(folder), arguments.rounds, arguments.only))
 
 
 if __name__ == "__main__":

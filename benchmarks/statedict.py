@@ -1,20 +1,19 @@
 """How fast a state dict goes from one process to another, against a plain copy of the same bytes the same way.
 
-    python -m benchmarks.statedict [--megabytes 64 256 1024 2048] [--repeats 5]
+    python -m benchmarks.statedict [--megabytes 64 256 1024 2048] [--rounds 12]
 
 The plain copy is two `memcpy`s of every tensor through one shared mapping that both processes keep mapped: writer to
 mapping, mapping to the reader's own memory. Publish and pull do the same two copies, the second one being the engine's,
-and besides compute the checksum on both sides and map the segment anew. Each figure is the best of the repeats, both
-kinds alternating in the same run. The optimizer waits for what is left of a publish when its gradients are there; a
-generator's engine waits for the second copy, since the segment is opened in another thread. One JSON line a figure:
-`name`, `value`, `unit`, and `target` where there is one.
+and besides compute the checksum on both sides. A round does both, forth and back, and gives one ratio; figures are
+medians over the rounds, with the quartiles. The optimizer waits for what is left of a publish when its gradients are
+there; a generator's engine waits for the second copy, since the segment is opened in another thread.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
+import itertools
 import mmap
 import multiprocessing
 import os
@@ -30,16 +29,12 @@ import numpy as np
 import torch
 
 from benchmarks import rdma
+from benchmarks.paired import Spread, ratio, report
 from titan_rl.statedict.folder import segment_root
 from titan_rl.statedict.shared_memory import SharedMemoryTransport
 
 TENSOR_BYTES = 16 << 20  # a 2048 x 2048 float32 matrix
 TARGET = 0.5
-
-
-def report(name: str, value: float, unit: str, target: float | None = None) -> None:
-    line: dict[str, Any] = {"name": name, "value": round(value, 4), "unit": unit}
-    print(json.dumps(line if target is None else line | {"target": target}), flush=True)
 
 
 def timed(work: Callable[[], Any]) -> tuple[float, Any]:
@@ -80,7 +75,7 @@ def read(pipe: Connection, path: str, num_bytes: int) -> None:
             pipe.send((verifying, copying))
 
 
-def measure(megabytes: int, repeats: int) -> None:
+def measure(megabytes: int, rounds: int) -> Spread:
     num_bytes = megabytes << 20
     source = torch.randint(0, 255, (num_bytes,), dtype=torch.uint8)
     named = [(f"layers.{i}.weight", part.view(torch.float32)) for i, part in enumerate(source.split(TENSOR_BYTES))]
@@ -99,48 +94,50 @@ def measure(megabytes: int, repeats: int) -> None:
             pipe.send(what)
             return pipe.recv()
 
-        memcpy: list[float] = []
-        publish: list[float] = []
-        verify: list[float] = []
-        copy: list[float] = []
-        for version in range(repeats + 3):  # the first publishes allocate both buffers; the first memcpy its mapping
-            writing, _ = timed(lambda: copy_pieces(shared, source.numpy()))
-            memcpy.append(writing + ask("memcpy")[1])
-            publishing, manifest = timed(lambda version=version: transport.publish(version, named))
-            verifying, copying = ask(manifest)
-            publish.append(publishing)
-            verify.append(verifying)
-            copy.append(copying)
+        def copied() -> float:
+            return timed(lambda: copy_pieces(shared, source.numpy()))[0] + ask("memcpy")[1]
+
+        def synced() -> tuple[float, float, float]:
+            publishing, manifest = timed(lambda: transport.publish(next(versions), named))
+            return publishing, *ask(manifest)
+
+        versions = itertools.count()
+        first_publish = synced()[0]
+        for _ in range(2):  # both buffers, and the mapping of the plain copy, are allocated
+            synced()
+            copied()
+        measured: list[dict[str, float]] = []
+        for _ in range(rounds):
+            first, there, back, last = copied(), synced(), synced(), copied()
+            publish, verify, copy = ((a + b) / 2 for a, b in zip(there, back, strict=True))
+            memcpy = (first + last) / 2
+            measured.append(
+                {"memcpy": memcpy, "publish": publish, "verify": verify, "copy": copy, "both": publish + verify + copy}
+            )
         pipe.send(None)
         reader.join(timeout=30)
 
-    def speed(seconds: float) -> float:
-        return num_bytes / seconds / 1e9
+    def speed(kind: str) -> Spread:
+        return Spread([num_bytes / values[kind] / 1e9 for values in measured])
 
-    warm = slice(3, None)
-    pull = [v + c for v, c in zip(verify[warm], copy[warm], strict=True)]
-    ratio = min(memcpy[warm]) / (min(publish[warm]) + min(pull))
     size = f"{megabytes}mb"
-    report(f"memcpy_{size}", speed(min(memcpy[warm])), "GB/s")
-    report(f"shm_publish_first_{size}", speed(publish[0]), "GB/s")
-    report(f"shm_publish_{size}", speed(min(publish[warm])), "GB/s")
-    report(f"shm_verify_{size}", speed(min(verify[warm])), "GB/s")
-    report(f"shm_pull_{size}", speed(min(pull)), "GB/s")
-    report(f"optimizer_blocked_at_most_{size}", min(publish[warm]), "s")
-    report(f"generator_blocked_{size}", min(copy[warm]), "s")
-    report(f"shm_publish_pull_vs_memcpy_{size}", ratio, "ratio", TARGET)
-    ratios.append(ratio)
+    report(f"memcpy_{size}", speed("memcpy"), "GB/s")
+    report(f"shm_publish_first_{size}", num_bytes / first_publish / 1e9, "GB/s")
+    report(f"shm_publish_{size}", speed("publish"), "GB/s")
+    report(f"shm_verify_{size}", speed("verify"), "GB/s")
+    report(f"optimizer_blocked_at_most_{size}", Spread([values["publish"] for values in measured]), "s")
+    report(f"generator_blocked_{size}", Spread([values["copy"] for values in measured]), "s")
+    figure = ratio(measured, "memcpy", "both")
+    report(f"shm_publish_pull_vs_memcpy_{size}", figure, "ratio", TARGET)
+    return figure
 
-
-ratios: list[float] = []
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=int, nargs="+", default=[64, 256, 1024, 2048])
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=12)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    for size in arguments.megabytes:
-        measure(size, arguments.repeats)
-    asyncio.run(rdma.measure(256, arguments.repeats))
-    report("shm_publish_pull_vs_memcpy", min(ratios), "ratio", TARGET)
+    figures = [measure(size, arguments.rounds) for size in arguments.megabytes]
+    asyncio.run(rdma.measure(256, arguments.rounds))
+    report("shm_publish_pull_vs_memcpy", min(figures, key=lambda figure: figure.median), "ratio", TARGET)

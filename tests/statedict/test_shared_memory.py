@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import pickle
 import signal
@@ -11,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -42,6 +44,39 @@ def weights(version: int, size: int = 1000) -> dict[str, torch.Tensor]:
 
 def pulled(manifest: Manifest) -> dict[str, torch.Tensor]:
     return dict(reader().pull(manifest))
+
+
+@pytest.mark.parametrize("held", [0, 1, 3])
+def test_a_reader_that_stays_sees_each_version_and_keeps_no_memory(transport: SharedMemoryTransport, held: int) -> None:
+    """Whether it lets go of versions at once, so that their files are used again, or holds some."""
+    staying, views = reader(), list[tuple[int, dict[str, torch.Tensor]]]()
+    for version in range(12):
+        size = 1000 if version % 5 else 2000
+        manifest = transport.publish(version, weights(version, size).items())
+        views = [*views, (version, dict(staying.pull(manifest)))][-held:] if held else []
+        for old, found in views:
+            assert_equal(found, weights(old, 1000 if old % 5 else 2000))
+    transport.close()
+    views.clear()
+    with pytest.raises(StateDictError):
+        staying.pull(manifest)
+
+
+def test_a_reader_that_stays_maps_a_file_once(
+    transport: SharedMemoryTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mapped: list[int] = []
+
+    def counted(*args: Any, real: Any = mmap.mmap, **kwargs: Any) -> mmap.mmap:
+        if kwargs.get("prot") == mmap.PROT_READ:
+            mapped.append(args[1])
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(mmap, "mmap", counted)
+    staying = reader()
+    for version in range(8):
+        assert_equal(dict(staying.pull(transport.publish(version, weights(version).items()))), weights(version))
+    assert len(mapped) == 2  # the files of the double buffer
 
 
 def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -314,6 +349,7 @@ class Sequences(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.transport = SharedMemoryTransport("hypothesis", keep=2)
+        self.reader = reader()
         self.manifests: list[Manifest] = []
         self.available: list[int] = []  # indices into manifests
         self.contents: list[dict[str, torch.Tensor]] = []
@@ -339,10 +375,10 @@ class Sequences(RuleBasedStateMachine):
     def pull(self, data: st.DataObject) -> None:
         version = data.draw(st.integers(0, len(self.manifests) - 1))
         if version in self.available:
-            self.held.append((pulled(self.manifests[version]), version))
+            self.held.append((dict(self.reader.pull(self.manifests[version])), version))
         else:
             with pytest.raises(StateDictError):
-                reader().pull(self.manifests[version])
+                self.reader.pull(self.manifests[version])
 
     @precondition(lambda self: self.held)
     @rule()

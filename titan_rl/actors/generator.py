@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from monarch.actor import Port, concurrent_endpoint
 
@@ -22,7 +23,7 @@ from titan_rl.generation.local_replica import pause_anew, resume_if_paused
 from titan_rl.generation.ranks import GlooRanks, OneRank
 from titan_rl.generation.types import KVPolicy, PauseMode
 from titan_rl.statedict.probes import verify
-from titan_rl.statedict.types import Manifest
+from titan_rl.statedict.types import Manifest, StateDictTransport
 from titan_rl.types import Completion
 
 logger = logging.getLogger(__name__)
@@ -146,9 +147,13 @@ class GeneratorActor(ProcessActor):
 
     def _items(self, manifest: Manifest) -> Items:
         """Reads and verifies every byte before the first pair: not for the event loop."""
+        return self._transport.pull(manifest)
+
+    @cached_property
+    def _transport(self) -> StateDictTransport:
         from titan_rl.statedict.transports import make_transport
 
-        return make_transport(self._settings.statedict, self._settings.run_id).pull(manifest)
+        return make_transport(self._settings.statedict, self._settings.run_id)
 
     @concurrent_endpoint
     async def pause(self, mode: PauseMode) -> None:

@@ -13,7 +13,7 @@ from titan_rl.extras import require
 from titan_rl.generation.engine import EngineRequest, TokenDelta
 from titan_rl.types import FinishReason, SamplingParams
 
-_ENVIRONMENT = {
+ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the core runs in the thread that calls it
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # engines that share cores must not bind to the same ones
     "OMP_NUM_THREADS": "1",
@@ -65,7 +65,7 @@ class VLLMEngine:
     ) -> None:
         if not (Path(model_path) / "config.json").is_file():
             raise ModelError(f"{model_path} has no config.json; it must be a Hugging Face model folder")
-        for name, value in _ENVIRONMENT.items():
+        for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         require("vllm", "cpu")
         import torch._dynamo.config

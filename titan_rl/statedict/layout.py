@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
-from mmap import mmap
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -15,7 +14,9 @@ from titan_rl.errors import StateDictError
 from titan_rl.statedict.segment import ALIGNMENT
 from titan_rl.statedict.types import TensorEntry, TensorSlice
 
-Buffer = mmap | NDArray[np.uint8] | torch.Tensor
+PIECE = 1 << 20  # bytes copied before `fill` tells of them: few enough to be in the cache still
+
+Buffer = NDArray[np.uint8] | torch.Tensor
 Named = Sequence[tuple[str, torch.Tensor | TensorSlice]]
 
 with warnings.catch_warnings():  # torch says once a process that it cannot guard read-only memory, which is understood
@@ -51,17 +52,31 @@ def size_of(entries: Sequence[TensorEntry]) -> int:
 
 
 @torch.no_grad()
-def fill(buffer: NDArray[np.uint8] | torch.Tensor, named: Named, entries: Sequence[TensorEntry]) -> None:
-    """Copy the tensors, from whatever device, to their places. Every byte is written."""
+def fill(
+    buffer: NDArray[np.uint8] | torch.Tensor,
+    named: Named,
+    entries: Sequence[TensorEntry],
+    written: Callable[[int], None] = lambda num_bytes: None,
+) -> None:
+    """Copy the tensors, from whatever device, to their places. Every byte is written.
+
+    Args:
+        written: told now and then how many bytes from the start are written.
+    """
     for (_, value), entry in zip(named, entries, strict=True):
         tensor = value.tensor if isinstance(value, TensorSlice) else value
         end = entry.offset + entry.num_bytes
         if entry.num_bytes:
             if isinstance(buffer, np.ndarray) and tensor.device.type == "cpu" and tensor.is_contiguous():
-                buffer[entry.offset : end] = tensor.detach().view(-1).view(torch.uint8).numpy()
+                source = tensor.detach().view(-1).view(torch.uint8).numpy()
+                for at in range(entry.offset, end, PIECE):
+                    upto = min(at + PIECE, end)
+                    buffer[at:upto] = source[at - entry.offset : upto - entry.offset]
+                    written(upto)
             else:
                 view(buffer, entry).copy_(tensor)
         buffer[end : _align(end)] = 0  # a used segment has old bytes there, which the checksum would see
+        written(_align(end))
 
 
 def view(buffer: Buffer, entry: TensorEntry) -> torch.Tensor:

@@ -18,7 +18,7 @@ from titan_rl.errors import StateDictError
 from titan_rl.statedict.assembly import assemble
 from titan_rl.statedict.layout import Buffer
 from titan_rl.statedict.segment import checksum
-from titan_rl.statedict.shared_memory import SharedMemoryTransport, map_part
+from titan_rl.statedict.shared_memory import SharedMemoryTransport
 from titan_rl.statedict.types import Manifest, Part, Probe
 
 
@@ -84,7 +84,7 @@ class RDMATransport:
         if not part.num_bytes:
             return np.empty(0, np.uint8)
         if part.remote is None or (part.host == self._host and Path(part.location).exists()):
-            return map_part(part)
+            return self._local.open_part(part)
         data = np.empty(part.num_bytes, np.uint8)
         try:
             part.remote.read_into(torch.from_numpy(data), timeout=int(self._timeout_s)).get()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from mmap import mmap
 from pathlib import Path
 from types import TracebackType
 
@@ -13,7 +12,8 @@ from numpy.typing import NDArray
 
 from titan_rl.statedict.assembly import assemble
 from titan_rl.statedict.layout import fill, lay_out, size_of
-from titan_rl.statedict.segment import Segment, checksum, map_segment
+from titan_rl.statedict.segment import Checksum, Segment
+from titan_rl.statedict.segment_reader import SegmentReader
 from titan_rl.statedict.segment_store import SegmentStore
 from titan_rl.statedict.types import Manifest, Part, Probe, TensorSlice
 
@@ -23,7 +23,8 @@ class SharedMemoryTransport:
 
     One memory-mapped file a version. A reader gets views of the mapping, not copies, of every tensor that one part has
     whole; they stay valid, and unchanged, after the version is released, and writing to one ends the process. All
-    methods may be called from any thread; a reader calls only `pull`, on an instance of its own.
+    methods may be called from any thread; a reader calls only `pull`, on an instance of its own, which it keeps: the
+    second time round a segment's file need not be mapped again.
 
     Args:
         run_id, keep, root: as of `SegmentStore`.
@@ -40,6 +41,7 @@ class SharedMemoryTransport:
 
     def __init__(self, run_id: str, *, keep: int = 2, root: Path | None = None) -> None:
         self._store = SegmentStore(run_id, Segment, keep=keep, root=root)
+        self._reader = SegmentReader()
 
     def publish(
         self,
@@ -60,8 +62,9 @@ class SharedMemoryTransport:
         num_bytes = size_of(entries)
 
         def write(segment: Segment) -> int:
-            fill(segment.data, named, entries)
-            return checksum(segment.data)
+            sums = Checksum(segment.data)
+            fill(segment.data, named, entries, sums.written)
+            return sums.value()
 
         path, found = self._store.write(version, num_bytes, write)
         return Manifest(version, (Part(str(path), num_bytes, found, entries),), tuple(probes), tolerance)
@@ -73,7 +76,11 @@ class SharedMemoryTransport:
             StateDictError: a part of the version is gone, its size, layout or checksum differ from the manifest's, or
                 the slices of a tensor do not make it up.
         """
-        return assemble(manifest, map_part)
+        return assemble(manifest, self.open_part)
+
+    def open_part(self, part: Part) -> NDArray[np.uint8]:
+        """As `SegmentReader.open`."""
+        return self._reader.open(Path(part.location), part.num_bytes, part.checksum)
 
     @property
     def versions(self) -> set[int]:
@@ -103,8 +110,3 @@ class SharedMemoryTransport:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
-
-
-def map_part(part: Part) -> mmap:
-    """As `map_segment`."""
-    return map_segment(Path(part.location), part.num_bytes, part.checksum)

@@ -1,0 +1,59 @@
+"""Comparisons that a drift of the machine's speed does not decide: each way in turn, forth and back, many times."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median, quantiles
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A figure measured several times."""
+
+    values: Sequence[float]
+
+    @property
+    def median(self) -> float:
+        return median(self.values)
+
+    @property
+    def quartiles(self) -> tuple[float, float]:
+        if len(self.values) < 2:
+            return self.values[0], self.values[0]
+        first, _, third = quantiles(self.values, n=4, method="inclusive")
+        return first, third
+
+
+async def forth_and_back(rounds: int, ways: Mapping[str, Callable[[], Awaitable[float]]]) -> list[dict[str, float]]:
+    """What each way gives, as its mean over both directions of a round: A B C C B A. One round of warming up before."""
+    for way in ways.values():
+        await way()
+    measured: list[dict[str, float]] = []
+    for _ in range(rounds):
+        there = {name: await way() for name, way in ways.items()}
+        back = {name: await ways[name]() for name in reversed(list(ways))}
+        measured.append({name: (there[name] + back[name]) / 2 for name in ways})
+    return measured
+
+
+def ratio(measured: Sequence[Mapping[str, float]], first: str, second: str) -> Spread:
+    """Of each round by itself."""
+    return Spread([values[first] / values[second] for values in measured])
+
+
+def report(name: str, figure: Spread | float, unit: str, target: float | None = None) -> None:
+    """One JSON line: `name`, `value` (the median), `quartiles`, `rounds`, `unit`, and `target` where there is one."""
+    line: dict[str, Any] = {"name": name}
+    if isinstance(figure, Spread):
+        line["value"] = round(figure.median, 4)
+        line["quartiles"] = [round(value, 4) for value in figure.quartiles]
+        line["rounds"] = len(figure.values)
+    else:
+        line["value"] = round(figure, 4)
+    line["unit"] = unit
+    if target is not None:
+        line["target"] = target
+    print(json.dumps(line), flush=True)
