@@ -10,6 +10,8 @@ ARGS ?=
 EXTRA ?= cpu
 
 BIN := .venv/bin
+# Two at a time, because much of a test of the real stack is waiting. What is in one file shares what it starts.
+PYTEST = $(BIN)/pytest --numprocesses=2 --dist=loadfile
 STAMP = .venv/installed-$(EXTRA)
 # The first Python that is new enough and can make a virtual environment.
 PYTHON = $(shell for p in python3.11 python3.12 python3.13 python3; do \
@@ -24,10 +26,10 @@ train: $(STAMP)
 	$(BIN)/titan-rl train $(CONFIG) $(ARGS)
 
 test: lint types
-	TITAN_RL_TEST_DEPTH=deep $(BIN)/pytest
+	TITAN_RL_TEST_DEPTH=deep $(PYTEST)
 
 test-fast: $(STAMP)
-	$(BIN)/pytest --ignore=tests/e2e
+	$(PYTEST) --ignore=tests/e2e
 
 lint: $(STAMP)
 	$(BIN)/ruff check
