@@ -107,13 +107,12 @@ async def scheduled(folder: Path) -> Stack:
         return await stack.group(lease.index)
 
     settings = SchedulingConfig(groups_per_step=GROUPS, max_staleness=0)
-    scheduler = GroupScheduler(run_group, settings, group_size=SIBLINGS, budget=STEPS * GROUPS)
-    running = asyncio.ensure_future(scheduler.run())
-    for _ in range(STEPS):
-        batch = await asyncio.wait_for(scheduler.next_batch(), 60)
-        await stack.train(batch.groups)
-        batch.release()
-    running.cancel()
+    async with (
+        asyncio.timeout(120),
+        GroupScheduler(run_group, settings, group_size=SIBLINGS, budget=STEPS * GROUPS) as scheduler,
+    ):
+        async for batch in scheduler.batches():
+            await stack.train(batch.groups)
     await stack.router.close()
     return stack
 
