@@ -38,7 +38,14 @@ from titan_rl.config.sections import (
 from titan_rl.config.training import TrainingConfig
 from titan_rl.controller import Controller
 from titan_rl.durability.run_journal import RunJournal
-from titan_rl.errors import CheckpointError, DataError, RewardError, StateDictError, TrainingError
+from titan_rl.errors import (
+    CheckpointError,
+    DataError,
+    NoSpaceError,
+    RewardError,
+    StateDictError,
+    TrainingError,
+)
 from titan_rl.observability.progress import Progress
 from titan_rl.observability.report import render_report
 from titan_rl.observability.run_dir import RunDirectory
@@ -368,6 +375,50 @@ async def test_cancelling_saves_what_is_trained(tmp_path):
     with pytest.raises(asyncio.CancelledError):
         await asyncio.wait_for(run, 20)
     assert rig.trainer.saved == [rig.trainer.version]
+
+
+async def test_the_last_save_takes_its_time_and_cancelling_again_ends_it(tmp_path):
+    rig = Rig(tmp_path, staleness=0)
+    begun = asyncio.Event()
+
+    async def slow() -> None:
+        begun.set()
+        await asyncio.Event().wait()
+
+    rig.trainer.finish_save = slow
+    run = asyncio.ensure_future(rig.controller.run())
+    await asyncio.wait_for(rig.trainer.stepped.wait(), 20)
+    rig.replica.hold = asyncio.Event()
+    run.cancel()
+    await asyncio.wait_for(begun.wait(), 20)
+    assert not run.done()
+    run.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(run, 20)
+    assert rig.trainer.saved == []
+    said = (tmp_path / "progress.txt").read_text().replace("\n", "")
+    assert f"saving step {rig.trainer.version}" in said
+
+
+async def test_training_goes_on_where_a_checkpoint_does_not_fit_and_the_last_one_has_to(tmp_path):
+    rig = Rig(tmp_path, steps=4, checkpoint_interval=1)
+    finish = rig.trainer.finish_save
+
+    async def full() -> None:
+        raise NoSpaceError("no space left")
+
+    async def full_for_two() -> None:
+        await (full() if rig.trainer.saving in (1, 2) else finish())
+
+    rig.trainer.finish_save = full_for_two
+    await rig.run()
+    assert rig.trainer.saved == [3, 4]
+
+    rig = Rig(tmp_path / "last", checkpoint_interval=1)
+    rig.trainer.finish_save = full
+    with pytest.raises(NoSpaceError):
+        await rig.run()
+    assert rig.trainer.version == 4
 
 
 async def test_a_failed_checkpoint_ends_the_run_with_its_reason(tmp_path):

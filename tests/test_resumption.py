@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -12,11 +14,12 @@ from user_project import project
 from titan_rl.config.changes import settings_of
 from titan_rl.config.load import load_config
 from titan_rl.durability.run_state import RunState
-from titan_rl.errors import CheckpointError, ConfigError
+from titan_rl.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from titan_rl.observability.json_lines import cut_records
 from titan_rl.observability.run_dir import RunDirectory, read_jsonl
 from titan_rl.resumption import resume_from_newest
-from titan_rl.training.checkpoint import step_directory
+from titan_rl.training.checkpoint import list_checkpoints, step_directory
+from titan_rl.training.checksums import write_checksums, write_summed
 
 __all__ = ["project"]
 
@@ -30,13 +33,18 @@ def run_dir(project: Path) -> RunDirectory:
     for step in (1, 3):
         folder = step_directory(run_dir.checkpoints, step)
         folder.mkdir()
-        RunState(step, 100, 0.5, 4 * step, (4 * step - 1,), settings_of(config)).write(folder)
+        state = RunState(step, 100, 0.5, 4 * step, (4 * step - 1,), settings_of(config))
+        save(folder, json.dumps(asdict(state)))
     for step in range(5):
         run_dir.write_metrics(step, {"train/loss": float(step)})
         run_dir.write_rollout({"step": step, "phase": "train", "messages": [{"role": "user", "content": "\u00e9"}]})
         run_dir.write_rollout({"step": step + 1, "phase": "train", "dropped": "too_old"})
     run_dir.close()
     return run_dir
+
+
+def save(folder: Path, run_state: str) -> None:
+    write_checksums(folder, {"run_state.json": write_summed(folder / "run_state.json", run_state)})
 
 
 def resume(run_dir: RunDirectory, *overrides: tuple[str, str]):
@@ -66,8 +74,7 @@ def test_metrics_and_transcripts_of_steps_that_are_run_again_are_left_out(run_di
 def test_without_a_checkpoint_a_run_begins_anew_and_so_do_its_files(run_dir):
     for step in (1, 3):
         folder = step_directory(run_dir.checkpoints, step)
-        (folder / "run_state.json").unlink()
-        folder.rmdir()
+        shutil.rmtree(folder)
     start = resume(run_dir)
     assert (start.checkpoint, start.state.step, start.state.next_index) == (None, 0, 0)
     assert read_jsonl(run_dir.metrics) == read_jsonl(run_dir.rollouts) == []
@@ -137,12 +144,40 @@ def test_a_run_may_be_moved_and_go_on_elsewhere(run_dir):
     state = RunState.read(step_directory(run_dir.checkpoints, 3))
     made_with = json.loads(json.dumps(dict(state.settings))) | {"scheduling.of_another_version": 1}
     del made_with["seed"]
-    RunState(3, 100, 0.5, 12, (11,), made_with).write(step_directory(run_dir.checkpoints, 3))
+    save(step_directory(run_dir.checkpoints, 3), json.dumps(asdict(RunState(3, 100, 0.5, 12, (11,), made_with))))
     assert resume(run_dir).state.step == 3
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"step": 3, "tokens": 1, "reward_before": 0.5}'])
 def test_a_checkpoint_that_does_not_say_where_the_data_stood_is_refused(run_dir, content):
-    (step_directory(run_dir.checkpoints, 3) / "run_state.json").write_text(content)
+    save(step_directory(run_dir.checkpoints, 3), content)
     with pytest.raises(CheckpointError, match="does not say where its run stood"):
         resume(run_dir)
+
+
+def spoil(checkpoint: Path) -> Path:
+    path = checkpoint / "run_state.json"
+    path.write_text(path.read_text().replace("0.5", "0.6"))
+    return path
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_takes_its_place(run_dir):
+    newest = step_directory(run_dir.checkpoints, 3)
+    spoiled = spoil(newest)
+    start = resume(run_dir)
+    assert start.checkpoint == step_directory(run_dir.checkpoints, 1)
+    assert (start.state.step, start.state.reward_before) == (1, 0.5)
+    (loss,) = start.losses
+    assert f"{spoiled} is damaged: its checksum is" in loss
+    assert str(newest.with_name("step-000003.damaged")) in loss
+    assert list_checkpoints(run_dir.checkpoints) == [start.checkpoint]
+    assert [record["step"] for record in read_jsonl(run_dir.metrics)] == [0, 1]
+    assert resume(run_dir).losses == ()
+
+
+def test_a_run_without_a_whole_checkpoint_is_not_begun_anew_in_silence(run_dir):
+    for step in (1, 3):
+        spoil(step_directory(run_dir.checkpoints, step))
+    with pytest.raises(DamagedCheckpointError, match=r"no checkpoint in .* is whole: .*step-000003.*step-000001"):
+        resume(run_dir)
+    assert len(list_checkpoints(run_dir.checkpoints)) == 2

@@ -12,11 +12,13 @@ from functools import partial
 from typing import Any, TypeVar
 
 from titan_rl.cancellation import stray_cancellation_fails
+from titan_rl.checkpoint_saver import CheckpointSaver
 from titan_rl.config.changes import settings_of
 from titan_rl.config.run import RunConfig
+from titan_rl.disk_space import checkpoint_bytes
 from titan_rl.durability.run_journal import RunJournal
 from titan_rl.durability.run_state import RunState
-from titan_rl.errors import CheckpointError, TitanRLError, TrainingError
+from titan_rl.errors import CheckpointError, NoSpaceError, TitanRLError, TrainingError
 from titan_rl.group_player import GroupPlayer
 from titan_rl.observability.progress import Progress, RunSummary
 from titan_rl.observability.rollout_log import RolloutLog
@@ -31,7 +33,6 @@ from titan_rl.scheduling.filters import BY_NAME, GroupFilter, too_few_siblings, 
 from titan_rl.scheduling.scheduler import GroupScheduler
 from titan_rl.statedict.board import VersionBoard
 from titan_rl.task import FilteringTask, Task, drop_reason
-from titan_rl.training.checkpoint import keep_last, list_checkpoints, step_of
 from titan_rl.training.protocol import Trainer
 from titan_rl.training.sample import TrainingSample
 from titan_rl.training.sample_builder import build_samples
@@ -39,8 +40,6 @@ from titan_rl.training.sample_builder import build_samples
 logger = logging.getLogger(__name__)
 
 R = TypeVar("R")
-
-LAST_SAVE_TIMEOUT_S = 60.0
 
 
 class Controller:
@@ -77,11 +76,20 @@ class Controller:
         self._journal = journal
         self._reward_before = start.reward_before
         self._version = start.step  # the trainer's, as it said last
-        self._saved_version = start.step  # of the newest checkpoint, whole or begun; 0 is the model as loaded
         self._in_flight: asyncio.Future[Any] | None = None  # what changes the trainer, until it is done
         self._unreported: dict[int, tuple[GroupBatch, dict[str, float]]] = {}  # steps, with their metrics so far
         self._syncing: asyncio.Task[None] | None = None  # of the newest version, until all generators have it
         self._saving: asyncio.Task[None] | None = None  # the newest checkpoint, until it is whole
+        self._saver = CheckpointSaver(
+            config.checkpoint,
+            run_dir.checkpoints,
+            trainer,
+            estimate=checkpoint_bytes(config),
+            copy=self._copy_for_checkpoint,
+            forget_before=journal.forget_before,
+            tell=progress.message,
+            version=start.step,
+        )
         self._tokens = start.tokens
         self._rollouts = RolloutLog(run_dir.write_rollout, config.logging.transcripts_per_step, progress.message)
         self._observer = RunObserver(journal, self._rollouts, self._version)
@@ -125,8 +133,9 @@ class Controller:
             async with asyncio.TaskGroup() as background, self._scheduler:
                 await self._train(background)
             reward_after = await self._validate()
-            await self._begin_checkpoint()
-            await self._finish_checkpoint()
+            await self._saver.save_last(self._version)
+        except NoSpaceError:  # of the last save
+            raise
         except BaseException:
             await self._save_what_is_trained()
             raise
@@ -186,10 +195,11 @@ class Controller:
             if is_due(step, self._config.validation.interval) and step < last:
                 await ended(self._syncing)
                 await self._validate()
-            if is_due(step, self._config.checkpoint.interval) and step < last:
+            if self._saver.is_due(step) and step < last:
                 await ended(self._syncing)
-                await self._begin_checkpoint()
-                self._saving = background.create_task(self._finish_checkpoint(), name=f"checkpoint-{step}")
+                await ended(self._saving)
+                if await self._landed(self._saver.begin(step)):
+                    self._saving = background.create_task(self._saver.finish(), name=f"checkpoint-{step}")
         await ended(self._syncing)
         await ended(self._saving)
 
@@ -281,15 +291,7 @@ class Controller:
         metrics["generation/requests_in_flight_max"] = float(self._player.requests.take())
         self._reporter.step(step, batch, metrics | self._observer.take_figures(batch.version))
 
-    async def _begin_checkpoint(self) -> None:
-        """Of the current version, if it has none; a checkpoint before it is whole first."""
-        if self._saved_version == self._version:
-            return
-        await ended(self._saving)
-        await self._landed(self._copy_for_checkpoint())
-
-    async def _copy_for_checkpoint(self) -> None:
-        version = self._version
+    async def _copy_for_checkpoint(self, version: int) -> None:
         position = await self._journal.checkpoint(version, self._scheduler.next_index, self._router.tokens_so_far())
         state = RunState(
             step=version,
@@ -302,24 +304,16 @@ class Controller:
         saved = await self._trainer.begin_save(self._run_dir.checkpoints, asdict(state))
         if saved != version:
             raise CheckpointError(f"the trainer saves version {saved}, and the journal is that of version {version}")
-        self._saved_version = saved
-
-    async def _finish_checkpoint(self) -> None:
-        root = self._run_dir.checkpoints
-        await self._trainer.finish_save()
-        keep_last(root, self._config.checkpoint.keep)
-        self._journal.forget_before(min(map(step_of, list_checkpoints(root)), default=0))
 
     async def _save_what_is_trained(self) -> None:
-        """On the way out of a run that failed or was stopped. What ended it is not to be hidden by this."""
+        """On the way out of a run that failed or was stopped. What ended it is not to be hidden by this. It takes as
+        long as it takes; who does not want to wait cancels once more."""
         try:
-            async with asyncio.timeout(LAST_SAVE_TIMEOUT_S):
-                await self._wait_for_landing()
-                if self._version:
-                    await self._begin_checkpoint()
-                    await self._finish_checkpoint()
-        except (TitanRLError, TimeoutError) as error:
-            logger.warning("the last checkpoint was not written: %r", error)
+            await self._wait_for_landing()
+            if self._version:
+                await self._saver.save_last(self._version)
+        except TitanRLError as error:
+            self._progress.message(f"step {self._version} is not saved: {error}")
 
 
 def make_filters(config: RunConfig, task: Task) -> list[GroupFilter]:

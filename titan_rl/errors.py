@@ -16,6 +16,7 @@ TitanRLError
   TrainingError         the trainer cannot go on (non-finite loss, failed step)
   CheckpointError       a checkpoint could not be written or read
     DamagedCheckpointError  its bytes are not those that were written
+    NoSpaceError        the disk is full
   ActorDiedError        an actor's process is gone or does not answer
   StrayCancellationError  something awaited was cancelled by nobody who waits for it
 """
@@ -104,6 +105,10 @@ class CheckpointError(TitanRLError):
 
 class DamagedCheckpointError(CheckpointError):
     """A checkpoint's bytes are not those that were written. The message names the file; an older one may be whole."""
+
+
+class NoSpaceError(CheckpointError):
+    """A checkpoint does not fit on the disk. The message says where, how much it needs and how much is free."""
 
 
 class ActorDiedError(TitanRLError):

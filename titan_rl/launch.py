@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import importlib.util
 import logging
+import os
 import shlex
 from collections.abc import Iterator
 from functools import partial
@@ -16,9 +17,10 @@ from titan_rl.config.changes import settings_of
 from titan_rl.config.concurrency import throttles
 from titan_rl.config.run import RunConfig
 from titan_rl.controller import Controller
+from titan_rl.disk_space import check_room, size_of
 from titan_rl.durability.run_journal import RunJournal
 from titan_rl.durability.run_state import RunState
-from titan_rl.errors import MissingExtraError, TitanRLError, TrainingError
+from titan_rl.errors import ConfigError, MissingExtraError, TitanRLError, TrainingError
 from titan_rl.guard import guarded
 from titan_rl.observability.best_effort import BestEffort
 from titan_rl.observability.progress import Progress
@@ -33,7 +35,7 @@ from titan_rl.routing.affinity import ConsistentHash, GroupAffinity
 from titan_rl.routing.limits import Limits
 from titan_rl.routing.router import GeneratorRouter
 from titan_rl.routing.strategies import LeastLoaded, RoundRobin, StickySession, Strategy
-from titan_rl.run_environment import run_environment, scratch_root
+from titan_rl.run_environment import file_modes, run_environment, scratch_root
 from titan_rl.stop_signals import StopSignals, tell_on_stderr
 from titan_rl.training.checkpoint import latest, step_of
 from titan_rl.user_code import describe
@@ -61,9 +63,23 @@ def run_training(config: RunConfig, resume: Path | None = None) -> int:
     for module in ("torch", "monarch", "vllm", "torchtitan", "transformers"):
         if importlib.util.find_spec(module) is None:
             raise MissingExtraError(module, "cpu")
-    run_dir = RunDirectory.create(config) if resume is None else RunDirectory(resume)
+    with file_modes(share=config.share_run_dir):
+        return _run_in(_open_run_dir(config, resume), config, begins=resume is None)
+
+
+def _open_run_dir(config: RunConfig, resume: Path | None) -> RunDirectory:
+    if resume is None:
+        check_room(config, Path(config.run_dir))
+        return RunDirectory.create(config)
+    if not os.access(resume, os.W_OK | os.X_OK):
+        raise ConfigError(f"--resume {resume}: the run cannot go on in a folder that you may not write to; copy it")
+    check_room(config, resume, held=size_of(resume / "checkpoints"))
+    return RunDirectory(resume)
+
+
+def _run_in(run_dir: RunDirectory, config: RunConfig, *, begins: bool) -> int:
     with run_dir.locked():
-        if resume is None:
+        if begins:
             start = Resumption(None, RunState(settings=settings_of(config)))
             start.state.write(run_dir.path)
         else:
@@ -145,7 +161,7 @@ async def _run(config: RunConfig, run_dir: RunDirectory, start: Resumption, sign
         board = VersionBoard()
         journal = RunJournal(run_dir.journal, start.state.position)
         resources.callback(journal.close)
-        for loss in journal.losses:
+        for loss in (*start.losses, *journal.losses):
             progress.message(loss)
         resources.enter_context(LoopWatchdog(progress.message))
         resources.enter_context(listening(progress.message))

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 from titan_rl.config.changes import check_unchanged
 from titan_rl.config.run import RunConfig
 from titan_rl.durability.run_state import RunState
-from titan_rl.errors import CheckpointError
+from titan_rl.errors import CheckpointError, DamagedCheckpointError
 from titan_rl.observability.run_dir import RunDirectory
-from titan_rl.training.checkpoint import latest
+from titan_rl.training.checkpoint import list_checkpoints
+from titan_rl.training.checksums import verify
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,16 +21,18 @@ class Resumption:
 
     checkpoint: Path | None  # None: there is none yet, and training begins anew with what the journal has
     state: RunState
+    losses: tuple[str, ...] = ()  # what the user is to know
 
 
 def resume_from_newest(config: RunConfig, run_dir: RunDirectory) -> Resumption:
-    """Find the newest checkpoint, take what is played again out of metrics and transcripts, and keep the config.
+    """Find the newest checkpoint that is whole, take what is played again out of metrics and transcripts, and keep the
+    config. Damaged checkpoints are set aside under another name.
 
     Raises:
         ConfigError: a setting that weights and rollouts come from has changed since.
-        CheckpointError: the run is finished, or its state cannot be read.
+        CheckpointError: the run is finished, its state cannot be read, or all its checkpoints are damaged.
     """
-    checkpoint = latest(run_dir.checkpoints)
+    checkpoint, damaged = newest_whole(run_dir.checkpoints)
     state = RunState.read(checkpoint or run_dir.path)
     check_unchanged(config, state.settings, source=run_dir.config)
     if state.step >= config.training.steps and _is_exported(run_dir, checkpoint):
@@ -36,10 +40,11 @@ def resume_from_newest(config: RunConfig, run_dir: RunDirectory) -> Resumption:
             f"{run_dir.path} has trained all its {state.step} steps; give it more with "
             f"--training.steps {2 * state.step}"
         )
+    losses = tuple(_set_aside(path, complaint) for path, complaint in damaged.items())
     # Without a checkpoint the first validation is made again, too.
     run_dir.cut_records(state.step if checkpoint is not None else -1)
     run_dir.write_config(config)
-    return Resumption(checkpoint, state)
+    return Resumption(checkpoint, state, losses)
 
 
 def _is_exported(run_dir: RunDirectory, checkpoint: Path | None) -> bool:
@@ -47,3 +52,33 @@ def _is_exported(run_dir: RunDirectory, checkpoint: Path | None) -> bool:
     validation."""
     export = run_dir.export
     return checkpoint is None or (export.exists() and export.stat().st_mtime >= checkpoint.stat().st_mtime)
+
+
+def newest_whole(root: Path) -> tuple[Path | None, dict[Path, str]]:
+    """The newest checkpoint that is what was written, if there is any at all, and what is wrong with newer ones.
+
+    Raises:
+        DamagedCheckpointError: there are checkpoints, and all are damaged.
+    """
+    damaged: dict[Path, str] = {}
+    for checkpoint in reversed(list_checkpoints(root)):
+        try:
+            verify(checkpoint)
+        except DamagedCheckpointError as error:
+            damaged[checkpoint] = str(error)
+        else:
+            return checkpoint, damaged
+    if damaged:
+        raise DamagedCheckpointError(f"no checkpoint in {root} is whole: {'; '.join(damaged.values())}")
+    return None, damaged
+
+
+def _set_aside(checkpoint: Path, complaint: str) -> str:
+    """So that it is not counted among the newest that are kept."""
+    aside = checkpoint.with_name(f"{checkpoint.name}.damaged")
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        checkpoint.rename(aside)
+    except OSError as error:
+        return f"{complaint}; an older checkpoint takes its place ({checkpoint} cannot be renamed: {error.strerror})"
+    return f"{complaint}; an older checkpoint takes its place, and this one is now {aside}"

@@ -47,6 +47,19 @@ def run_environment() -> Generator[None]:
         folder.remove()
 
 
+@contextlib.contextmanager
+def file_modes(*, share: bool) -> Generator[None]:
+    """What this process and its children make within the block is for this user alone, or with `share` for whom the
+    user's umask says."""
+    before = os.umask(0o077)
+    if share:
+        os.umask(before)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
 def scratch_root() -> Path:
     root = Path(tempfile.gettempdir())
     return root if len(str(root)) <= LONGEST_TMPDIR else Path("/tmp")

@@ -124,7 +124,7 @@ def test_help_lists_every_setting_with_its_default(capsys):
     assert stopped.value.code == 0
     text = capsys.readouterr().out
     assert "training.betas = [0.9, 0.95]" in text
-    assert "Steps between checkpoints; 0 saves only at the end." in text
+    assert "Steps between checkpoints; 0 saves by time and at the end." in text
     undocumented = [
         name
         for name, section in RunConfig.model_fields.items()

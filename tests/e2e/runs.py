@@ -97,6 +97,15 @@ class Run:
                     found.append(int(entry.name))
         return found
 
+    def listeners(self) -> list[str]:
+        """What the run's processes listen on: paths, and names of abstract sockets, which begin with "@"."""
+        own: set[str] = set()
+        for pid in self.processes():
+            with contextlib.suppress(OSError):
+                own |= {os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")}
+        rows = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+        return [row[7] for row in rows if len(row) > 7 and row[3] == "00010000" and f"socket:[{row[6]}]" in own]
+
     def leftovers(self) -> list[str]:
         """Processes, shared-memory segments and temporary files of a run that has ended."""
         run_id = self.folder.name

@@ -83,8 +83,8 @@ def test_a_checkpoint_is_of_the_moment_it_was_begun(
     monkeypatch.setattr(train_state, "write_slices", late)
     trainer.begin_save(tmp_path / "step-000001", {"note.txt": "first"})
     with monkeypatch.context() as patch:
-        patch.setattr(train_state, "LIMIT_S", 0.01)
-        with pytest.raises(CheckpointError, match=r"not written within 0\.01 s"):
+        patch.setattr(train_state, "STALL_S", 0.01)
+        with pytest.raises(CheckpointError, match=r"taken nothing of a checkpoint for 0\.01 s"):
             trainer.finish_save()
     expected = trainer.step(samples)
     stepped.set()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from titan_rl.errors import CheckpointError
+from titan_rl.errors import NoSpaceError
 from titan_rl.training.checkpoint import atomic_directory, keep_last, latest, list_checkpoints, step_directory
 
 
@@ -32,7 +32,7 @@ def test_a_full_disk_keeps_the_previous_folder_and_leaves_nothing(tmp_path: Path
             (temporary / "data").write_text("half")
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with pytest.raises(CheckpointError, match="No space left"):
+    with pytest.raises(NoSpaceError, match="no space left"):
         write_until_full()
     assert (path / "data").read_text() == "first"
     assert os.listdir(tmp_path) == ["step-000001"]

@@ -55,6 +55,6 @@ def stderr_into(log_path: str | Path) -> Iterator[None]:
 
 
 def _point(descriptor: int, log_path: str | Path) -> None:
-    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)  # less the umask
     os.dup2(log, descriptor)
     os.close(log)

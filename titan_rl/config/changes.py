@@ -22,6 +22,7 @@ RESUMABLE = (
     "validation.interval",
     "checkpoint.",
     "logging.",
+    "share_run_dir",
 )
 """Names of settings, or beginnings of names, that may change."""
 

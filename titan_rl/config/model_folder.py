@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any, cast
 
@@ -47,6 +48,19 @@ def check_model_folder(config: RunConfig, *, beside: Path) -> None:
         raise ModelError(f"model.path = {path!r} has no tokenizer: none of {', '.join(TOKENIZER_FILES)} is there")
     _check_vocabulary(folder, architecture)
     _check_fit(config, architecture)
+
+
+def count_parameters(folder: Path) -> int:
+    """Of the model in a folder, by the headers of its safetensors files; 0 where there are none that can be read."""
+    count = 0
+    for path in folder.glob("*.safetensors"):
+        try:
+            with path.open("rb") as file:
+                header: dict[str, Any] = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+            count += sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+        except (OSError, ValueError, KeyError, TypeError, MemoryError, OverflowError):
+            continue  # loading the model says what is wrong with it
+    return count
 
 
 def _check_weights(folder: Path) -> None:

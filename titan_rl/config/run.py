@@ -40,6 +40,8 @@ class RunConfig(Section):
     """Of the data order, the sampling and the trainer."""
     run_dir: str = "runs"
     """Folder in which each run makes a folder of its own."""
+    share_run_dir: bool = False
+    """Other users may read the run's files, as far as the umask lets them; else they are for this user alone."""
     model: ModelConfig
     task: SerializeAsAny[Task]
     sampling: SamplingConfig = SamplingConfig()

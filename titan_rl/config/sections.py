@@ -202,7 +202,9 @@ class CheckpointConfig(Section):
     """What is saved, and how often."""
 
     interval: NonNegativeInt = 0
-    """Steps between checkpoints; 0 saves only at the end."""
+    """Steps between checkpoints; 0 saves by time and at the end."""
+    interval_s: NonNegativeFloat = 600.0
+    """Seconds from one checkpoint to the next, or 9 times what the last one took if that is more; 0 saves by steps."""
     keep: PositiveInt = 2
     """Most checkpoints kept; the oldest goes first."""
 

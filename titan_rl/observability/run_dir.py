@@ -15,7 +15,7 @@ from typing import Any
 
 from titan_rl.config.load import dump_config
 from titan_rl.config.run import RunConfig
-from titan_rl.errors import CheckpointError
+from titan_rl.errors import CheckpointError, ConfigError
 from titan_rl.observability.json_lines import JsonLines, cut_records
 
 
@@ -48,14 +48,27 @@ class RunDirectory:
         """Make a folder that no other run has, `<config.run_dir>/<date>-<time>-<model>`, and write the settings to it.
 
         `<config.run_dir>/latest` links to it, where the file system has links.
+
+        Raises:
+            ConfigError: it cannot be made.
         """
         parent = Path(config.run_dir)
-        parent.mkdir(parents=True, exist_ok=True)
         model = re.sub(r"[^\w.-]+", "-", Path(config.model.path).name) or "run"
         stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{model}"
-        path = _make_unique(parent, stem)
-        run_dir = cls(path)
-        run_dir.write_config(config)
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+            path = _make_unique(parent, stem)
+            run_dir = cls(path)
+            run_dir.write_config(config)
+        except (FileExistsError, NotADirectoryError) as error:
+            raise ConfigError(
+                f"run_dir = {config.run_dir!r} is no folder: {error.filename} is a file; name a folder"
+            ) from None
+        except OSError as error:
+            raise ConfigError(
+                f"run_dir = {config.run_dir!r}: no run can be made there, {error.filename}: {error.strerror}; name a "
+                "folder that you may write to, on a disk with room"
+            ) from None
         _link(parent / "latest", path.name)
         return run_dir
 

@@ -5,6 +5,7 @@ A checkpoint is written to a hidden folder beside its place, flushed to disk, an
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -12,7 +13,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from titan_rl.errors import CheckpointError
+from titan_rl.errors import CheckpointError, NoSpaceError
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""What the system says of a disk that is full, or where a user may write no more."""
 
 _STEP = re.compile(r"step-(\d+)")
 
@@ -24,7 +28,8 @@ def atomic_directory(path: Path) -> Iterator[Path]:
     What was at `path` stays valid until then. Remains of an earlier writer that was killed are cleared.
 
     Raises:
-        CheckpointError: anything in the block or the move failed; the cause says what. Interrupts pass unchanged.
+        NoSpaceError: the disk is full.
+        CheckpointError: anything else in the block or the move failed; the cause says what. Interrupts pass unchanged.
     """
     temporary, replaced = temporary_of(path), path.with_name(f".{path.name}.old.tmp")
     try:
@@ -42,12 +47,21 @@ def atomic_directory(path: Path) -> Iterator[Path]:
                 replaced.rename(path)
             raise
         _flush_entry(path.parent)
+    except NoSpaceError:
+        raise
     except Exception as error:
-        raise CheckpointError(f"{path} could not be written: {error}") from error
+        raise unwritten(path, error) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
         if path.exists():
             shutil.rmtree(replaced, ignore_errors=True)
+
+
+def unwritten(path: Path, error: Exception) -> CheckpointError:
+    """What to say of a folder that could not be written because of `error`."""
+    if isinstance(error, OSError) and error.errno in FULL:
+        return NoSpaceError(f"no space left in {path.parent}, where {path.name} was being written")
+    return CheckpointError(f"{path} could not be written: {error}")
 
 
 def temporary_of(path: Path) -> Path:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,10 +31,15 @@ class Checksum:
 
 
 class SummingWriter:
-    """Writes a file and sums it on the way, each in its own thread."""
+    """Writes a file and sums it on the way, each in its own thread.
 
-    def __init__(self, file: BinaryIO) -> None:
+    Args:
+        took: told of the bytes that the file has taken, a block at a time.
+    """
+
+    def __init__(self, file: BinaryIO, took: Callable[[int], None] = lambda num_bytes: None) -> None:
         self._file = file
+        self._took = took
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checksum")
         self._bytes = 0
         self._crc32 = 0
@@ -49,6 +54,7 @@ class SummingWriter:
             crc32 = self._thread.submit(zlib.crc32, block, self._crc32)
             self._file.write(block)
             self._crc32 = crc32.result()
+            self._took(len(block))
         self._bytes += len(data)
 
     def close(self) -> Checksum:

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from titan_rl.training.checkpoint import atomic_directory
+from titan_rl.training.tensor_file import write_tensors
 
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
 
@@ -25,6 +25,7 @@ def export_hf(directory: Path, named_tensors: Iterable[tuple[str, torch.Tensor]]
         dtype: recorded in config.json, so that readers load the weights as they are: "float32".
 
     Raises:
+        NoSpaceError: the disk is full.
         CheckpointError: it could not be written; what was at `directory` is unchanged.
     """
     with atomic_directory(directory) as temporary:
@@ -36,4 +37,4 @@ def export_hf(directory: Path, named_tensors: Iterable[tuple[str, torch.Tensor]]
         config["dtype"] = dtype
         (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in named_tensors}
-        save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
+        write_tensors(temporary / "model.safetensors", tensors, {"format": "pt"})

@@ -6,7 +6,7 @@ Reading one executes nothing, and reads no more than the slices that are asked f
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,10 @@ from titan_rl.statedict.types import Place, TensorSlice
 from titan_rl.training.checksums import Checksum, SummingWriter
 
 SUFFIX = ".safetensors"
+
+
+def _nothing(num_bytes: int) -> None: ...
+
 
 _PLACES = "places"
 _NAMES = {
@@ -35,8 +39,24 @@ _NAMES = {
 }
 
 
-def write_slices(path: Path, slices: Mapping[str, TensorSlice]) -> Checksum:
-    """Write slices of tensors, on the CPU, one after the other: no second copy of them is made.
+def write_slices(path: Path, slices: Mapping[str, TensorSlice], took: Callable[[int], None] = _nothing) -> Checksum:
+    """Write slices of tensors for `TensorFiles` to read. See `write_tensors`."""
+    places = {name: [each.place.start, each.place.whole_shape] for name, each in slices.items()}
+    return write_tensors(
+        path, {name: each.tensor for name, each in slices.items()}, {_PLACES: json.dumps(places)}, took
+    )
+
+
+def write_tensors(
+    path: Path,
+    tensors: Mapping[str, torch.Tensor],
+    metadata: Mapping[str, str],
+    took: Callable[[int], None] = _nothing,
+) -> Checksum:
+    """Write a safetensors file of tensors on the CPU, one after the other: no second copy of all of them is made.
+
+    Args:
+        took: told of the bytes that the disk has taken.
 
     Raises:
         OSError: the disk is full, or cannot be written.
@@ -44,22 +64,21 @@ def write_slices(path: Path, slices: Mapping[str, TensorSlice]) -> Checksum:
     """
     header: dict[str, Any] = {}
     position = 0
-    for name, each in slices.items():
-        tensor: torch.Tensor = each.tensor
+    for name, tensor in tensors.items():
         if tensor.dtype not in _NAMES:
             raise TypeError(f"{name} is {tensor.dtype}, which a checkpoint cannot hold")
         end = position + tensor.numel() * tensor.itemsize
         header[name] = {"dtype": _NAMES[tensor.dtype], "shape": [*tensor.shape], "data_offsets": [position, end]}
         position = end
-    places = {name: [each.place.start, each.place.whole_shape] for name, each in slices.items()}
-    text = json.dumps({"__metadata__": {_PLACES: json.dumps(places)}, **header}).encode()
+    text = json.dumps({"__metadata__": metadata, **header}).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
-        writer = SummingWriter(file)
+        writer = SummingWriter(file, took)
         writer.write(memoryview(len(text).to_bytes(8, "little") + text))
-        for each in slices.values():
-            if each.tensor.numel():
-                writer.write(memoryview(each.tensor.contiguous().reshape(-1).view(torch.uint8).numpy()))
+        for tensor in tensors.values():
+            if tensor.numel():
+                data: Any = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+                writer.write(memoryview(data))
         return writer.close()
 
 

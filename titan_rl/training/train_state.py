@@ -25,17 +25,17 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import Optimizer
 
-from titan_rl.errors import CheckpointError, DamagedCheckpointError
+from titan_rl.errors import CheckpointError, DamagedCheckpointError, NoSpaceError
 from titan_rl.statedict.types import TensorSlice
-from titan_rl.training.checkpoint import atomic_directory, temporary_of
+from titan_rl.training.checkpoint import atomic_directory, temporary_of, unwritten
 from titan_rl.training.checksums import read_checksums, verify, write_checksums, write_summed
 from titan_rl.training.parallel import held, placed
 from titan_rl.training.state_tree import fill, flatten
 from titan_rl.training.tensor_file import SUFFIX, TensorFiles, write_slices
 from titan_rl.training.world import World
 
-LIMIT_S = 1800.0
-"""Longest wait for one checkpoint to be written."""
+STALL_S = 1800.0
+"""Longest time in which the disk takes nothing."""
 
 STATE = "state.json"
 FORMAT = 1
@@ -59,6 +59,8 @@ class TrainStateWriter:
         )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
+        self._taken = 0  # bytes, by the disk
+        self._with_others = False  # waiting for ranks whose disks are not done
 
     def begin(
         self,
@@ -75,8 +77,8 @@ class TrainStateWriter:
             files: what else the folder is to hold: name -> text.
 
         Raises:
-            CheckpointError: the one before is not written yet, after a long wait. Or an optimizer keeps what a
-                checkpoint cannot hold.
+            CheckpointError: the disk takes nothing of the one before. Or an optimizer keeps what a checkpoint cannot
+                hold.
         """
         self._wait()
         try:
@@ -96,15 +98,20 @@ class TrainStateWriter:
         """Returns once the folder is whole.
 
         Raises:
-            CheckpointError: it could not be written, or not in time; what was there is unchanged.
+            NoSpaceError: the disk is full; what was there is unchanged.
+            CheckpointError: it could not be written, or the disk takes nothing any more.
         """
         self._wait()
         if self._writing is not None:
             self._writing.result()
 
     def _wait(self) -> None:
-        if self._writing is not None and not wait([self._writing], timeout=LIMIT_S).done:
-            raise CheckpointError(f"the checkpoint begun last was not written within {LIMIT_S:g} s: the disk is slow")
+        while self._writing is not None:
+            taken = self._taken
+            if wait([self._writing], timeout=STALL_S).done:
+                return
+            if self._taken == taken and not self._with_others:
+                raise CheckpointError(f"the disk has taken nothing of a checkpoint for {STALL_S:g} s")
 
     def _write(self, directory: Path, slices: Mapping[str, TensorSlice], files: Mapping[str, str]) -> None:
         problem: Exception | None = None
@@ -113,7 +120,7 @@ class TrainStateWriter:
         except Exception as error:
             problem = error
         try:
-            self._world.agree(None if problem is None else str(problem), CheckpointError)
+            self._agree(problem)
         except CheckpointError as error:
             raise error from problem
 
@@ -124,20 +131,30 @@ class TrainStateWriter:
                 if self._world.is_first:
                     stack.enter_context(atomic_directory(directory))
             except CheckpointError as error:
-                problem = str(error)
-            self._world.agree(problem, CheckpointError)
+                problem = error
+            self._agree(problem)
             folder = temporary_of(directory)
             name = f"rank-{self._world.rank}{SUFFIX}"
             checksum = None
             try:
-                checksum = write_slices(folder / name, slices)
+                checksum = write_slices(folder / name, slices, self._took)
             except (OSError, TypeError) as error:
-                problem = str(error)
-            self._world.agree(problem, CheckpointError)
+                problem = unwritten(directory, error)
+            self._agree(problem)
             checksums = dict(self._world.gather((name, checksum)))
             if self._world.is_first:
                 checksums |= {name: write_summed(folder / name, text) for name, text in files.items()}
                 write_checksums(folder, {name: each for name, each in checksums.items() if each is not None})
+
+    def _took(self, num_bytes: int) -> None:
+        self._taken += num_bytes
+
+    def _agree(self, problem: Exception | None) -> None:
+        """All ranks fail if one does, and alike."""
+        self._with_others = True
+        self._world.agree(str(problem) if isinstance(problem, NoSpaceError) else None, NoSpaceError)
+        self._world.agree(None if problem is None else str(problem), CheckpointError)
+        self._with_others = False
 
 
 def load_train_state(directory: Path, model: nn.Module, optimizers: Sequence[Optimizer], world: World) -> int:

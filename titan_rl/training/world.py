@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -64,8 +65,10 @@ class World:
 
     def apart(self) -> World:
         """The same ranks, for another thread: what they agree on there does not get into the way of this one's. All
-        ranks call this at the same time."""
-        return self if self.size == 1 else replace(self, group=dist.new_group(backend="gloo"))
+        ranks call this at the same time. They may wait long for one another."""
+        if self.size == 1:
+            return self
+        return replace(self, group=dist.new_group(backend="gloo", timeout=timedelta(days=1)))
 
     @property
     def size(self) -> int:
