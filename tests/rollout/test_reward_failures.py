@@ -147,6 +147,26 @@ async def test_siblings_that_still_play_are_stopped_when_their_group_is_doomed(t
     assert [env.closed for env in envs] == [1, 1]
 
 
+async def test_a_sibling_that_is_stopped_keeps_its_turns() -> None:
+    class TwoTurns(Env):
+        async def step(self, completion: Completion) -> TokenStep:
+            if completion.request_id == "g/1/0":
+                return TokenStep([1, 2, *completion.token_ids, 7])
+            return TokenStep(status=RolloutStatus.COMPLETED)
+
+    async def slow_second_turn(prompt_token_ids: Sequence[int], *, request_id: str, **_: Any) -> Completion:
+        if request_id == "g/1/1":
+            await asyncio.sleep(86_400.0)
+        return await generate(prompt_token_ids, request_id=request_id)
+
+    async def judge(rollout: Rollout) -> float:
+        await asyncio.sleep(5.0)
+        raise ConnectionError("503")
+
+    group = await play(Rubric([Reward(judge, on_failure=FailurePolicy(0))]), TwoTurns, slow_second_turn)
+    assert [(r.status, len(r.turns)) for r in group.rollouts] == [("completed", 1), ("aborted", 1)]
+
+
 async def test_a_group_reward_that_fails_drops_its_group() -> None:
     def rank(rollouts: Sequence[Rollout]) -> list[float]:
         return [1.0]

@@ -23,13 +23,15 @@ class Judging:
     Args:
         tasks: the group's own; judges end with it.
         recess: where judges wait while generation is paused.
-        give_up: called once, when a reward has failed: no sibling is of use any more.
+        give_up: called once with the reason, when a reward has failed: no sibling is of use any more.
 
     Attributes:
         error: what failed; None as long as nothing has.
     """
 
-    def __init__(self, rubric: Rubric, tasks: asyncio.TaskGroup, recess: Recess, give_up: Callable[[], None]) -> None:
+    def __init__(
+        self, rubric: Rubric, tasks: asyncio.TaskGroup, recess: Recess, give_up: Callable[[str], None]
+    ) -> None:
         self.error: RewardError | None = None
         self._rubric = rubric
         self._recess = recess
@@ -75,7 +77,7 @@ class Judging:
             if self.error is None:
                 self.error = error
                 self._stop()
-                self._give_up()
+                self._give_up(f"stopped, for a sibling could not be judged: {error}")
 
     def _stop(self) -> None:
         self._stopped = True

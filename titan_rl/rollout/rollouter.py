@@ -4,29 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import logging
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 from titan_rl.config.sections import RolloutConfig
 from titan_rl.environment.threaded import ThreadedEnv
 from titan_rl.environment.types import TokenEnv, TokenObservation, TokenStep
-from titan_rl.errors import StrayCancellationError
 from titan_rl.rollout.advantages import AdvantageFn, compare, standardized
 from titan_rl.rollout.boundary import RolloutEnded, close_env, ends_with
 from titan_rl.rollout.callbacks import Callbacks
 from titan_rl.rollout.judging import Judging
 from titan_rl.rollout.recess import Recess
 from titan_rl.rollout.records import completion_for_env, messages_of, token_advantages_of, token_ids_of
+from titan_rl.rollout.siblings import Siblings
 from titan_rl.rollout.timed import generate_within
 from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus, Turn
 from titan_rl.rubric import Rubric
 from titan_rl.stopwatch import Stopwatch
 from titan_rl.types import FinishReason, GenerateFn, SamplingParams
-
-logger = logging.getLogger(__name__)
 
 LAST_CALL_S = 1.0
 """What the environment has at least to see an answer that was finished in time."""
@@ -130,45 +128,21 @@ class Rollouter:
         """
         if group_size < 1:
             raise ValueError(f"group_size is {group_size}; it must be at least 1")
-        retries_left = self.limits.max_retries
 
-        async def play(sibling: int) -> Rollout:
-            nonlocal retries_left
-            attempt = 0
-            while True:
-                rollout = await self.run_rollout(
-                    generate, sample, group_id=group_id, sibling=sibling, sampling=sampling, attempt=attempt
-                )
-                if not rollout.status.is_fault or retries_left == 0:
-                    break
-                retries_left -= 1
-                attempt += 1
-                logger.warning("%s is played again after %s: %s", rollout.rollout_id, rollout.status, rollout.error)
-            rollout.metrics["retries"] = float(attempt)
+        def new(sibling: int, attempt: int) -> Rollout:
+            return new_rollout(group_id, sibling, sample, attempt)
+
+        def ended(rollout: Rollout) -> None:
             if on_finished is not None:
                 self._callbacks.call("on_finished", on_finished, rollout)
             judging.ended(rollout)
-            return rollout
 
-        siblings: list[asyncio.Task[Rollout]] = []
-
-        def give_up() -> None:
-            for sibling in siblings:
-                sibling.cancel()
-
-        def result(sibling: int) -> Rollout:
-            if not siblings[sibling].cancelled():
-                return siblings[sibling].result()
-            rollout_id = f"{group_id}/{sibling}"
-            if judging.error is None:
-                raise StrayCancellationError(f"rollout {rollout_id!r} was cancelled, though nobody had asked for that")
-            why = f"stopped, for a sibling could not be judged: {judging.error}"
-            return Rollout(rollout_id, group_id, sibling, sample, RolloutStatus.ABORTED, error=why)
-
+        run = partial(self._run, generate, sampling)
+        siblings = Siblings(new, run, ended, group_size=group_size, max_retries=self.limits.max_retries)
         async with asyncio.TaskGroup() as tasks:
-            judging = Judging(self.rubric, tasks, self._recess, give_up)
-            siblings += [tasks.create_task(play(sibling)) for sibling in range(group_size)]
-        group = RolloutGroup(group_id, sample, list(map(result, range(group_size))))
+            judging = Judging(self.rubric, tasks, self._recess, siblings.stop)
+            siblings.start(tasks)
+        group = RolloutGroup(group_id, sample, list(siblings.rollouts()))
         await judging.finish(group)
         compare(group, self.advantage)
         return group
@@ -188,15 +162,19 @@ class Rollouter:
         Args:
             attempt: how often this sibling was played before. It draws anew, under an id such as "g17/3~1".
         """
-        rollout_id = f"{group_id}/{sibling}" + (f"~{attempt}" if attempt else "")
-        rollout = Rollout(rollout_id, group_id, sibling, sample)
+        rollout = new_rollout(group_id, sibling, sample, attempt)
+        await self._run(generate, sampling, rollout)
+        return rollout
+
+    async def _run(self, generate: GenerateFn, sampling: SamplingParams, rollout: Rollout) -> None:
+        """Play a rollout, in place."""
         loop = asyncio.get_running_loop()
         start = loop.time()
         watch = Stopwatch(self.limits.rollout_timeout_s)
         env: TokenEnv | None = None
         try:
             async with ends_with(RolloutStatus.ERROR_ENV):
-                env = self._make_env(sample)
+                env = self._make_env(rollout.sample)
             rollout.status = await self._play(env, generate, rollout, sampling, watch)
         except RolloutEnded as end:
             rollout.status, rollout.error, rollout.failure = end.status, end.error, end.failure
@@ -209,7 +187,6 @@ class Rollouter:
                 rollout.metrics |= {"seconds": loop.time() - start, "own_seconds": watch.used_s}
                 if self.finish_session is not None:
                     self._callbacks.call("finish_session", self.finish_session, rollout.rollout_id)
-        return rollout
 
     def _make_env(self, sample: Any) -> TokenEnv:
         if self.limits.env_in_thread:
@@ -302,6 +279,12 @@ class Rollouter:
             min_tokens=min(sampling.min_tokens, max_tokens),
             seed=turn_seed(base, rollout.rollout_id, turn),
         )
+
+
+def new_rollout(group_id: str, sibling: int, sample: Any, attempt: int = 0) -> Rollout:
+    """One that has not begun: "g17/3", or "g17/3~1" where that was played before."""
+    rollout_id = f"{group_id}/{sibling}" + (f"~{attempt}" if attempt else "")
+    return Rollout(rollout_id, group_id, sibling, sample)
 
 
 def turn_seed(base: int, rollout_id: str, turn: int) -> int:
