@@ -139,6 +139,8 @@ def test_a_run_may_be_moved_and_go_on_elsewhere(run_dir):
         ("generation.num_generators", "3"),
         ("training.steps", "50"),
         ("checkpoint.keep", "7"),
+        ("scheduling.max_refills", "9"),
+        ("rollout.env_timeout_s", "120"),
     ]:
         resume(run_dir, (setting, value))
     state = RunState.read(step_directory(run_dir.checkpoints, 3))

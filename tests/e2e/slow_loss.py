@@ -1,7 +1,7 @@
 """GRPO's loss in a step that takes time, and that tells when it is in its middle.
 
-A folder that `GATE` names holds what the test and the step say to each other: the step makes `in-step`, and waits while
-there is `hold`. Each micro-batch takes `SECONDS` more.
+A folder that `GATE` names holds what the test and the step say to each other. A step makes `begun`, and where there is
+`hold` it makes `held`, too, and waits until `hold` is gone. Each micro-batch takes `SECONDS` more.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ LONGEST_HOLD_S = 120.0
 
 def slow_grpo(tokens: LossTokens, clip: ClipRange) -> TokenLoss:
     gate = Path(os.environ[GATE])
-    (gate / "in-step").touch()
+    (gate / "begun").touch()
     deadline = time.monotonic() + LONGEST_HOLD_S
     while (gate / "hold").exists() and time.monotonic() < deadline:
+        (gate / "held").touch()
         time.sleep(0.01)
     time.sleep(float(os.environ.get(SECONDS, "0")))
     return grpo_loss(tokens, clip)

@@ -34,7 +34,7 @@ def main() -> None:
     rng = random.Random(arguments.seed)
     with tempfile.TemporaryDirectory() as folder:
         os.environ |= {GATE: folder, SECONDS: str(STEP_S)}
-        marker = Path(folder, "in-step")
+        marker = Path(folder, "begun")
         steps = 4 * arguments.stops
         with run_training(Path(folder), training__steps=steps, checkpoint__interval=3, **SETTINGS) as run:
             for number in range(1, arguments.stops + 1):

@@ -62,8 +62,7 @@ def test_a_run_stopped_within_a_step_goes_on_where_the_trainer_says_it_is(tmp_pa
     with run_training(tmp_path, training__steps=6, checkpoint__interval=2, **SETTINGS) as run:
         run.wait_for_step(2)
         (gate / "hold").touch()
-        (gate / "in-step").unlink()
-        wait_until((gate / "in-step").exists, run)
+        wait_until((gate / "held").exists, run)
         run.process.send_signal(signal.SIGINT)
         log = run.folder / "logs" / "controller.log"
         wait_until(lambda: "waiting for it to finish" in log.read_text(), run)

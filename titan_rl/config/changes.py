@@ -19,12 +19,24 @@ RESUMABLE = (
     "training.compile",
     "generation.",
     "routing.",
+    "statedict.",
+    "rollout.env_in_thread",
+    "rollout.env_timeout_s",
+    "rollout.generate_timeout_s",
+    "rollout.judge_grace_s",
+    "rollout.max_respawns",
+    "rollout.max_retries",
+    "rollout.num_workers",
+    "scheduling.max_failed_groups",
+    "scheduling.max_refills",
+    "scheduling.max_running_rollouts",
+    "scheduling.suspend_timeout_s",
     "validation.interval",
     "checkpoint.",
     "logging.",
     "share_run_dir",
 )
-"""Names of settings, or beginnings of names, that may change."""
+"""Names of settings, or beginnings of names, that may change: how long a run goes on, where, and with what patience."""
 
 LOCATIONS = ("run_dir", "model.path")
 """Settings that say where folders are; these may have been moved."""
