@@ -163,6 +163,10 @@ async def _run(config: RunConfig, run_dir: RunDirectory, start: Resumption, sign
         resources.callback(journal.close)
         for loss in (*start.losses, *journal.losses):
             progress.message(loss)
+        if journal.num_batches_again:
+            progress.message(
+                f"{journal.num_batches_again} steps after the checkpoint are trained again, on what they had"
+            )
         resources.enter_context(LoopWatchdog(progress.message))
         resources.enter_context(listening(progress.message))
         async with start_cluster(config, run_dir, board, progress.message) as cluster:

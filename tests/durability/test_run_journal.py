@@ -10,7 +10,7 @@ from durability.disk import Disk
 
 from titan_rl import Completion, FinishReason, Rollout, RolloutGroup, SamplingParams, Turn, VersionSpan
 from titan_rl.durability import run_journal
-from titan_rl.durability.log import LogWriter
+from titan_rl.durability.log import LogWriter, frame
 from titan_rl.durability.run_journal import RunJournal
 from titan_rl.durability.run_state import DataPosition
 from titan_rl.errors import CheckpointError
@@ -98,6 +98,7 @@ async def test_batches_that_a_checkpoint_does_not_have_survive_another_checkpoin
     position = await again.checkpoint(1, next_index=3)
     again.forget_before(1)
     assert backlog(reopened(tmp_path, position)).batches == [[1], [2]]
+    assert reopened(tmp_path, position).num_batches_again == 2
 
 
 async def test_segments_go_when_no_checkpoint_needs_them(tmp_path):
@@ -319,3 +320,9 @@ async def test_what_comes_while_a_checkpoint_is_begun_replaces_what_was_open(tmp
     found = reopened(tmp_path, position)
     assert position.unsettled == (0, 1, 2, 3, 4, 5)
     assert (list(backlog(found).unsettled), found.state.parts) == ([0, 1, 2, 3, 5], {})
+
+
+def test_a_record_of_another_format_is_refused_with_the_way_out(tmp_path):
+    (tmp_path / "step-000000.journal").write_bytes(frame(b"another"))
+    with pytest.raises(CheckpointError, match=r"record of another format.*move the folder .* away"):
+        reopened(tmp_path)

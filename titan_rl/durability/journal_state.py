@@ -133,7 +133,10 @@ def read_segments(segments: Sequence[Path], position: DataPosition) -> Found:
             try:
                 record = decode(data)
             except (msgspec.DecodeError, ValueError) as error:
-                raise CheckpointError(f"{path} has a record that cannot be read: {error}") from error
+                raise CheckpointError(
+                    f"{path} has a record of another format: {error}; move the folder {path.parent} away to go on from "
+                    "the checkpoint alone"
+                ) from error
             if isinstance(record, Start) and record.version == position.version:
                 starts.append(record)
             state.apply(record)

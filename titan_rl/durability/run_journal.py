@@ -55,6 +55,11 @@ class RunJournal:
             for record in self.state.records():
                 self._append(record)
 
+    @property
+    def num_batches_again(self) -> int:
+        """Batches that were trained after the checkpoint, and are handed out again as they were."""
+        return len(self.state.batches_from(self._version))
+
     def backlog(self, sample_of: Callable[[int], Any]) -> Backlog:
         """Where a scheduler goes on.
 
