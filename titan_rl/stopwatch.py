@@ -19,6 +19,8 @@ from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 
+SILENCE_S = 3.0
+
 _current: ContextVar[Stopwatch | None] = ContextVar("titan_rl_stopwatch", default=None)
 
 
@@ -95,6 +97,11 @@ class Stopwatch:
     def correct(self, seconds: float) -> None:
         """Use so many seconds more, or give them back."""
         self._count(seconds)
+
+    def forgive(self, seconds: float) -> None:
+        """So much of what was counted lately was waiting."""
+        self.waited_s += seconds
+        self._count(-seconds)
 
     def end_requests(self) -> bool:
         """Have them return what they have; see `ending_with`. Whether there was one that can."""
@@ -195,6 +202,7 @@ def moving_with_tokens(is_told: bool = True) -> Generator[Callable[[bool], None]
     True if it brought tokens, False if it said that there are none, as of one that the engine has put aside.
 
     Until the first tokens a request that computes its prompt cannot be told from one that queues; its answer says it.
+    Later silence counts for `SILENCE_S`: an engine that steps gives a sign more often.
 
     Args:
         is_told: there will be signs. Without them all of the time counts.
@@ -202,9 +210,56 @@ def moving_with_tokens(is_told: bool = True) -> Generator[Callable[[bool], None]
     if (watch := current()) is None or not is_told:
         yield lambda has_tokens: None
         return
-    with watch.hold(waits=False) as hold:
-        yield lambda has_tokens: hold.release() if has_tokens else hold.again()
-        hold.again()  # what comes late changes nothing
+    with watch.hold(waits=False) as first:
+        signs = _Signs(watch, first)
+        try:
+            yield signs.came
+        finally:
+            signs.end()
+
+
+class _Signs:
+    def __init__(self, watch: Stopwatch, first: Hold) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._watch = watch
+        self._first = first  # until the first tokens
+        self._silence: Hold | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._ended = False
+
+    def came(self, has_tokens: bool) -> None:
+        if self._ended or not (has_tokens or self._timer):
+            return
+        self._forgive_what_is_late()
+        if not has_tokens:
+            self._fall_silent()
+            return
+        self._first.release()
+        self._stop()
+        self._timer = self._loop.call_later(SILENCE_S, self._fall_silent)
+
+    def end(self) -> None:
+        if not self._ended:
+            self._forgive_what_is_late()
+            self._stop()
+            self._ended = True
+
+    def _fall_silent(self) -> None:
+        self._forgive_what_is_late()
+        if self._silence is None:
+            self._silence = self._watch.hold()
+
+    def _forgive_what_is_late(self) -> None:
+        """The silence has gone on, and this loop, which something blocked, did not turn to see it."""
+        if self._silence is None and self._timer is not None:
+            self._watch.forgive(max(0.0, self._loop.time() - self._timer.when()))
+
+    def _stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._silence is not None:
+            self._silence.release()
+        self._timer = self._silence = None
 
 
 def ending_with(end: Callable[[], object]) -> AbstractContextManager[None]:

@@ -17,7 +17,7 @@ from titan_rl.rollout.timed import RETURN_S
 from titan_rl.routing import GeneratorRouter
 from titan_rl.rubric import Reward, Rubric
 from titan_rl.simulate.replica import SimulatedReplica
-from titan_rl.stopwatch import Stopwatch
+from titan_rl.stopwatch import SILENCE_S, Stopwatch
 from titan_rl.training.sample_builder import build_samples
 
 pytestmark = pytest.mark.looptime
@@ -207,6 +207,50 @@ async def test_one_that_does_not_return_when_told_is_cancelled() -> None:
     (rollout,) = (await stage_of().group(stubborn)).rollouts
     assert rollout.status is RolloutStatus.ERROR_TIMEOUT
     assert rollout.metrics["seconds"] == pytest.approx(30.0 + RETURN_S)
+
+
+async def test_time_moves_with_the_tokens_of_a_request() -> None:
+    watch = Stopwatch(100.0)
+    with watch.running(), stopwatch.working_for(watch), stopwatch.moving_with_tokens() as sign:
+        await asyncio.sleep(50.0)  # it queues
+        sign(False)
+        await asyncio.sleep(1.0)
+        sign(True)
+        await asyncio.sleep(2.0)
+        sign(True)
+        assert watch.used_s == pytest.approx(2.0)
+        await asyncio.sleep(1.0)
+        sign(False)  # put aside
+        await asyncio.sleep(20.0)
+        sign(True)
+        assert watch.used_s == pytest.approx(3.0)
+        await asyncio.sleep(500.0)  # the engine does not step
+        assert watch.used_s == pytest.approx(3.0 + SILENCE_S)
+        sign(True)
+        await asyncio.sleep(1.0)
+    sign(True)
+    await asyncio.sleep(10.0)
+    assert watch.used_s == pytest.approx(4.0 + SILENCE_S)
+    assert watch.waited_s == pytest.approx(517.0)
+
+
+@pytest.mark.parametrize("seen_by", ["sign", "timer", "end"])
+async def test_time_in_which_something_blocked_the_loop_is_not_the_requests(
+    seen_by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, late_s = asyncio.get_running_loop(), 0.0
+    now = loop.time
+    monkeypatch.setattr(loop, "time", lambda: now() + late_s)
+    watch = Stopwatch(1000.0)
+    with watch.running(), stopwatch.working_for(watch), stopwatch.moving_with_tokens() as sign:
+        sign(True)
+        late_s = 81.0  # nothing of this loop has run
+        if seen_by == "sign":
+            sign(True)
+        elif seen_by == "timer":
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+    assert watch.used_s == pytest.approx(SILENCE_S)
 
 
 async def test_a_stopwatch_counts_what_runs_and_is_not_held() -> None:
