@@ -26,14 +26,23 @@ class StopSignals:
     Args:
         stopping: says what the first signal does.
         ending: says what is left after the second.
-        tell: shows a text at once, from within a signal handler.
+        tell: shows a text at once, from within a signal handler; by default on standard error.
+        reaction_s: without a reaction for so long it is told that the event loop is held up.
     """
 
-    def __init__(self, stopping: str, ending: str, tell: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self,
+        stopping: str,
+        ending: str,
+        tell: Callable[[str], None] | None = None,
+        *,
+        reaction_s: float = REACTION_S,
+    ) -> None:
         self.received: signal.Signals | None = None  # the first
         self.tell = tell or tell_on_stderr
         self._stopping = stopping
         self._ending = ending
+        self._reaction_s = reaction_s
         self._stop: Callable[[], object] | None = None
         self._received_at = 0.0
         self._reacted = threading.Event()
@@ -81,10 +90,10 @@ class StopSignals:
             os._exit(128 + number)
 
     def _wait_for_reaction(self) -> None:
-        if not self._reacted.wait(REACTION_S):
+        if not self._reacted.wait(self._reaction_s):
             self.tell(
-                f"nothing has been stopped for {REACTION_S:g} s, because code of an environment or a reward holds up "
-                "the event loop; once more ends the run at once"
+                f"nothing has been stopped for {self._reaction_s:g} s, because code of an environment or a reward "
+                "holds up the event loop; once more ends the run at once"
             )
 
 

@@ -78,10 +78,6 @@ class RolloutLog:
             kind = error_kind(rollout) if rollout.status.is_error else reason
             self._record_first(rollout, kind, {"step": step, "phase": "train", "dropped": reason})
 
-    def describe_errors(self) -> str:
-        """How many rollouts ended in an error so far, and which is the most frequent. Empty where none did."""
-        return self._errors.describe()
-
     def figures(self) -> dict[str, float]:
         """transcripts/left_out: of rollouts with an error or of dropped groups, since it was last asked for;
         transcripts/lost: that could not be written, in all."""
