@@ -1,6 +1,6 @@
 """Real generators under pulls, pauses, aborts and SIGKILL: nothing is lost, and requests go on from what they had.
 
-All tests share one cluster, in whose processes real engines run. The last one kills some of them.
+All tests share one cluster, in whose processes real engines run. The last ones kill some of them.
 """
 
 import asyncio
@@ -38,9 +38,11 @@ SAMPLING = SamplingParams(max_tokens=LENGTH, min_tokens=LENGTH, temperature=1.0)
 SETTINGS = [
     ("generation.max_running", "2"),  # so that requests queue
     ("generation.stream_interval", "4"),
+    ("generation.max_respawns", "4"),
     ("statedict.transport", "rdma"),  # by which readers on the trainer's host map its memory, as with shared_memory
 ]
 LIMIT_S = 120
+STALL_S = 8.0
 
 
 class Stage:
@@ -101,7 +103,9 @@ async def stage(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stage
         patch.chdir(REPOSITORY)
         config = load_config("examples/alphabet_sort/cpu.toml", SETTINGS)
         async with start_cluster(config, run_dir, board) as cluster:
-            router = GeneratorRouter(cluster.replicas)
+            router = GeneratorRouter(
+                cluster.replicas, stall_timeout_s=STALL_S, on_replica_failed=cluster.on_replica_failed
+            )
             stage = Stage(cluster, board, router, run_dir)
             await stage.publish()
             yield stage
@@ -241,6 +245,21 @@ async def test_sigkill_loses_no_request_and_at_most_the_interval_of_tokens(
     os.kill(second, signal.SIGKILL)
     assert await another_process(log, second) != before
     await stage.until_both_serve()
+
+
+async def test_a_generator_that_hangs_is_replaced_and_its_requests_go_on(stage: Stage) -> None:
+    requests = stage.ask(8)
+    await stage.running(requests, tokens=32)
+    hanging = max(stage.router.members, key=lambda member: member.num_requests).name
+    log = stage.run_dir.logs / f"{hanging}.log"
+    stopped = process_writing_to(log)
+    os.kill(stopped, signal.SIGSTOP)
+    completions = await asyncio.wait_for(asyncio.gather(*requests), LIMIT_S)
+    assert [(len(c.token_ids), c.finish_reason) for c in completions] == [(LENGTH, FinishReason.LENGTH)] * 8
+    assert any(completion.metrics.get("num_resumes") for completion in completions)
+    await another_process(log, stopped)
+    with pytest.raises(ProcessLookupError):
+        os.kill(stopped, 0)
 
 
 async def another_process(log: Path, than: int) -> int:

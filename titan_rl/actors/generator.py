@@ -15,6 +15,7 @@ from monarch.actor import Port, concurrent_endpoint
 from titan_rl.actors.placement import use_gpus
 from titan_rl.actors.process import ProcessActor
 from titan_rl.actors.request_stream import Request, RequestOutlet, Said
+from titan_rl.cancellation import stray_cancellation_fails
 from titan_rl.config.sections import GenerationConfig, ModelConfig, StateDictConfig
 from titan_rl.generation.engine import Engine
 from titan_rl.generation.engine_loop import EngineLoop
@@ -110,13 +111,14 @@ class GeneratorActor(ProcessActor):
     async def _generate(self, request: Request) -> None:
         outcome: Completion | Exception
         try:
-            outcome = await self._loop.generate(
-                request.prompt_token_ids,
-                request_id=request.request_id,
-                session_id=request.session_id,
-                sampling=request.sampling,
-                on_tokens=self._outlet.tell,
-            )
+            with stray_cancellation_fails(f"request {request.request_id!r}"):
+                outcome = await self._loop.generate(
+                    request.prompt_token_ids,
+                    request_id=request.request_id,
+                    session_id=request.session_id,
+                    sampling=request.sampling,
+                    on_tokens=self._outlet.tell,
+                )
         except Exception as error:
             outcome = error
         self._outlet.answer(request.request_id, outcome)

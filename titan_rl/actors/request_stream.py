@@ -80,10 +80,16 @@ class RequestOutlet:
     def _send(self, said: list[Said]) -> None:
         try:
             self._port.send(said)
-        except Exception as error:  # else they would wait for an answer that has been given
-            logger.exception("what is said of %d requests could not be sent", len(said))
+        except Exception as error:
+            if len(said) > 1:  # it may be the fault of one
+                for item in said:
+                    self._send([item])
+                return
+            (item,) = said
+            logger.exception("what is said of request %r could not be sent", item.request_id)
+            # else it would wait for an answer that has been given
             problem = f"its answer could not be sent: {error!r}"
-            self._port.send([Answer(item.request_id, GenerationError(problem)) for item in said])
+            self._port.send([Answer(item.request_id, GenerationError(problem))])
 
 
 class RequestInlet:
