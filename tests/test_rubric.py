@@ -273,5 +273,6 @@ def test_a_weight_that_is_not_finite_is_refused_whoever_gives_it() -> None:
 
 async def test_rewards_that_overflow_are_an_error_with_their_values() -> None:
     large = GroupReward(lambda rollouts: [1e308] * len(rollouts), name="large")
-    with pytest.raises(RewardError, match=r"'large': 1e\+308.* too large to be added up"):
+    with pytest.raises(RewardError, match=r"'large': 1e\+308.* too large to add up") as caught:
         await Rubric([large, Reward(lambda _: 1e308, name="other")]).score([rollout()])
+    assert not caught.value.ends_run

@@ -246,7 +246,11 @@ class Rubric:
         breakdown = {reward.name: values[reward.name] for reward in self.rewards}
         mean = sum(reward.weight * breakdown[reward.name] for reward in self.rewards) / self._weight_sum
         if not math.isfinite(mean):
-            raise RewardError(f"the rewards {breakdown} of {about([rollout], each=True)} are too large to be added up")
+            error = RewardError(
+                f"the rewards {breakdown} of {about([rollout], each=True)} are too large to be added up"
+            )
+            error.ends_run = False
+            raise error
         return mean, breakdown
 
     def _judges(self, rollout: Rollout) -> bool:
