@@ -9,6 +9,7 @@ from titan_rl.config.load import load_config
 from titan_rl.config.run import RunConfig
 from titan_rl.config.sections import RolloutConfig, SchedulingConfig
 from titan_rl.environment.message_token_env import MessageTokenEnv
+from titan_rl.environment.threaded import ThreadedEnv
 from titan_rl.environment.types import (
     MessageEnv,
     MessageObservation,
@@ -56,6 +57,7 @@ from titan_rl.task import Task
 from titan_rl.training.sample import TrainingSample
 from titan_rl.training.sample_builder import build_samples
 from titan_rl.types import Completion, FinishReason, GenerateFn, SamplingParams, VersionSpan
+from titan_rl.watchdog import LoopWatchdog
 
 __all__ = [
     "ActorDiedError",
@@ -81,6 +83,7 @@ __all__ = [
     "LeastLoaded",
     "Limits",
     "LocalReplica",
+    "LoopWatchdog",
     "Message",
     "MessageEnv",
     "MessageObservation",
@@ -111,6 +114,7 @@ __all__ = [
     "StickySession",
     "StrayCancellationError",
     "Task",
+    "ThreadedEnv",
     "TitanRLError",
     "TokenEnv",
     "TokenObservation",
