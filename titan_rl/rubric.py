@@ -246,9 +246,7 @@ class Rubric:
         breakdown = {reward.name: values[reward.name] for reward in self.rewards}
         mean = sum(reward.weight * breakdown[reward.name] for reward in self.rewards) / self._weight_sum
         if not math.isfinite(mean):
-            error = RewardError(
-                f"the rewards {breakdown} of {about([rollout], each=True)} are too large to be added up"
-            )
+            error = RewardError(f"the rewards {breakdown} of {about([rollout], each=True)} are too large to add up")
             error.ends_run = False
             raise error
         return mean, breakdown
