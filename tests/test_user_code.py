@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import pickle
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from titan_rl.user_code import Failure, describe, where
+from titan_rl.user_code import Failure, describe, place_of, where
 
 
 def caught(act: Callable[[], object]) -> BaseException:
@@ -100,3 +101,33 @@ def test_failures_of_one_line_are_of_one_kind_whatever_they_say():
     assert "Traceback" in first.traceback
     assert "ValueError: row 1: bad" in first.traceback
     assert pickle.loads(pickle.dumps(first)) == first
+
+
+class Judge:
+    def __call__(self) -> float:
+        return 1.0
+
+    def method(self) -> float:
+        return 1.0
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (look_up, "look_up"),
+        (functools.partial(look_up), "look_up"),
+        (functools.cache(look_up), "look_up"),
+        (Judge(), "__call__"),
+        (Judge().method, "method"),
+    ],
+    ids=["function", "partial", "wrapped", "object", "method"],
+)
+def test_a_function_that_hung_is_known_by_where_it_is_defined(function: Callable[..., object], name: str) -> None:
+    place = place_of(function)
+    assert place is not None
+    file, _, rest = place.partition(":")
+    assert (file, rest.partition(" in ")[2]) == ("tests/test_user_code.py", name)
+
+
+def test_a_function_that_is_not_python_has_no_place():
+    assert place_of(len) is None
