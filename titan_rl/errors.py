@@ -23,6 +23,8 @@ TitanRLError
 
 from __future__ import annotations
 
+import errno
+
 
 class TitanRLError(Exception):
     """Base of every error titan_rl raises on purpose."""
@@ -109,6 +111,11 @@ class DamagedCheckpointError(CheckpointError):
 
 class NoSpaceError(CheckpointError):
     """A checkpoint does not fit on the disk. The message says where, how much it needs and how much is free."""
+
+
+def means_no_space(error: BaseException) -> bool:
+    """Whether the system says that a disk is full, or that the user may write no more."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 class ActorDiedError(TitanRLError):

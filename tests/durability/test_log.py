@@ -1,15 +1,19 @@
 """The log: what is whole is read whatever happened to the rest, nothing is cut away, and a slow disk slows its user."""
 
 import asyncio
+import errno
 import os
+import threading
+from io import FileIO
 
 import pytest
 from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from titan_rl.durability import log
 from titan_rl.durability.log import LogWriter, frame, read_log
-from titan_rl.errors import CheckpointError
+from titan_rl.errors import CheckpointError, NoSpaceError
 
 RECORDS = st.lists(st.binary(max_size=12), min_size=1, max_size=5)
 
@@ -115,3 +119,47 @@ async def test_a_disk_that_takes_nothing_is_an_error_in_the_end(tmp_path):
         writer.drain()
     with (tmp_path / "log").open("rb"):
         pass
+
+
+def test_a_full_disk_holds_records_up_until_there_is_room_and_loses_none(tmp_path, monkeypatch):
+    full = threading.Event()
+    refused = threading.Event()
+
+    class Disk(FileIO):
+        def write(self, data) -> int:
+            if full.is_set():
+                refused.set()
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return super().write(data[:7])  # a part, as the last room of a disk
+
+    monkeypatch.setattr(log, "FileIO", Disk)
+    monkeypatch.setattr(log, "RETRY_S", 0.01)
+    path = tmp_path / "1.journal"
+    writer = LogWriter(path)
+    writer.append(b"before")
+    writer.drain()
+    full.set()
+    writer.append(b"while it is full")
+    assert refused.wait(20)
+    with pytest.raises(NoSpaceError, match=f"no space left in {tmp_path}"):
+        writer.drain()
+    writer.append(b"and more")
+    full.clear()
+    writer.switch(tmp_path / "2.journal")
+    writer.append(b"after")
+    writer.close()
+    assert list(read_log(path)) == [b"before", b"while it is full", b"and more"]
+    assert list(read_log(tmp_path / "2.journal")) == [b"after"]
+
+
+def test_a_disk_that_stays_full_does_not_hold_up_the_end(tmp_path, monkeypatch):
+    class Full(FileIO):
+        def write(self, data) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(log, "FileIO", Full)
+    monkeypatch.setattr(log, "RETRY_S", 0.01)
+    writer = LogWriter(tmp_path / "1.journal")
+    writer.append(b"lost")
+    with pytest.raises(NoSpaceError):
+        writer.close()

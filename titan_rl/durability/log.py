@@ -10,17 +10,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import mmap
 import os
 import queue
 import struct
 import threading
+import time
 import zlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from io import FileIO
 from pathlib import Path
+from typing import TypeVar
 
-from titan_rl.errors import CheckpointError
+from titan_rl.errors import CheckpointError, NoSpaceError, means_no_space
+
+logger = logging.getLogger(__name__)
+
+R = TypeVar("R")
+
+RETRY_S = 0.5
+"""How often a full disk is asked for room."""
 
 MAGIC = b"\xffTR\xfe"  # not in any UTF-8 text, whoever wrote it
 END = b"\n"
@@ -81,7 +92,8 @@ class LogWriter:
     """Appends to one file at a time from a thread of its own: `append` never waits for the disk.
 
     What was appended survives a SIGKILL of this process once the thread has written it, usually within milliseconds,
-    and a loss of power after `drain`, `switch` or `close`, which flush to disk.
+    and a loss of power after `drain`, `switch` or `close`, which flush to disk. While the disk is full, records wait in
+    memory until there is room.
 
     Args:
         max_pending_bytes: records that wait for the disk, beyond which `room` waits.
@@ -92,6 +104,7 @@ class LogWriter:
     """
 
     def __init__(self, path: Path, *, max_pending_bytes: int = 1 << 28, stall_s: float = 60.0) -> None:
+        self._folder = path.parent
         self._max_pending_bytes = max_pending_bytes
         self._stall_s = stall_s
         self._lock = threading.Lock()  # of the next three
@@ -100,6 +113,8 @@ class LogWriter:
         self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []  # for room
         self._queue: queue.SimpleQueue[bytes | Path | threading.Event | None] = queue.SimpleQueue()
         self._failure: OSError | None = None
+        self._full: OSError | None = None  # while it is
+        self._closing = threading.Event()
         self._thread = threading.Thread(target=self._write, args=(path,), name="journal", daemon=True)
         self._thread.start()
 
@@ -140,15 +155,20 @@ class LogWriter:
         """Block until everything queued is on the disk, and would be found there after a loss of power.
 
         Raises:
-            CheckpointError: the disk has taken nothing for `stall_s`.
+            NoSpaceError: the disk is full.
+            CheckpointError: it has taken nothing for `stall_s`.
         """
         self._raise_failure()
         done = threading.Event()
         self._queue.put(done)
-        progress = self._progress
-        while not done.wait(self._stall_s):
-            self._raise_stalled(progress)
-            progress = self._progress
+        progress, since = self._progress, time.monotonic()
+        while not done.wait(min(self._stall_s, RETRY_S)):
+            if self._full is not None:
+                self._raise_stalled(progress)
+            elif self._progress != progress:
+                progress, since = self._progress, time.monotonic()
+            elif time.monotonic() - since >= self._stall_s:
+                self._raise_stalled(progress)
         self._raise_failure()
 
     def close(self) -> None:
@@ -156,6 +176,7 @@ class LogWriter:
         try:
             self.drain()
         finally:
+            self._closing.set()
             self._queue.put(None)
             self._thread.join(1.0)  # it has nothing left to do, or hangs in the disk
 
@@ -164,6 +185,8 @@ class LogWriter:
             raise CheckpointError(f"the journal could not be written: {self._failure}") from self._failure
 
     def _raise_stalled(self, progress: int) -> None:
+        if self._full is not None:
+            raise NoSpaceError(f"no space left in {self._folder}: {self._pending_bytes} bytes of the journal wait")
         if self._progress == progress:
             raise CheckpointError(
                 f"the journal's disk has taken nothing for {self._stall_s:g} s; {self._pending_bytes} bytes wait for it"
@@ -171,15 +194,17 @@ class LogWriter:
 
     def _write(self, path: Path) -> None:
         try:
-            file = _open(path)
+            file = self._with_room(lambda: _open(path))
             while (item := self._queue.get()) is not None:
                 if isinstance(item, bytes):
-                    _write_all(file, item)
+                    rest = memoryview(item)
+                    while rest:
+                        rest = rest[self._with_room(partial(file.write, rest)) :]
                     self._took(len(item))
                 elif isinstance(item, Path):
                     os.fsync(file.fileno())
                     file.close()
-                    file = _open(item)
+                    file = self._with_room(partial(_open, item))
                     self._took(0)
                 else:
                     os.fsync(file.fileno())
@@ -190,6 +215,22 @@ class LogWriter:
             self._failure = error
             self._took(0)
             self._release_waiters()
+
+    def _with_room(self, write: Callable[[], R]) -> R:
+        """What a call returns, made again and again while the disk is full."""
+        while True:
+            try:
+                done = write()
+                self._full = None
+                return done
+            except OSError as error:
+                if not means_no_space(error):
+                    raise
+                if self._full is None:
+                    logger.warning("no space left in %s: the journal waits in memory", self._folder)
+                self._full = error
+                if self._closing.wait(RETRY_S):
+                    raise
 
     def _took(self, num_bytes: int) -> None:
         with self._lock:
@@ -228,9 +269,3 @@ def _open(path: Path) -> FileIO:
     file = FileIO(path, "ab")
     flush_entry(path.parent)
     return file
-
-
-def _write_all(file: FileIO, data: bytes) -> None:
-    rest = memoryview(data)
-    while rest:
-        rest = rest[file.write(rest) :]

@@ -5,7 +5,6 @@ A checkpoint is written to a hidden folder beside its place, flushed to disk, an
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import shutil
@@ -13,10 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from titan_rl.errors import CheckpointError, NoSpaceError
-
-FULL = (errno.ENOSPC, errno.EDQUOT)
-"""What the system says of a disk that is full, or where a user may write no more."""
+from titan_rl.errors import CheckpointError, NoSpaceError, means_no_space
 
 _STEP = re.compile(r"step-(\d+)")
 
@@ -59,7 +55,7 @@ def atomic_directory(path: Path) -> Iterator[Path]:
 
 def unwritten(path: Path, error: Exception) -> CheckpointError:
     """What to say of a folder that could not be written because of `error`."""
-    if isinstance(error, OSError) and error.errno in FULL:
+    if means_no_space(error):
         return NoSpaceError(f"no space left in {path.parent}, where {path.name} was being written")
     return CheckpointError(f"{path} could not be written: {error}")
 
