@@ -216,14 +216,24 @@ def test_a_bad_request_is_refused_with_its_numbers(engine: VLLMEngine) -> None:
         (prompt(0, CONTEXT), "has 128 prompt tokens.*max_context, which is 128"),
         ([], "has 0 prompt tokens"),
         ([1, VOCAB], "token 128; the vocabulary has 128"),
+        ([1, 2.5], "something else than token ids"),
+        ([1, 10**30], "something else than token ids"),
+        ([1, None], "something else than token ids"),
     ):
         with pytest.raises(RequestError, match=message):
             engine.add(EngineRequest("bad", token_ids, sampling))
+    with pytest.raises(RequestError, match="must fit into 64 bits"):
+        engine.add(EngineRequest("bad", [1], SamplingParams(max_tokens=4, seed=2**70)))
     engine.add(EngineRequest("a", [1], sampling))
     with pytest.raises(RequestError, match="'a' is already running"):
         engine.add(EngineRequest("a", [1], sampling))
     engine.abort(["a", "unknown"])
     assert not engine.step()
+
+
+def test_stop_tokens_that_the_model_lacks_do_not_end_the_engine(engine: VLLMEngine) -> None:
+    params = SamplingParams(max_tokens=6, min_tokens=3, stop_token_ids=(-1, VOCAB, 10**6))
+    assert len(run(engine, EngineRequest("a", [1, 2], params))[0]) == 6
 
 
 def test_scores_equal_a_transformers_forward(engine: VLLMEngine, old_model: Qwen3ForCausalLM) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -136,14 +137,14 @@ class VLLMEngine:
     def add(self, request: EngineRequest) -> None:
         if request.request_id in self._internal:
             raise RequestError(f"request_id {request.request_id!r} is already running; ids must be unique")
-        prompt, room = list(request.prompt_token_ids), self._max_context - len(request.prompt_token_ids)
+        prompt = self._token_ids(f"request {request.request_id!r}", request.prompt_token_ids)
+        room = self._max_context - len(prompt)
         if not prompt or room < 1:
             raise RequestError(
                 f"request {request.request_id!r} has {len(prompt)} prompt tokens; between 1 and "
                 f"{self._max_context - 1} leave room for a completion. Shorten the prompt or raise max_context, "
                 f"which is {self._max_context}"
             )
-        self._check_vocabulary(request.request_id, prompt)
         params = self._params(request.request_id, request.sampling, room)
         core_id = self._submit(prompt, params)
         self._internal[request.request_id] = core_id
@@ -163,8 +164,8 @@ class VLLMEngine:
         self._core.collective_rpc("reload_weights", kwargs={"weights_iterator": pairs})
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        sequences = [self._token_ids("a sequence to score", sequence) for sequence in sequences]
         for sequence in sequences:
-            self._check_vocabulary("score", sequence)
             if len(sequence) > self._max_context:
                 raise RequestError(
                     f"a sequence to score has {len(sequence)} tokens; max_context is {self._max_context}"
@@ -173,7 +174,7 @@ class VLLMEngine:
         # Asking for prompt logprobs keeps a request from reading the prefix cache.
         params = self._sampling_type(max_tokens=1, prompt_logprobs=0, ignore_eos=True, detokenize=False)
         with self._scheduler.alone():
-            unscored = {self._submit(list(ids), params): index for index, ids in enumerate(sequences) if len(ids) > 1}
+            unscored = {self._submit(ids, params): index for index, ids in enumerate(sequences) if len(ids) > 1}
             while unscored:
                 for output in self._core.get_output().outputs:
                     index = unscored[output.request_id]
@@ -237,6 +238,8 @@ class VLLMEngine:
 
     def _params(self, request_id: str, sampling: SamplingParams, room: int) -> Any:
         max_tokens = min(sampling.max_tokens, room)
+        if sampling.seed is not None and not -(2**63) <= sampling.seed < 2**63:
+            raise RequestError(f"request {request_id!r} has seed {sampling.seed}; it must fit into 64 bits")
         try:
             return self._sampling_type(
                 max_tokens=max_tokens,
@@ -246,7 +249,8 @@ class VLLMEngine:
                 min_p=sampling.min_p,
                 min_tokens=min(sampling.min_tokens, max_tokens),
                 seed=sampling.seed,
-                stop_token_ids=list(sampling.stop_token_ids),
+                # A stop token that the model does not have is never sampled, and vLLM would look for its logit.
+                stop_token_ids=[token for token in sampling.stop_token_ids if 0 <= token < self._vocab_size],
                 ignore_eos=True,  # the request names its stop tokens itself
                 logprobs=0,
                 detokenize=False,
@@ -255,12 +259,15 @@ class VLLMEngine:
         except ValueError as error:
             raise RequestError(f"request {request_id!r}: {error}") from error
 
-    def _check_vocabulary(self, request_id: str, tokens: Sequence[int]) -> None:
-        if tokens and not 0 <= min(tokens) <= max(tokens) < self._vocab_size:
-            wrong = next(token for token in tokens if not 0 <= token < self._vocab_size)
-            raise RequestError(
-                f"request {request_id!r} has token {wrong}; the vocabulary has {self._vocab_size} tokens"
-            )
+    def _token_ids(self, whose: str, tokens: Sequence[int]) -> list[int]:
+        try:
+            ids = array("q", tokens).tolist()
+        except (TypeError, OverflowError) as error:
+            raise RequestError(f"{whose} has something else than token ids: {error}") from error
+        if ids and not 0 <= min(ids) <= max(ids) < self._vocab_size:
+            wrong = next(token for token in ids if not 0 <= token < self._vocab_size)
+            raise RequestError(f"{whose} has token {wrong}; the vocabulary has {self._vocab_size} tokens")
+        return ids
 
 
 def _executor(config: Any) -> Any:
