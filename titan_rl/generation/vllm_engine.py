@@ -262,7 +262,7 @@ class VLLMEngine:
     def _token_ids(self, whose: str, tokens: Sequence[int]) -> list[int]:
         try:
             ids = array("q", tokens).tolist()
-        except (TypeError, OverflowError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise RequestError(f"{whose} has something else than token ids: {error}") from error
         if ids and not 0 <= min(ids) <= max(ids) < self._vocab_size:
             wrong = next(token for token in ids if not 0 <= token < self._vocab_size)
