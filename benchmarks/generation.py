@@ -31,9 +31,9 @@ from titan_rl.actors.replica import ActorReplica
 from titan_rl.actors.supervisor import Supervisor
 from titan_rl.config.sections import GenerationConfig, ModelConfig, StateDictConfig
 from titan_rl.generation.engine import EngineRequest
-from titan_rl.launch import run_environment
 from titan_rl.rollout.rollouter import turn_seed
 from titan_rl.routing import GeneratorRouter
+from titan_rl.run_environment import run_environment
 from titan_rl.statedict.board import VersionBoard
 from titan_rl.statedict.types import Manifest, Probe
 

@@ -7,7 +7,7 @@ import tempfile
 
 import pytest
 
-from titan_rl.launch import run_environment
+from titan_rl.run_environment import run_environment
 
 PROBE = "import os; print(os.environ['OMP_NUM_THREADS'], os.environ['TOKENIZERS_PARALLELISM'])"
 

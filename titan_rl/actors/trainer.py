@@ -60,7 +60,7 @@ class TrainerActor(ProcessActor):
 
     async def _run(self, function: Callable[..., R], *args: Any) -> R:
         # Monarch keeps the actor that calls in the context.
-        work = partial(contextvars.copy_context().run, function, *args)
+        work = partial(contextvars.copy_context().run, _outcome, function, *args)
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     @concurrent_endpoint
@@ -208,3 +208,10 @@ class ActorTrainer:
                 raise
             # What no rank foresaw leaves them out of step; above all the end of one of them.
             raise ActorDiedError(f"trainer died: a rank failed with {type(error).__name__}: {error}") from error
+
+
+def _outcome(function: Callable[..., R], *args: Any) -> R:
+    try:
+        return function(*args)
+    except StopIteration as error:  # of a user's loss, say: no future takes it, and its caller would wait for ever
+        raise RuntimeError(f"StopIteration: {error}") from error
