@@ -7,6 +7,7 @@ import asyncio
 from collections import Counter
 
 import pytest
+from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from looptime import new_event_loop
@@ -134,7 +135,7 @@ POISONS = st.lists(
 
 
 @given(num_replicas=st.integers(1, 4), poisons=POISONS)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 def test_whatever_the_poison_good_requests_are_answered_once(
     num_replicas: int, poisons: list[tuple[int, float, int]]
 ) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 import looptime
@@ -12,14 +12,14 @@ from fake_replica import FakeReplica
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titan_rl.errors import GenerationError, StateDictError
+from titan_rl.errors import GenerationError, RequestError, StateDictError
 from titan_rl.routing import GeneratorRouter, Limits
 from titan_rl.types import Completion, SamplingParams
 
 Move = tuple[str, int, float]  # what, argument, seconds until the next
 
 CALLS = ["cancel", "hot_swap", "drain", "keep", "wait", "abort_pause", "resume", "abort", "remove", "add"]
-FAULTS = ["break", "mend", "pull_breaks", "hang"]
+FAULTS = ["break", "mend", "pull_breaks", "hang", "stand_still", "cancel_calls", "poison"]
 MOVES = st.lists(
     st.tuples(
         st.sampled_from(["ask", "ask", "ask", *CALLS, *FAULTS]),
@@ -34,18 +34,45 @@ class Watched(FakeReplica):
     """Knows whether it holds the weights that it was last told to pull."""
 
     stale = False
+    cancels_calls = False
 
-    async def generate(self, *args: Any, **kwargs: Any) -> Completion:
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.moves = asyncio.Event()
+        self.moves.set()
+
+    async def generate(self, *args: Any, request_id: str, **kwargs: Any) -> Completion:
         assert not self.stale, "served after a failed pull"
-        return await super().generate(*args, **kwargs)
+        self._perhaps_cancel()
+        if request_id.startswith("poison"):
+            raise ArithmeticError("nobody foresaw this")
+        return await super().generate(*args, request_id=request_id, **kwargs)
 
     async def pull(self, version: int) -> None:
         try:
+            self._perhaps_cancel()
+            await self.moves.wait()
             await super().pull(version)
-        except Exception:
+        except BaseException:
             self.stale = True
             raise
         self.stale = False
+
+    async def pause(self, mode: str) -> None:
+        self._perhaps_cancel()
+        await super().pause(mode)
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        self._perhaps_cancel()
+        await super().abort(request_ids)
+
+    async def _step(self) -> None:
+        await super()._step()
+        await self.moves.wait()
+
+    def _perhaps_cancel(self) -> None:
+        if self.cancels_calls:
+            raise asyncio.CancelledError
 
 
 class Storm:
@@ -56,6 +83,7 @@ class Storm:
         limits = Limits(finish_s=15, abort_s=10, drain_s=15, pull_s=20, no_replica_s=200, paused_s=500)
         self.router = GeneratorRouter(self.replicas, stall_timeout_s=60, limits=limits)
         self.asked: dict[str, asyncio.Task[Completion]] = {}
+        self.cancelled: set[str] = set()
         self.controls: list[asyncio.Task[Any]] = []
         self.version = 0
 
@@ -67,8 +95,11 @@ class Storm:
             self._move("mend", 0, replica)
         answers = await asyncio.gather(*self.asked.values(), return_exceptions=True)
         controls = await asyncio.gather(*self.controls, return_exceptions=True)
-        for answer in answers:
-            assert isinstance(answer, (Completion, GenerationError, asyncio.CancelledError)), answer
+        for request_id, answer in zip(self.asked, answers, strict=True):
+            assert isinstance(answer, Completion | GenerationError) or (
+                (isinstance(answer, RequestError) and request_id.startswith("poison"))
+                or (isinstance(answer, asyncio.CancelledError) and request_id in self.cancelled)
+            ), answer
             if isinstance(answer, Completion):
                 assert list(answer.token_ids) == list(range(len(answer.token_ids)))
         for result in controls:
@@ -91,14 +122,16 @@ class Storm:
 
     def _move(self, what: str, number: int, replica: Watched) -> None:
         router = self.router
-        if what == "ask":
-            request_id = f"r{len(self.asked)}"
+        if what in ("ask", "poison"):
+            request_id = f"{'r' if what == 'ask' else what}{len(self.asked)}"
             sampling = SamplingParams(max_tokens=1 + number)
             session_id = f"g{number % 3}/0"
             answer = router.generate([1], request_id=request_id, session_id=session_id, sampling=sampling)
             self.asked[request_id] = asyncio.create_task(answer)
         elif what == "cancel" and self.asked:
-            list(self.asked.values())[number % len(self.asked)].cancel()
+            request_id = list(self.asked)[number % len(self.asked)]
+            if self.asked[request_id].cancel():
+                self.cancelled.add(request_id)
         elif what in ("hot_swap", "drain"):
             self.version += 1
             self._control(router.pull_state_dict(self.version, what))
@@ -114,7 +147,13 @@ class Storm:
             replica.pull_error = StateDictError("torn")
         elif what == "hang":
             replica.pause_hangs = replica.ignores_aborts = True
+        elif what == "stand_still":
+            replica.moves.clear()
+        elif what == "cancel_calls":
+            replica.cancels_calls = True
         elif what == "mend":
+            replica.moves.set()
+            replica.cancels_calls = False
             replica.generate_error = replica.pull_error = None
             replica.pause_hangs = replica.ignores_aborts = False
         elif what == "remove" and any(member.name == replica.name for member in router.members):

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import AbstractContextManager, asynccontextmanager
 
 import pytest
+from depth import examples
 from fake_replica import FakeReplica
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -185,7 +186,7 @@ LIMIT_S = 10.03  # so that it never ends at the moment of a move
 
 
 @given(MOVES)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_a_stall_is_told_after_the_limit_and_only_then(moves: list[tuple[str, int]]) -> None:
     async def scenario() -> None:
         told, expected = list[float](), list[float]()
