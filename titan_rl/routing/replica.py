@@ -14,8 +14,9 @@ class Replica(Protocol):
     """A handle of one generator: an actor, an HTTP client, an engine loop in this process.
 
     The router does not know how weights travel: `pull` takes a version, and the handle finds its manifest.
-    A `RequestError` is the fault of the request; any other exception, and any call past its time limit, is the
-    fault of the replica, which is then out of service until it has pulled the current version again.
+    A `RequestError` is the fault of the request; any other exception, a cancellation that nobody asked for, and any
+    call past its time limit, is the fault of the replica, which is then out of service until it has pulled the current
+    version again. What a request is failed with by replicas that go on to serve others is the request's fault after all.
 
     A replica is heard of by its answers, and by what it streams if it does. One that has requests and is not heard of
     for the router's `stall_timeout_s` has failed, so a replica that does not stream has to answer one in that time.
