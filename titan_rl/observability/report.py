@@ -175,7 +175,9 @@ def _panel(panel: Panel, records: Sequence[Record]) -> str:
 
 
 def _transcripts(rollouts: Sequence[Record]) -> list[str]:
-    """Rollouts of the first and the last step side by side; of the same prompts where there are such."""
+    """Rollouts of the first and the last step side by side; of the same prompts where there are such. Those of dropped
+    groups only where there are no others."""
+    rollouts = [rollout for rollout in rollouts if not rollout.get("dropped")] or rollouts
     for phase in ("validation", "train"):
         of_phase = [rollout for rollout in rollouts if rollout.get("phase") == phase]
         steps = sorted({int(_number(rollout.get("step", 0))) for rollout in of_phase})
