@@ -16,7 +16,7 @@ class Replica(Protocol):
     The router does not know how weights travel: `pull` takes a version, and the handle finds its manifest.
     A `RequestError` is the fault of the request; any other exception, a cancellation that nobody asked for, and any
     call past its time limit, is the fault of the replica, which is then out of service until it has pulled the current
-    version again. What a request is failed with by replicas that go on to serve others is the request's fault after all.
+    version again. What several replicas fail a request with that go on to serve others is its own fault after all.
 
     A replica is heard of by its answers, and by what it streams if it does. One that has requests and is not heard of
     for the router's `stall_timeout_s` has failed, so a replica that does not stream has to answer one in that time.

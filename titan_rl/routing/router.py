@@ -124,8 +124,8 @@ class GeneratorRouter:
         `FinishReason.ABORT`.
 
         Raises:
-            RequestError: the request can never succeed, its id is in flight, or replicas that serve others have failed it
-                in the same way.
+            RequestError: the request can never succeed, its id is in flight, or replicas that serve others failed it in
+                the same way.
             NoReplicaError: no replica came into service within the limit; the last failure is the cause.
             GenerationError: it failed on `max_attempts` replicas, or waited too long for a resume.
             EngineDeadError: the router is closed.
