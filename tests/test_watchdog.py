@@ -80,3 +80,9 @@ def test_a_watchdog_outlived_by_its_loop_ends(caplog: Any) -> None:
 
     asyncio.run(enter())
     watchdog.__exit__(None, None, None)
+
+
+async def test_a_block_that_ends_at_any_moment_ends_the_watch() -> None:
+    for _ in range(300):
+        with LoopWatchdog(blocked_after_s=0.0001):
+            await asyncio.sleep(0)

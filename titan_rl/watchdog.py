@@ -73,6 +73,8 @@ class LoopWatchdog:
     def _wait_for_turn(self, tick: float) -> None:
         began, ticks, told_at = time.monotonic(), 0, 0
         while not self._turned.wait(tick):
+            if self._ended.is_set():  # the loop's thread waits for this one
+                return
             ticks += 1  # not seconds: a process that was stopped has not been blocked
             if ticks >= max(_TICKS, 2 * told_at):
                 told_at = ticks
