@@ -8,6 +8,7 @@ import importlib.util
 import logging
 import os
 import shlex
+import tempfile
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -144,6 +145,7 @@ async def _run(config: RunConfig, run_dir: RunDirectory, start: Resumption, sign
     # Monarch writes to the terminal and opens sockets in TMPDIR when it is first used.
     from titan_rl.actors.cluster import start_cluster
     from titan_rl.actors.generate_service import listening
+    from titan_rl.actors.transport import listen_below
     from titan_rl.statedict.board import VersionBoard
     from titan_rl.statedict.folder import clean_dead_segments
 
@@ -169,6 +171,7 @@ async def _run(config: RunConfig, run_dir: RunDirectory, start: Resumption, sign
             )
         resources.enter_context(LoopWatchdog(progress.message))
         resources.enter_context(listening(progress.message))
+        listen_below(Path(tempfile.gettempdir()))
         async with start_cluster(config, run_dir, board, progress.message) as cluster:
             if start.checkpoint is not None:
                 await cluster.trainer.load(start.checkpoint)
