@@ -400,6 +400,25 @@ async def test_the_last_save_takes_its_time_and_cancelling_again_ends_it(tmp_pat
     assert f"saving step {rig.trainer.version}" in said
 
 
+@pytest.mark.looptime
+async def test_a_save_of_hours_is_finished_on_the_way_out(tmp_path):
+    rig = Rig(tmp_path, staleness=0)
+    finish = rig.trainer.finish_save
+
+    async def slow() -> None:
+        await asyncio.sleep(7200)
+        await finish()
+
+    rig.trainer.finish_save = slow
+    run = asyncio.ensure_future(rig.controller.run())
+    await rig.trainer.stepped.wait()
+    rig.replica.hold = asyncio.Event()
+    run.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await run
+    assert rig.trainer.saved == [rig.trainer.version]
+
+
 async def test_training_goes_on_where_a_checkpoint_does_not_fit_and_the_last_one_has_to(tmp_path):
     rig = Rig(tmp_path, steps=4, checkpoint_interval=1)
     finish = rig.trainer.finish_save

@@ -182,7 +182,8 @@ class ActorTrainer:
         """Continue from a checkpoint folder.
 
         Raises:
-            CheckpointError: it is damaged, or of another model.
+            DamagedCheckpointError: its bytes are not those that were written.
+            CheckpointError: it is of another model.
         """
         await self._all("load", *[(checkpoint,)] * len(self._ranks))
 

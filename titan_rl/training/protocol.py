@@ -63,7 +63,8 @@ class Trainer(Protocol):
         """Returns once the checkpoint begun last is on disk.
 
         Raises:
-            CheckpointError: it could not be written.
+            NoSpaceError: the disk is full.
+            CheckpointError: it could not be written for another reason.
         """
         ...
 

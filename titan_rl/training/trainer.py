@@ -220,16 +220,18 @@ class TrainerCore:
         """Returns once the folder begun last is whole. Other threads may call this.
 
         Raises:
-            CheckpointError: it could not be written.
+            NoSpaceError: the disk is full.
+            CheckpointError: it could not be written for another reason.
         """
         self._writer.finish()
 
     def load(self, directory: str | Path) -> None:
-        """Continue from what `save` wrote, also on another number of ranks.
+        """Continue from what `save` wrote, also on another number of ranks. Every byte is verified before.
 
         Raises:
-            CheckpointError: there is no checkpoint, it is damaged, or it is of another model. The trainer may be left
-                with part of it and must not be used.
+            DamagedCheckpointError: its bytes are not those that were written. The trainer is as before.
+            CheckpointError: there is no checkpoint, or it is of another model. The trainer may be left with part of it
+                and must not be used.
         """
         self._readers.wait()
         self._version = load_train_state(Path(directory), self._model, self._optimizers.parts, self._world)
