@@ -101,9 +101,7 @@ class CheckpointSaver:
         path = step_directory(self._root, version)
         size = self._size()
         self._tell(f"saving step {version}, {gigabytes(size)}, to {path}")
-        if self._begun != version:
-            await self._begin(version)
-        writing = asyncio.ensure_future(self._finish())
+        writing = asyncio.ensure_future(self._begin_and_finish(version))
         try:
             while not (await asyncio.wait([writing], timeout=TELL_EVERY_S))[0]:
                 written = await asyncio.to_thread(size_of, temporary_of(path))
@@ -118,6 +116,11 @@ class CheckpointSaver:
         self._began_at = asyncio.get_running_loop().time()
         await self._copy(version)
         self._begun = version
+
+    async def _begin_and_finish(self, version: int) -> None:
+        if self._begun != version:  # else the copy was made before the run was stopped
+            await self._begin(version)
+        await self._finish()
 
     async def _finish(self) -> None:
         try:
