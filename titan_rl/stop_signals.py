@@ -92,8 +92,8 @@ class StopSignals:
     def _wait_for_reaction(self) -> None:
         if not self._reacted.wait(self._reaction_s):
             self.tell(
-                f"nothing has been stopped for {self._reaction_s:g} s: the event loop is held up, by imports at the start "
-                "or by code of an environment or a reward; once more ends the run at once"
+                f"nothing has been stopped for {self._reaction_s:g} s: the event loop is held up, by imports at the "
+                "start or by code of an environment or a reward; once more ends the run at once"
             )
 
 
