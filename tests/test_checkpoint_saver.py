@@ -123,9 +123,9 @@ async def test_a_full_disk_costs_a_checkpoint_and_not_the_run(disk: Disk):
     assert "16.8 MB" in left_out, left_out
     assert "0.0 MB are free" in left_out
     assert "the last is that of step 2" in left_out
-    disk.free, disk.failure = 1 << 40, NoSpaceError("no space left in the middle")  # another process fills it
+    disk.free, disk.failure = 1 << 40, NoSpaceError("[Errno 28]")  # another process fills it
     await train(saver, 2, step_s=1.0, first=6)
-    assert "no checkpoint of step 6: no space left in the middle" in disk.said[-1]
+    assert f"no checkpoint of step 6: no space left in {disk.root}: a checkpoint needs" in disk.said[-1]
     disk.failure = None
     await train(saver, 2, step_s=1.0, first=8)
     assert [version for version, _ in disk.saved] == [2, 8]
