@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractContextManager, asynccontextmanager
+from functools import partial
 
 import pytest
 from depth import examples
@@ -225,6 +227,24 @@ def test_a_stall_is_told_after_the_limit_and_only_then(moves: list[tuple[str, in
         loop.run_until_complete(scenario())
     finally:
         loop.close()
+
+
+@pytest.mark.looptime(False)
+async def test_an_event_loop_that_was_blocked_has_not_heard_yet() -> None:
+    """The signs that came meanwhile are read some turns after the timers that are due."""
+    loop, told = asyncio.get_running_loop(), asyncio.Event()
+    member = Member(FakeReplica("a"))
+    watch = StallWatch(0.2, lambda member, error: told.set())
+    with watch.watching(member):
+        await asyncio.sleep(0)
+        arrives: Callable[[], object] = member.hear
+        for _ in range(5):
+            arrives = partial(loop.call_soon, arrives)
+        loop.call_soon_threadsafe(arrives)
+        time.sleep(0.3)  # noqa: ASYNC251 - as an environment does that should not
+        await asyncio.sleep(0.1)
+        assert not told.is_set()
+        await asyncio.wait_for(told.wait(), 5)
 
 
 def test_a_limit_that_is_none_is_refused() -> None:
