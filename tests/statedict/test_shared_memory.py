@@ -56,8 +56,11 @@ def test_a_reader_that_stays_sees_each_version_and_keeps_no_memory(transport: Sh
         views = [*views, (version, dict(staying.pull(manifest)))][-held:] if held else []
         for old, found in views:
             assert_equal(found, weights(old, 1000 if old % 5 else 2000))
-    transport.close()
+    transport.publish(12, weights(12).items())  # takes another file where one is still viewed
     views.clear()
+    folder, maps = str(Path(manifest.parts[0].location).parent), Path("/proc/self/maps").read_text()
+    assert not [line for line in maps.splitlines() if folder in line and line.endswith("(deleted)")]
+    transport.close()
     with pytest.raises(StateDictError):
         staying.pull(manifest)
 

@@ -27,7 +27,7 @@ class SegmentReader:
 
     def __init__(self) -> None:
         self._mapped: dict[tuple[int, int, int], _MappedFile] = {}  # by device, inode and size
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # the garbage collector may call `_let_go` anywhere
 
     def open(self, path: Path, num_bytes: int, expected_checksum: int) -> NDArray[np.uint8]:
         """The verified bytes of a published segment. They cannot change as long as anything views them.
@@ -49,7 +49,7 @@ class SegmentReader:
         except BaseException:
             os.close(file)
             raise
-        weakref.finalize(data, os.close, file).atexit = False  # gives the lock back
+        weakref.finalize(data, self._let_go, file).atexit = False
         found = checksum(data[:num_bytes])
         if found != expected_checksum:
             raise StateDictError(f"{path} has checksum {found:#010x}, its manifest says {expected_checksum:#010x}")
@@ -59,11 +59,20 @@ class SegmentReader:
         stat = os.fstat(locked)
         key = stat.st_dev, stat.st_ino, stat.st_size
         with self._lock:
-            # A file without a name is never published again, and its mapping would keep its memory.
-            self._mapped = {known: file for known, file in self._mapped.items() if file.has_name}
-            if key not in self._mapped:
-                self._mapped[key] = _MappedFile(path, stat)
-            return self._mapped[key].mapping
+            self._drop_nameless()
+            if (file := self._mapped.get(key)) is None:
+                file = self._mapped[key] = _MappedFile(path, stat)
+            return file.mapping
+
+    def _let_go(self, locked: int) -> None:
+        """Nothing views the version any more: give its lock back."""
+        os.close(locked)
+        with self._lock:
+            self._drop_nameless()
+
+    def _drop_nameless(self) -> None:
+        """A file without a name is never published again, and its mapping would keep its memory."""
+        self._mapped = {key: file for key, file in list(self._mapped.items()) if file.has_name}
 
 
 class _MappedFile:
