@@ -128,6 +128,13 @@ async def test_the_curve_is_of_all_groups_that_finished_and_not_of_those_the_fil
     assert f"reward {finished:.3f} (trained on 0.500)" in run.output.read_text()
 
 
+async def test_where_nothing_is_dropped_the_rewards_of_a_step_are_those_it_was_trained_on(tmp_path):
+    run = Run(tmp_path, reward=lambda rollout: float(rollout.sibling * (abs(rollout.sample) % 7)), max_staleness=1)
+    await run.run()
+    assert run.metric("rollout/finished_reward_mean") == run.metric("rollout/reward_mean")
+    assert "(trained on" not in run.output.read_text()
+
+
 async def test_dropped_groups_are_written_with_the_reason(tmp_path):
     run = Run(tmp_path, reward=solved, filters=["zero_variance"])
     await run.run()

@@ -26,7 +26,7 @@ from titan_rl.observability.run_dir import RunDirectory
 from titan_rl.rollout.advantages import subtract_batch_mean
 from titan_rl.rollout.runner import GroupRunner
 from titan_rl.routing.router import GeneratorRouter
-from titan_rl.run_observer import RunObserver
+from titan_rl.run_observer import RunObserver, finished_figures
 from titan_rl.run_reporter import RunReporter
 from titan_rl.scheduling.batch import GroupBatch
 from titan_rl.scheduling.filters import BY_NAME, GroupFilter, too_few_siblings, too_long
@@ -289,7 +289,8 @@ class Controller:
     def _report(self, step: int) -> None:
         batch, metrics = self._unreported.pop(step)
         metrics["generation/requests_in_flight_max"] = float(self._player.requests.take())
-        self._reporter.step(step, batch, metrics | self._observer.take_figures(batch.version))
+        finished = finished_figures(batch.groups, self._observer.take_dropped(batch.version))
+        self._reporter.step(step, batch, metrics | finished)
 
     async def _copy_for_checkpoint(self, version: int) -> None:
         position = await self._journal.checkpoint(version, self._scheduler.next_index, self._router.tokens_so_far())

@@ -35,7 +35,7 @@ class StepReport:
     """One finished step, as the display shows it."""
 
     step: int  # from 1
-    reward: float  # mean over the rollouts that finished since the step before
+    reward: float  # mean over the rollouts that it was trained on and those that were dropped
     reward_trained: float  # mean over those that the step was trained on
     tokens_per_second: float  # completion tokens
     staleness: float  # mean over the trained tokens
