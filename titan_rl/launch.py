@@ -44,7 +44,9 @@ from titan_rl.watchdog import LoopWatchdog
 
 logger = logging.getLogger(__name__)
 
-STOPPING = "stopping: the step being trained is finished and saved first; once more ends the run at once, without saving"
+STOPPING = (
+    "stopping: the step being trained is finished and saved first; once more ends the run at once, without saving"
+)
 ENDING = "ended at once, with what was saved before; to go on: {resume}"
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 

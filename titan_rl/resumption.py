@@ -69,7 +69,9 @@ def newest_whole(root: Path) -> tuple[Path | None, dict[Path, str]]:
         else:
             return checkpoint, damaged
     if damaged:
-        raise DamagedCheckpointError(f"no checkpoint in {root} is whole: {'; '.join(damaged.values())}")
+        raise DamagedCheckpointError(
+            f"no checkpoint in {root} is whole: {'; '.join(damaged.values())}; put one back, or begin a new run"
+        )
     return None, damaged
 
 
