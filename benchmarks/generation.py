@@ -117,6 +117,7 @@ class BareLLM(Actor):
             max_num_batched_tokens=CPU_BATCHED_TOKENS,
             kv_cache_memory_bytes=int(self._settings.generation.kv_cache_gib * 2**30),
             block_size=32,
+            enable_chunked_prefill=False,
             enforce_eager=True,
             logprobs_mode="processed_logprobs",
             generation_config="vllm",
@@ -290,9 +291,9 @@ async def measure_stalls(engines: Engines, folder: Path, rounds: int, tensors: d
 class Engines:
     """Starts actors, and ends them all."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, name: str, folder: Path) -> None:
         self._folder = folder
-        self._supervisor = this_proc().spawn("supervisor", Supervisor)
+        self._supervisor = this_proc().spawn(f"supervisor_of_{name}", Supervisor)
 
     async def start(self, name: str, actor_class: Any, generation: GenerationConfig, max_running: int) -> list[Any]:
         model = ModelConfig(path=str(self._folder / "model"), max_context=512)
@@ -376,7 +377,7 @@ async def measure(folder: Path, rounds: int, only: str | None) -> None:
     tensors = make_model(folder / "model")
     for name, part in (("stalls", measure_stalls), ("throughput", measure_throughput)):
         if only in (None, name):
-            engines = Engines(folder)
+            engines = Engines(name, folder)
             try:
                 await part(engines, folder, rounds, tensors)
             finally:
