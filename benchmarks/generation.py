@@ -30,6 +30,7 @@ from titan_rl.actors.process import enter_actor_process
 from titan_rl.actors.replica import ActorReplica
 from titan_rl.actors.supervisor import Supervisor
 from titan_rl.config.sections import GenerationConfig, ModelConfig, StateDictConfig
+from titan_rl.garbage import settle_heap
 from titan_rl.generation.engine import EngineRequest
 from titan_rl.rollout.rollouter import turn_seed
 from titan_rl.routing import GeneratorRouter
@@ -322,6 +323,7 @@ async def measure_throughput(engines: Engines, folder: Path, rounds: int, tensor
     for replica in replicas:
         await replica.open()
     stack = Stack(replicas)
+    settle_heap()  # as a run does
     with SharedMemoryTransport("benchmark") as transport:
         version = 0
 

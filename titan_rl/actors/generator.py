@@ -17,6 +17,7 @@ from titan_rl.actors.process import ProcessActor
 from titan_rl.actors.request_stream import Request, RequestOutlet, Said
 from titan_rl.cancellation import stray_cancellation_fails
 from titan_rl.config.sections import GenerationConfig, ModelConfig, StateDictConfig
+from titan_rl.garbage import settle_heap
 from titan_rl.generation.engine import Engine
 from titan_rl.generation.engine_loop import EngineLoop
 from titan_rl.generation.engine_rank import Items, Weights, follow_leader
@@ -84,6 +85,7 @@ class GeneratorActor(ProcessActor):
         """Called on every rank. Returns once the engine can serve, on ranks that follow at once."""
         if self._rank == 0:
             await self._loop.start()
+            settle_heap()
         else:
             threading.Thread(target=self._follow, name="engine-loop", daemon=True).start()
 
