@@ -17,6 +17,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
 QUICK = {
+    "generation.num_generators": 1,
     "training.steps": 3,
     "scheduling.groups_per_step": 4,
     "rollout.group_size": 4,
@@ -26,7 +27,7 @@ QUICK = {
 
 
 class Run:
-    """`titan-rl train` on the shipped CPU config, made small, with everything it starts marked as its own."""
+    """`titan-rl train` on the shipped CPU config, made small and with one generator. All it starts is marked as its own."""
 
     def __init__(self, folder: Path, settings: dict[str, object]) -> None:
         self._mark = f"TITAN_RL_TEST_RUN={uuid.uuid4().hex}"

@@ -69,10 +69,14 @@ def test_a_run_stopped_within_a_step_goes_on_where_the_trainer_says_it_is(tmp_pa
         (before,) = re.findall(r"stopped at version (\d+), with the trainer at work", log.read_text())
         (gate / "hold").unlink()
         assert run.wait(60) == 130, run.output
+        assert "titan-rl: SIGINT: stopping" in run.output
+        assert run.leftovers() == []
 
         checkpoint = latest(run.folder / "checkpoints")
         assert checkpoint is not None
         state = RunState.read(checkpoint)
+        resume = f"with step {state.step} saved; to go on: titan-rl train --resume {run.folder}"
+        assert resume in run.output.splitlines()[-1]
         assert state.step == int(before) + 1, "the step that was in flight counts, and it is the last"
         assert state.next_index >= state.step * GROUPS
         assert state.unsettled == tuple(range(state.step * GROUPS, state.next_index))
