@@ -27,7 +27,7 @@ QUICK = {
 
 
 class Run:
-    """`titan-rl train` on the shipped CPU config, made small and with one generator. All it starts is marked as its own."""
+    """`titan-rl train` on the shipped CPU config, made small and with one generator; what it starts is marked."""
 
     def __init__(self, folder: Path, settings: dict[str, object]) -> None:
         self._mark = f"TITAN_RL_TEST_RUN={uuid.uuid4().hex}"
