@@ -22,7 +22,7 @@ from titan_rl.disk_space import check_room, size_of
 from titan_rl.durability.run_journal import RunJournal
 from titan_rl.durability.run_state import RunState
 from titan_rl.errors import ConfigError, MissingExtraError, TitanRLError, TrainingError
-from titan_rl.garbage import settle_heap
+from titan_rl.garbage import settled_heap
 from titan_rl.guard import guarded
 from titan_rl.observability.best_effort import BestEffort
 from titan_rl.observability.progress import Progress
@@ -176,7 +176,7 @@ async def _run(config: RunConfig, run_dir: RunDirectory, start: Resumption, sign
         resources.enter_context(listening(progress.message))
         listen_below(Path(tempfile.gettempdir()))
         async with start_cluster(config, run_dir, board, progress.message) as cluster:
-            settle_heap()
+            resources.enter_context(settled_heap())
             if start.checkpoint is not None:
                 await cluster.trainer.load(start.checkpoint)
                 progress.message(f"continuing from {start.checkpoint}")

@@ -55,6 +55,17 @@ def assert_trained_once_and_in_order(folder: Path, steps: int) -> None:
     assert [record["step"] for record in records if "train/loss" in record] == list(range(1, steps + 1))
 
 
+def stop_within_a_step(run: Run, gate: Path, log: Path) -> int:
+    """Send SIGINT while the trainer is held in the middle of a step. The version that the step starts from."""
+    said = re.compile(r"stopped at version (\d+), with the trainer at work")
+    times = len(said.findall(log.read_text()))
+    (gate / "held").unlink(missing_ok=True)
+    wait_until((gate / "held").exists, run)
+    run.process.send_signal(signal.SIGINT)
+    wait_until(lambda: len(said.findall(log.read_text())) > times, run)
+    return int(said.findall(log.read_text())[-1])
+
+
 def test_a_run_stopped_within_a_step_goes_on_where_the_trainer_says_it_is(tmp_path, monkeypatch):
     gate = tmp_path / "gate"
     gate.mkdir()
@@ -62,11 +73,20 @@ def test_a_run_stopped_within_a_step_goes_on_where_the_trainer_says_it_is(tmp_pa
     with run_training(tmp_path, training__steps=6, checkpoint__interval=2, **SETTINGS) as run:
         run.wait_for_step(2)
         (gate / "hold").touch()
-        wait_until((gate / "held").exists, run)
-        run.process.send_signal(signal.SIGINT)
         log = run.folder / "logs" / "controller.log"
-        wait_until(lambda: "waiting for it to finish" in log.read_text(), run)
-        (before,) = re.findall(r"stopped at version (\d+), with the trainer at work", log.read_text())
+        stop_within_a_step(run, gate, log)
+        time.sleep(0.4)  # two signals closer together are one
+        run.process.send_signal(signal.SIGINT)
+        assert run.wait(10) == 130
+        ended = f"ended at once, with what was saved before; to go on: titan-rl train --resume {run.folder}"
+        assert ended in run.output
+        deadline = time.monotonic() + 20
+        while left := run.leftovers():
+            assert time.monotonic() < deadline, left
+            time.sleep(0.1)
+
+        run.resume()
+        before = stop_within_a_step(run, gate, log)
         (gate / "hold").unlink()
         assert run.wait(60) == 130, run.output
         assert "titan-rl: SIGINT: stopping" in run.output
@@ -77,7 +97,7 @@ def test_a_run_stopped_within_a_step_goes_on_where_the_trainer_says_it_is(tmp_pa
         state = RunState.read(checkpoint)
         resume = f"with step {state.step} saved; to go on: titan-rl train --resume {run.folder}"
         assert resume in run.output.splitlines()[-1]
-        assert state.step == int(before) + 1, "the step that was in flight counts, and it is the last"
+        assert state.step == before + 1, "the step that was in flight counts, and it is the last"
         assert state.next_index >= state.step * GROUPS
         assert state.unsettled == tuple(range(state.step * GROUPS, state.next_index))
         assert (run.folder / "journal" / f"step-{state.step:06d}.journal").exists()

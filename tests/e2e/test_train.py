@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -128,22 +127,6 @@ def test_sigterm_ends_the_run_in_order(tmp_path):
         resume = f"with step {step} saved; to go on: titan-rl train --resume {run.folder}"
         assert resume in run.output.splitlines()[-1]
         assert run.leftovers() == []
-
-
-def test_a_second_ctrl_c_ends_the_run_at_once_and_leaves_nothing(tmp_path):
-    with run_training(tmp_path, training__steps=1000) as run:
-        run.wait_for_step(1)
-        run.process.send_signal(signal.SIGINT)
-        time.sleep(0.4)  # two signals closer together are one
-        run.process.send_signal(signal.SIGINT)
-        assert run.wait(5) == 130
-        assert (
-            f"ended at once, with what was saved before; to go on: titan-rl train --resume {run.folder}" in run.output
-        )
-        deadline = time.monotonic() + 20
-        while run.leftovers():
-            assert time.monotonic() < deadline, run.leftovers()
-            time.sleep(0.1)
 
 
 def test_a_dead_trainer_ends_the_run_with_the_reason(tmp_path):

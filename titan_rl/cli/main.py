@@ -35,7 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     with _sigterm_unwinds():
         try:
-            return _dispatch(list(sys.argv[1:] if argv is None else argv))
+            code = _dispatch(list(sys.argv[1:] if argv is None else argv))
+            if code in (EXIT_INTERRUPTED, EXIT_TERMINATED):
+                signal.signal(signal.SIGINT, signal.SIG_DFL)  # one more ends what is left of the exit, without a word
+            return code
         except (KeyboardInterrupt, _Terminated) as stop:
             print("titan-rl: stopped before a run began", file=sys.stderr)
             return EXIT_INTERRUPTED if isinstance(stop, KeyboardInterrupt) else EXIT_TERMINATED
