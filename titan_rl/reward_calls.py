@@ -13,8 +13,9 @@ from typing import Any, Literal, TypeVar, cast
 
 from titan_rl.bounded import OutOfTimeError, bounded
 from titan_rl.errors import RewardError
-from titan_rl.plain import snapshot
-from titan_rl.rollout.types import Rollout
+from titan_rl.plain import safe_text, snapshot
+from titan_rl.rollout.records import completion_to_give
+from titan_rl.rollout.types import Rollout, Turn
 from titan_rl.threads import DaemonThreads
 from titan_rl.user_code import place_of, summary, where
 
@@ -135,8 +136,10 @@ class UserFunction:
 async def _finish(result: Awaitable[T]) -> T:
     try:
         return await result
-    except SystemExit as error:  # would end the event loop
-        raise RuntimeError(f"SystemExit: {error}") from error
+    except (Exception, asyncio.CancelledError, KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:  # such as SystemExit, which would end the event loop
+        raise RuntimeError(summary(error)) from error
 
 
 def failed(name: str, about: str, error: BaseException) -> RewardError:
@@ -149,13 +152,23 @@ def about(rollouts: Sequence[Rollout], *, each: bool = False) -> str:
 
 
 def copy_of(rollout: Rollout) -> Rollout:
-    """A rollout for a reward to do with as it likes. Its sample and the tokens of its turns are shared."""
+    """A rollout for a reward to do with as it likes. Its sample is shared, and routed experts are left out."""
     return replace(
         rollout,
-        turns=list(rollout.turns),
+        turns=list(map(_copy_of_turn, rollout.turns)),
         messages=[snapshot(message) for message in rollout.messages],
         reward_breakdown=dict(rollout.reward_breakdown),
         metrics=dict(rollout.metrics),
+    )
+
+
+def _copy_of_turn(turn: Turn) -> Turn:
+    return replace(
+        turn,
+        prompt_token_ids=list(turn.prompt_token_ids),
+        completion=completion_to_give(turn.completion),
+        rewards=dict(turn.rewards),
+        token_advantages=None if turn.token_advantages is None else list(turn.token_advantages),
     )
 
 
@@ -167,8 +180,10 @@ def checked(values: Any, count: int, name: str, about: str) -> list[float]:
     """
     try:
         given = list(values)
-    except TypeError as error:
-        raise RewardError(f"reward {name!r} gave {values!r} for {about}; it must give a sequence") from error
+    except Exception as error:
+        raise RewardError(
+            f"reward {name!r} gave {safe_text(values, repr)} for {about}; it must give a sequence"
+        ) from error
     if len(given) != count:
         raise RewardError(f"reward {name!r} gave {len(given)} values for the {count} of {about}")
     return [_number(value, name, about) for value in given]
@@ -179,8 +194,10 @@ def _number(value: Any, name: str, about: str) -> float:
         if isinstance(value, str | bytes):
             raise TypeError
         number = float(value)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise RewardError(f"reward {name!r} gave {value!r} for {about}; it must give a number") from error
+    except Exception as error:  # `float` runs code of the value
+        raise RewardError(
+            f"reward {name!r} gave {safe_text(value, repr)} for {about}; it must give a number"
+        ) from error
     if not math.isfinite(number):
         raise RewardError(f"reward {name!r} gave {number} for {about}; it must be finite")
     return number

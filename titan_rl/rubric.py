@@ -154,7 +154,8 @@ def env_reward(name: str, weight: float = 1.0) -> Reward:
 class Rubric:
     """Scores rollouts with weighted reward functions; see the module for the formula.
 
-    A reward is given copies of the rollouts: what it changes in them reaches neither the record nor other rewards.
+    A reward is given copies of the rollouts: what it changes in them reaches neither the record nor other rewards. Only
+    their `sample` is shared, and routed experts are left out.
 
     Args:
         rewards: the functions, at least one.

@@ -247,6 +247,27 @@ def ends_the_process_at_once(rollout: Rollout) -> float:
     raise SystemExit(3)
 
 
+class NoNumber:
+    """A value whose own code fails, as that of a tensor without data does."""
+
+    def __float__(self) -> float:
+        raise RuntimeError("it has no data")
+
+    def __repr__(self) -> str:
+        raise RuntimeError("nor a text")
+
+    def __iter__(self) -> Any:
+        raise RuntimeError("nor items")
+
+
+class PanicException(BaseException):
+    """As extensions written in Rust raise."""
+
+
+async def panics(rollout: Rollout) -> float:
+    raise PanicException("index out of bounds")
+
+
 once = FailurePolicy(retries=0)
 
 
@@ -261,6 +282,12 @@ once = FailurePolicy(retries=0)
         (Own(lambda rollouts: [1.0, float("nan")]), "reward 'own' gave nan for group 'g'; it must be finite"),
         (Own(lambda rollouts: None), "reward 'own' gave None for group 'g'; it must give a sequence"),
         (Reward(ends_the_process, on_failure=once), "failed on rollout 'g/.': RuntimeError: SystemExit: 3"),
+        (
+            Reward(lambda _: NoNumber(), name="odd"),
+            "reward 'odd' gave <NoNumber, .* for rollout 'g/.'; it must give a num",
+        ),
+        (Own(lambda _: NoNumber()), "reward 'own' gave <NoNumber, .* for group 'g'; it must give a sequence"),
+        (Reward(panics, on_failure=once), "failed on rollout 'g/.': RuntimeError: PanicException: index out of bounds"),
         (Reward(ends_the_process_at_once), "failed on rollout 'g/.': SystemExit: 3"),
     ],
     ids=lambda value: getattr(value, "name", None),

@@ -12,16 +12,21 @@ from stage import Env, Generator, Stage
 from titan_rl import (
     Completion,
     FinishReason,
+    GroupReward,
     MessageObservation,
     MessageStep,
+    Reward,
     Rollout,
     RolloutStatus,
+    Rubric,
     TokenObservation,
     TokenStep,
     VersionSpan,
 )
 from titan_rl.config.sections import RolloutConfig
 from titan_rl.rollout.sessions import Sessions
+from titan_rl.rubric import env_reward
+from titan_rl.training.sample_builder import build_samples
 
 GOOD = Completion("r", [5, 6], [-0.5, -0.1], FinishReason.STOP, (VersionSpan(3, 2),))
 
@@ -234,3 +239,35 @@ async def test_every_session_that_was_opened_is_finished_once() -> None:
     playing.cancel()  # as the scheduler does with a group that is too old
     await asyncio.wait({playing})
     assert finished == ["g/0", "g/1~1", "g/1", "g/2"]
+
+
+@pytest.mark.parametrize("kind", [Reward, GroupReward])
+async def test_what_a_reward_changes_in_a_turn_is_not_trained_on(kind: Any) -> None:
+    def meddle(rollout: Rollout) -> float:
+        (turn,) = rollout.turns
+        completion: Any = turn.completion
+        completion.token_ids[0] = completion.logprobs[0] = completion.metrics["queue_s"] = 63
+        completion.version_spans.clear()
+        for given in (turn.prompt_token_ids, turn.token_advantages):
+            given[0] = 44  # pyright: ignore
+        turn.rewards["last"] = 99.0  # pyright: ignore
+        return float(rollout.sibling)
+
+    def meddle_with_all(rollouts: Sequence[Rollout]) -> list[float]:
+        return list(map(meddle, rollouts))
+
+    class Marked(Env):
+        async def step(self, completion: Completion) -> TokenStep:
+            return replace(await super().step(completion), token_advantages=[0.25, -0.25])
+
+    reward = kind(meddle if kind is Reward else meddle_with_all)
+    rubric = Rubric([reward, env_reward("last")])
+    group = await Stage(lambda _: Marked(turns=1), rubric).group(Generator(), size=2)
+    assert [rollout.reward_breakdown["last"] for rollout in group.rollouts] == [1.0, 1.0]
+    await rubric.score(group)  # again: what was recorded is as it was
+    for rollout, sample in zip(group.rollouts, build_samples(group, 1.0), strict=True):
+        assert rollout.reward_breakdown["last"] == 1.0
+        assert (sample.token_ids, sample.behaviour_logprobs) == ([1, 2, 3, 5, 6], [0, 0, 0, -0.5, -0.1])
+        assert rollout.turns[0].token_advantages == [0.25, -0.25]
+        assert rollout.turns[0].completion.versions == [3, 4]
+        assert rollout.turns[0].completion.metrics == {}

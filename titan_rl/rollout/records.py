@@ -55,12 +55,13 @@ def completion_of(given: Any) -> Completion:
     )
 
 
-def completion_for_env(own: Completion) -> Completion:
-    """A copy for an environment to do with as it likes. Routed experts are training's, and left out."""
+def completion_to_give(own: Completion) -> Completion:
+    """A copy for user code to do with as it likes. Routed experts are training's, and left out."""
     return replace(
         own,
         token_ids=list(own.token_ids),
         logprobs=list(own.logprobs),
+        version_spans=list(own.version_spans),
         routed_experts=None,
         metrics=dict(own.metrics),
     )

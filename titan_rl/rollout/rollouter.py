@@ -18,7 +18,7 @@ from titan_rl.rollout.boundary import RolloutEnded, close_env, ends_with
 from titan_rl.rollout.callbacks import Callbacks
 from titan_rl.rollout.judging import Judging
 from titan_rl.rollout.recess import Recess
-from titan_rl.rollout.records import completion_for_env, messages_of, token_advantages_of, token_ids_of
+from titan_rl.rollout.records import completion_to_give, messages_of, token_advantages_of, token_ids_of
 from titan_rl.rollout.siblings import Siblings
 from titan_rl.rollout.timed import generate_within
 from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus, Turn
@@ -232,7 +232,7 @@ class Rollouter:
                 return RolloutStatus.ABORTED
 
             async with self._env_call(rollout, watch):
-                step: Any = await env.step(completion_for_env(completion))
+                step: Any = await env.step(completion_to_give(completion))
                 if not isinstance(step, TokenStep):
                     raise TypeError(f"step gave {type(step).__name__}; it must give a TokenStep")
                 rollout.turns[-1] = replace(
