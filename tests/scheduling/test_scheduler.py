@@ -601,6 +601,26 @@ async def test_a_failing_group_ends_the_run_with_its_error():
     assert caught.group_contains(RuntimeError, match="broken reward")
 
 
+class PanicException(BaseException):
+    """As extensions written in Rust raise."""
+
+
+@pytest.mark.parametrize("error", [PanicException("out of bounds"), GeneratorExit("out of bounds")])
+async def test_what_is_no_exception_ends_the_run_with_its_reason(error: BaseException):
+    async def run_group(lease: Lease) -> RolloutGroup:
+        raise error
+
+    reason = f"group-0 raised {type(error).__name__}: out of bounds .*test_scheduler.py:"
+    scheduler = scheduler_of(run_group, groups_per_step=1)
+    async with running(scheduler):
+        with pytest.raises(TrainingError, match=reason) as caught:
+            await next_of(scheduler)
+    assert caught.value.__cause__ is error
+    with pytest.raises(TrainingError, match=reason):
+        async with scheduler_of(run_group, groups_per_step=1) as scheduler:
+            await asyncio.sleep(5)
+
+
 async def test_a_token_beyond_the_bound_stops_the_run():
     stage = Stage()
     stage.end(*range(9))

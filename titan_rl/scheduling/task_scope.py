@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from titan_rl.cancellation import stray_cancellation_fails
+from titan_rl.errors import TrainingError
+from titan_rl.user_code import describe
 
 
 class TaskScope(asyncio.TaskGroup):
@@ -27,9 +29,20 @@ class TaskScope(asyncio.TaskGroup):
             try:
                 with stray_cancellation_fails(name):
                     await work()
-            except Exception as error:
-                self.error = self.error or error
+            except asyncio.CancelledError:
+                raise
+            except BaseException as error:
+                self.error = self.error or _as_exception(error, name)
                 self._on_error()
                 raise
 
         return self.create_task(noting_failure(), name=name)
+
+
+def _as_exception(error: BaseException, name: str) -> Exception:
+    """What `next_batch` raises: no task of others is to end as by SystemExit, or by what no `except Exception` sees."""
+    if isinstance(error, Exception):
+        return error
+    raised = TrainingError(f"{name} raised {describe(error)}")
+    raised.__cause__ = error
+    return raised
