@@ -182,6 +182,11 @@ def a_config(tmp_path: Path, keep: int) -> RunConfig:
     )
 
 
+def test_a_folder_that_cannot_be_made_has_the_room_of_those_above_it(tmp_path: Path, disk: Disk):
+    disk.free = 50_000_000
+    check_room(a_config(tmp_path, keep=2), tmp_path / ("x" * 300) / "runs")
+
+
 def test_a_run_that_cannot_fit_is_refused_before_it_starts(tmp_path: Path, disk: Disk):
     config = a_config(tmp_path, keep=2)
     assert checkpoint_bytes(config) == 500_000 * 12

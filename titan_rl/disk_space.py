@@ -60,7 +60,7 @@ def no_space(folder: Path, needed: int, free: int) -> str:
 
 def free_bytes(folder: Path) -> int:
     """That this user may still write there, or in the first of its parents that exists."""
-    while not folder.exists():
+    while not os.path.exists(folder):  # of a name that is too long, too, which creating it complains of
         folder = folder.absolute().parent
     return shutil.disk_usage(folder).free
 
