@@ -13,7 +13,8 @@ from user_project import project
 
 from titan_rl.config.changes import settings_of
 from titan_rl.config.load import load_config
-from titan_rl.durability.run_state import RunState
+from titan_rl.durability.run_journal import RunJournal
+from titan_rl.durability.run_state import DataPosition, RunState
 from titan_rl.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from titan_rl.observability.json_lines import cut_records
 from titan_rl.observability.run_dir import RunDirectory, read_jsonl
@@ -113,6 +114,17 @@ def test_a_refused_resume_changes_nothing(run_dir):
     assert {path: path.read_bytes() for path in run_dir.path.rglob("*") if path.is_file()} == before
 
 
+def test_a_run_whose_checkpoints_are_gone_from_its_journal_is_refused_and_keeps_its_files(run_dir):
+    journal = RunJournal(run_dir.journal, DataPosition(3, 12, (11,)))
+    journal.close()
+    for step in (1, 3):
+        shutil.rmtree(step_directory(run_dir.checkpoints, step))
+    before = {path: path.read_bytes() for path in run_dir.path.rglob("*") if path.is_file()}
+    with pytest.raises(CheckpointError, match="put it back"):
+        resume(run_dir, ("training.steps", "9"))
+    assert {path: path.read_bytes() for path in run_dir.path.rglob("*") if path.is_file()} == before
+
+
 def test_a_setting_edited_by_hand_is_compared_with_what_the_checkpoint_was_made_with(run_dir):
     edit(run_dir, "groups_per_step = 16", "groups_per_step = 12")
     edit(run_dir, "seed = 7", "seed = 8")
@@ -175,6 +187,15 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_takes_its_place(run_di
     assert list_checkpoints(run_dir.checkpoints) == [start.checkpoint]
     assert [record["step"] for record in read_jsonl(run_dir.metrics)] == [0, 1]
     assert resume(run_dir).losses == ()
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_not_believed(run_dir):
+    renamed = step_directory(run_dir.checkpoints, 7)
+    step_directory(run_dir.checkpoints, 3).rename(renamed)
+    start = resume(run_dir)
+    assert (start.checkpoint, start.state.step) == (step_directory(run_dir.checkpoints, 1), 1)
+    (loss,) = start.losses
+    assert f"{renamed} is damaged: it holds step 3" in loss
 
 
 def test_a_run_without_a_whole_checkpoint_is_not_begun_anew_in_silence(run_dir):

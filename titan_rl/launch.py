@@ -164,7 +164,7 @@ async def _run(config: RunConfig, run_dir: RunDirectory, start: Resumption, sign
         progress.message(f"run directory: {run_dir.path}")
         progress.message(f"starting {config.generation.num_generators} generators and a trainer")
         board = VersionBoard()
-        journal = RunJournal(run_dir.journal, start.state.position)
+        journal = RunJournal(run_dir.journal, start.state.position, start.journal)
         resources.callback(journal.close)
         for loss in (*start.losses, *journal.losses):
             progress.message(loss)

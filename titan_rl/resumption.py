@@ -8,10 +8,11 @@ from pathlib import Path
 
 from titan_rl.config.changes import check_unchanged
 from titan_rl.config.run import RunConfig
+from titan_rl.durability.journal_state import Found, list_segments, read_segments
 from titan_rl.durability.run_state import RunState
 from titan_rl.errors import CheckpointError, DamagedCheckpointError
 from titan_rl.observability.run_dir import RunDirectory
-from titan_rl.training.checkpoint import list_checkpoints
+from titan_rl.training.checkpoint import list_checkpoints, step_of
 from titan_rl.training.checksums import verify
 
 
@@ -22,15 +23,17 @@ class Resumption:
     checkpoint: Path | None  # None: there is none yet, and training begins anew with what the journal has
     state: RunState
     losses: tuple[str, ...] = ()  # what the user is to know
+    journal: Found | None = None  # what its journal holds; None of a run that begins
 
 
 def resume_from_newest(config: RunConfig, run_dir: RunDirectory) -> Resumption:
     """Find the newest checkpoint that is whole, take what is played again out of metrics and transcripts, and keep the
-    config. Damaged checkpoints are set aside under another name.
+    config. Damaged checkpoints are set aside under another name. A run that cannot go on is left as it is.
 
     Raises:
         ConfigError: a setting that weights and rollouts come from has changed since.
-        CheckpointError: the run is finished, its state cannot be read, or all its checkpoints are damaged.
+        CheckpointError: the run is finished, its state cannot be read, all its checkpoints are damaged, or its journal
+            is of another run.
     """
     checkpoint, damaged = newest_whole(run_dir.checkpoints)
     state = RunState.read(checkpoint or run_dir.path)
@@ -40,11 +43,12 @@ def resume_from_newest(config: RunConfig, run_dir: RunDirectory) -> Resumption:
             f"{run_dir.path} has trained all its {state.step} steps; give it more with "
             f"--training.steps {2 * state.step}"
         )
+    journal = read_segments(list_segments(run_dir.journal), state.position)
     losses = tuple(_set_aside(path, complaint) for path, complaint in damaged.items())
     # Without a checkpoint the first validation is made again, too.
     run_dir.cut_records(state.step if checkpoint is not None else -1)
     run_dir.write_config(config)
-    return Resumption(checkpoint, state, losses)
+    return Resumption(checkpoint, state, losses, journal)
 
 
 def _is_exported(run_dir: RunDirectory, checkpoint: Path | None) -> bool:
@@ -64,6 +68,7 @@ def newest_whole(root: Path) -> tuple[Path | None, dict[Path, str]]:
     for checkpoint in reversed(list_checkpoints(root)):
         try:
             verify(checkpoint)
+            _check_step(checkpoint)
         except DamagedCheckpointError as error:
             damaged[checkpoint] = str(error)
         else:
@@ -73,6 +78,17 @@ def newest_whole(root: Path) -> tuple[Path | None, dict[Path, str]]:
             f"no checkpoint in {root} is whole: {'; '.join(damaged.values())}; put one back, or begin a new run"
         )
     return None, damaged
+
+
+def _check_step(checkpoint: Path) -> None:
+    """
+    Raises:
+        DamagedCheckpointError: the folder has the name of another step than it holds.
+        CheckpointError: it does not say which it holds.
+    """
+    step = RunState.read(checkpoint).step
+    if step != step_of(checkpoint):
+        raise DamagedCheckpointError(f"{checkpoint} is damaged: it holds step {step}, and its name is of another")
 
 
 def _set_aside(checkpoint: Path, complaint: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,8 +12,6 @@ from titan_rl.durability.log import read_log
 from titan_rl.durability.records import Batch, Dropped, Finished, Part, Record, Start, decode
 from titan_rl.durability.run_state import DataPosition
 from titan_rl.errors import CheckpointError
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -159,8 +156,6 @@ def read_segments(segments: Sequence[Path], position: DataPosition) -> Found:
         losses.append(f"the journal of version {position.version} has no beginning")
     if losses and (again := sorted(state.unsettled - state.finished.keys())):
         losses.append(f"generated again, as far as answers are not recorded: groups {ranges(again)}")
-    for loss in losses:
-        logger.warning("%s", loss)
     return Found(state, agrees, losses)
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from titan_rl.durability.journal_state import list_segments, read_segments, version_of
+from titan_rl.durability.journal_state import Found, list_segments, read_segments, version_of
 from titan_rl.durability.log import LogWriter, flush_entry
 from titan_rl.durability.recorder import Recorder
 from titan_rl.durability.records import Batch, Dropped, Record, Start, encode, finished, group_of
@@ -16,6 +17,8 @@ from titan_rl.durability.run_state import DataPosition
 from titan_rl.rollout.types import RolloutGroup
 from titan_rl.scheduling.backlog import Backlog
 from titan_rl.types import Completion, GenerateFn, SamplingParams
+
+logger = logging.getLogger(__name__)
 
 
 class RunJournal:
@@ -31,20 +34,23 @@ class RunJournal:
 
     Args:
         position: of the checkpoint to continue from; by default the model as loaded.
+        found: what `read_segments` has found in the folder for that position, where it was read before.
 
     Raises:
         CheckpointError: the journal is of another run than the checkpoint, a record is not of its format, or the disk
             failed; from every call after that.
     """
 
-    def __init__(self, folder: Path, position: DataPosition = DataPosition()) -> None:  # noqa: B008  it is frozen
+    def __init__(self, folder: Path, position: DataPosition = DataPosition(), found: Found | None = None) -> None:  # noqa: B008  it is frozen
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         flush_entry(folder.parent)
         segments = list_segments(folder)
-        found = read_segments(segments, position)
+        found = found or read_segments(segments, position)
         self.state = found.state
         self.losses = found.losses
+        for loss in self.losses:
+            logger.warning("%s", loss)
         self._version = position.version
         self._recorder = Recorder(self._append)
         if found.begins:
