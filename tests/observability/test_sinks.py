@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -103,6 +105,75 @@ def test_a_service_that_is_down_from_the_start_is_left_out():
         sink.log(step, {})
     sink.close()
     assert told == ["opening W&B failed, and the run goes on without it: ConnectionError: no route to host"]
+
+
+class PanicException(BaseException):
+    """As extensions written in Rust raise."""
+
+
+WORSE_THAN_EXCEPTIONS = [SystemExit("no login"), asyncio.CancelledError("no login"), PanicException("no login")]
+
+
+class Leaves(Service):
+    """Ends the process, or what it takes for one, at every second record."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__()
+        self.error = error
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        if step % 2:
+            raise self.error
+        super().log(step, metrics)
+
+    def close(self) -> None:
+        super().close()
+        raise self.error
+
+
+@pytest.mark.parametrize("error", WORSE_THAN_EXCEPTIONS)
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_sink_that_ends_more_than_itself_is_told_of(error: BaseException, in_background: bool):
+    told, service, other = Told(), Leaves(error), Service()
+    sink = BackgroundSink(lambda: service, "W&B", told) if in_background else service
+    sinks = Sinks({"W&B": sink, "other": other}, told)
+    for step in range(4):
+        sinks.log(step, {})
+    sinks.close()
+    assert (service.taken, other.taken) == ([0, 2], [0, 1, 2, 3])
+    assert other.closed
+    text = f"{type(error).__name__}: no login"
+    assert told[0] == f"logging to W&B failed, and the run goes on without it: {text}"
+    assert f"closing W&B failed, and the run goes on without it: {text}" in told
+
+
+@pytest.mark.parametrize("error", WORSE_THAN_EXCEPTIONS)
+def test_a_service_whose_client_leaves_when_opened_is_left_out(error: BaseException):
+    def leave() -> Service:
+        raise error
+
+    told = Told()
+    sink = BackgroundSink(leave, "W&B", told)
+    sink.log(0, {})
+    sink.close()
+    assert told == [f"opening W&B failed, and the run goes on without it: {type(error).__name__}: no login"]
+
+
+def test_a_sink_that_changes_its_record_changes_no_other():
+    class Changes(Service):
+        def log(self, step: int, metrics: Any) -> None:
+            super().log(step, metrics)
+            metrics["loss"] = 99.0
+            metrics.pop("reward")
+
+    class Keeps(Service):
+        def log(self, step: int, metrics: Mapping[str, float]) -> None:
+            kept.append(dict(metrics))
+
+    kept: list[dict[str, float]] = []
+    metrics = {"loss": 0.5, "reward": 1.0}
+    Sinks({"changes": Changes(), "keeps": Keeps()}, Told()).log(1, metrics)
+    assert kept == [metrics] == [{"loss": 0.5, "reward": 1.0}]
 
 
 def test_metrics_that_the_disk_does_not_take_are_counted_and_the_next_ones_written(tmp_path: Path):

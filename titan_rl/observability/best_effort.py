@@ -33,16 +33,18 @@ class BestEffort:
         return self._num_lost
 
     def attempt(self, act: Callable[[], object]) -> bool:
-        """Whether `act` did not raise."""
+        """Whether `act` did not raise. Only a KeyboardInterrupt passes."""
         try:
             act()
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # also the SystemExit of a client that thinks it is a program
             self.failed(error)
             return False
         self.worked()
         return True
 
-    def failed(self, error: Exception) -> None:
+    def failed(self, error: BaseException) -> None:
         """Count an attempt that was made elsewhere."""
         self._num_lost += 1
         self._in_a_row += 1

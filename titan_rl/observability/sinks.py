@@ -70,7 +70,8 @@ class TensorBoardSink:
 
 
 class Sinks:
-    """Several sinks as one. What one of them raises is told of, and keeps the records from no other.
+    """Several sinks as one. What one of them raises is told of, and keeps the records from no other; each has
+    a record of its own to do with as it likes.
 
     Args:
         sinks: by name, for the messages.
@@ -82,7 +83,7 @@ class Sinks:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for sink, logging in self._sinks.values():
-            logging.attempt(partial(sink.log, step, metrics))
+            logging.attempt(partial(sink.log, step, dict(metrics)))
 
     def close(self) -> None:
         for name, (sink, logging) in self._sinks.items():
