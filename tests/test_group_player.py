@@ -71,7 +71,7 @@ async def test_sessions_of_retried_rollouts_are_finished_too(tmp_path: Path) -> 
         on_ended=lambda rollout: None,
         on_lost=lambda group: None,
     )
-    (group,) = await asyncio.wait_for(player.validation_groups(), 10)
+    (group,) = await asyncio.wait_for(player.validation_groups(on_lost=lambda group: None), 10)
     assert any(rollout.metrics["retries"] for rollout in group.rollouts)
     assert any("~" in session_id for session_id in noting.begun)
     assert noting.finished == Counter(noting.begun)

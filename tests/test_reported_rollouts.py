@@ -26,7 +26,7 @@ from titan_rl.config.training import TrainingConfig
 from titan_rl.controller import Controller
 from titan_rl.durability.run_journal import RunJournal
 from titan_rl.durability.run_state import RunState
-from titan_rl.errors import TrainingError
+from titan_rl.errors import RewardError, TrainingError
 from titan_rl.observability.progress import Progress
 from titan_rl.observability.run_dir import RunDirectory, read_jsonl
 from titan_rl.statedict.board import VersionBoard
@@ -210,6 +210,30 @@ async def test_validation_says_how_many_rollouts_its_mean_leaves_out(tmp_path):
     )
     written = [(record["step"], record["status"]) for record in run.rollouts()]
     assert written == [(0, "error_env")] * 2 + [(2, "error_env")] * 2, "errors are written where nothing else is"
+
+
+@pytest.mark.parametrize("failing", [{-1}, {-1, -2, -3, -4}])
+async def test_groups_of_a_validation_whose_reward_fails_are_written_once_with_the_reason(tmp_path, failing):
+    def reward(rollout: Rollout) -> float:
+        if rollout.sample in failing:
+            raise ConnectionError("the judge is gone")
+        return float(rollout.sibling)
+
+    run = Run(tmp_path, reward=reward, transcripts_per_step=1, steps=1)
+    if len(failing) == 4:
+        with pytest.raises((RewardError, ExceptionGroup)):
+            await run.run()
+    else:
+        await run.run()
+    lost = [
+        record["group_id"]
+        for record in run.rollouts()
+        if (record["step"], record["phase"], record.get("dropped")) == (0, "validation", "reward_failed")
+    ]
+    assert len(lost) == 2 * len(failing), "two siblings each"
+    assert len(set(lost)) == len(failing)
+    in_full = [r for r in run.rollouts() if (r["step"], r["phase"]) == (0, "validation") and not r.get("dropped")]
+    assert len(in_full) == (0 if len(failing) == 4 else 2)
 
 
 async def test_a_disk_that_takes_no_transcripts_ends_nothing(tmp_path):

@@ -272,7 +272,9 @@ class Controller:
         """Mean reward on the held-out samples, of the rollouts that have one. None if validation is off."""
         if not self._config.validation.num_prompts:
             return None
-        return self._reporter.validation(self._version, await self._player.validation_groups())
+        version = self._version
+        groups = await self._player.validation_groups(on_lost=partial(self._reporter.validation_lost, version))
+        return self._reporter.validation(version, groups)
 
     def _owes_validation(self) -> bool:
         """The run was stopped in the validation of the step that its checkpoint is of."""

@@ -91,9 +91,12 @@ class GroupPlayer:
             self._runner.resume_judging()
             await self._router.resume()
 
-    async def validation_groups(self) -> list[RolloutGroup]:
+    async def validation_groups(self, on_lost: Callable[[RolloutGroup], None]) -> list[RolloutGroup]:
         """One group for each held-out sample. The seeds are the same each time, so that two validations differ by
         their weights alone.
+
+        Args:
+            on_lost: called with each group whose reward failed, when it has; it is among those returned, too.
 
         Raises:
             RewardError: a reward failed on all of them, or on `scheduling.max_failed_groups` in a row.
@@ -104,11 +107,14 @@ class GroupPlayer:
         lost = LostInARow(min(self._config.scheduling.max_failed_groups, len(samples)))
         async with asyncio.TaskGroup() as tasks:
             running = [
-                tasks.create_task(self._validation_group(index, sample, lost)) for index, sample in enumerate(samples)
+                tasks.create_task(self._validation_group(index, sample, lost, on_lost))
+                for index, sample in enumerate(samples)
             ]
         return [task.result() for task in running]
 
-    async def _validation_group(self, index: int, sample: Any, lost: LostInARow) -> RolloutGroup:
+    async def _validation_group(
+        self, index: int, sample: Any, lost: LostInARow, on_lost: Callable[[RolloutGroup], None]
+    ) -> RolloutGroup:
         settings = self._config.validation
         with Sessions(self._router.finish_session) as sessions:
 
@@ -126,6 +132,7 @@ class GroupPlayer:
             )
         if group.failure is not None:
             self._on_lost(group)
+            on_lost(group)
         lost.count(group)
         return group
 

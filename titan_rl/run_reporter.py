@@ -51,6 +51,10 @@ class RunReporter:
             )
         )
 
+    def validation_lost(self, step: int, group: RolloutGroup) -> None:
+        """A held-out group whose reward failed; the validation may fail with it."""
+        self._rollouts.dropped(group, "reward_failed", step, phase="validation")
+
     def validation(self, step: int, groups: Sequence[RolloutGroup]) -> float:
         """The mean reward of held-out groups, of the rollouts that have one.
 

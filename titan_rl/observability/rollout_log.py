@@ -64,19 +64,20 @@ class RolloutLog:
             self._tell(f"group {group.group_id} is dropped, as others will be: {failure}")
 
     def finished(self, groups: Sequence[RolloutGroup], phase: str, step: int) -> None:
-        """Groups that a step was trained on, or of a validation. Siblings with an error are written of every group."""
-        for position, group in enumerate(groups):
+        """Groups that a step was trained on, or of a validation. Siblings with an error are written of every group. One
+        whose reward failed is left out: it has been dropped."""
+        for position, group in enumerate(group for group in groups if group.failure is None):
             for rollout in group.rollouts:
                 if position < self._groups_per_step:
                     self._record(rollout, {"step": step, "phase": phase})
                 elif rollout.status.is_error:
                     self._record_first(rollout, error_kind(rollout), {"step": step, "phase": phase})
 
-    def dropped(self, group: RolloutGroup, reason: str, step: int) -> None:
-        """A group that will not be trained on."""
+    def dropped(self, group: RolloutGroup, reason: str, step: int, phase: str = "train") -> None:
+        """A group that is not trained on, or does not count in a validation."""
         for rollout in group.rollouts:
             kind = error_kind(rollout) if rollout.status.is_error else reason
-            self._record_first(rollout, kind, {"step": step, "phase": "train", "dropped": reason})
+            self._record_first(rollout, kind, {"step": step, "phase": phase, "dropped": reason})
 
     def figures(self) -> dict[str, float]:
         """transcripts/left_out: of rollouts with an error or of dropped groups, since it was last asked for;
