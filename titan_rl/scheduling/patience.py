@@ -7,7 +7,7 @@ from collections import Counter
 from titan_rl.config.sections import SchedulingConfig
 from titan_rl.errors import TrainingError
 from titan_rl.rollout.failures import ErrorCounts
-from titan_rl.rollout.types import RolloutGroup
+from titan_rl.rollout.types import RolloutGroup, RolloutStatus
 
 
 class Patience:
@@ -16,11 +16,20 @@ class Patience:
     def __init__(self, settings: SchedulingConfig) -> None:
         self._settings = settings
         self._drops: Counter[str] = Counter()
+        self._num_unparsed = 0  # rollouts without a reward in these groups, for their answers could not be parsed
         self._num_lost = 0
         self._errors = ErrorCounts()  # of those groups
 
-    def dropped(self, reason: str) -> None:
+    def dropped(self, reason: str, group: RolloutGroup | None) -> None:
+        """
+        Args:
+            group: None where it had not finished.
+        """
         self._drops[reason] += 1
+        if group is not None and reason == "too_few_siblings":
+            self._num_unparsed += sum(
+                rollout.status is RolloutStatus.ERROR_PARSE and rollout.reward is None for rollout in group.rollouts
+            )
 
     def lost(self, group: RolloutGroup) -> None:
         """A group was lost to errors of its rollouts, or to a reward that failed."""
@@ -33,6 +42,7 @@ class Patience:
 
     def batch_found(self) -> None:
         self._drops.clear()
+        self._num_unparsed = 0
 
     def check(self) -> None:
         """Called while there is no batch.
@@ -43,9 +53,15 @@ class Patience:
         settings = self._settings
         if self._drops.total() > settings.max_refills * settings.groups_per_step:
             reasons = ", ".join(f"{reason} ({count})" for reason, count in self._drops.most_common())
+            unparsed = (
+                f"{self._num_unparsed} of their rollouts have an answer that could not be parsed, and no reward; "
+                "give the Rubric an error_reward to train on them, or "
+                if self._num_unparsed
+                else ""
+            )
             raise TrainingError(
                 f"{self._drops.total()} groups in a row could not be trained on: {reasons}; "
-                f"raise scheduling.max_refills = {settings.max_refills} if this is expected"
+                f"{unparsed}raise scheduling.max_refills = {settings.max_refills} if this is expected"
             )
         if self._num_lost >= settings.max_failed_groups:
             text, count = self._errors.most_common()[0]

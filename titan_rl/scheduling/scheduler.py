@@ -265,7 +265,7 @@ class GroupScheduler:
         del self._waiting[lease.index]
         lease.settle()
         self._permits.release()
-        self._patience.dropped(reason)
+        self._patience.dropped(reason, group)
         self._ledger.dropped(reason, group)
         if self._observer is not None:
             self._observer.dropped(lease.index, reason, group)
