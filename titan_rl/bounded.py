@@ -33,6 +33,7 @@ async def bounded(work: Coroutine[Any, Any, T], timeout_s: float | None, what: s
     Raises:
         OutOfTimeError: it took longer.
         StrayCancellationError: it ended as cancelled, and nobody had cancelled it here.
+        RuntimeError: it raised GeneratorExit, which would pass for the end of the caller.
     """
     task = asyncio.ensure_future(work)
     try:
@@ -47,6 +48,8 @@ async def bounded(work: Coroutine[Any, Any, T], timeout_s: float | None, what: s
         return task.result()
     except asyncio.CancelledError as error:
         raise StrayCancellationError(f"{what} was cancelled, though nobody had asked for that") from error
+    except GeneratorExit as error:  # its own: nothing is closed while a result is taken
+        raise RuntimeError(f"{what} raised GeneratorExit: {error}") from error
 
 
 async def _end(task: asyncio.Task[Any], what: str, cleanup_s: float) -> None:

@@ -111,7 +111,7 @@ class UserFunction:
         def call() -> Any:
             try:
                 return self._fn(argument)
-            except (KeyboardInterrupt, GeneratorExit):
+            except KeyboardInterrupt:
                 raise
             except BaseException as error:  # also SystemExit, and a CancelledError that no await brought
                 raise failed(self._name, about, error) from error

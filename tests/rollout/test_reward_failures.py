@@ -268,6 +268,14 @@ async def panics(rollout: Rollout) -> float:
     raise PanicException("index out of bounds")
 
 
+async def ends_its_generator(rollout: Rollout) -> float:
+    raise GeneratorExit("over")
+
+
+def ends_its_generator_at_once(rollout: Rollout) -> float:
+    raise GeneratorExit("over")
+
+
 once = FailurePolicy(retries=0)
 
 
@@ -288,6 +296,8 @@ once = FailurePolicy(retries=0)
         ),
         (Own(lambda _: NoNumber()), "reward 'own' gave <NoNumber, .* for group 'g'; it must give a sequence"),
         (Reward(panics, on_failure=once), "failed on rollout 'g/.': RuntimeError: PanicException: index out of bounds"),
+        (Reward(ends_its_generator, on_failure=once), "failed on rollout 'g/.': RuntimeError: .* GeneratorExit: over"),
+        (Reward(ends_its_generator_at_once), "failed on rollout 'g/.': GeneratorExit: over"),
         (Reward(ends_the_process_at_once), "failed on rollout 'g/.': SystemExit: 3"),
     ],
     ids=lambda value: getattr(value, "name", None),
