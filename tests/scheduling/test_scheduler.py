@@ -388,6 +388,40 @@ async def test_a_cancellation_that_nobody_asked_for_is_a_failure():
             await next_of(scheduler)
 
 
+@pytest.mark.parametrize("has_begun", [True, False])
+async def test_a_group_whose_task_somebody_cancels_ends_the_run(has_begun):
+    stage = Stage()
+    scheduler = scheduler_of(stage.run_group, groups_per_step=2)
+    run = asyncio.ensure_future(scheduler.run())
+    waiting = asyncio.ensure_future(next_of(scheduler))
+    for _ in range(10):
+        if tasks := [task for task in asyncio.all_tasks() if task.get_name() == "group-1"]:
+            break
+        await asyncio.sleep(0)
+    if has_begun:
+        await settle()
+    assert (1 in stage.started) is has_begun
+    tasks[0].cancel()
+    with pytest.raises(StrayCancellationError, match="group-1 was cancelled"):
+        await waiting
+    with pytest.raises(ExceptionGroup):
+        await asyncio.wait_for(run, 5)
+    assert scheduler.slots_held == scheduler.rollouts_in_flight == 0
+
+
+async def test_a_group_that_cancels_its_own_task_ends_the_run():
+    async def run_group(lease: Lease) -> RolloutGroup:
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+        await asyncio.sleep(0)
+        raise AssertionError("unreachable")
+
+    with pytest.raises(StrayCancellationError, match="group-0"):
+        async with asyncio.timeout(5), scheduler_of(run_group, groups_per_step=1) as scheduler:
+            await scheduler.next_batch()
+
+
 async def test_the_last_batch_is_short_where_the_budget_is_no_multiple_of_the_step():
     stage = Stage()
     stage.end(*range(9))

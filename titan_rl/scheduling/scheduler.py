@@ -49,7 +49,8 @@ class GroupScheduler:
     A group that a batch leaves unfinished goes on, later also under newer weights. By `settings.tail` it may wait for
     others like it, so that the slowest run together, or be dropped at an age.
 
-    An exception of a group ends everything: the block is left with it.
+    An exception of a group ends everything: the block is left with it. So does a cancellation of its task that is none
+    of the scheduler's own.
 
     Example, a loop that has the weights pulled before it goes on:
 
@@ -163,7 +164,7 @@ class GroupScheduler:
                 finally:  # told at once, though groups may take a while to be cancelled
                     self._is_over = True
                     self._changed.set()
-                admission.cancel()
+                self._tasks.cancel(admission)
         finally:
             for lease in self._waiting.values():
                 lease.settle()
@@ -306,7 +307,7 @@ class GroupScheduler:
         if self._settings.tail == "drop":
             for lease in list(self._waiting.values()):
                 if lease.state is GroupState.RUNNING and version - lease.version >= self._settings.tail_age:
-                    self._playing[lease.index].cancel()
+                    self._tasks.cancel(self._playing[lease.index])
                     self._drop(lease, "too_old")
         self._changed.set()
 

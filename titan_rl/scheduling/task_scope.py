@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
+from types import TracebackType
+from typing import Any
 
-from titan_rl.cancellation import stray_cancellation_fails
-from titan_rl.errors import TrainingError
+from titan_rl.errors import StrayCancellationError, TrainingError
 from titan_rl.user_code import describe
 
 
 class TaskScope(asyncio.TaskGroup):
     """A task group that says what failed before the other tasks have been cancelled, which may take them a while.
+
+    It knows which of its tasks were to be cancelled: all when it ends, and what `cancel` was called for. That another
+    one ends as cancelled, whoever has cancelled it, is a failure.
 
     Args:
         on_error: called when `error` is there.
@@ -21,22 +25,44 @@ class TaskScope(asyncio.TaskGroup):
         super().__init__()
         self.error: Exception | None = None  # of the task that failed first
         self._on_error = on_error
+        self._cancelled: set[asyncio.Task[None]] = set()
+        self._is_ending = False
 
-    def begin(self, work: Callable[[], Awaitable[None]], name: str) -> asyncio.Task[None]:
-        """A task. That it was cancelled, though nobody asked for that, is a failure too."""
+    def begin(self, work: Callable[[], Coroutine[Any, Any, None]], name: str) -> asyncio.Task[None]:
+        task = self.create_task(work(), name=name)
+        task.add_done_callback(self._note_end)
+        return task
 
-        async def noting_failure() -> None:
-            try:
-                with stray_cancellation_fails(name):
-                    await work()
-            except asyncio.CancelledError:
-                raise
-            except BaseException as error:
-                self.error = self.error or _as_exception(error, name)
-                self._on_error()
-                raise
+    def cancel(self, task: asyncio.Task[None]) -> None:
+        """Cancel one that `begin` gave."""
+        if not task.done():
+            self._cancelled.add(task)
+            task.cancel()
 
-        return self.create_task(noting_failure(), name=name)
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._is_ending = True
+        await super().__aexit__(kind, error, traceback)
+
+    def _note_end(self, task: asyncio.Task[None]) -> None:
+        was_to_end = self._is_ending or self.error is not None or task in self._cancelled
+        self._cancelled.discard(task)
+        error = None
+        try:
+            error = task.exception()
+        except asyncio.CancelledError as cancellation:
+            if not was_to_end:
+                error = StrayCancellationError(f"{task.get_name()} was cancelled, though nobody had asked for that")
+                error.__cause__ = cancellation
+                self.create_task(_fail(error))  # a task group takes no notice of one that was cancelled
+        if error is not None and self.error is None:
+            self.error = _as_exception(error, task.get_name())
+            self._on_error()
+
+
+async def _fail(error: BaseException) -> None:
+    raise error
 
 
 def _as_exception(error: BaseException, name: str) -> Exception:
