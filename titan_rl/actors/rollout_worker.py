@@ -48,11 +48,11 @@ class RolloutWorkerActor(ProcessActor):
         from titan_rl.config.load import load_config
         from titan_rl.rollout.from_config import make_rollouter
 
+        self._rollouter = make_rollouter(load_config(self._settings.config_path, check_files=False))
         in_actor = contextvars.copy_context().run  # the watching thread sends for this actor
         name = Path(self._settings.log_path).stem
         self._watchdog = LoopWatchdog(lambda text: in_actor(self._service.say.broadcast, f"{name}: {text}"))
-        self._watchdog.__enter__()  # for as long as the process lives
-        self._rollouter = make_rollouter(load_config(self._settings.config_path, check_files=False))
+        self._watchdog.__enter__()  # after the imports, for as long as the process lives
 
     @concurrent_endpoint
     async def run_group(self, sample: Any, group_id: str, group_size: int, sampling: SamplingParams) -> RolloutGroup:
