@@ -16,6 +16,7 @@ from titan_rl.config.load import load_config
 from titan_rl.durability.run_journal import RunJournal
 from titan_rl.durability.run_state import DataPosition, RunState
 from titan_rl.errors import CheckpointError, ConfigError, DamagedCheckpointError
+from titan_rl.launch import farewell
 from titan_rl.observability.json_lines import cut_records
 from titan_rl.observability.run_dir import RunDirectory, read_jsonl
 from titan_rl.resumption import resume_from_newest
@@ -78,6 +79,7 @@ def test_without_a_checkpoint_a_run_begins_anew_and_so_do_its_files(run_dir):
         shutil.rmtree(folder)
     start = resume(run_dir)
     assert (start.checkpoint, start.state.step, start.state.next_index) == (None, 0, 0)
+    assert start.losses == (f"{run_dir.path} has no checkpoint and no journal: the run begins anew",)
     assert read_jsonl(run_dir.metrics) == read_jsonl(run_dir.rollouts) == []
 
 
@@ -103,6 +105,25 @@ def test_a_run_that_was_stopped_after_its_last_step_is_brought_to_its_end(run_di
     run_dir.export.mkdir()  # the last thing that a run does
     with pytest.raises(CheckpointError, match="has trained all its 3 steps"):
         resume(run_dir, ("training.steps", "3"))
+
+
+def test_a_stopped_run_says_what_is_saved_and_how_it_goes_on(run_dir):
+    config = load_config(run_dir.config, [("training.steps", "3")])
+    to_go_on = f"; to go on: titan-rl train --resume {run_dir.path}"
+    assert farewell(config, run_dir) == "stopped with step 3 saved" + to_go_on
+    run_dir.export.mkdir()
+    assert "to go on" not in (finished := farewell(config, run_dir))
+    assert f"the run is finished, its policy is {run_dir.export}" in finished
+    for step in (1, 3):
+        shutil.rmtree(step_directory(run_dir.checkpoints, step))
+    assert farewell(config, run_dir) == "stopped with no step saved" + to_go_on
+
+
+def test_a_run_without_a_checkpoint_goes_on_with_its_journal(run_dir):
+    for step in (1, 3):
+        shutil.rmtree(step_directory(run_dir.checkpoints, step))
+    RunJournal(run_dir.journal).close()
+    assert resume(run_dir).losses == ()
 
 
 def test_a_refused_resume_changes_nothing(run_dir):

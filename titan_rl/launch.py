@@ -31,7 +31,7 @@ from titan_rl.observability.run_dir import RunDirectory
 from titan_rl.observability.sinks import open_sinks
 from titan_rl.observability.standstill import Standstill
 from titan_rl.renderer import ChatTemplateRenderer
-from titan_rl.resumption import Resumption, resume_from_newest
+from titan_rl.resumption import Resumption, is_finished, resume_from_newest
 from titan_rl.rollout.from_config import make_rollouter
 from titan_rl.routing.affinity import ConsistentHash, GroupAffinity
 from titan_rl.routing.limits import Limits
@@ -102,7 +102,7 @@ def _run_in(run_dir: RunDirectory, config: RunConfig, *, begins: bool) -> int:
             except SystemExit as error:  # asyncio lets it through every task
                 raise TrainingError(f"an environment, a reward or the task exits Python: {describe(error)}") from None
         if code:
-            tell_on_stderr(f"stopped{_saved(run_dir)}; to go on: {resume_command(run_dir)}")
+            tell_on_stderr(farewell(config, run_dir))
         return code
 
 
@@ -110,9 +110,13 @@ def resume_command(run_dir: RunDirectory) -> str:
     return shlex.join(["titan-rl", "train", "--resume", str(run_dir.path)])
 
 
-def _saved(run_dir: RunDirectory) -> str:
+def farewell(config: RunConfig, run_dir: RunDirectory) -> str:
+    """The last line of a run that was stopped."""
     checkpoint = latest(run_dir.checkpoints)
-    return " before a step was trained" if checkpoint is None else f" with step {step_of(checkpoint)} saved"
+    if is_finished(config, run_dir, checkpoint):
+        return f"stopped when all steps were trained and saved: the run is finished, its policy is {run_dir.export}"
+    saved = "no step" if checkpoint is None else f"step {step_of(checkpoint)}"
+    return f"stopped with {saved} saved; to go on: {resume_command(run_dir)}"
 
 
 async def _run_until_signal(config: RunConfig, run_dir: RunDirectory, start: Resumption, signals: StopSignals) -> int:

@@ -38,24 +38,28 @@ def resume_from_newest(config: RunConfig, run_dir: RunDirectory) -> Resumption:
     checkpoint, damaged = newest_whole(run_dir.checkpoints)
     state = RunState.read(checkpoint or run_dir.path)
     check_unchanged(config, state.settings, source=run_dir.config)
-    if state.step >= config.training.steps and _is_exported(run_dir, checkpoint):
+    if is_finished(config, run_dir, checkpoint):
         raise CheckpointError(
             f"{run_dir.path} has trained all its {state.step} steps; give it more with "
             f"--training.steps {2 * state.step}"
         )
     journal = read_segments(list_segments(run_dir.journal), state.position)
-    losses = tuple(_set_aside(path, complaint) for path, complaint in damaged.items())
+    losses = [_set_aside(path, complaint) for path, complaint in damaged.items()]
+    if checkpoint is None and not journal.begins and not journal.losses:
+        losses.append(f"{run_dir.path} has no checkpoint and no journal: the run begins anew")
     # Without a checkpoint the first validation is made again, too.
     run_dir.cut_records(state.step if checkpoint is not None else -1)
     run_dir.write_config(config)
-    return Resumption(checkpoint, state, losses, journal)
+    return Resumption(checkpoint, state, tuple(losses), journal)
 
 
-def _is_exported(run_dir: RunDirectory, checkpoint: Path | None) -> bool:
-    """Whether the run went on to its end after its newest checkpoint; it may have been stopped in the last
-    validation."""
+def is_finished(config: RunConfig, run_dir: RunDirectory, newest: Path | None) -> bool:
+    """Whether nothing is left to do after a run's newest checkpoint: it has all steps, and the policy was exported.
+    A run may also be stopped in its last validation."""
+    if newest is None or step_of(newest) < config.training.steps:
+        return False
     export = run_dir.export
-    return checkpoint is None or (export.exists() and export.stat().st_mtime >= checkpoint.stat().st_mtime)
+    return export.exists() and export.stat().st_mtime >= newest.stat().st_mtime
 
 
 def newest_whole(root: Path) -> tuple[Path | None, dict[Path, str]]:
