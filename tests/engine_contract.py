@@ -81,6 +81,25 @@ class Held:
         assert not self._engine.step()
 
 
+class Steps:
+    """An engine that counts its steps, and which the loop does not close."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.num_steps = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def step(self) -> list[TokenDelta]:
+        deltas = self._engine.step()
+        self.num_steps += 1
+        return deltas
+
+    def close(self) -> None:
+        assert not self._engine.step()
+
+
 class EngineContract:
     """Tests of an engine with `PLACES` places, a context of 128 tokens and a vocabulary of as many."""
 
@@ -144,6 +163,23 @@ class EngineContract:
             engine.score([[1, 2, 3], [1] * 129])
         batch.run()
         assert len(batch.finished) == 2 * PLACES
+
+    async def test_the_time_until_the_engine_first_runs_a_request_is_its_queue(self, engine: Engine) -> None:
+        steps = Steps(engine)
+        loop = EngineLoop(lambda: steps, clock=lambda: steps.num_steps)
+        await loop.start()
+        await loop.pause("keep")
+        requests = [
+            asyncio.create_task(loop.generate([1, 2, 3], request_id=str(index), sampling=SamplingParams(max_tokens=10)))
+            for index in range(3 * PLACES)
+        ]
+        await asyncio.sleep(0)  # all of them are there when the first step begins
+        await loop.resume()
+        metrics = [(await request).metrics for request in requests]
+        await loop.close()
+        waited = sorted(each["queue_s"] for each in metrics)
+        assert waited == [0.0] * PLACES + [10.0] * PLACES + [20.0] * PLACES
+        assert all(each["time_to_first_token_s"] == each["queue_s"] + 1 for each in metrics)
 
     async def test_a_paused_engine_gains_no_token_from_a_pull_that_is_verified(self, engine: Engine) -> None:
         held = Held(engine, at_step=5)

@@ -181,24 +181,27 @@ async def test_a_bad_request_fails_alone() -> None:
 class Capricious(ScriptedEngine):
     """Does to the request "bad" what `mischief` says."""
 
-    def __init__(self, mischief: Callable[[TokenDelta], TokenDelta] | Exception) -> None:
+    def __init__(self, mischief: Callable[[TokenDelta], TokenDelta] | BaseException) -> None:
         super().__init__()
         self._mischief = mischief
 
     def add(self, request: EngineRequest) -> None:
-        if request.request_id == "bad" and isinstance(self._mischief, Exception):
+        if request.request_id == "bad" and isinstance(self._mischief, BaseException):
             raise self._mischief
         super().add(request)
 
     def step(self) -> list[TokenDelta]:
         deltas = super().step()
-        if isinstance(self._mischief, Exception) or self.num_steps < 3:
+        if isinstance(self._mischief, BaseException) or self.num_steps < 3:
             return deltas
         return [self._mischief(delta) if delta.request_id == "bad" else delta for delta in deltas]
 
 
-@pytest.mark.parametrize("error", [KeyError("seed"), StopIteration(), OverflowError("int too big"), MemoryError()])
-async def test_what_the_engine_did_not_foresee_in_a_request_is_that_requests_fault_alone(error: Exception) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [KeyError("seed"), StopIteration(), MemoryError(), BaseException("panic"), SystemExit(2), asyncio.CancelledError()],
+)
+async def test_what_the_engine_did_not_foresee_in_a_request_is_that_requests_fault_alone(error: BaseException) -> None:
     async with serving(Capricious(error)) as loop:
         good = request(loop, "good")
         with pytest.raises(RequestError, match=f"'bad' was not accepted: {type(error).__name__}") as failure:
@@ -455,8 +458,11 @@ async def test_weights_that_cannot_be_found_leave_the_old_ones_serving() -> None
         assert (await request(loop, "a")).version_spans == (VersionSpan(0, 8),)
 
 
-@pytest.mark.parametrize("error", [StopIteration("no more"), OSError("no route"), KeyError("version 7")])
-async def test_whatever_keeps_weights_from_being_opened_is_told_to_the_puller(error: Exception) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [StopIteration("no more"), OSError("no route"), BaseException("panic"), SystemExit(2), asyncio.CancelledError()],
+)
+async def test_whatever_keeps_weights_from_being_opened_is_told_to_the_puller(error: BaseException) -> None:
     def make_items() -> list[tuple[str, int]]:
         raise error
 
@@ -470,10 +476,11 @@ async def test_whatever_keeps_weights_from_being_opened_is_told_to_the_puller(er
         assert (await request(loop, "a")).version_spans == (VersionSpan(0, 8),)
 
 
-async def test_a_pull_that_breaks_half_way_is_not_served() -> None:
+@pytest.mark.parametrize("kind", [OSError, BaseException, asyncio.CancelledError])
+async def test_a_pull_that_breaks_half_way_is_not_served(kind: type[BaseException]) -> None:
     def half():
         yield "w", 1
-        raise OSError("connection lost")
+        raise kind("connection lost")
 
     async with serving(ScriptedEngine()) as loop:
         with pytest.raises(StateDictError, match="connection lost"):
@@ -547,6 +554,33 @@ async def test_while_the_engine_steps_every_request_is_told_of_it() -> None:
     assert len(streamed) >= 6
     assert told["b"][:6] == [[]] * 6
     assert len(second.token_ids) == 8
+
+
+async def test_a_long_prompt_is_no_queue_and_a_request_that_never_ran_was_queued_all_its_time() -> None:
+    """One place; a prompt is computed in five steps."""
+
+    class Prefills(ScriptedEngine):
+        def step(self) -> list[TokenDelta]:
+            if self.num_steps < 5:
+                self.num_steps += 1
+                return [TokenDelta("a", (), ())]
+            return super().step()
+
+    engine = Prefills(max_running=1, block_at_step=8)
+    async with serving(engine, clock=lambda: float(engine.num_steps)) as loop:
+        await loop.pause("keep")
+        running, queued = request(loop, "a"), request(loop, "b")
+        await asyncio.sleep(0)
+        await loop.resume()
+        await blocked(engine)
+        abort = asyncio.create_task(loop.abort(["b"]))
+        await asyncio.sleep(0)
+        engine.release.set()
+        await abort
+        metrics = (await running).metrics
+        assert (metrics["queue_s"], metrics["time_to_first_token_s"]) == (0.0, 6.0)
+        assert (await queued).finish_reason is FinishReason.ABORT
+        assert (await queued).metrics["queue_s"] == 8.0
 
 
 async def test_several_event_loops_share_the_engine() -> None:

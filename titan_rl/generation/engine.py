@@ -68,7 +68,12 @@ class Engine(Protocol):
         ...
 
     def step(self) -> list[TokenDelta]:
-        """Advance every running request, at most one token each. Those that wait join while there is room."""
+        """Advance every running request, at most one token each. Those that wait join while there is room.
+
+        Returns:
+            the step's deltas. A request has its first from the step that first runs it, without tokens if there are
+            none yet: until that step it has waited for others.
+        """
         ...
 
     def load_state_dict(self, items: Iterable[tuple[str, Any]], version: int) -> None:

@@ -77,14 +77,15 @@ class EngineDriver:
             case _:
                 if len(decision.requests) == len(self._state.running):
                     self._told_at = self._state.clock()  # it was idle
+                began = self._state.clock()
                 rejected, deltas = self._rank.step(decision.requests)
                 for request_id, error in rejected.items():
                     self._state.reject(request_id, error, self._outbox)
-                self._absorb(deltas)
+                self._absorb(deltas, began)
                 self._stream()
 
-    def _absorb(self, deltas: Iterable[TokenDelta]) -> None:
-        """Hand what the engine produced to the calls it is for."""
+    def _absorb(self, deltas: Iterable[TokenDelta], began: float) -> None:
+        """Hand what the engine produced in the step that began then to the calls it is for."""
         state, finished, failed = self._state, list[tuple[PendingCall, FinishReason]](), dict[str, str]()
         with state.lock:
             now = state.clock()
@@ -95,7 +96,7 @@ class EngineDriver:
                 if (problem := problem_of(delta, call.request)) is not None:
                     failed[delta.request_id] = problem
                     continue
-                call.extend(delta, now)
+                call.extend(delta, began, now)
                 if delta.finish_reason is not None:
                     finished.append((call, delta.finish_reason))
             state.finish(finished, self._outbox)

@@ -114,8 +114,8 @@ class EngineLoop:
                 after a step in any case when it has not been for a second, perhaps with none.
 
         Returns:
-            A completion with the metrics queue_s, time_to_first_token_s, inter_token_s (mean), requests_in_flight,
-            and what the engine adds, such as cached_prompt_tokens.
+            A completion with the metrics queue_s (until the engine first ran the request), time_to_first_token_s,
+            inter_token_s (mean), requests_in_flight, and what the engine adds, such as cached_prompt_tokens.
 
         Raises:
             RequestError: this request can never run.
@@ -131,7 +131,7 @@ class EngineLoop:
             )
         request = EngineRequest(request_id, prompt_token_ids, sampling)
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        call = PendingCall(request, future, on_tokens, self._state.clock())
+        call = PendingCall(request, future, on_tokens, self._state.clock)
         self._state.submit(call)
         try:
             return await future

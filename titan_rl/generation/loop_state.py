@@ -273,11 +273,11 @@ class LoopState:
     def _admit(self) -> tuple[EngineRequest, ...]:
         if not self.inbox:
             return ()
-        now, admitted = self.clock(), tuple(self.inbox.values())
+        admitted = tuple(self.inbox.values())
         self.running.update(self.inbox)
         self.inbox.clear()
         for call in admitted:
-            call.admit(now, self.version, len(self.running))
+            call.admit(self.version, len(self.running))
         return tuple(call.request for call in admitted)
 
     @staticmethod

@@ -17,13 +17,13 @@ class PendingCall:
     """One `generate` call and what the engine has produced for it. Filled by the engine's thread alone."""
 
     __slots__ = (
+        "_clock",
         "_first_token_at",
         "_last_token_at",
         "_marks",
         "_metrics",
         "_routed_experts",
         "_streamed",
-        "admitted_at",
         "created_at",
         "future",
         "logprobs",
@@ -37,13 +37,13 @@ class PendingCall:
         request: EngineRequest,
         future: asyncio.Future[Completion],
         on_tokens: OnTokens | None,
-        created_at: float,
+        clock: Callable[[], float],
     ) -> None:
         self.request = request
         self.future = future
         self.on_tokens = on_tokens
-        self.created_at = created_at
-        self.admitted_at = created_at
+        self.created_at = clock()
+        self._clock = clock
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
         self._routed_experts: list[Any] = []
@@ -51,11 +51,9 @@ class PendingCall:
         self._metrics: dict[str, float] = {}
         self._streamed = 0
         self._first_token_at: float | None = None
-        self._last_token_at = created_at
+        self._last_token_at = self.created_at
 
-    def admit(self, now: float, version: int, requests_in_flight: int) -> None:
-        self.admitted_at = now
-        self._metrics["queue_s"] = now - self.created_at
+    def admit(self, version: int, requests_in_flight: int) -> None:
         self._metrics["requests_in_flight"] = float(requests_in_flight)
         self.mark(version)
 
@@ -63,7 +61,8 @@ class PendingCall:
         """Tokens from here on are produced by `version`."""
         self._marks.append((len(self.token_ids), version))
 
-    def extend(self, delta: TokenDelta, now: float) -> None:
+    def extend(self, delta: TokenDelta, step_began: float, now: float) -> None:
+        self._metrics.setdefault("queue_s", step_began - self.created_at)  # the first delta's step first ran it
         self.token_ids.extend(delta.token_ids)
         self.logprobs.extend(delta.logprobs)
         if self.request.sampling.return_routed_experts:
@@ -87,6 +86,7 @@ class PendingCall:
     def completion(self, finish_reason: FinishReason) -> Completion:
         """Everything so far."""
         metrics = self._metrics
+        metrics.setdefault("queue_s", self._clock() - self.created_at)  # it never ran
         if self._first_token_at is not None:
             metrics["time_to_first_token_s"] = self._first_token_at - self.created_at
             gaps = max(1, len(self.token_ids) - 1)

@@ -212,8 +212,11 @@ class VLLMEngine:
         return core_id
 
     def step(self) -> list[TokenDelta]:
-        deltas: list[TokenDelta] = []
-        for output in self._core.get_output().outputs:
+        outputs = self._core.get_output().outputs
+        # A long prompt is computed in several steps, and vLLM puts out nothing before its last.
+        silent = set(self._scheduler.take_begun()).difference(output.request_id for output in outputs)
+        deltas = [TokenDelta(self._external[core_id], (), ()) for core_id in silent & self._external.keys()]
+        for output in outputs:
             core_id = output.request_id
             request_id = self._external.get(core_id)
             if request_id is None:  # aborted

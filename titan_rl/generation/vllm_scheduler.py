@@ -26,6 +26,7 @@ class ScoringScheduler(Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._begun: list[str] = []
         self._still: tuple[list[Request], Any] | None = None  # running and waiting requests, while others run alone
 
     @contextmanager
@@ -49,7 +50,14 @@ class ScoringScheduler(Scheduler):
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         if self._still is not None:
             self._make_room(*self._still)
-        return super().schedule(*args, **kwargs)
+        output = super().schedule(*args, **kwargs)
+        self._begun += (request.req_id for request in output.scheduled_new_reqs)
+        return output
+
+    def take_begun(self) -> list[str]:
+        """Ids of the requests that were given a place since the last call."""
+        begun, self._begun = self._begun, []
+        return begun
 
     def _make_room(self, running: list[Request], waiting: Any) -> None:
         """Where requests that stand still fill the KV cache, take the blocks of those that joined last, as vLLM does
