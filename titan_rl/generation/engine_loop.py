@@ -250,6 +250,8 @@ def _open(make_items: Callable[[], Items], version: int) -> tuple[Items, Iterato
         first = next(source, None)
     except StateDictError:
         raise
-    except Exception as error:  # a StopIteration could not leave the thread: no future takes it
+    except (
+        BaseException
+    ) as error:  # a CancelledError would look like the caller's own, and a StopIteration fits no future
         raise StateDictError(f"version {version} could not be opened: {type(error).__name__}: {error}") from error
     return ((), source) if first is None else (chain([first], source), source)

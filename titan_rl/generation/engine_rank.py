@@ -47,7 +47,7 @@ class EngineRank:
         for request in requests:
             try:
                 self.engine.add(request)
-            except Exception as error:
+            except BaseException as error:  # nothing is awaited here, so that a CancelledError is the engine's own
                 # What the engine did not foresee is the request's doing, and would happen on every replica.
                 if not isinstance(error, RequestError):
                     name, message = type(error).__name__, f"request {request.request_id!r} was not accepted"
@@ -96,7 +96,7 @@ class EngineRank:
         result, mine = None, None
         try:
             result = action()
-        except Exception as error:
+        except BaseException as error:
             if not isinstance(error, StateDictError):
                 error = with_cause(StateDictError(f"{complaint}: {type(error).__name__}: {error}"), error)
             mine = error
