@@ -59,28 +59,6 @@ class Batch:
             self.add(f"crowd-{index}", [1 + index % 7, 2, 3, 4 + index % 5], sampling)
 
 
-class Held:
-    """An engine whose loop stops inside a step until it is released, and which the loop does not close."""
-
-    def __init__(self, engine: Engine, *, at_step: int) -> None:
-        self._engine = engine
-        self._left = at_step
-        self.started, self.release = threading.Event(), threading.Event()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    def step(self) -> list[TokenDelta]:
-        self._left -= 1
-        if not self._left:
-            self.started.set()
-            assert self.release.wait(30), "a held step was never released"
-        return self._engine.step()
-
-    def close(self) -> None:
-        assert not self._engine.step()
-
-
 class Steps:
     """An engine that counts its steps, and which the loop does not close."""
 
@@ -98,6 +76,21 @@ class Steps:
 
     def close(self) -> None:
         assert not self._engine.step()
+
+
+class Held(Steps):
+    """Stops inside a step until it is released."""
+
+    def __init__(self, engine: Engine, *, at_step: int) -> None:
+        super().__init__(engine)
+        self._at_step = at_step
+        self.started, self.release = threading.Event(), threading.Event()
+
+    def step(self) -> list[TokenDelta]:
+        if self.num_steps + 1 == self._at_step:
+            self.started.set()
+            assert self.release.wait(30), "a held step was never released"
+        return super().step()
 
 
 class EngineContract:
