@@ -27,7 +27,7 @@ from titan_rl.controller import Controller
 from titan_rl.durability.run_journal import RunJournal
 from titan_rl.durability.run_state import RunState
 from titan_rl.errors import RewardError, TrainingError
-from titan_rl.observability.progress import Progress
+from titan_rl.observability.progress import Progress, RunSummary
 from titan_rl.observability.run_dir import RunDirectory, read_jsonl
 from titan_rl.statedict.board import VersionBoard
 
@@ -98,9 +98,9 @@ class Run:
             start=start,
         )
 
-    async def run(self) -> None:
+    async def run(self) -> RunSummary:
         try:
-            await asyncio.wait_for(self.controller.run(), 20)
+            return await asyncio.wait_for(self.controller.run(), 20)
         finally:
             self.controller.close()
             self._file.close()
@@ -268,3 +268,11 @@ async def test_a_validation_that_was_cut_off_is_made_up_on_resume(tmp_path, vali
         run.run_dir.write_metrics(2, {"validation/reward_mean": 0.5})
     await run.run()
     assert [step for step, metrics in run.records if "validation/reward_mean" in metrics] == expected
+
+
+async def test_a_run_that_was_stopped_in_its_last_save_does_not_validate_again(tmp_path):
+    run = Run(tmp_path, steps=2, start=RunState(step=2, reward_before=0.25, next_index=4))
+    run.run_dir.write_metrics(2, {"validation/reward_mean": 0.75})
+    summary = await run.run()
+    assert (summary.reward_before, summary.reward_after) == (0.25, 0.75)
+    assert run.records == run.rollouts() == []

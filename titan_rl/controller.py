@@ -127,12 +127,12 @@ class Controller:
             self._progress.message("validation is off: validation.num_prompts = 0")
         if self._reward_before is None:
             self._reward_before = await self._validate()
-        elif self._owes_validation():
-            await self._validate()
+        elif is_due(self._version, self._config.validation.interval) and self._version < self._config.training.steps:
+            await self._validate_once()
         try:
             async with asyncio.TaskGroup() as background, self._scheduler:
                 await self._train(background)
-            reward_after = await self._validate()
+            reward_after = await self._validate_once()
             await self._saver.save_last(self._version)
         except NoSpaceError:  # of the last save
             raise
@@ -276,10 +276,10 @@ class Controller:
         groups = await self._player.validation_groups(on_lost=partial(self._reporter.validation_lost, version))
         return self._reporter.validation(version, groups)
 
-    def _owes_validation(self) -> bool:
-        """The run was stopped in the validation of the step that its checkpoint is of."""
-        due = is_due(self._version, self._config.validation.interval) and self._version < self._config.training.steps
-        return due and not self._run_dir.has_metric(self._version, "validation/reward_mean")
+    async def _validate_once(self) -> float | None:
+        """As `_validate`, unless the run was stopped after it had validated this version."""
+        reward = self._run_dir.metric(self._version, "validation/reward_mean")
+        return await self._validate() if reward is None else reward
 
     def _samples(self, batch: GroupBatch) -> list[TrainingSample]:
         if self._config.training.advantage == "batch_mean":

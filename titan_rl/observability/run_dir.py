@@ -145,9 +145,10 @@ class RunDirectory:
         """
         self._lines[self.rollouts].append(record)
 
-    def has_metric(self, step: int, name: str) -> bool:
-        """Whether a record of the step has the metric."""
-        return any(record.get("step") == step and name in record for record in read_jsonl(self.metrics))
+    def metric(self, step: int, name: str) -> float | None:
+        """What a record of the step has as the metric; None where none has it."""
+        values = [record[name] for record in read_jsonl(self.metrics) if record.get("step") == step and name in record]
+        return next((float(value) for value in values if isinstance(value, int | float)), None)
 
     @property
     def elapsed_s(self) -> float:
