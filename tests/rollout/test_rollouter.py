@@ -20,6 +20,7 @@ from titan_rl import (
 )
 from titan_rl.config.sections import RolloutConfig
 from titan_rl.errors import GenerationError, RequestError, RewardError
+from titan_rl.rollout.env_task import CLEANUP_S
 from titan_rl.rollout.rollouter import Rollouter, turn_seed
 from titan_rl.rubric import Reward, Rubric
 from titan_rl.training.sample_builder import build_samples
@@ -202,6 +203,132 @@ async def test_an_environment_that_hangs_is_a_timeout(where: str) -> None:
     assert rollout.status is RolloutStatus.ERROR_TIMEOUT
     assert limit in (rollout.error or "")
     assert rollout.metrics["seconds"] == pytest.approx(seconds)
+    assert stage.given_back()
+
+
+SLOW_TO_CLEAN_UP = [(20.0, False), (295.0, False), (295.0, True), (600.0, False), (600.0, True)]
+
+
+@pytest.mark.looptime
+@pytest.mark.parametrize("where", ["on_reset", "on_step"])
+@pytest.mark.parametrize(("cleanup_s", "raises"), SLOW_TO_CLEAN_UP)
+async def test_an_environment_slow_to_clean_up_is_a_timeout_and_closed_when_it_has(
+    where: str, cleanup_s: float, raises: bool
+) -> None:
+    async def stubborn(env: Env) -> None:
+        try:
+            await asyncio.sleep(1e6)
+        except asyncio.CancelledError:
+            await asyncio.sleep(cleanup_s)
+            if raises:
+                raise
+
+    stage = Stage(lambda _: Env(**{where: stubborn}), limits=RolloutConfig(env_timeout_s=10.0, rollout_timeout_s=300.0))
+    (rollout,) = (await stage.group(Generator())).rollouts
+    assert (rollout.status, rollout.reward) == (RolloutStatus.ERROR_TIMEOUT, None)
+    assert "env_timeout_s" in (rollout.error or "")
+    assert rollout.metrics["seconds"] == pytest.approx(10.0 + CLEANUP_S)
+    assert [env.closed for env in stage.envs] == [0]
+    await asyncio.sleep(cleanup_s)
+    assert stage.given_back()
+
+
+@pytest.mark.looptime
+@pytest.mark.parametrize("where", ["generate", "on_reset", "on_step"])
+async def test_a_cancelled_group_does_not_wait_for_what_is_slow_to_clean_up(where: str) -> None:
+    loop = asyncio.get_running_loop()
+
+    async def stubborn(env: Env) -> None:
+        try:
+            await asyncio.sleep(1e6)
+        finally:
+            await asyncio.sleep(600.0)
+
+    async def generate(prompt_token_ids: Sequence[int], **kwargs: Any) -> Completion:
+        if where == "generate":
+            await stubborn(Env())
+        return await Generator()(prompt_token_ids, **kwargs)
+
+    stage = Stage(lambda _: Env(**({} if where == "generate" else {where: stubborn})))
+    running = asyncio.ensure_future(stage.group(generate, size=2))
+    await asyncio.sleep(20.0)
+    running.cancel()
+    began = loop.time()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert loop.time() - began == pytest.approx(CLEANUP_S)
+    await asyncio.sleep(600.0)
+    assert stage.given_back(2)
+
+
+@pytest.mark.looptime
+@pytest.mark.parametrize("where", ["generate", "on_step"])
+async def test_a_doomed_group_does_not_wait_for_what_is_slow_to_clean_up(where: str) -> None:
+    async def stubborn(env: Env | None = None) -> None:
+        try:
+            await asyncio.sleep(1e6)
+        finally:
+            await asyncio.sleep(600.0)
+
+    async def generate(prompt_token_ids: Sequence[int], *, request_id: str, **kwargs: Any) -> Completion:
+        if where == "generate" and request_id == "g/1/0":
+            await stubborn()
+        return await Generator()(prompt_token_ids, request_id=request_id, **kwargs)
+
+    def broken(rollout: Rollout) -> float:
+        raise KeyError("lost")
+
+    envs = [Env(), Env() if where == "generate" else Env(on_step=stubborn)]
+    left = iter(envs)
+    began = asyncio.get_running_loop().time()
+    group = await Stage(lambda _: next(left), rubric=Rubric([Reward(broken)])).group(generate, size=2)
+    assert group.failure is not None
+    assert group.rollouts[1].status is RolloutStatus.ABORTED
+    assert asyncio.get_running_loop().time() - began == pytest.approx(CLEANUP_S)
+
+
+@pytest.mark.looptime
+async def test_a_generation_slow_to_clean_up_is_a_timeout() -> None:
+    async def generate(prompt_token_ids: Sequence[int], **kwargs: Any) -> Completion:
+        try:
+            await asyncio.sleep(1e6)
+        finally:
+            await asyncio.sleep(600.0)
+        raise AssertionError
+
+    stage = Stage(limits=RolloutConfig(generate_timeout_s=50.0))
+    (rollout,) = (await stage.group(generate)).rollouts
+    assert rollout.status is RolloutStatus.ERROR_TIMEOUT
+    assert rollout.metrics["seconds"] == pytest.approx(50.0 + CLEANUP_S)
+    assert stage.given_back()
+
+
+@pytest.mark.looptime
+@pytest.mark.parametrize("hangs", [False, True])
+async def test_all_calls_of_an_environment_are_made_in_one_task(hangs: bool) -> None:
+    """A scope that is entered in `reset` is left in `close`, which asyncio and anyio allow in its own task only."""
+    left: list[bool] = []
+
+    class Scoped(Env):
+        async def reset(self) -> Any:
+            self.scope = asyncio.timeout(1e6)
+            await self.scope.__aenter__()
+            return await super().reset()
+
+        async def step(self, completion: Completion) -> TokenStep:
+            self.task = asyncio.current_task()
+            return await (asyncio.sleep(1e6) if hangs else super().step(completion))  # pyright: ignore
+
+        async def close(self) -> None:
+            await super().close()
+            await self.scope.__aexit__(None, None, None)
+            left.append(asyncio.current_task() is self.task and self.task is not None and not self.task.cancelling())
+
+    stage = Stage(lambda _: Scoped(), limits=RolloutConfig(env_timeout_s=10.0))
+    (rollout,) = (await stage.group(Generator())).rollouts
+    assert rollout.status is (RolloutStatus.ERROR_TIMEOUT if hangs else RolloutStatus.COMPLETED)
+    assert "close_failed" not in rollout.metrics
+    assert left == [True]
     assert stage.given_back()
 
 

@@ -107,12 +107,22 @@ async def test_a_bad_observation_is_the_environments_error(observation: Any) -> 
     assert "it must give a TokenObservation" in (rollout.error or "")
 
 
+@pytest.mark.parametrize("in_thread", [False, True])
+async def test_a_make_env_that_gives_no_environment_is_named(in_thread: bool) -> None:
+    def make(sample: Any) -> Any:
+        return None
+
+    (rollout,) = (await Stage(make, limits=RolloutConfig(env_in_thread=in_thread)).group(Generator())).rollouts
+    assert rollout.status is RolloutStatus.ERROR_ENV
+    assert rollout.error == "TypeError: make_env gave NoneType; it must give an environment, with reset, step and close"
+
+
 async def test_an_environment_that_exits_in_close_ends_nothing() -> None:
     async def leave(env: Env) -> None:
         raise SystemExit(3)
 
     (rollout,) = (await Stage(lambda _: Env(on_close=leave)).group(Generator())).rollouts
-    assert (rollout.status, rollout.error) == (RolloutStatus.COMPLETED, "close: RuntimeError: SystemExit: 3")
+    assert (rollout.status, rollout.error) == (RolloutStatus.COMPLETED, "close: SystemExit: 3")
 
 
 class Mute(Exception):

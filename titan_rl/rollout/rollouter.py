@@ -14,8 +14,9 @@ from titan_rl.config.sections import RolloutConfig
 from titan_rl.environment.threaded import ThreadedEnv
 from titan_rl.environment.types import TokenEnv, TokenObservation, TokenStep
 from titan_rl.rollout.advantages import AdvantageFn, compare, standardized
-from titan_rl.rollout.boundary import RolloutEnded, close_env, ends_with
+from titan_rl.rollout.boundary import RolloutEnded, ends_with
 from titan_rl.rollout.callbacks import Callbacks
+from titan_rl.rollout.env_task import EnvTask
 from titan_rl.rollout.judging import Judging
 from titan_rl.rollout.recess import Recess
 from titan_rl.rollout.records import completion_to_give, messages_of, token_advantages_of, token_ids_of
@@ -171,16 +172,16 @@ class Rollouter:
         loop = asyncio.get_running_loop()
         start = loop.time()
         watch = Stopwatch(self.limits.rollout_timeout_s)
-        env: TokenEnv | None = None
+        env: EnvTask | None = None
         try:
             async with ends_with(RolloutStatus.ERROR_ENV):
-                env = self._make_env(rollout.sample)
+                env = EnvTask(self._make_env(rollout.sample))
             rollout.status = await self._play(env, generate, rollout, sampling, watch)
         except RolloutEnded as end:
             rollout.status, rollout.error, rollout.failure = end.status, end.error, end.failure
         finally:
             try:
-                if env is not None and (failure := await close_env(env, self.limits.env_timeout_s)):
+                if env is not None and (failure := await env.close(self.limits.env_timeout_s)):
                     rollout.metrics["close_failed"] = 1.0
                     rollout.error = rollout.error or f"close: {failure}"
             finally:
@@ -189,12 +190,17 @@ class Rollouter:
                     self._callbacks.call("finish_session", self.finish_session, rollout.rollout_id)
 
     def _make_env(self, sample: Any) -> TokenEnv:
-        if self.limits.env_in_thread:
-            return cast("TokenEnv", ThreadedEnv(lambda: self.make_env(sample)))
-        return self.make_env(sample)
+        def made() -> TokenEnv:
+            env = self.make_env(sample)
+            if not isinstance(env, TokenEnv):  # pyright: ignore[reportUnnecessaryIsInstance]
+                kind = type(env).__name__
+                raise TypeError(f"make_env gave {kind}; it must give an environment, with reset, step and close")
+            return env
+
+        return cast("TokenEnv", ThreadedEnv(made)) if self.limits.env_in_thread else made()
 
     async def _play(
-        self, env: TokenEnv, generate: GenerateFn, rollout: Rollout, sampling: SamplingParams, watch: Stopwatch
+        self, env: EnvTask, generate: GenerateFn, rollout: Rollout, sampling: SamplingParams, watch: Stopwatch
     ) -> RolloutStatus:
         loop = asyncio.get_running_loop()
         async with self._env_call(rollout, watch):
@@ -254,13 +260,13 @@ class Rollouter:
     async def _env_call(self, rollout: Rollout, watch: Stopwatch) -> AsyncGenerator[None]:
         """A call into the environment, within its limit and what the rollout has left. What a finished answer led to
         is asked for also when next to nothing is left."""
-        limit_s = min(self.limits.env_timeout_s, max(watch.left_s, LAST_CALL_S))
+        own_s, limit_s = max(watch.left_s, LAST_CALL_S), self.limits.env_timeout_s
         try:
-            async with ends_with(RolloutStatus.ERROR_ENV, asyncio.get_running_loop().time() + limit_s):
+            async with ends_with(RolloutStatus.ERROR_ENV, asyncio.get_running_loop().time() + min(own_s, limit_s)):
                 with watch.running():
                     yield
         except RolloutEnded as end:
-            if end.status is RolloutStatus.ERROR_TIMEOUT and watch.is_over:
+            if end.status is RolloutStatus.ERROR_TIMEOUT and own_s < limit_s:
                 raise self._time_is_up(rollout) from end
             raise
 

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 from titan_rl import stopwatch
+from titan_rl.bounded import bounded
 from titan_rl.rollout.records import completion_of
 from titan_rl.stopwatch import Stopwatch
 from titan_rl.types import Completion, FinishReason, GenerateFn, SamplingParams
@@ -39,15 +40,19 @@ async def generate_within(
     waited_s, charged_s = watch.waited_s, watch.charged_s
     scope = asyncio.timeout(None)
 
+    async def ask() -> Completion:
+        try:
+            return await generate(prompt_token_ids, request_id=request_id, session_id=session_id, sampling=sampling)
+        except SystemExit as error:  # would end the event loop
+            raise RuntimeError(f"SystemExit: {error}") from error
+
     def end() -> None:
         scope.reschedule(loop.time() + (RETURN_S if watch.end_requests() else 0.0))
 
     try:
         async with scope:
             with watch.running(at_limit=end), stopwatch.working_for(watch):
-                answer = await generate(
-                    prompt_token_ids, request_id=request_id, session_id=session_id, sampling=sampling
-                )
+                answer = await bounded(ask(), None, f"generate for request {request_id!r}")
     except TimeoutError:
         if not scope.expired():
             raise
