@@ -93,18 +93,6 @@ async def test_what_ends_after_close_was_told_to(process) -> None:
     assert len(os.listdir("/proc/self/fd")) == open_before
 
 
-async def test_stop_kills_and_waits_for_the_kernels_word(process) -> None:
-    ended: list[Peer] = []
-    peer = Peer("trainer", ended.append)
-    open_before = len(os.listdir("/proc/self/fd"))
-    peer.watch([process.pid])
-    assert await peer.stop(LIMIT_S)
-    assert process.wait(0) == -signal.SIGKILL
-    assert (ended, peer.reason) == ([], None)
-    assert len(os.listdir("/proc/self/fd")) == open_before
-    assert not await Peer("starting").stop(LIMIT_S)
-
-
 async def test_a_cancelled_call_is_cancelled_and_a_late_one_names_its_limit() -> None:
     peer, endpoint = Peer("generator-0"), Silent()
     call = asyncio.ensure_future(peer.call(endpoint))

@@ -35,7 +35,6 @@ TRAINER = "trainer"
 GENERATOR = "generator-"
 WORKER = "rollout-worker-"
 STOP_TIMEOUT_S = 30.0
-KILL_TIMEOUT_S = 5.0
 
 
 class Cluster:
@@ -195,16 +194,13 @@ class Cluster:
         self._ended.put_nowait(peer)
 
     async def close(self) -> None:
-        """End every process. None has anything left to save, so they are killed: Monarch's orderly stop takes seconds,
-        and is for those that were still starting."""
+        """End every process."""
+        for peer in self._peers.values():
+            peer.close()
         for replica in self._opened:
             replica.hang_up()
-        peers = list(self._peers.values())
-        stopped = await asyncio.gather(*(peer.stop(KILL_TIMEOUT_S) for peer in peers))
-        left = tuple(peer.id for peer, is_gone in zip(peers, stopped, strict=True) if not is_gone)
-        if left:
-            with contextlib.suppress(ActorDiedError):
-                await call(self._supervisor.terminate, left, who="supervisor", timeout_s=STOP_TIMEOUT_S)
+        with contextlib.suppress(ActorDiedError):
+            await call(self._supervisor.terminate, who="supervisor", timeout_s=STOP_TIMEOUT_S)
 
     @property
     def _run_id(self) -> str:

@@ -64,7 +64,9 @@ class Peer:
         if self.reason is not None:
             return
         self.reason = reason
-        self._kill()
+        for descriptor in self._descriptors:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
         self.close()
         for limit in self._calls:
             if not limit.expired():
@@ -72,32 +74,12 @@ class Peer:
         if self._on_end is not None:
             self._on_end(self)
 
-    async def stop(self, timeout_s: float) -> bool:
-        """Kill the watched processes, which have nothing left to do. What is called meanwhile is left unanswered.
-
-        Returns:
-            whether they are known to have ended.
-        """
-        loop, ended = asyncio.get_running_loop(), list[asyncio.Future[None]]()
-        for descriptor in self._descriptors:
-            ended.append(done := loop.create_future())
-            loop.add_reader(descriptor, _settle, loop, descriptor, done)  # in place of telling of its end
-        self._kill()
-        left = (await asyncio.wait(ended, timeout=timeout_s))[1] if ended else ()
-        self.close()
-        return bool(ended) and not left
-
     def close(self) -> None:
         """Watch no longer: whatever ends now was told to."""
         while self._descriptors:
             descriptor = self._descriptors.pop()
             asyncio.get_running_loop().remove_reader(descriptor)
             os.close(descriptor)
-
-    def _kill(self) -> None:
-        for descriptor in self._descriptors:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
 
     async def call(self, endpoint: Any, *args: Any, timeout_s: float | None = None) -> Any:
         """Call an actor's endpoint and raise what the actor raised, rather than Monarch's wrapping of it.
@@ -143,12 +125,6 @@ class Peer:
 async def call(endpoint: Any, *args: Any, who: str, timeout_s: float | None = None) -> Any:
     """As `Peer.call`, where only the answer can tell that `who` is gone."""
     return await Peer(who).call(endpoint, *args, timeout_s=timeout_s)
-
-
-def _settle(loop: asyncio.AbstractEventLoop, descriptor: int, done: asyncio.Future[None]) -> None:
-    loop.remove_reader(descriptor)
-    if not done.done():
-        done.set_result(None)
 
 
 def last_line(report: str) -> str:
