@@ -67,7 +67,7 @@ async def test_cancelling_a_request_gives_its_load_back_and_tells_the_engine(pai
     with pytest.raises(asyncio.CancelledError):
         await request
     assert loads(router)["a"] == (0, 0)
-    await asyncio.sleep(0)
+    await asyncio.sleep(0.1)
     assert a.aborts == [["1"]]
 
 
@@ -221,6 +221,7 @@ async def test_a_replica_that_recovered_by_a_drain_can_fail_again() -> None:
     await asyncio.sleep(1)
     a.generate_error = GenerationError("broken")  # fails while draining, then at once when back in service
     await pulling
+    await asyncio.sleep(0.1)
     assert failed == ["broken", "broken"]
     assert serving(router) == []
     a.generate_error = None

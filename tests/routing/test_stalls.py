@@ -192,7 +192,7 @@ LIMIT_S = 10.03  # so that it never ends at the moment of a move
 def test_a_stall_is_told_after_the_limit_and_only_then(moves: list[tuple[str, int]]) -> None:
     async def scenario() -> None:
         told, expected = list[float](), list[float]()
-        member = Member(FakeReplica("a"))
+        member = Member(FakeReplica("a"), cancel_s=5.0)
         watch = StallWatch(LIMIT_S, lambda member, error: told.append(now()))
         waiting: list[AbstractContextManager[None]] = []
         frozen, silent_s = False, 0.0  # seconds in which requests waited and nothing was frozen
@@ -233,7 +233,7 @@ def test_a_stall_is_told_after_the_limit_and_only_then(moves: list[tuple[str, in
 async def test_an_event_loop_that_was_blocked_has_not_heard_yet() -> None:
     """The signs that came meanwhile are read some turns after the timers that are due."""
     loop, told = asyncio.get_running_loop(), asyncio.Event()
-    member = Member(FakeReplica("a"))
+    member = Member(FakeReplica("a"), cancel_s=5.0)
     watch = StallWatch(0.2, lambda member, error: told.set())
     with watch.watching(member):
         await asyncio.sleep(0)

@@ -8,8 +8,8 @@ import logging
 import pytest
 from fake_replica import FakeReplica
 
-from titan_rl.errors import StrayCancellationError
-from titan_rl.routing import GeneratorRouter, LeastLoaded
+from titan_rl.errors import GenerationError, StrayCancellationError
+from titan_rl.routing import GeneratorRouter, LeastLoaded, Limits, RoundRobin
 from titan_rl.routing.tasks import TaskSet
 from titan_rl.types import Completion, FinishReason, SamplingParams
 
@@ -183,4 +183,87 @@ async def test_a_replica_that_takes_no_abort_is_in_the_log_once(caplog: pytest.L
     await leave_behind(8)
     assert len(a.aborts) == 1
     assert len(a.aborts[0]) == 8
+    await router.close()
+
+
+class Panic(BaseException):
+    """As native code raises."""
+
+
+class Fussy(FakeReplica):
+    """Its call named `slow` hangs, and takes ten minutes to end once it is cancelled."""
+
+    def __init__(self, name: str, slow: str) -> None:
+        super().__init__(name)
+        self._slow = slow
+
+    async def generate(self, *args, **kwargs) -> Completion:
+        await self._perhaps("generate")
+        return await super().generate(*args, **kwargs)
+
+    async def pull(self, version: int) -> None:
+        await self._perhaps("pull")
+        await super().pull(version)
+
+    async def pause(self, mode: str) -> None:
+        await self._perhaps("pause")
+        await super().pause(mode)
+
+    async def resume(self) -> None:
+        await self._perhaps("resume")
+        await super().resume()
+
+    async def abort(self, request_ids) -> None:
+        await self._perhaps("abort")
+        await super().abort(request_ids)
+
+    async def close(self) -> None:
+        await self._perhaps("close")
+        await super().close()
+
+    async def _perhaps(self, call: str) -> None:
+        if call == self._slow:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                await asyncio.sleep(600)
+
+
+@pytest.mark.parametrize("slow", ["generate", "pull", "pause", "resume", "abort", "close"])
+async def test_the_limits_hold_of_a_replica_that_is_slow_to_clean_up(slow: str) -> None:
+    limits = Limits(pull_s=20, call_s=5, cancel_s=2, abort_s=5)
+    router = GeneratorRouter([Fussy("a", slow), FakeReplica("b")], RoundRobin(), limits=limits, stall_timeout_s=30)
+    async with asyncio.timeout(40):
+        await asyncio.gather(ask(router, "1"), ask(router, "2"))
+    async with asyncio.timeout(25):
+        await router.pull_state_dict(1)
+    running = asyncio.gather(ask(router, "3", tokens=9), ask(router, "4", tokens=9))
+    await asyncio.sleep(0.5)
+    async with asyncio.timeout(10):
+        await router.abort()
+        await running
+    async with asyncio.timeout(10):
+        await router.pause("keep")
+    async with asyncio.timeout(10):
+        await router.resume()
+    async with asyncio.timeout(15):
+        await router.close()
+
+
+@pytest.mark.parametrize("panics", [True, False])
+async def test_a_pause_that_panics_or_cancels_its_own_task_has_failed(panics: bool) -> None:
+    class Unwell(FakeReplica):
+        async def pause(self, mode: str) -> None:
+            if panics:
+                raise Panic("native code")
+            task = asyncio.current_task()
+            assert task is not None
+            task.cancel()
+            await asyncio.sleep(0)
+
+    router = GeneratorRouter([Unwell("a"), FakeReplica("b")])
+    report = await router.pause("keep")
+    expected = GenerationError if panics else StrayCancellationError
+    assert [(name, type(error)) for name, error in report.failed.items()] == [("a", expected)]
+    assert serving(router) == ["b"]
     await router.close()

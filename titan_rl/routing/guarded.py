@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+import asyncio
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
 
-from titan_rl.cancellation import stray_cancellation_fails
-from titan_rl.errors import StateDictError
+from titan_rl.bounded import bounded
+from titan_rl.errors import GenerationError, StateDictError
 from titan_rl.generation.types import OnTokens, PauseMode
 from titan_rl.routing.replica import Replica, StreamingReplica
 from titan_rl.types import Completion, SamplingParams
 
+T = TypeVar("T")
+
 
 class GuardedReplica:
-    """A replica whose calls fail by an `Exception` if they fail: a cancellation that nobody asked for is one.
+    """A replica whose calls fail by an `Exception` if they fail, and end soon after they are cancelled.
+
+    Each call is a task of its own: one that is slow to end, once it is cancelled, is left behind.
+
+    Args:
+        cancel_s: a cancelled call has so long to end.
 
     Raises:
-        StrayCancellationError: by any call, for such a cancellation.
+        StrayCancellationError: by any call that was cancelled, though nobody had asked for that.
+        GenerationError: by any call, for what is no `Exception`, as a panic of native code.
         Exception: whatever the replica fails with.
     """
 
-    def __init__(self, replica: Replica) -> None:
+    def __init__(self, replica: Replica, cancel_s: float) -> None:
         self._replica = replica
+        self._cancel_s = cancel_s
         self._streaming = replica if isinstance(replica, StreamingReplica) else None
 
     @property
@@ -39,14 +49,15 @@ class GuardedReplica:
         on_tokens: OnTokens,
     ) -> Completion:
         """By `stream` where the replica has it; else `on_tokens` is never called."""
-        with self._guard(f"request {request_id!r}"):
-            if self._streaming is None:
-                return await self._replica.generate(
-                    prompt_token_ids, request_id=request_id, session_id=session_id, sampling=sampling
-                )
-            return await self._streaming.stream(
+        if self._streaming is None:
+            answer = self._replica.generate(
+                prompt_token_ids, request_id=request_id, session_id=session_id, sampling=sampling
+            )
+        else:
+            answer = self._streaming.stream(
                 prompt_token_ids, request_id=request_id, session_id=session_id, sampling=sampling, on_tokens=on_tokens
             )
+        return await self._call(answer, f"request {request_id!r}")
 
     async def pull(self, version: int) -> int:
         """The version that the replica has then: this or a newer one.
@@ -54,8 +65,7 @@ class GuardedReplica:
         Raises:
             StateDictError: it has an older one.
         """
-        with self._guard(f"the pull of version {version}"):
-            loaded = await self._replica.pull(version)
+        loaded = await self._call(self._replica.pull(version), f"the pull of version {version}")
         if loaded is None:
             return version
         if loaded < version:
@@ -63,20 +73,22 @@ class GuardedReplica:
         return loaded
 
     async def pause(self, mode: PauseMode) -> None:
-        with self._guard("a pause"):
-            await self._replica.pause(mode)
+        await self._call(self._replica.pause(mode), "a pause")
 
     async def resume(self) -> None:
-        with self._guard("a resume"):
-            await self._replica.resume()
+        await self._call(self._replica.resume(), "a resume")
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        with self._guard("an abort"):
-            await self._replica.abort(request_ids)
+        await self._call(self._replica.abort(request_ids), "an abort")
 
     async def close(self) -> None:
-        with self._guard("a close"):
-            await self._replica.close()
+        await self._call(self._replica.close(), "a close")
 
-    def _guard(self, what: str) -> AbstractContextManager[None]:
-        return stray_cancellation_fails(f"{what} on replica {self._replica.name}")
+    async def _call(self, work: Coroutine[Any, Any, T], what: str) -> T:
+        what = f"{what} on replica {self._replica.name}"
+        try:
+            return await bounded(work, None, what, cleanup_s=self._cancel_s)
+        except (Exception, asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:
+            raise GenerationError(f"{what} failed: {error!r}") from error

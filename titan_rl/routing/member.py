@@ -17,9 +17,9 @@ class Member:
     `load` is an estimate in tokens: prompt and token budget of every request sent and not yet answered.
     """
 
-    def __init__(self, replica: Replica) -> None:
+    def __init__(self, replica: Replica, cancel_s: float) -> None:
         self.replica = replica
-        self.calls = GuardedReplica(replica)
+        self.calls = GuardedReplica(replica, cancel_s)
         self.name = replica.name
         self.load = 0  # tokens
         self.num_requests = 0

@@ -14,8 +14,9 @@ from titan_rl.routing.strategies import Strategy
 class Pool:
     """Members by name, kept in step with the strategy that chooses among those in service."""
 
-    def __init__(self, replicas: Iterable[Replica], strategy: Strategy) -> None:
+    def __init__(self, replicas: Iterable[Replica], strategy: Strategy, cancel_s: float) -> None:
         self.strategy = strategy
+        self._cancel_s = cancel_s
         self.serving = asyncio.Event()  # set while at least one member serves
         self.last_error: Exception | None = None  # of the member withdrawn last
         self._members: dict[str, Member] = {}
@@ -34,7 +35,7 @@ class Pool:
         """
         if replica.name in self._members:
             raise ValueError(f"replica name {replica.name!r} is taken; remove that replica first, or choose another")
-        member = self._members[replica.name] = Member(replica)
+        member = self._members[replica.name] = Member(replica, self._cancel_s)
         return member
 
     def remove(self, name: str) -> Member:

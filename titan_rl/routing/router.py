@@ -36,7 +36,7 @@ class GeneratorRouter:
 
     Example: a router over two replicas, new weights, and a pause that loses nothing:
 
-        router = GeneratorRouter([replica_0, replica_1], StickySession(fallback=LeastLoaded()))
+        router = GeneratorRouter([replica_0, replica_1], StickySession(fallback=LeastLoaded()), self._limits.cancel_s)
         completion = await router.generate([1, 2, 3], request_id="g0/0/0", sampling=SamplingParams(max_tokens=64))
         await router.pull_state_dict(1)
         await router.pause("keep")
@@ -68,7 +68,7 @@ class GeneratorRouter:
         aborts = Aborts(self._tasks, self._limits.call_s)
         stalls = StallWatch(stall_timeout_s, self._stalled)
         self._flights = Flights(self._limits, aborts, stalls)
-        self._pool = Pool(replicas, strategy or StickySession(fallback=LeastLoaded()))
+        self._pool = Pool(replicas, strategy or StickySession(fallback=LeastLoaded()), self._limits.cancel_s)
         self._health = Health(
             self._pool,
             self._tasks,
