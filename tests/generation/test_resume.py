@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -236,3 +237,25 @@ async def test_pauses_of_a_real_loop_leave_no_trace() -> None:
     assert [c.token_ids for c in disturbed] == [list(c.token_ids) for c in undisturbed]
     assert all(len(c.logprobs) == 2048 and c.finish_reason is LENGTH for c in disturbed)
     assert sum(c.metrics.get("num_resumes", 0) for c in disturbed) >= 6
+
+
+async def test_what_generate_does_to_its_prompt_reaches_no_later_attempt() -> None:
+    seen: list[list[int]] = []
+
+    async def meddling(prompt_token_ids: Any, *, request_id: str, **kwargs: Any) -> Completion:
+        seen.append(list(prompt_token_ids))
+        prompt_token_ids.append(99)
+        reason = FinishReason.STOP if len(seen) == 3 else FinishReason.ABORT
+        return Completion(request_id, [1], [-0.1], reason, (VersionSpan(0, 1),))
+
+    mine = [5]
+    await resume_on_abort(meddling)(mine, request_id="r", sampling=SamplingParams(max_tokens=8))
+    assert (mine, seen) == ([5], [[5], [5, 1], [5, 1, 1]])
+
+
+async def test_a_generate_that_gives_none_is_named() -> None:
+    async def nothing(*args: Any, **kwargs: Any) -> Any:
+        return None
+
+    with pytest.raises(TypeError, match="generate gave NoneType; it must give a Completion"):
+        await resume_on_abort(nothing)([5], request_id="r", sampling=SamplingParams(max_tokens=8))

@@ -33,7 +33,7 @@ GOOD = Completion("r", [5, 6], [-0.5, -0.1], FinishReason.STOP, (VersionSpan(3, 
 BAD_ANSWERS: dict[str, tuple[Callable[[], Any], str]] = {
     "None": (lambda: None, "generate gave NoneType; it must give a Completion"),
     "text": (lambda: "hi", "generate gave str; it must give a Completion"),
-    "metrics of text": (lambda: replace(GOOD, metrics={"interrupted_s": "long"}), "could not convert"),
+    "metrics of text": (lambda: replace(GOOD, metrics={"interrupted_s": "long"}), "metrics['interrupted_s'] = 'long'"),
     "metrics of None": (lambda: replace(GOOD, metrics=None), "Completion.metrics is None"),
     "a metric that is no number": (
         lambda: replace(GOOD, metrics={"interrupted_s": float("nan")}),
@@ -45,6 +45,17 @@ BAD_ANSWERS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "tokens of text": (lambda: replace(GOOD, token_ids=["a", "b"]), "cannot be interpreted as an integer"),
     "a huge token": (lambda: replace(GOOD, token_ids=[5, 10**30]), "the completion has token 1000000"),
+    "a negative span": (
+        lambda: replace(GOOD, version_spans=(VersionSpan(0, 3), VersionSpan(1, -1))),
+        "num_tokens at least 0",
+    ),
+    **{
+        f"version {version}": (
+            lambda version=version: replace(GOOD, version_spans=(VersionSpan(version, 2),)),
+            f"generate gave VersionSpan(version={version!r}",
+        )
+        for version in (None, "a", 1.5, float("nan"), 10**30, -1)
+    },
     "a reason as text": (
         lambda: replace(GOOD, finish_reason="stop"),
         "it must be a FinishReason",

@@ -137,3 +137,32 @@ async def test_the_last_replica_lost_fails_the_request_with_the_reason() -> None
     async with routed(LoopReplica("only", die_at=4)) as router:
         with pytest.raises(GenerationError, match="only died"):
             await router.generate([7], request_id="r", sampling=SamplingParams(max_tokens=64))
+
+
+async def test_what_a_replica_does_to_its_prompt_reaches_neither_the_next_one_nor_the_caller() -> None:
+    seen: list[list[int]] = []
+
+    class Meddling:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        async def generate(self, prompt_token_ids, *, request_id, session_id=None, sampling) -> Completion:
+            seen.append(list(prompt_token_ids))
+            prompt_token_ids.append(99)
+            if len(seen) == 1:
+                raise GenerationError("gone")
+            return Completion(request_id, [], [], FinishReason.STOP, ())
+
+        async def pull(self, version: int) -> int:
+            return version
+
+        async def pause(self, mode) -> None: ...
+        async def resume(self) -> None: ...
+        async def abort(self, request_ids) -> None: ...
+        async def close(self) -> None: ...
+
+    router = GeneratorRouter([Meddling("a"), Meddling("b")])
+    mine = [5]
+    await router.generate(mine, request_id="r", sampling=SamplingParams(max_tokens=8))
+    await router.close()
+    assert (mine, seen) == ([5], [[5], [5]])

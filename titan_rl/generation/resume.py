@@ -44,6 +44,7 @@ def resume_on_abort(
 
     Raises:
         GenerationError: routed experts were asked for, and a part came without them.
+        TypeError: `generate` gave something else than a completion.
     """
 
     async def resuming(
@@ -66,11 +67,13 @@ def resume_on_abort(
         for attempt in count(1):
             began = loop.time()
             part = await generate(
-                prompt_token_ids if whole is None else [*prompt_token_ids, *whole.token_ids],
+                [*prompt_token_ids, *(() if whole is None else whole.token_ids)],  # its own to change
                 request_id=request_id,
                 session_id=session_id,
                 sampling=sampling if whole is None else remaining_sampling(sampling, len(whole.token_ids)),
             )
+            if not isinstance(part, Completion):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise TypeError(f"generate gave {type(part).__name__}; it must give a Completion")
             if sampling.return_routed_experts and part.token_ids and part.routed_experts is None:
                 raise GenerationError(f"request {request_id!r} asked for routed experts and got none")
             whole = part if whole is None else merge_completions(whole, part)

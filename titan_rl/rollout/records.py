@@ -10,9 +10,10 @@ from typing import Any
 
 from titan_rl.plain import plain, snapshot
 from titan_rl.rollout.types import Message, Rollout
-from titan_rl.types import Completion
+from titan_rl.types import Completion, VersionSpan
 
 LARGEST_TOKEN_ID = 2**31 - 1
+LARGEST_VERSION = 2**63 - 1
 
 
 def token_ids_of(given: Any, what: str) -> list[int]:
@@ -42,15 +43,12 @@ def completion_of(given: Any) -> Completion:
     if not math.isfinite(sum(logprobs)):
         wrong = next(logprob for logprob in logprobs if not math.isfinite(logprob))
         raise ValueError(f"generate gave a logprob of {wrong}; each must be finite")
-    metrics = {str(name): float(value) for name, value in given.metrics.items()}
-    for name, value in metrics.items():
-        if not math.isfinite(value):
-            raise ValueError(f"generate gave metrics[{name!r}] = {value}; it must be finite")
+    metrics = {str(name): _metric_of(name, value) for name, value in given.metrics.items()}
     return replace(
         given,
         token_ids=token_ids_of(given.token_ids, "the completion"),
         logprobs=logprobs,
-        version_spans=list(given.version_spans),
+        version_spans=[_span_of(span) for span in given.version_spans],
         metrics=metrics,
     )
 
@@ -65,6 +63,26 @@ def completion_to_give(own: Completion) -> Completion:
         routed_experts=None,
         metrics=dict(own.metrics),
     )
+
+
+def _metric_of(name: object, value: Any) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise TypeError(f"generate gave metrics[{name!r}] = {value!r}; it must be a number") from error
+    if not math.isfinite(number):
+        raise ValueError(f"generate gave metrics[{name!r}] = {number}; it must be finite")
+    return number
+
+
+def _span_of(given: VersionSpan) -> VersionSpan:
+    try:
+        span = VersionSpan(index(given.version), index(given.num_tokens))
+    except TypeError as error:
+        raise TypeError(f"generate gave {given!r}; its version and num_tokens must be integers") from error
+    if not (0 <= span.version <= LARGEST_VERSION and span.num_tokens >= 0):
+        raise ValueError(f"generate gave {given!r}; version must be from 0 to {LARGEST_VERSION}, num_tokens at least 0")
+    return span
 
 
 def token_advantages_of(given: Sequence[float] | None, completion: Completion) -> list[float] | None:

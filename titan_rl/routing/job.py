@@ -36,7 +36,7 @@ class Job:
             on_sign: called with each sign of this request; whether it brought tokens.
         """
         kept = self._kept
-        prompt = self._prompt_token_ids if kept is None else [*self._prompt_token_ids, *kept.token_ids]
+        prompt = [*self._prompt_token_ids, *(() if kept is None else kept.token_ids)]  # the replica's own
         sampling = self._sampling if kept is None else remaining_sampling(self._sampling, len(kept.token_ids))
         streamed: list[Completion] = []  # what comes late of an attempt that is over lands in a list nobody reads
         self._streamed = streamed
