@@ -10,7 +10,8 @@ from titan_rl import errors
 LOOP = {
     "EngineLoop", "LocalReplica", "Engine", "ScriptedEngine", "GeneratorRouter", "Limits", "Rollouter", "Rubric",
     "GroupScheduler", "GroupBatch", "Lease", "SchedulingConfig", "build_samples", "resume_on_abort",
-    "StateDictTransport", "TrainingSample",
+    "StateDictTransport", "TrainingSample", "WeightedReward", "env_reward", "EngineRequest", "TokenDelta",
+    "Backlog", "RunGroup",
 }  # fmt: skip
 
 

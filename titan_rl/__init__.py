@@ -39,7 +39,7 @@ from titan_rl.errors import (
     TrainingError,
     VerificationError,
 )
-from titan_rl.generation.engine import Engine
+from titan_rl.generation.engine import Engine, EngineRequest, TokenDelta
 from titan_rl.generation.engine_loop import EngineLoop
 from titan_rl.generation.local_replica import LocalReplica
 from titan_rl.generation.resume import resume_on_abort
@@ -49,10 +49,11 @@ from titan_rl.reward_calls import FailurePolicy
 from titan_rl.rollout.rollouter import Rollouter
 from titan_rl.rollout.types import Message, Rollout, RolloutGroup, RolloutStatus, Turn
 from titan_rl.routing import GeneratorRouter, LeastLoaded, Limits, PauseMode, Replica, RoundRobin, StickySession
-from titan_rl.rubric import GroupReward, Reward, Rubric
+from titan_rl.rubric import GroupReward, Reward, Rubric, WeightedReward, env_reward
+from titan_rl.scheduling.backlog import Backlog
 from titan_rl.scheduling.batch import GroupBatch
 from titan_rl.scheduling.lease import Lease
-from titan_rl.scheduling.scheduler import GroupScheduler
+from titan_rl.scheduling.scheduler import GroupScheduler, RunGroup
 from titan_rl.statedict.types import StateDictTransport
 from titan_rl.task import Task
 from titan_rl.training.sample import TrainingSample
@@ -62,6 +63,7 @@ from titan_rl.watchdog import LoopWatchdog
 
 __all__ = [
     "ActorDiedError",
+    "Backlog",
     "ChatTemplateRenderer",
     "CheckpointError",
     "Completion",
@@ -71,6 +73,7 @@ __all__ = [
     "Engine",
     "EngineDeadError",
     "EngineLoop",
+    "EngineRequest",
     "EngineStalledError",
     "FailurePolicy",
     "FinishReason",
@@ -108,6 +111,7 @@ __all__ = [
     "RoundRobin",
     "Rubric",
     "RunConfig",
+    "RunGroup",
     "SamplingParams",
     "SchedulingConfig",
     "ScriptedEngine",
@@ -118,6 +122,7 @@ __all__ = [
     "Task",
     "ThreadedEnv",
     "TitanRLError",
+    "TokenDelta",
     "TokenEnv",
     "TokenObservation",
     "TokenStep",
@@ -126,7 +131,9 @@ __all__ = [
     "Turn",
     "VerificationError",
     "VersionSpan",
+    "WeightedReward",
     "build_samples",
+    "env_reward",
     "load_config",
     "resume_on_abort",
 ]

@@ -181,6 +181,10 @@ def test_a_function_of_the_users_is_imported_when_the_config_is_read(project: Pa
         assert message.startswith(f"{named}{value!r}: {reason}")
     Path("broken_functions.py").write_text("1 / 0")
     assert "importing broken_functions failed: ZeroDivisionError" in failure((key, "broken_functions:mine"))
+    Path("leaving_functions.py").write_text("raise SystemExit(3)")
+    assert "importing leaving_functions failed: SystemExit: 3" in failure((key, "leaving_functions:mine"))
+    Path("fussy_functions.py").write_text("def __getattr__(name): raise RuntimeError('no')")
+    assert "fussy_functions.mine cannot be had: RuntimeError: no" in failure((key, "fussy_functions:mine"))
     assert f"{named}'quux' must be one of " in failure((key, "quux"))
 
 
@@ -224,11 +228,15 @@ def test_missing_tables_are_named(project: Path):
         ("echo_task:Literal", "Literal is no subclass of titan_rl.config.sections.Section"),
         ("echo_task:Half", "Half is no task: it lacks make_env, train_sample, validation_samples; tasks in echo_task"),
         ("broken_task:Echo", "importing broken_task failed: ZeroDivisionError"),
+        ("leaving_task:Echo", "importing leaving_task failed: SystemExit: 3"),
+        ("fussy_task:Echo", "fussy_task.Echo cannot be had: RuntimeError: no"),
         ("needy_task:Echo", "importing needy_task failed: No module named 'absent_dependency'"),
     ],
 )
 def test_a_wrong_task_type_says_what_there_is(project: Path, name: str, message: str):
     Path("broken_task.py").write_text("1 / 0\n")
+    Path("leaving_task.py").write_text("raise SystemExit(3)\n")
+    Path("fussy_task.py").write_text("def __getattr__(name): raise RuntimeError('no')\n")
     Path("needy_task.py").write_text("import absent_dependency\n")
 
     found = failure(("task.type", name))

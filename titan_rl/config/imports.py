@@ -28,8 +28,22 @@ def import_module(name: str) -> ModuleType:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise ConfigError(f"importing {name} failed: {error}") from error
         raise ConfigError(f"there is no module {error.name} (looked in {os.getcwd()} too)") from None
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # also of a script that ends by sys.exit
         raise ConfigError(f"importing {name} failed: {type(error).__name__}: {error}") from error
+
+
+def find_attribute(module: ModuleType, name: str) -> Any:
+    """What a module has under a name; None where it has nothing.
+
+    Raises:
+        ConfigError: the module's own `__getattr__` failed.
+    """
+    try:
+        return getattr(module, name, None)
+    except Exception as error:
+        raise ConfigError(f"{module.__name__}.{name} cannot be had: {type(error).__name__}: {error}") from error
 
 
 def find_function(setting: str, name: str, known: Mapping[str, T]) -> T:
@@ -47,7 +61,7 @@ def find_function(setting: str, name: str, known: Mapping[str, T]) -> T:
     if not attribute:
         raise ConfigError(f'{setting} = {name!r} is none of {", ".join(known)}, nor "module:function"')
     try:
-        found: Any = getattr(import_module(module_name), attribute, None)
+        found = find_attribute(import_module(module_name), attribute)
     except ConfigError as error:
         raise ConfigError(f"{setting} = {name!r}: {error}") from error.__cause__
     if not callable(found):

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from typing_extensions import get_protocol_members
 
 from titan_rl.config.explain import Origins, explain
-from titan_rl.config.imports import import_module
+from titan_rl.config.imports import find_attribute, import_module
 from titan_rl.config.sections import Section
 from titan_rl.errors import ConfigError
 from titan_rl.task import Task
@@ -51,7 +51,7 @@ def _find_class(name: object) -> type[Section]:
         raise ConfigError('must be a string "module:Class"')
     module_name, _, class_name = name.partition(":")
     module = import_module(module_name)
-    found: object = getattr(module, class_name, None)
+    found: object = find_attribute(module, class_name)
     if isinstance(found, type) and issubclass(found, Section):
         missing = _missing_members(found)
         if not missing:
