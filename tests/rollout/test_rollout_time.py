@@ -174,7 +174,7 @@ async def test_a_request_through_the_router_returns_the_tokens_it_has_when_time_
 
 
 async def test_queueing_in_the_engine_and_pauses_are_not_the_rollouts_time() -> None:
-    async with routed(max_running=1, length=18) as (router, generate):
+    async with routed(max_running=1, length=15) as (router, generate):
         playing = asyncio.ensure_future(stage_of(turns=1).group(generate, size=4, max_tokens=100))
         await asyncio.sleep(30.0)
         await router.pause("keep")
