@@ -135,7 +135,6 @@ class CountingReplica(FakeReplica):
     def __init__(self, seed: int) -> None:
         super().__init__()
         self.asked: list[str] = []
-        self.answered: list[str] = []
         self._random = random.Random(seed)
 
     async def generate(self, prompt_token_ids, *, request_id, session_id=None, sampling) -> Completion:
@@ -143,10 +142,21 @@ class CountingReplica(FakeReplica):
             self.asked.append(request_id)
             for _ in range(self._random.randrange(12)):
                 await asyncio.sleep(0)
+        return await super().generate(prompt_token_ids, request_id=request_id, session_id=session_id, sampling=sampling)
+
+
+class NotingRouter(GeneratorRouter):
+    """Notes whose answers have come: what is still on its way goes with the process."""
+
+    def __init__(self, replica: CountingReplica) -> None:
+        super().__init__([replica])
+        self.answered: list[str] = []
+
+    async def generate(self, prompt_token_ids, *, request_id, session_id=None, sampling) -> Completion:
         completion = await super().generate(
             prompt_token_ids, request_id=request_id, session_id=session_id, sampling=sampling
         )
-        if request_id.startswith("train"):
+        if request_id.startswith("train") and completion.token_ids:
             self.answered.append(request_id)
         return completion
 
@@ -186,6 +196,7 @@ class Rig:
             await pull(version)
 
         self.replica.pull = pull_in_its_time
+        self.router = NotingRouter(self.replica)
         with (folder / "progress.txt").open("w") as file:
             progress = Progress(steps, file)
         progress.message = progress.step = lambda *_: None  # pyright: ignore
@@ -193,7 +204,7 @@ class Rig:
             config,
             task,  # pyright: ignore[reportArgumentType]
             rollouter=Rollouter(CountDown, task.rubric(), max_context=16),
-            router=GeneratorRouter([self.replica]),
+            router=self.router,
             trainer=self.trainer,
             stop_token_ids=[],
             board=VersionBoard(),
@@ -252,7 +263,7 @@ async def test_killed_at_twenty_moments_a_run_trains_on_what_it_would_have(tmp_p
     def keep_the_disk(number: int) -> None:
         """What a SIGKILL at this moment leaves: the files as they are, the last record perhaps torn."""
         if number in moments:
-            answered[number] = set(first.replica.answered)
+            answered[number] = set(first.router.answered)
             first.journal.drain()
             killed = tmp_path / f"killed-{number}"
             shutil.copytree(tmp_path / "run", killed)

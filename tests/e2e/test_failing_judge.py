@@ -25,5 +25,9 @@ def test_a_run_goes_on_without_the_groups_whose_judge_fails(tmp_path, num_worker
         assert [record["step"] for record in trained] == [1, 2, 3]
         assert sum(record.get("scheduling/dropped/reward_failed", 0) for record in trained) == 2
         lines = [json.loads(line) for line in (run.folder / "rollouts.jsonl").read_text().splitlines()]
-        assert {line["group_id"] for line in lines if line.get("dropped") == "reward_failed"} == {"train-1", "train-2"}
+        assert {line["group_id"] for line in lines if line.get("dropped") == "reward_failed"} == {
+            "validation-0",
+            "train-1",
+            "train-2",
+        }
         assert run.leftovers() == []
