@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from titan_rl.user_code import Failure, describe, place_of, where
+from titan_rl.errors import StateDictError
+from titan_rl.user_code import Failure, describe, place_of, reason, summary, where
 
 
 def caught(act: Callable[[], object]) -> BaseException:
@@ -131,3 +132,18 @@ def test_a_function_that_hung_is_known_by_where_it_is_defined(function: Callable
 
 def test_a_function_that_is_not_python_has_no_place():
     assert place_of(len) is None
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (TimeoutError(), "TimeoutError"),
+        (ValueError(" "), "ValueError"),
+        (StateDictError(), "StateDictError"),
+        (StateDictError("torn"), "torn"),
+        (KeyError("answer"), "KeyError: 'answer'"),
+    ],
+)
+def test_a_reason_is_never_empty(error: Exception, told: str):
+    assert reason(error) == told
+    assert not summary(error).rstrip().endswith(":")

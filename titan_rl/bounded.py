@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from titan_rl.errors import StrayCancellationError
@@ -15,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class OutOfTimeError(TimeoutError):
-    """A call of a user's code took longer than it may: this limit's own error, not one that the code raised."""
+    """A call took longer than it may: this limit's own error, not one that the called code raised."""
 
 
 _left_behind: set[asyncio.Task[Any]] = set()  # asyncio itself holds tasks weakly
@@ -50,6 +51,26 @@ async def bounded(work: Coroutine[Any, Any, T], timeout_s: float | None, what: s
         raise StrayCancellationError(f"{what} was cancelled, though nobody had asked for that") from error
     except GeneratorExit as error:  # its own: nothing is closed while a result is taken
         raise RuntimeError(f"{what} raised GeneratorExit: {error}") from error
+
+
+@asynccontextmanager
+async def limited(seconds: float, what: str) -> AsyncGenerator[None]:
+    """As `asyncio.timeout`, with an error that can be told: it says what took how long.
+
+    Args:
+        what: "the pull of version 7".
+
+    Raises:
+        OutOfTimeError: the block took longer.
+    """
+    scope = asyncio.timeout(seconds)
+    try:
+        async with scope:
+            yield
+    except TimeoutError as error:
+        if not scope.expired():
+            raise
+        raise OutOfTimeError(f"{what} took longer than {seconds:g} s") from error
 
 
 async def _end(task: asyncio.Task[Any], what: str, cleanup_s: float) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType
 
+from titan_rl.errors import TitanRLError
 from titan_rl.plain import printable
 
 _OWN = str(Path(__file__).parent)
@@ -59,11 +60,21 @@ def describe(error: BaseException) -> str:
 
 
 def summary(error: BaseException) -> str:
-    """Type and text: `KeyError: 'answer'`. An exception that cannot say what it is does no harm."""
+    """Type and text: `KeyError: 'answer'`, and the type alone of one without a text. An exception that cannot say what
+    it is does no harm."""
+    kind = type(error).__name__
     try:
-        return printable(f"{type(error).__name__}: {error}")
+        text = printable(str(error))
     except Exception as broken:
-        return f"{type(error).__name__}: (its text cannot be had: {type(broken).__name__})"
+        text = f"(its text cannot be had: {type(broken).__name__})"
+    return f"{kind}: {text}" if text.strip() else kind
+
+
+def reason(error: BaseException) -> str:
+    """What went wrong, for a message that names who failed; never empty. The text of titan_rl's own errors stands for
+    itself, others are told with their type."""
+    own = str(error) if isinstance(error, TitanRLError) else ""
+    return own if own.strip() else summary(error)
 
 
 def where(error: BaseException) -> str | None:

@@ -158,6 +158,7 @@ async def test_a_pause_never_hangs_on_a_replica() -> None:
     report = await router.pause("keep")
     assert report.seconds == pytest.approx(10, abs=0.1)
     assert isinstance(report.failed["a"], TimeoutError)
+    assert str(report.failed["a"]) == 'the pause in mode "keep" took longer than 10 s'
     assert [member.serving for member in router.members] == [False, True]
     a.pause_hangs = False
     await asyncio.sleep(5)

@@ -158,6 +158,7 @@ async def test_a_pull_past_its_limit_is_a_failure() -> None:
     report = await router.pull_state_dict(1)
     assert report.pulled == ("b",)
     assert isinstance(report.failed["a"], TimeoutError)
+    assert str(report.failed["a"]) == "the pull of version 1 took longer than 30 s"
     await router.close()
 
 

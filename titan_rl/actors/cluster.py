@@ -16,7 +16,7 @@ from titan_rl.actors.peer import Peer, call
 from titan_rl.actors.placement import Placement, visible_gpus
 from titan_rl.actors.process import ProcessActor, stderr_into
 from titan_rl.actors.replica import ActorReplica
-from titan_rl.actors.respawns import Respawns
+from titan_rl.actors.respawns import RespawnLimit, Respawns
 from titan_rl.actors.rollout_worker import RolloutWorkerActor, RolloutWorkerSettings
 from titan_rl.actors.supervisor import ProcessFailure, Supervisor
 from titan_rl.actors.trainer import ActorTrainer, TrainerActor, TrainerSettings
@@ -28,6 +28,7 @@ from titan_rl.observability.run_dir import RunDirectory
 from titan_rl.routing.replica import Replica
 from titan_rl.routing.router import GeneratorRouter
 from titan_rl.statedict.board import VersionBoard
+from titan_rl.user_code import reason
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +61,12 @@ class Cluster:
         self._supervisor = supervisor
         self._service = service
         self._tell = tell
-        self._respawns = Respawns({GENERATOR: config.generation.max_respawns, WORKER: config.rollout.max_respawns})
+        self._respawns = Respawns(
+            {
+                GENERATOR: RespawnLimit("generation.max_respawns", config.generation.max_respawns),
+                WORKER: RespawnLimit("rollout.max_respawns", config.rollout.max_respawns),
+            }
+        )
         self._peers: dict[str, Peer] = {}  # by id, of every process that was started and is not known to have ended
         self._ended: asyncio.Queue[Peer] = asyncio.Queue()
         self._opened: list[ActorReplica] = []
@@ -87,9 +93,9 @@ class Cluster:
         if not isinstance(replica, ActorReplica) or replica.peer.reason is not None:
             return
         if isinstance(error, EngineDeadError | EngineStalledError):
-            replica.peer.end(str(error))
+            replica.peer.end(reason(error))
         else:
-            self._tell(f"{replica.name} is out of service until it has the current weights: {error}")
+            self._tell(f"{replica.name} is out of service until it has the current weights: {reason(error)}")
 
     async def watch(self, router: GeneratorRouter) -> None:
         """Replace generators and rollout workers that die, until cancelled. The router has the requests of a dead
@@ -123,11 +129,12 @@ class Cluster:
             background.create_task(listen())
             while True:
                 peer = await self._ended.get()
-                if not self._respawns.take(peer.name):
+                replaced, count = self._respawns.take(peer.name)
+                if not replaced:
                     log = self._run_dir.logs / f"{peer.name}.log"
-                    raise ActorDiedError(f"{peer.name} died: {peer.reason}; its log is {log}")
-                logger.warning("%s died: %s; starting another", peer.name, peer.reason)
-                self._tell(f"{peer.name} died: {peer.reason}; starting another")
+                    raise ActorDiedError(f"{peer.name} died: {peer.reason}{count}; its log is {log}")
+                logger.warning("%s died: %s; starting another%s", peer.name, peer.reason, count)
+                self._tell(f"{peer.name} died: {peer.reason}; starting another{count}")
                 self.workers.remove(peer)
                 if peer.name in {member.name for member in router.members}:  # else it died while it started
                     router.remove_replica(peer.name)
@@ -185,7 +192,7 @@ class Cluster:
             peer.watch(await peer.call_all(actor.pid, timeout_s=limit_s))
             await peer.call_all(actor.start, timeout_s=limit_s)
         except TitanRLError as error:
-            peer.end(f"it did not start: {error}")
+            peer.end(f"it did not start: {reason(error)}")
             raise
         return peer, actor
 

@@ -16,6 +16,7 @@ from titan_rl.actors.peer import Peer
 from titan_rl.errors import ActorDiedError, GenerationError, RequestError, TitanRLError
 from titan_rl.generation.types import OnTokens
 from titan_rl.types import Completion, SamplingParams
+from titan_rl.user_code import summary
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +75,7 @@ class RequestOutlet:
 
     def answer(self, request_id: str, outcome: Completion | Exception) -> None:
         if isinstance(outcome, Exception) and not isinstance(outcome, TitanRLError):  # which pickles
-            outcome = GenerationError(f"{type(outcome).__name__}: {outcome}")
+            outcome = GenerationError(summary(outcome))
         self._said.add(Answer(request_id, outcome))
 
     def _send(self, said: list[Said]) -> None:

@@ -27,6 +27,7 @@ from titan_rl.training.checkpoint import step_directory
 from titan_rl.training.protocol import StepResult
 from titan_rl.training.sample import TrainingSample
 from titan_rl.training.step_plan import StepPlan, plan_step
+from titan_rl.user_code import summary
 
 logger = logging.getLogger(__name__)
 
@@ -208,7 +209,7 @@ class ActorTrainer:
             if len(self._ranks) == 1:
                 raise
             # What no rank foresaw leaves them out of step; above all the end of one of them.
-            raise ActorDiedError(f"trainer died: a rank failed with {type(error).__name__}: {error}") from error
+            raise ActorDiedError(f"trainer died: a rank failed with {summary(error)}") from error
 
 
 def _outcome(function: Callable[..., R], *args: Any) -> R:

@@ -14,6 +14,7 @@ from titan_rl.generation.pending import Outbox, PendingCall
 from titan_rl.generation.ranks import Ranks
 from titan_rl.generation.types import KVPolicy, PullResult
 from titan_rl.types import FinishReason
+from titan_rl.user_code import summary
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ def run_engine(
         ranks.broadcast(decision)
     except BaseException as error:
         logger.exception("the engine failed")
-        reason, cause = f"the engine failed: {type(error).__name__}: {error}", error
+        reason, cause = f"the engine failed: {summary(error)}", error
     outbox.send()
     state.end(reason, cause)
     for part in (ranks, engine):

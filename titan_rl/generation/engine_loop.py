@@ -29,6 +29,7 @@ from titan_rl.generation.pending import PendingCall
 from titan_rl.generation.ranks import OneRank, Ranks
 from titan_rl.generation.types import KVPolicy, OnTokens, PauseMode, PullResult
 from titan_rl.types import Completion, SamplingParams
+from titan_rl.user_code import summary
 
 logger = logging.getLogger(__name__)
 
@@ -253,5 +254,5 @@ def _open(make_items: Callable[[], Items], version: int) -> tuple[Items, Iterato
     except (
         BaseException
     ) as error:  # a CancelledError would look like the caller's own, and a StopIteration fits no future
-        raise StateDictError(f"version {version} could not be opened: {type(error).__name__}: {error}") from error
+        raise StateDictError(f"version {version} could not be opened: {summary(error)}") from error
     return ((), source) if first is None else (chain([first], source), source)

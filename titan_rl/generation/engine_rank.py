@@ -13,6 +13,7 @@ from titan_rl.generation.loop_decision import LoopAction
 from titan_rl.generation.pending import with_cause
 from titan_rl.generation.ranks import Ranks
 from titan_rl.generation.types import KVPolicy
+from titan_rl.user_code import summary
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +51,8 @@ class EngineRank:
             except BaseException as error:  # nothing is awaited here, so that a CancelledError is the engine's own
                 # What the engine did not foresee is the request's doing, and would happen on every replica.
                 if not isinstance(error, RequestError):
-                    name, message = type(error).__name__, f"request {request.request_id!r} was not accepted"
-                    error = with_cause(RequestError(f"{message}: {name}: {error}"), error)
+                    problem = f"request {request.request_id!r} was not accepted: {summary(error)}"
+                    error = with_cause(RequestError(problem), error)
                 rejected[request.request_id] = error
         return rejected, self.engine.step()
 
@@ -98,7 +99,7 @@ class EngineRank:
             result = action()
         except BaseException as error:
             if not isinstance(error, StateDictError):
-                error = with_cause(StateDictError(f"{complaint}: {type(error).__name__}: {error}"), error)
+                error = with_cause(StateDictError(f"{complaint}: {summary(error)}"), error)
             mine = error
         problem = self._ranks.agree(None if mine is None else str(mine))
         if mine is not None:

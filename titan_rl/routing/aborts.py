@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
+from titan_rl.bounded import limited
 from titan_rl.routing.member import Member
 from titan_rl.routing.tasks import TaskSet
 
@@ -24,7 +25,7 @@ class Aborts:
     async def tell(self, member: Member, engine_ids: Sequence[str]) -> None:
         """Ask a replica to end requests, and return when it has heard that, or does not answer in time."""
         try:
-            async with asyncio.timeout(self._call_s):
+            async with limited(self._call_s, "the abort"):
                 await member.calls.abort(engine_ids)
         except Exception as error:
             if member.takes_aborts:

@@ -9,6 +9,7 @@ from typing import Literal
 from titan_rl.generation.types import PauseMode
 from titan_rl.routing.guarded import GuardedReplica
 from titan_rl.routing.replica import Replica
+from titan_rl.user_code import reason
 
 
 class Member:
@@ -76,5 +77,5 @@ class MemberStatus:
 
     @classmethod
     def of(cls, member: Member) -> MemberStatus:
-        error = None if member.last_error is None or member.serving else repr(member.last_error)
+        error = None if member.last_error is None or member.serving else reason(member.last_error)
         return cls(member.name, member.serving, member.version, member.load, member.num_requests, error)

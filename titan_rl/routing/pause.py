@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from titan_rl.bounded import limited
 from titan_rl.generation.types import PauseMode
 from titan_rl.routing.flight import Flights, NotResumedError
 from titan_rl.routing.limits import Limits
@@ -86,13 +87,15 @@ class Pause:
         """Bring one member to the wanted pause state.
 
         Raises:
-            Exception: whatever the replica fails with, `TimeoutError` included.
+            OutOfTimeError: it takes longer than `call_s`.
+            Exception: whatever the replica fails with.
         """
         async with member.pausing:
             while not self.applied(member):
                 wanted, before = self.mode, member.paused
                 member.paused = "unknown"
-                async with asyncio.timeout(self._limits.call_s):
+                change = "the resume" if wanted is None else f'the pause in mode "{wanted}"'
+                async with limited(self._limits.call_s, change):
                     if before is not None:
                         await member.calls.resume()
                     if wanted is not None:

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from titan_rl.bounded import limited
 from titan_rl.errors import StateDictError
 from titan_rl.routing.flight import Flights
 from titan_rl.routing.limits import Limits
@@ -63,12 +64,13 @@ class Puller:
         """Bring one member to the newest version.
 
         Raises:
-            Exception: whatever the replica fails with, `TimeoutError` included.
+            OutOfTimeError: it takes longer than `pull_s`.
+            Exception: whatever the replica fails with.
         """
         async with member.pulling:
             while self.target is not None and not self.applied(member):
                 version = self.target
-                async with asyncio.timeout(self._limits.pull_s):
+                async with limited(self._limits.pull_s, f"the pull of version {version}"):
                     member.version = await member.calls.pull(version)
                 member.hear()
 

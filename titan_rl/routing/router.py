@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import asynccontextmanager
 
 from titan_rl import stopwatch
+from titan_rl.bounded import limited
 from titan_rl.errors import EngineDeadError, EngineStalledError
 from titan_rl.generation.types import PauseMode
 from titan_rl.routing.aborts import Aborts
@@ -284,7 +285,7 @@ class GeneratorRouter:
 
     async def _close_replica(self, member: Member) -> None:
         try:
-            async with asyncio.timeout(self._limits.call_s):
+            async with limited(self._limits.call_s, "the close"):
                 await member.calls.close()
         except Exception as error:
             logger.warning("replica %s did not close: %r", member.name, error)
