@@ -419,6 +419,25 @@ async def test_a_save_of_hours_is_finished_on_the_way_out(tmp_path):
     assert rig.trainer.saved == [rig.trainer.version]
 
 
+@pytest.mark.parametrize("error", [NoSpaceError("no room"), OSError(5, "Input/output error"), RuntimeError()])
+async def test_a_stop_whose_last_save_fails_is_a_stop_still_and_tells_where_the_run_stands(tmp_path, error):
+    rig = Rig(tmp_path, staleness=0)
+
+    async def fails() -> None:
+        raise error
+
+    rig.trainer.finish_save = fails
+    run = asyncio.ensure_future(rig.controller.run())
+    await asyncio.wait_for(rig.trainer.stepped.wait(), 20)
+    rig.replica.hold = asyncio.Event()
+    run.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(run, 20)
+    assert rig.controller.version == rig.trainer.version == 1
+    said = " ".join((tmp_path / "progress.txt").read_text().split())
+    assert re.search(r"step 1 is not saved: (no space left|OSError: .*Input/output error|RuntimeError)", said)
+
+
 async def test_training_goes_on_where_a_checkpoint_does_not_fit_and_the_last_one_has_to(tmp_path):
     rig = Rig(tmp_path, steps=4, checkpoint_interval=1)
     finish = rig.trainer.finish_save

@@ -16,7 +16,7 @@ from titan_rl.config.load import load_config
 from titan_rl.durability.run_journal import RunJournal
 from titan_rl.durability.run_state import DataPosition, RunState
 from titan_rl.errors import CheckpointError, ConfigError, DamagedCheckpointError
-from titan_rl.launch import farewell
+from titan_rl.farewell import Farewell
 from titan_rl.observability.json_lines import cut_records
 from titan_rl.observability.run_dir import RunDirectory, read_jsonl
 from titan_rl.resumption import resume_from_newest
@@ -109,14 +109,32 @@ def test_a_run_that_was_stopped_after_its_last_step_is_brought_to_its_end(run_di
 
 def test_a_stopped_run_says_what_is_saved_and_how_it_goes_on(run_dir):
     config = load_config(run_dir.config, [("training.steps", "3")])
-    to_go_on = f"; to go on: titan-rl train --resume {run_dir.path}"
-    assert farewell(config, run_dir) == "stopped with step 3 saved" + to_go_on
+    command = f"titan-rl train --resume {run_dir.path}"
+    farewell = Farewell(config, run_dir, step=3)
+    assert farewell.stopped() == f"stopped with step 3 saved; to go on: {command}"
+    assert farewell.failed() == f"step 3 is saved; once it is mended, go on with: {command}"
+    assert farewell.cut_short().endswith(f"to go on: {command}")
     run_dir.export.mkdir()
-    assert "to go on" not in (finished := farewell(config, run_dir))
-    assert f"the run is finished, its policy is {run_dir.export}" in finished
+    for finished in (farewell.stopped(), farewell.failed()):
+        assert "go on" not in finished
+        assert f"the run is finished, its policy is {run_dir.export}" in finished
+
+
+def test_a_stopped_run_whose_last_save_failed_says_where_it_stands_and_what_a_resume_starts_from(run_dir):
+    command = f"titan-rl train --resume {run_dir.path}"
+    farewell = Farewell(load_config(run_dir.config), run_dir, step=1)
+    farewell.stands_at(4)
+    newest = step_directory(run_dir.checkpoints, 3)
+    stands = "step 4, which is not saved"
+    assert farewell.stopped() == f"stopped at {stands}; to go on from step 3, {newest}: {command}"
+    assert farewell.failed().startswith(
+        f"the run stands at {stands}; once it is mended, go on from step 3, {newest} with"
+    )
     for step in (1, 3):
         shutil.rmtree(step_directory(run_dir.checkpoints, step))
-    assert farewell(config, run_dir) == "stopped with no step saved" + to_go_on
+    assert farewell.stopped().startswith("stopped at step 4, which is not saved; to go on from step 0")
+    farewell.stands_at(0)
+    assert farewell.stopped() == f"stopped before a step was trained; to go on: {command}"
 
 
 def test_a_run_without_a_checkpoint_goes_on_with_its_journal(run_dir):

@@ -45,7 +45,7 @@ async def run(what, signals):
             await asyncio.to_thread(input)  # saves
 
 stops = StopSignals("stopping in order", "ended at once", reaction_s=0.5)
-with stops as signals, guarded(scratch_root(), "no-run"), run_environment():
+with stops as signals, guarded(scratch_root(), "no-run", "to go on: titan-rl train --resume here"), run_environment():
     print(os.environ["TMPDIR"], flush=True)
     asyncio.run(run(sys.argv[1], signals))
 print("ended in order", flush=True)
@@ -150,6 +150,8 @@ def test_a_program_that_native_code_holds_up_is_killed_by_the_second_signal(star
     program.process.send_signal(signal.SIGINT)
     assert program.wait() == -signal.SIGKILL
     program.wait_until_clean()
+    said = "titan-rl: the run does not react, and is killed; to go on: titan-rl train --resume here"
+    assert program.last_told() == said
 
 
 def test_a_program_that_is_killed_is_cleaned_up_after(start: Callable[..., Program]):

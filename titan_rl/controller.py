@@ -18,7 +18,7 @@ from titan_rl.config.run import RunConfig
 from titan_rl.disk_space import checkpoint_bytes
 from titan_rl.durability.run_journal import RunJournal
 from titan_rl.durability.run_state import RunState
-from titan_rl.errors import CheckpointError, NoSpaceError, TitanRLError, TrainingError
+from titan_rl.errors import CheckpointError, NoSpaceError, TrainingError
 from titan_rl.group_player import GroupPlayer
 from titan_rl.observability.progress import Progress, RunSummary
 from titan_rl.observability.rollout_log import RolloutLog
@@ -36,6 +36,7 @@ from titan_rl.task import FilteringTask, Task, drop_reason
 from titan_rl.training.protocol import Trainer
 from titan_rl.training.sample import TrainingSample
 from titan_rl.training.sample_builder import build_samples
+from titan_rl.user_code import reason
 
 logger = logging.getLogger(__name__)
 
@@ -148,6 +149,11 @@ class Controller:
             seconds=self._run_dir.elapsed_s,
             run_dir=self._run_dir.path,
         )
+
+    @property
+    def version(self) -> int:
+        """The step that was trained last, as the trainer said."""
+        return self._version
 
     def progress(self) -> object:
         """Differs once anything has happened: a token, an answer, a step."""
@@ -315,8 +321,9 @@ class Controller:
             await self._wait_for_landing()
             if self._version:
                 await self._saver.save_last(self._version)
-        except TitanRLError as error:
-            self._progress.message(f"step {self._version} is not saved: {error}")
+        except Exception as error:
+            logger.warning("step %d is not saved", self._version, exc_info=error)
+            self._progress.message(f"step {self._version} is not saved: {reason(error)}")
 
 
 def make_filters(config: RunConfig, task: Task) -> list[GroupFilter]:

@@ -27,13 +27,14 @@ CLEANING_S = 20.0
 
 
 @contextlib.contextmanager
-def guarded(root: Path, run_id: str) -> Generator[None]:
+def guarded(root: Path, run_id: str, advice: str) -> Generator[None]:
     """A guard of this process for the length of the block. Main thread only; does nothing where the system lacks
     process descriptors.
 
     Args:
         root: where the scratch folders are.
         run_id: in the names of the run's weights in shared memory.
+        advice: what the user is told when the process has to be killed.
     """
     if not hasattr(os, "pidfd_open"):
         yield
@@ -44,7 +45,7 @@ def guarded(root: Path, run_id: str) -> Generator[None]:
     # modules.
     process = os.pidfd_open(os.getpid())
     guard = subprocess.Popen(
-        [sys.executable, "-P", __file__, str(process), str(root), run_id],
+        [sys.executable, "-P", __file__, str(process), str(root), run_id, advice],
         stdin=read,
         pass_fds=[process],
         start_new_session=True,
@@ -61,7 +62,7 @@ def guarded(root: Path, run_id: str) -> Generator[None]:
         guard.wait()
 
 
-def watch(process: int, root: Path, run_id: str) -> None:
+def watch(process: int, root: Path, run_id: str, advice: str) -> None:
     """Returns when the process has ended and nothing of it is left. Numbers of signals come in by standard input.
 
     Args:
@@ -82,16 +83,18 @@ def watch(process: int, root: Path, run_id: str) -> None:
         if any(number in STOPS for number in numbers) and now - last > ONE_STOP_S:
             num_stops, last = num_stops + 1, now
         if num_stops >= 2:
-            _end(process)
+            _end(process, advice)
     _clean_up(root, run_id)
 
 
-def _end(process: int) -> None:
+def _end(process: int, advice: str) -> None:
     """Kill a process that does not end by itself."""
     poll = select.poll()
     poll.register(process, select.POLLIN)
     if not poll.poll(GRACE_S * 1000):
-        os.write(2, b"\ntitan-rl: the run does not react, and is killed\n")
+        text = f"\ntitan-rl: the run does not react, and is killed; {advice}\n"
+        with contextlib.suppress(OSError):  # nobody reads it
+            os.write(2, text.encode(errors="backslashreplace"))
         signal.pidfd_send_signal(process, signal.SIGKILL)
 
 
@@ -110,4 +113,4 @@ def _clean_up(root: Path, run_id: str) -> None:
 
 
 if __name__ == "__main__":
-    watch(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])
+    watch(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], sys.argv[4])

@@ -7,7 +7,6 @@ import contextlib
 import importlib.util
 import logging
 import os
-import shlex
 import tempfile
 from collections.abc import Iterator
 from functools import partial
@@ -22,6 +21,7 @@ from titan_rl.disk_space import check_room, size_of
 from titan_rl.durability.run_journal import RunJournal
 from titan_rl.durability.run_state import RunState
 from titan_rl.errors import ConfigError, MissingExtraError, TitanRLError, TrainingError
+from titan_rl.farewell import Farewell
 from titan_rl.garbage import settled_heap
 from titan_rl.guard import guarded
 from titan_rl.observability.best_effort import BestEffort
@@ -31,7 +31,7 @@ from titan_rl.observability.run_dir import RunDirectory
 from titan_rl.observability.sinks import open_sinks
 from titan_rl.observability.standstill import Standstill
 from titan_rl.renderer import ChatTemplateRenderer
-from titan_rl.resumption import Resumption, is_finished, resume_from_newest
+from titan_rl.resumption import Resumption, resume_from_newest
 from titan_rl.rollout.from_config import make_rollouter
 from titan_rl.routing.affinity import ConsistentHash, GroupAffinity
 from titan_rl.routing.limits import Limits
@@ -39,16 +39,15 @@ from titan_rl.routing.router import GeneratorRouter
 from titan_rl.routing.strategies import LeastLoaded, RoundRobin, StickySession, Strategy
 from titan_rl.run_environment import file_modes, run_environment, scratch_root
 from titan_rl.stop_signals import StopSignals, tell_on_stderr
-from titan_rl.training.checkpoint import latest, step_of
 from titan_rl.user_code import describe
 from titan_rl.watchdog import LoopWatchdog
 
 logger = logging.getLogger(__name__)
 
 STOPPING = (
-    "stopping: the step being trained is finished and saved first; once more ends the run at once, without saving"
+    "stopping: a step that is being trained is finished, and what is trained is saved; once more ends the run at once, "
+    "without saving"
 )
-ENDING = "ended at once, with what was saved before; to go on: {resume}"
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
@@ -92,36 +91,26 @@ def _run_in(run_dir: RunDirectory, config: RunConfig, *, begins: bool) -> int:
         logging.raiseExceptions = False  # a log that has no room on the disk is no news for the screen at every line
         for warning in throttles(config):
             logger.warning("%s", warning)
+        farewell = Farewell(config, run_dir, start.state.step)
         with (
-            StopSignals(STOPPING, ENDING.format(resume=resume_command(run_dir))) as signals,
-            guarded(scratch_root(), run_dir.path.name),
+            StopSignals(STOPPING, f"ended at once; {farewell.cut_short()}") as signals,
+            guarded(scratch_root(), run_dir.path.name, farewell.cut_short()),
             run_environment(),
         ):
             try:
-                code = asyncio.run(_run_until_signal(config, run_dir, start, signals))
+                code = asyncio.run(_run_until_signal(config, run_dir, start, signals, farewell))
             except SystemExit as error:  # asyncio lets it through every task
                 raise TrainingError(f"an environment, a reward or the task exits Python: {describe(error)}") from None
         if code:
-            tell_on_stderr(farewell(config, run_dir))
+            tell_on_stderr(farewell.stopped())
         return code
 
 
-def resume_command(run_dir: RunDirectory) -> str:
-    return shlex.join(["titan-rl", "train", "--resume", str(run_dir.path)])
-
-
-def farewell(config: RunConfig, run_dir: RunDirectory) -> str:
-    """The last line of a run that was stopped."""
-    checkpoint = latest(run_dir.checkpoints)
-    if is_finished(config, run_dir, checkpoint):
-        return f"stopped when all steps were trained and saved: the run is finished, its policy is {run_dir.export}"
-    saved = "no step" if checkpoint is None else f"step {step_of(checkpoint)}"
-    return f"stopped with {saved} saved; to go on: {resume_command(run_dir)}"
-
-
-async def _run_until_signal(config: RunConfig, run_dir: RunDirectory, start: Resumption, signals: StopSignals) -> int:
+async def _run_until_signal(
+    config: RunConfig, run_dir: RunDirectory, start: Resumption, signals: StopSignals, farewell: Farewell
+) -> int:
     """A signal cancels the run, which then ends as on a failure: a checkpoint, and no process left."""
-    run = asyncio.ensure_future(_run(config, run_dir, start, signals))
+    run = asyncio.ensure_future(_run(config, run_dir, start, signals, farewell))
     loop = asyncio.get_running_loop()
 
     def stop() -> None:
@@ -143,12 +132,14 @@ async def _run_until_signal(config: RunConfig, run_dir: RunDirectory, start: Res
         logger.error("the run ended", exc_info=error)
         failure = error
     if failure is not None:  # outside the handlers, so that its cause stays its own
-        failure.add_note(f"once it is mended, go on with: {resume_command(run_dir)}")
+        failure.add_note(farewell.failed())
         raise failure
     return 0
 
 
-async def _run(config: RunConfig, run_dir: RunDirectory, start: Resumption, signals: StopSignals) -> None:
+async def _run(
+    config: RunConfig, run_dir: RunDirectory, start: Resumption, signals: StopSignals, farewell: Farewell
+) -> None:
     # Monarch writes to the terminal and opens sockets in TMPDIR when it is first used.
     from titan_rl.actors.cluster import start_cluster
     from titan_rl.actors.generate_service import listening
@@ -206,6 +197,7 @@ async def _run(config: RunConfig, run_dir: RunDirectory, start: Resumption, sign
                 start=start.state,
             )
             resources.callback(controller.close)
+            resources.callback(lambda: farewell.stands_at(controller.version))
             async with asyncio.TaskGroup() as background:
                 watch = background.create_task(cluster.watch(router), name="watch")
                 standstill = Standstill(controller.progress, controller.waits_for, progress.message)
