@@ -10,19 +10,21 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import cast
+from typing import NoReturn, cast
 
 from titan_rl.cli.overrides import check_resume, split_overrides
 from titan_rl.config.concurrency import throttles
 from titan_rl.config.load import dump_config, load_config
 from titan_rl.config.reference import reference
 from titan_rl.errors import ConfigError, ModelError, TitanRLError
-from titan_rl.user_code import summary
+from titan_rl.output import OutputError, replace_closed_streams, say, tell
+from titan_rl.user_code import reason, summary
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 EXIT_TERMINATED = 128 + signal.SIGTERM
+EXIT_UNREAD = 128 + signal.SIGPIPE
 
 FLAGS = ("--help", "-h", "--dry-run")
 OPTIONS = ("--resume",)  # of the command itself, each with a value
@@ -31,8 +33,10 @@ OPTIONS = ("--resume",)  # of the command itself, each with a value
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
-    0 is success, 1 a run that failed, 2 wrong settings or arguments, 130 Ctrl-C and 143 SIGTERM.
+    0 is success, 1 a failure, 2 wrong settings or arguments, 130 Ctrl-C, 143 SIGTERM, and 141 that nobody reads what
+    was to be printed.
     """
+    replace_closed_streams()
     with _sigterm_unwinds():
         try:
             code = _dispatch(list(sys.argv[1:] if argv is None else argv))
@@ -40,8 +44,13 @@ def main(argv: Sequence[str] | None = None) -> int:
                 signal.signal(signal.SIGINT, signal.SIG_DFL)  # one more ends what is left of the exit, without a word
             return code
         except (KeyboardInterrupt, _Terminated) as stop:
-            print("titan-rl: stopped before a run began", file=sys.stderr)
+            tell("titan-rl: stopped before a run began")
             return EXIT_INTERRUPTED if isinstance(stop, KeyboardInterrupt) else EXIT_TERMINATED
+        except OutputError as error:
+            if isinstance(error.reason, BrokenPipeError):  # as `| head` does; it has what it wanted
+                return EXIT_UNREAD
+            tell(f"titan-rl: {error}")
+            return EXIT_FAILED
         except (ConfigError, ModelError) as error:
             _say_error(error)
             return EXIT_USAGE
@@ -63,9 +72,9 @@ def _dispatch(argv: list[str]) -> int:
     if resume is not None:
         check_resume(overrides)
     for warning in throttles(config):
-        print(f"titan-rl: warning: {warning}", file=sys.stderr)
+        tell(f"titan-rl: warning: {warning}")
     if arguments.dry_run:
-        sys.stdout.write(dump_config(config))
+        say(dump_config(config))
         return 0
     # Not before the settings are known to be right: what starts processes also imports what they need.
     from titan_rl.launch import run_training
@@ -73,10 +82,19 @@ def _dispatch(argv: list[str]) -> int:
     return run_training(config, resume)
 
 
+class _Parser(argparse.ArgumentParser):
+    """Prints as the rest of the command does."""
+
+    def print_help(self, file: object = None) -> None:
+        say(self.format_help())
+
+    def error(self, message: str) -> NoReturn:
+        tell(f"{self.format_usage()}{self.prog}: error: {message}")
+        self.exit(EXIT_USAGE)
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="titan-rl", description="Reinforcement learning of language models.", allow_abbrev=False
-    )
+    parser = _Parser(prog="titan-rl", description="Reinforcement learning of language models.", allow_abbrev=False)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     train = commands.add_parser(
         "train",
@@ -98,15 +116,15 @@ def _parser() -> argparse.ArgumentParser:
 
 def _say_error(error: BaseException) -> None:
     """The error, what caused it and what can be done, without the traceback: each is meant to be read by the user."""
-    print(f"titan-rl: {error}", file=sys.stderr)
+    tell(f"titan-rl: {reason(error)}")
     said = str(error)
     for cause in causes(error):
         if str(cause) and str(cause) in said:  # a message often quotes the one below it
             continue
-        print(f"  caused by {summary(cause)}", file=sys.stderr)
+        tell(f"  caused by {summary(cause)}")
         said += str(cause)
     for note in getattr(error, "__notes__", ()):
-        print(f"  {note}", file=sys.stderr)
+        tell(f"  {note}")
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
-import os
 import sys
 from collections import deque
 from collections.abc import Sequence
@@ -22,6 +20,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from titan_rl.output import silence
 from titan_rl.stop_signals import tell_on_stderr
 
 logger = logging.getLogger(__name__)
@@ -69,11 +68,8 @@ class _Console(Console):
     def _fall_silent(self, error: OSError) -> None:
         self.quiet = True
         logger.warning("the output cannot be written, and the run goes on without it: %r", error)
-        if self.file is sys.stdout:  # what is left in its buffer would fail once more at the program's end
-            with contextlib.suppress(OSError, ValueError):
-                nowhere = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(nowhere, sys.stdout.fileno())
-                os.close(nowhere)
+        if self.file is sys.stdout:
+            silence(sys.stdout)
 
 
 class Progress:

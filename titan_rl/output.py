@@ -1,0 +1,58 @@
+"""Standard output and standard error where nobody reads them any more, or where their disk is full."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from typing import TextIO
+
+
+class OutputError(Exception):
+    """Standard output takes nothing more.
+
+    Attributes:
+        reason: what the system says; a BrokenPipeError where nobody reads it.
+    """
+
+    def __init__(self, reason: OSError) -> None:
+        super().__init__(f"the output cannot be written: {reason.strerror}")
+        self.reason = reason
+
+
+def say(text: str) -> None:
+    """Write what a command was asked for to standard output, to the last byte.
+
+    Raises:
+        OutputError: not all of it could be written.
+    """
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except OSError as error:
+        silence(sys.stdout)
+        raise OutputError(error) from None
+
+
+def tell(text: str) -> None:
+    """Write a line about the command to standard error, if that can be."""
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except OSError:
+        silence(sys.stderr)
+
+
+def replace_closed_streams() -> None:
+    """A program that was started with standard output or error closed has None in their places; let nowhere take what
+    it writes."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  it lasts as long as the program
+
+
+def silence(stream: TextIO) -> None:
+    """Let nowhere take what a stream holds and gets: else the program's end fails on it once more."""
+    with contextlib.suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
