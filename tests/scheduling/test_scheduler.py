@@ -509,6 +509,70 @@ async def test_a_cancelled_run_is_told_of_while_its_groups_clean_up():
     assert scheduler.slots_held == scheduler.rollouts_in_flight == 0
 
 
+@pytest.mark.parametrize("is_waited_for", [True, False])
+async def test_a_run_that_is_cancelled_before_its_first_turn_is_told_of(is_waited_for: bool):
+    stage = Stage()
+    scheduler = scheduler_of(stage.run_group, groups_per_step=1)
+    waiting = [asyncio.ensure_future(next_of(scheduler))] if is_waited_for else []
+    run = asyncio.ensure_future(scheduler.run())
+    run.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await run
+    for batch in waiting or [next_of(scheduler)]:
+        with pytest.raises(TrainingError, match=r"GroupScheduler\.run was cancelled"):
+            await batch
+    assert not stage.started
+    assert scheduler.slots_held == scheduler.rollouts_in_flight == 0
+
+
+async def test_a_run_that_a_caller_awaits_itself_ends_as_any_other():
+    stage = Stage()
+    stage.end(0)
+    scheduler = scheduler_of(stage.run_group, budget=1, groups_per_step=1)
+
+    async def play() -> None:
+        await scheduler.run()
+
+    playing = asyncio.ensure_future(play())
+    await settle()
+    assert indices(await next_of(scheduler)) == [0]
+    await asyncio.wait_for(playing, 5)
+    with pytest.raises(RuntimeError, match="called once"):
+        scheduler.run()
+
+
+async def test_a_batch_of_a_scheduler_that_nobody_runs_is_refused_at_once():
+    with pytest.raises(RuntimeError, match="enter its block, or call run"):
+        await next_of(scheduler_of(Stage().run_group))
+
+
+@pytest.mark.parametrize("turns", range(4))
+async def test_a_block_whose_task_is_cancelled_at_any_turn_ends(turns: int):
+    stage = Stage()
+    scheduler = scheduler_of(stage.run_group, groups_per_step=1)
+
+    async def loop() -> None:
+        async with scheduler:
+            await scheduler.next_batch()
+
+    looping = asyncio.ensure_future(loop())
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    looping.cancel()
+    _, left = await asyncio.wait([looping], timeout=5)
+    assert not left
+    assert looping.cancelled()
+    assert scheduler.slots_held == scheduler.rollouts_in_flight == 0
+
+
+async def test_the_task_of_a_block_that_others_cancel_at_its_first_turn_is_told_of():
+    async with scheduler_of(Stage().run_group, groups_per_step=1) as scheduler:
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
+        with pytest.raises(TrainingError, match=r"GroupScheduler\.run was cancelled"):
+            await next_of(scheduler)
+
+
 async def test_the_block_ends_with_what_a_group_raised_whatever_its_body_waits_for():
     async def run_group(lease: Lease) -> RolloutGroup:
         raise RuntimeError("broken reward")

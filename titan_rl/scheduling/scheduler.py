@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from functools import partial
 from itertools import chain, count
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 from titan_rl.config.sections import SchedulingConfig
 from titan_rl.errors import TrainingError
@@ -23,6 +23,7 @@ from titan_rl.scheduling.ledger import GroupState, Ledger
 from titan_rl.scheduling.patience import Patience
 from titan_rl.scheduling.slots import SlotPool
 from titan_rl.scheduling.task_scope import TaskScope
+from titan_rl.scheduling.told import Told
 from titan_rl.scheduling.window import choose
 
 logger = logging.getLogger(__name__)
@@ -60,7 +61,7 @@ class GroupScheduler:
                 await router.pull_state_dict(result.version)
 
     One that trains while the generators pull takes `next_batch` and calls the batch's `release` itself, and one that
-    has a task group of its own may await `run` there, in place of the block.
+    has a task group of its own may have it carry `run`, in place of the block.
 
     Args:
         group_size: rollouts of a group, for `settings.max_running_rollouts`.
@@ -110,7 +111,7 @@ class GroupScheduler:
         self._tasks = TaskScope(on_error=self._changed.set)
         self._playing: dict[int, asyncio.Task[None]] = {}
         self._patience = Patience(settings)
-        self._is_running = self._is_over = False  # `run` has begun; it ends
+        self._is_running = self._is_over = False  # `run` was called; it ends
         self._handed_out = asyncio.Event()  # the whole budget
         if not budget:
             self._handed_out.set()
@@ -148,27 +149,35 @@ class GroupScheduler:
             assert self._tasks.error is not None, "a task that fails says so"
             raise self._tasks.error  # itself, and not a group that holds it
 
-    async def run(self) -> None:
+    def run(self) -> Coroutine[Any, Any, None]:
         """Admit groups as slots come free, until all of the budget are handed out.
 
-        Awaited once. Cancelling it cancels every unfinished group, and `next_batch` raises from then on.
+        Called once. Cancelling it cancels every unfinished group, and `next_batch` raises from then on, also where it
+        was cancelled before its first turn.
         """
         if self._is_running:
-            raise RuntimeError("GroupScheduler.run is awaited once")
+            raise RuntimeError("GroupScheduler.run is called once")
         self._is_running = True
-        try:
-            async with self._tasks:
-                admission = self._tasks.begin(self._admit, "admission")
-                try:
-                    await self._handed_out.wait()
-                finally:  # told at once, though groups may take a while to be cancelled
-                    self._is_over = True
-                    self._changed.set()
-                self._tasks.cancel(admission)
-        finally:
-            for lease in self._waiting.values():
-                lease.settle()
-            self._waiting.clear()
+        return Told(self._run(), on_end=self._note_end_of_run)
+
+    async def _run(self) -> None:
+        async with self._tasks:
+            admission = self._tasks.begin(self._admit, "admission")
+            try:
+                await self._handed_out.wait()
+            finally:  # told at once, though groups may take a while to be cancelled
+                self._note_over()
+            self._tasks.cancel(admission)
+
+    def _note_over(self) -> None:
+        self._is_over = True
+        self._changed.set()
+
+    def _note_end_of_run(self) -> None:
+        self._note_over()
+        for lease in self._waiting.values():
+            lease.settle()
+        self._waiting.clear()
 
     async def batches(self) -> AsyncGenerator[GroupBatch]:
         """Every batch of the budget. One is released when the next is asked for: until then its version is pulled.
@@ -188,6 +197,7 @@ class GroupScheduler:
             TrainingError: too many groups were dropped since the last batch, or lost to errors in a row; or a token
                 is older than the bound, which only a generator that pulled other weights than it says can bring about;
                 or there are no further batches, because the budget is handed out or `run` was cancelled.
+            RuntimeError: nothing runs yet that a batch could come from.
             Exception: what a group raised.
         """
         self._check_going()
@@ -327,6 +337,8 @@ class GroupScheduler:
                 lease.make_due()
 
     def _check_going(self) -> None:
+        if not self._is_running:
+            raise RuntimeError("GroupScheduler is not running; enter its block, or call run, before next_batch")
         if self._tasks.error is not None:
             raise self._tasks.error
         if not self._left:
