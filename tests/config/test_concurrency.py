@@ -66,6 +66,10 @@ def test_the_default_settings_throttle_nothing(project: Path):
             {"scheduling__max_running_rollouts": 100},
             ["scheduling.max_running_rollouts = 100 is less than the 128 rollouts of one step"],
         ),
+        (
+            {"scheduling__groups_per_step": 3, "training__minibatches": 3, "training__data_parallel": 16},
+            ["training.data_parallel = 16 ranks", "as few as 8 rollouts", "training.minibatches = 3", "lower it to 8"],
+        ),
     ],
 )
 def test_what_throttles_is_warned_of_with_its_numbers(project: Path, settings: dict[str, object], numbers: list[str]):

@@ -80,10 +80,19 @@ def describe_concurrency(config: RunConfig) -> Iterator[str]:
 
 
 def throttles(config: RunConfig) -> Iterator[str]:
-    """Say which settings have rollouts wait that the others ask for: the numbers and the fix, one line each."""
+    """Say which settings have rollouts wait, or ranks idle, that the others ask for: the numbers and the fix, one line
+    each."""
     sized = Concurrency.of(config)
-    scheduling, generation = config.scheduling, config.generation
+    scheduling, generation, training = config.scheduling, config.generation, config.training
     of_a_step = scheduling.groups_per_step * sized.group_size
+    groups_at_once = scheduling.groups_per_step // min(training.minibatches, scheduling.groups_per_step)
+    if (at_once := groups_at_once * sized.group_size) < training.data_parallel:
+        yield (
+            f"training.data_parallel = {training.data_parallel} ranks share an optimizer step of as few as {at_once} "
+            f"rollouts (scheduling.groups_per_step = {scheduling.groups_per_step} x rollout.group_size = "
+            f"{sized.group_size} in training.minibatches = {training.minibatches}), so that ranks idle; lower it to "
+            f"{at_once}, or raise scheduling.groups_per_step"
+        )
     if (limit := scheduling.max_running_rollouts) is not None and limit < of_a_step:
         yield (
             f"scheduling.max_running_rollouts = {limit} is less than the {of_a_step} rollouts of one step "

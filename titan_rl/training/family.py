@@ -37,6 +37,13 @@ class Family:
     def num_tokens(self) -> int:
         return self.prefix_length + sum(len(sample.token_ids) - self.prefix_length for sample in self.samples)
 
+    def halves(self) -> tuple[Family, Family]:
+        """Two families of its samples, nearly as long as each other. The prefix is in both. Of two samples or more."""
+        parts: tuple[list[TrainingSample], list[TrainingSample]] = ([], [])
+        for sample in sorted(self.samples, key=lambda sample: len(sample.token_ids), reverse=True):
+            min(parts, key=lambda part: sum(len(s.token_ids) - self.prefix_length for s in part)).append(sample)
+        return _family(parts[0], self.prefix_length), _family(parts[1], self.prefix_length)
+
 
 def find_families(samples: Iterable[TrainingSample], row_tokens: int) -> list[Family]:
     """Join the samples of each group that begin alike. No family of several is longer than a row."""

@@ -2,11 +2,12 @@
 
 Best-fit decreasing (Johnson, 1973): the longest first, each into the fullest row that still has room. Rows are
 then levelled: the same number of rows is packed again with the least capacity that holds, because a batch is padded
-to its longest row. Where ranks share the rows and best fit leaves one without, rows are split until each has its own.
+to its longest row. Where ranks share the rows and best fit leaves one without, rows are split until each has its own:
+between families, and where a row is one family, between its samples, whose prefix is then computed in both.
 
-What holds of every packing: each family is in one row or dropped, whole; no row exceeds the capacity; one is
-dropped only where it is longer than a row; of two rows or more for one rank, the mean row is over half the capacity;
-the rows are a multiple of the ranks, unless there are fewer families than that.
+What holds of every packing: each sample is in one row or dropped, with its family unless that had to be split; no row
+exceeds the capacity; a family is dropped only where it is longer than a row; of two rows or more for one rank, the
+mean row is over half the capacity; the rows are a multiple of the ranks, unless there are fewer samples than that.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def pack(families: Sequence[Family], row_tokens: int, *, multiple_of: int = 1) -
 
     Args:
         row_tokens: the most tokens in one row.
-        multiple_of: so many ranks share the rows. Where there are families enough, each rank gets as many rows, which
+        multiple_of: so many ranks share the rows. Where there are samples enough, each rank gets as many rows, which
             are then shorter, so that no rank idles while others compute. The longest rows come first then.
     """
     assert all(family.num_tokens for family in families), "a family has no tokens"
@@ -54,7 +55,7 @@ def pack(families: Sequence[Family], row_tokens: int, *, multiple_of: int = 1) -
     fitting.sort(key=lambda family: family.num_tokens, reverse=True)
     rows = _best_fit(fitting, row_tokens)
     if rows:
-        most = min(len(fitting), len(rows) + -len(rows) % multiple_of)
+        most = min(sum(len(family.samples) for family in fitting), len(rows) + -len(rows) % multiple_of)
         mean = -(-sum(family.num_tokens for family in fitting) // most)
         low, high = max(mean, fitting[0].num_tokens), row_tokens
         while low < high:
@@ -65,18 +66,23 @@ def pack(families: Sequence[Family], row_tokens: int, *, multiple_of: int = 1) -
             else:
                 low = middle + 1
         if len(rows) < most:
-            rows = min(_emptiest_first(fitting, most), _split(rows, most), key=lambda rows: max(map(_length, rows)))
+            ways = [_emptiest_first(fitting, most)] if len(fitting) >= most else []
+            ways.append(_split(rows, most))
+            rows = min(ways, key=lambda rows: max(map(_length, rows)))
             rows.sort(key=_length, reverse=True)  # those of a micro-batch are neighbours
     return Packing(rows, dropped)
 
 
 def _split(rows: Sequence[list[Family]], count: int) -> list[list[Family]]:
-    """The longest rows in halves, until there are `count`."""
+    """The longest rows in halves, until there are `count`, which is at most one for each sample."""
     rows = list(rows)
     while len(rows) < count:
-        longest = max((row for row in rows if len(row) > 1), key=_length)
+        longest = max((row for row in rows if sum(len(family.samples) for family in row) > 1), key=_length)
         rows.remove(longest)
-        rows += _emptiest_first(sorted(longest, key=lambda family: family.num_tokens, reverse=True), 2)
+        if len(longest) > 1:
+            rows += _emptiest_first(sorted(longest, key=lambda family: family.num_tokens, reverse=True), 2)
+        else:
+            rows += [[half] for half in longest[0].halves()]
     return rows
 
 
