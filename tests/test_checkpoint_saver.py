@@ -125,7 +125,8 @@ async def test_a_full_disk_costs_a_checkpoint_and_not_the_run(disk: Disk):
     assert "the last is that of step 2" in left_out
     disk.free, disk.failure = 1 << 40, NoSpaceError("[Errno 28]")  # another process fills it
     await train(saver, 2, step_s=1.0, first=6)
-    assert f"no checkpoint of step 6: no space left in {disk.root}: a checkpoint needs" in disk.said[-1]
+    assert f"no checkpoint of step 6: no space left in {disk.root}: a checkpoint takes" in disk.said[-1]
+    assert "are free again, now that what was written is removed" in disk.said[-1]
     disk.failure = None
     await train(saver, 2, step_s=1.0, first=8)
     assert [version for version, _ in disk.saved] == [2, 8]
@@ -156,8 +157,11 @@ async def test_cancelling_ends_the_last_one_at_once(disk: Disk):
 @pytest.mark.looptime
 async def test_the_last_one_has_to_fit(disk: Disk):
     disk.free = SIZE
-    with pytest.raises(NoSpaceError, match=r"no space left in .* needs 116\.8 MB, and 100\.0 MB are free"):
+    with pytest.raises(NoSpaceError, match="no space left") as caught:
         await disk.saver().save_last(5)
+    assert disk.said == [f"saving step 5, 100.0 MB, to {step_directory(disk.root, 5)}"]
+    assert "a checkpoint takes 100.0 MB and leaves 16.8 MB for journal, metrics and logs" in str(caught.value)
+    assert str(caught.value).endswith("116.8 MB together; 100.0 MB are free")
 
 
 @pytest.mark.looptime
@@ -193,6 +197,10 @@ def test_a_run_that_cannot_fit_is_refused_before_it_starts(tmp_path: Path, disk:
     disk.free = 50_000_000
     check_room(config, tmp_path)
     disk.free = 30_000_000
-    with pytest.raises(ConfigError, match=r"run_dir = 'runs': .* has 30\.0 MB free, and this run needs 36\.8 MB"):
+    with pytest.raises(
+        ConfigError, match=r"run_dir = 'runs': .* has 30\.0 MB free, and this run needs 36\.8 MB"
+    ) as caught:
         check_room(config, tmp_path)
+    assert "checkpoint.keep = 2 checkpoints of 6.0 MB each, the one that is being written, " in str(caught.value)
+    assert "2.0 MB of the exported policy, and 16.8 MB for journal, metrics and logs" in str(caught.value)
     check_room(config, tmp_path / "not" / "yet", held=7_000_000)

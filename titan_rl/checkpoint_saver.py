@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from titan_rl.config.sections import CheckpointConfig
-from titan_rl.disk_space import LEFT_FREE, free_bytes, gigabytes, no_space, require_room, size_of
+from titan_rl.disk_space import free_bytes, gigabytes, no_space, require_room, size_of
 from titan_rl.errors import NoSpaceError
 from titan_rl.training.checkpoint import keep_last, list_checkpoints, step_directory, step_of, temporary_of
 from titan_rl.training.protocol import Trainer
@@ -126,8 +126,7 @@ class CheckpointSaver:
         try:
             await self._trainer.finish_save()
         except NoSpaceError as error:  # another process took the room meanwhile
-            needed, free = self._size() + LEFT_FREE, free_bytes(self._root)
-            raise NoSpaceError(no_space(self._root, needed, free)) from error
+            raise NoSpaceError(no_space(self._root, self._size(), free_bytes(self._root))) from error
         finally:
             self._ended_at = asyncio.get_running_loop().time()
         assert self._began_at is not None

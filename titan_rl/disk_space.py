@@ -13,6 +13,8 @@ from titan_rl.errors import ConfigError, NoSpaceError
 LEFT_FREE = 1 << 24
 """Bytes that a checkpoint leaves for journal, metrics and logs, which go on when it is not written for lack of room."""
 
+_RESERVE = f"{LEFT_FREE / 1e6:.1f} MB for journal, metrics and logs"
+
 _TENSORS = {"adamw": 3, "adam": 3, "muon": 3, "sgd": 2}  # float32 ones for each parameter, itself included
 
 
@@ -36,26 +38,33 @@ def check_room(config: RunConfig, folder: Path, held: int = 0) -> None:
     needed = each * (config.checkpoint.keep + 1) + export + LEFT_FREE
     free = free_bytes(folder)
     if needed > free + held:
+        more = f" more than the {gigabytes(held)} of its checkpoints" if held else ""
         raise ConfigError(
             f"run_dir = {config.run_dir!r}: {folder} has {gigabytes(free)} free, and this run needs "
-            f"{gigabytes(needed - held)}: checkpoint.keep = {config.checkpoint.keep} checkpoints of {gigabytes(each)} "
-            "each, the one that is being written, and the exported policy; free some, lower checkpoint.keep, or set "
-            "run_dir to a folder on another disk"
+            f"{gigabytes(needed - held)}{more}: checkpoint.keep = {config.checkpoint.keep} checkpoints of "
+            f"{gigabytes(each)} each, the one that is being written, {gigabytes(export)} of the exported policy, and "
+            f"{_RESERVE}; free some, lower checkpoint.keep, or set run_dir to a folder on another disk"
         )
 
 
 def require_room(folder: Path, num_bytes: int) -> None:
-    """
+    """For a checkpoint of so many bytes.
+
     Raises:
-        NoSpaceError: so much does not fit.
+        NoSpaceError: it does not fit.
     """
     free = free_bytes(folder)
     if num_bytes + LEFT_FREE > free:
-        raise NoSpaceError(no_space(folder, num_bytes + LEFT_FREE, free))
+        raise NoSpaceError(no_space(folder, num_bytes, free))
 
 
-def no_space(folder: Path, needed: int, free: int) -> str:
-    return f"no space left in {folder}: a checkpoint needs {gigabytes(needed)}, and {gigabytes(free)} are free"
+def no_space(folder: Path, num_bytes: int, free: int) -> str:
+    """What to say of a checkpoint of so many bytes that did not fit."""
+    now = " again, now that what was written is removed" if free >= num_bytes + LEFT_FREE else ""
+    return (
+        f"no space left in {folder}: a checkpoint takes {gigabytes(num_bytes)} and leaves {_RESERVE}, "
+        f"{gigabytes(num_bytes + LEFT_FREE)} together; {gigabytes(free)} are free{now}"
+    )
 
 
 def free_bytes(folder: Path) -> int:
