@@ -48,8 +48,9 @@ class Stopwatch:
         self._since: float | None = None  # when it was last set going; None while it stands
         self._waiting_since: float | None = None
         self._starts = 0
-        self._holds: list[Hold] = []
-        self._timer: asyncio.TimerHandle | None = None
+        self._num_holds = 0
+        self._num_waits = 0  # of the holds
+        self._timer: asyncio.TimerHandle | None = None  # comes early where time stood still, and is set again
         self._at_limit: Callable[[], object] | None = None
         self._enders: list[Callable[[], object]] = []
 
@@ -80,6 +81,9 @@ class Stopwatch:
         finally:
             self._starts, self._at_limit = self._starts - 1, None
             self._count()
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
 
     def hold(self, *, waits: bool = True) -> Hold:
         """Stand still until the hold is released. Several may overlap.
@@ -110,8 +114,10 @@ class Stopwatch:
             end()
         return bool(enders)
 
-    def change(self, hold: Hold, *, held: bool) -> None:
-        (self._holds.append if held else self._holds.remove)(hold)
+    def change(self, by: int, *, waits: bool) -> None:
+        """One hold more or less."""
+        self._num_holds += by
+        self._num_waits += by * waits
         self._count()
 
     @contextmanager
@@ -126,22 +132,32 @@ class Stopwatch:
     def _count(self, more_s: float = 0.0) -> None:
         """Add up what has passed, and go on or stand still."""
         now = self._loop.time()
-        self._used_s = self.used_s + more_s
-        goes = self._starts > 0 and not self._holds
-        self._since = now if goes else None
+        if self._since is not None:
+            self._used_s += now - self._since
+        self._used_s += more_s
+        self._since = now if self._starts and not self._num_holds else None
         if self._waiting_since is not None:
             self.waited_s += now - self._waiting_since
-        self._waiting_since = now if any(hold.waits for hold in self._holds) else None
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if goes and self._at_limit is not None and not self.is_over:
-            self._timer = self._loop.call_later(self.left_s, self._reach_limit)
+        self._waiting_since = now if self._num_waits else None
+        if self._since is not None and self._at_limit is not None and not self.is_over:
+            self._look_by(now + self._limit_s - self._used_s)
 
-    def _reach_limit(self) -> None:
+    def _look_by(self, when: float) -> None:
+        if self._timer is not None:
+            if self._timer.when() <= when:
+                return
+            self._timer.cancel()
+        self._timer = self._loop.call_at(when, self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        if self._since is None or self._at_limit is None:
+            return
+        if not self.is_over:
+            self._look_by(self._loop.time() + self.left_s)
+            return
         at_limit, self._at_limit = self._at_limit, None
-        if at_limit is not None:
-            at_limit()
+        at_limit()
 
 
 class Hold:
@@ -157,13 +173,13 @@ class Hold:
         """Hold, if it was released."""
         if not self._holds:
             self._holds = True
-            self._watch.change(self, held=True)
+            self._watch.change(1, waits=self.waits)
 
     def release(self) -> None:
         """Doing it again does nothing."""
         if self._holds:
             self._holds = False
-            self._watch.change(self, held=False)
+            self._watch.change(-1, waits=self.waits)
 
     def __enter__(self) -> Hold:
         return self
@@ -224,42 +240,56 @@ class _Signs:
         self._watch = watch
         self._first = first  # until the first tokens
         self._silence: Hold | None = None
-        self._timer: asyncio.TimerHandle | None = None
+        self._silent_at: float | None = None  # if nothing comes by then; None until the first tokens
+        self._timer: asyncio.TimerHandle | None = None  # looks whether something came meanwhile
         self._ended = False
 
     def came(self, has_tokens: bool) -> None:
-        if self._ended or not (has_tokens or self._timer):
+        if self._ended or not (has_tokens or self._silent_at is not None):
             return
-        self._forgive_what_is_late()
+        now = self._loop.time()
+        self._forgive_what_is_late(now)
         if not has_tokens:
             self._fall_silent()
             return
         self._first.release()
-        self._stop()
-        self._timer = self._loop.call_later(SILENCE_S, self._fall_silent)
+        self._break_silence()
+        self._silent_at = now + SILENCE_S
+        if self._timer is None:
+            self._timer = self._loop.call_at(self._silent_at, self._look)
 
     def end(self) -> None:
         if not self._ended:
-            self._forgive_what_is_late()
-            self._stop()
+            self._forgive_what_is_late(self._loop.time())
+            self._break_silence()
+            if self._timer is not None:
+                self._timer.cancel()
             self._ended = True
 
+    def _look(self) -> None:
+        self._timer = None
+        now = self._loop.time()
+        if self._silence is not None or self._silent_at is None:
+            return
+        if now < self._silent_at - _ROUNDING_S:
+            self._timer = self._loop.call_at(self._silent_at, self._look)
+            return
+        self._forgive_what_is_late(now)
+        self._fall_silent()
+
     def _fall_silent(self) -> None:
-        self._forgive_what_is_late()
         if self._silence is None:
             self._silence = self._watch.hold()
 
-    def _forgive_what_is_late(self) -> None:
-        """The silence has gone on, and this loop, which something blocked, did not turn to see it."""
-        if self._silence is None and self._timer is not None:
-            self._watch.forgive(max(0.0, self._loop.time() - self._timer.when()))
-
-    def _stop(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
+    def _break_silence(self) -> None:
         if self._silence is not None:
             self._silence.release()
-        self._timer = self._silence = None
+            self._silence = None
+
+    def _forgive_what_is_late(self, now: float) -> None:
+        """The silence has gone on, and this loop, which something blocked, did not turn to see it."""
+        if self._silence is None and self._silent_at is not None and now > self._silent_at:
+            self._watch.forgive(now - self._silent_at)
 
 
 def ending_with(end: Callable[[], object]) -> AbstractContextManager[None]:
