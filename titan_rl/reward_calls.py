@@ -205,6 +205,8 @@ def _number(value: Any, name: str, about: str) -> float:
 
 async def together(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """The results of all, run at once. The first failure ends the others, and is raised as it is."""
+    if len(calls) == 1:
+        return [await calls[0]]
     failure: Exception | None = None
     running: list[asyncio.Task[T]] = []
     try:

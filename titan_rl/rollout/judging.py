@@ -56,7 +56,8 @@ class Judging:
         """
         if self.error is None and not group.is_aborted:
             try:
-                await self._recess.judge(lambda: self._rubric.score(group, self._begun))
+                # In a task of its own: a judge that cancels the current one cannot pass for whoever runs the group.
+                await asyncio.ensure_future(self._recess.judge(lambda: self._rubric.score(group, self._begun)))
             except RewardError as error:
                 self.error = error
         if self.error is None:

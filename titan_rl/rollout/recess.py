@@ -7,8 +7,6 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from titan_rl.cancellation import asked_to_cancel
-
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -29,8 +27,7 @@ class Recess:
         self._over = asyncio.Event()
         self._over.set()
         self._grace: asyncio.TimerHandle | None = None
-        self._at_work: set[asyncio.Task[Any]] = set()
-        self._interrupted: set[asyncio.Task[Any]] = set()
+        self._at_work: set[asyncio.Timeout] = set()
 
     def begin(self) -> None:
         """Begin the grace period. One that has begun goes on."""
@@ -47,22 +44,23 @@ class Recess:
         """The result of `work()`, which is called again each time it is interrupted. A cancellation of the caller is
         no interruption, whenever it comes."""
         while True:
-            await self._wait()
-            task = asyncio.ensure_future(work())
-            self._at_work.add(task)
+            if not self._over.is_set():
+                await self._wait()
+            scope = asyncio.timeout(None)
             try:
-                return await task
-            except asyncio.CancelledError:
-                if task not in self._interrupted or asked_to_cancel():
+                async with scope:
+                    self._at_work.add(scope)
+                    try:
+                        return await work()
+                    finally:
+                        self._at_work.discard(scope)
+            except TimeoutError:
+                if not scope.expired():
                     raise
-            finally:
-                self._at_work.discard(task)
-                self._interrupted.discard(task)
 
     def _interrupt(self) -> None:
-        for task in self._at_work:
-            self._interrupted.add(task)
-            task.cancel()
+        for scope in self._at_work:
+            scope.reschedule(asyncio.get_running_loop().time())
         if self._at_work:
             logger.warning("cancelled %d rewards %g s into a pause; they begin anew", len(self._at_work), self._grace_s)
 
