@@ -163,12 +163,11 @@ def copy_of(rollout: Rollout) -> Rollout:
 
 
 def _copy_of_turn(turn: Turn) -> Turn:
-    return replace(
-        turn,
-        prompt_token_ids=list(turn.prompt_token_ids),
-        completion=completion_to_give(turn.completion),
-        rewards=dict(turn.rewards),
-        token_advantages=None if turn.token_advantages is None else list(turn.token_advantages),
+    return Turn(
+        list(turn.prompt_token_ids),
+        completion_to_give(turn.completion),
+        dict(turn.rewards),
+        None if turn.token_advantages is None else list(turn.token_advantages),
     )
 
 

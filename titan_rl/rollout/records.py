@@ -44,24 +44,29 @@ def completion_of(given: Any) -> Completion:
         wrong = next(logprob for logprob in logprobs if not math.isfinite(logprob))
         raise ValueError(f"generate gave a logprob of {wrong}; each must be finite")
     metrics = {str(name): _metric_of(name, value) for name, value in given.metrics.items()}
-    return replace(
-        given,
-        token_ids=token_ids_of(given.token_ids, "the completion"),
-        logprobs=logprobs,
-        version_spans=[_span_of(span) for span in given.version_spans],
-        metrics=metrics,
+    return Completion(
+        given.request_id,
+        token_ids_of(given.token_ids, "the completion"),
+        logprobs,
+        given.finish_reason,
+        [_span_of(span) for span in given.version_spans],
+        given.routed_experts,
+        metrics,
+        given.ended,
     )
 
 
 def completion_to_give(own: Completion) -> Completion:
     """A copy for user code to do with as it likes. Routed experts are training's, and left out."""
-    return replace(
-        own,
-        token_ids=list(own.token_ids),
-        logprobs=list(own.logprobs),
-        version_spans=list(own.version_spans),
-        routed_experts=None,
-        metrics=dict(own.metrics),
+    return Completion(
+        own.request_id,
+        list(own.token_ids),
+        list(own.logprobs),
+        own.finish_reason,
+        list(own.version_spans),
+        None,
+        dict(own.metrics),
+        own.ended,
     )
 
 

@@ -192,7 +192,7 @@ class Rollouter:
     def _make_env(self, sample: Any) -> TokenEnv:
         def made() -> TokenEnv:
             env = self.make_env(sample)
-            if not isinstance(env, TokenEnv):  # pyright: ignore[reportUnnecessaryIsInstance]
+            if not all(callable(getattr(env, name, None)) for name in ("reset", "step", "close")):
                 kind = type(env).__name__
                 raise TypeError(f"make_env gave {kind}; it must give an environment, with reset, step and close")
             return env
@@ -241,10 +241,11 @@ class Rollouter:
                 step: Any = await env.step(completion_to_give(completion))
                 if not isinstance(step, TokenStep):
                     raise TypeError(f"step gave {type(step).__name__}; it must give a TokenStep")
-                rollout.turns[-1] = replace(
-                    rollout.turns[-1],
-                    rewards={name: float(reward) for name, reward in step.rewards.items()},
-                    token_advantages=token_advantages_of(step.token_advantages, completion),
+                rollout.turns[-1] = Turn(
+                    rollout.turns[-1].prompt_token_ids,
+                    completion,
+                    {name: float(reward) for name, reward in step.rewards.items()},
+                    token_advantages_of(step.token_advantages, completion),
                 )
                 rollout.messages.extend(messages_of(step.messages))
                 prompt = token_ids_of(step.prompt_token_ids or (), "the next prompt")
