@@ -2,6 +2,7 @@ import asyncio
 
 import pytest
 
+from titan_rl.bounded import bounded
 from titan_rl.cancellation import asked_to_cancel, stray_cancellation_fails
 from titan_rl.errors import StrayCancellationError
 
@@ -79,3 +80,25 @@ async def test_of_a_task_that_is_done_it_is_known_who_ended_it() -> None:
     assert told.cancelled()
     assert not asked_to_cancel(stray)
     assert asked_to_cancel(told)
+
+
+@pytest.mark.looptime
+@pytest.mark.parametrize("timeout_s", [None, 1.0])
+async def test_a_second_cancellation_does_not_cut_short_the_time_to_clean_up(timeout_s: float | None) -> None:
+    cleaned_up = False
+
+    async def work() -> None:
+        nonlocal cleaned_up
+        try:
+            await asyncio.sleep(1e6)
+        finally:
+            await asyncio.sleep(4.0)
+            cleaned_up = True
+
+    caller = asyncio.ensure_future(bounded(work(), timeout_s, "the work", cleanup_s=5.0))
+    for _ in range(2):
+        await asyncio.sleep(1.5)
+        caller.cancel()
+    await asyncio.wait({caller})
+    assert caller.cancelled()
+    assert cleaned_up

@@ -38,12 +38,13 @@ async def bounded(work: Coroutine[Any, Any, T], timeout_s: float | None, what: s
     """
     task = asyncio.ensure_future(work)
     try:
-        await asyncio.wait({task}, timeout=timeout_s)
+        await _until_done(task, timeout_s)
     except asyncio.CancelledError:
         await _end(task, what, cleanup_s)
         raise
     if not task.done():
-        await _end(task, what, cleanup_s)
+        if (cancelled := await _end(task, what, cleanup_s)) is not None:
+            raise cancelled
         raise OutOfTimeError(f"it took longer than {timeout_s:g} s")
     try:
         return task.result()
@@ -73,14 +74,41 @@ async def limited(seconds: float, what: str) -> AsyncGenerator[None]:
         raise OutOfTimeError(f"{what} took longer than {seconds:g} s") from error
 
 
-async def _end(task: asyncio.Task[Any], what: str, cleanup_s: float) -> None:
-    """Cancel `task` and wait for it. What it ends with is of no use any more."""
+async def _end(task: asyncio.Task[Any], what: str, cleanup_s: float) -> asyncio.CancelledError | None:
+    """Cancel `task` and wait for it, also if the caller is cancelled meanwhile: that is returned. What the task ends
+    with is of no use any more."""
     _left_behind.add(task)
     task.add_done_callback(_forget)
     task.cancel()
-    await asyncio.wait({task}, timeout=cleanup_s)
+    loop = asyncio.get_running_loop()
+    deadline, cancelled = loop.time() + cleanup_s, None
+    while not task.done() and (left_s := deadline - loop.time()) > 0:
+        try:
+            await _until_done(task, left_s)
+        except asyncio.CancelledError as error:
+            cancelled = error
     if not task.done():
         logger.warning("%s does not end %g s after it was cancelled, and is left behind", what, cleanup_s)
+    return cancelled
+
+
+async def _until_done(task: asyncio.Task[Any], timeout_s: float | None) -> None:
+    """As `asyncio.wait` of one task, in half the time."""
+    loop = asyncio.get_running_loop()
+    waiter: asyncio.Future[None] = loop.create_future()
+
+    def wake(_: object = None) -> None:
+        if not waiter.done():
+            waiter.set_result(None)
+
+    task.add_done_callback(wake)
+    timer = None if timeout_s is None else loop.call_later(timeout_s, wake)
+    try:
+        await waiter
+    finally:
+        task.remove_done_callback(wake)
+        if timer is not None:
+            timer.cancel()
 
 
 def _forget(task: asyncio.Task[Any]) -> None:
