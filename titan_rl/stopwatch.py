@@ -67,23 +67,30 @@ class Stopwatch:
     def is_over(self) -> bool:
         return self.left_s <= _ROUNDING_S
 
-    @contextmanager
-    def running(self, at_limit: Callable[[], object] | None = None) -> Generator[None]:
-        """Time within the block is the rollout's own, but for what is held.
+    def start(self, at_limit: Callable[[], object] | None = None) -> None:
+        """Time until `stop` is the rollout's own, but for what is held.
 
         Args:
-            at_limit: called once if the limit is reached within the block.
+            at_limit: called once if the limit is reached before that.
         """
         self._starts, self._at_limit = self._starts + 1, at_limit
         self._count()
+
+    def stop(self) -> None:
+        self._starts, self._at_limit = self._starts - 1, None
+        self._count()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    @contextmanager
+    def running(self, at_limit: Callable[[], object] | None = None) -> Generator[None]:
+        """Between `start` and `stop`."""
+        self.start(at_limit)
         try:
             yield
         finally:
-            self._starts, self._at_limit = self._starts - 1, None
-            self._count()
-            if self._timer is not None:
-                self._timer.cancel()
-                self._timer = None
+            self.stop()
 
     def hold(self, *, waits: bool = True) -> Hold:
         """Stand still until the hold is released. Several may overlap.

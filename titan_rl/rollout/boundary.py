@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from collections.abc import Callable
+from types import TracebackType
 
 from titan_rl.cancellation import asked_to_cancel
 from titan_rl.rollout.types import RolloutStatus
+from titan_rl.stopwatch import Stopwatch
 from titan_rl.user_code import Failure
 
 
@@ -21,31 +22,62 @@ class RolloutEnded(Exception):
         self.failure = error if isinstance(error, Failure) else None
 
 
-@asynccontextmanager
-async def ends_with(status: RolloutStatus, deadline: float | None = None) -> AsyncGenerator[None]:
-    """What the block raises ends the rollout with `status`, or with ERROR_TIMEOUT once `deadline` has passed.
+class EndsWith:
+    """What the block raises ends the rollout with a status, or with ERROR_TIMEOUT once a deadline has passed.
+
+    Example:
+
+        async with EndsWith(RolloutStatus.ERROR_ENV, deadline=loop.time() + 60.0, watch=watch):
+            observation = await env.reset()
+
+    Args:
+        deadline: by the event loop's clock.
+        watch: runs within the block.
+        when_late: makes what is raised in the place of ERROR_TIMEOUT.
 
     Raises:
         RolloutEnded: nothing else, but for a cancellation of the rollout itself.
     """
-    timeout = asyncio.timeout_at(deadline)
-    try:
-        async with timeout:
-            yield
-    except Exception as error:
-        if timeout.expired():
-            late = Failure.of(error, f"TimeoutError: {_LIMITS[status]}")
-            raise RolloutEnded(RolloutStatus.ERROR_TIMEOUT, late) from error
-        raise RolloutEnded(status, Failure.of(error)) from error
-    except asyncio.CancelledError as error:
-        if asked_to_cancel():
-            raise
-        # Nobody cancelled this rollout: something it waited for was, such as a future of a client that closed.
-        raise RolloutEnded(status, Failure.of(error)) from error
-    except (KeyboardInterrupt, GeneratorExit):
-        raise
-    except BaseException as error:  # such as the SystemExit of a tool that thinks it is a program
-        raise RolloutEnded(status, Failure.of(error)) from error
+
+    def __init__(
+        self,
+        status: RolloutStatus,
+        deadline: float | None = None,
+        *,
+        watch: Stopwatch | None = None,
+        when_late: Callable[[], RolloutEnded] | None = None,
+    ) -> None:
+        self._status = status
+        self._timeout = asyncio.timeout_at(deadline)
+        self._watch = watch
+        self._when_late = when_late
+
+    async def __aenter__(self) -> None:
+        await self._timeout.__aenter__()
+        if self._watch is not None:
+            self._watch.start()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._watch is not None:
+            self._watch.stop()
+        try:
+            await self._timeout.__aexit__(kind, error, traceback)
+        except TimeoutError as late:
+            error = late
+        if error is None or isinstance(error, KeyboardInterrupt | GeneratorExit):
+            return
+        if isinstance(error, asyncio.CancelledError) and asked_to_cancel():
+            return
+        # Else a cancellation is not the rollout's: something it waited for was cancelled, such as a future of a client
+        # that closed. Any other BaseException may be the SystemExit of a tool that thinks it is a program.
+        if not (self._timeout.expired() and isinstance(error, Exception)):
+            raise RolloutEnded(self._status, Failure.of(error)) from error
+        if self._when_late is not None:
+            raise self._when_late() from error
+        late = Failure.of(error, f"TimeoutError: {_LIMITS[self._status]}")
+        raise RolloutEnded(RolloutStatus.ERROR_TIMEOUT, late) from error
 
 
 _LIMITS = {

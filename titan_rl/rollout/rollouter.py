@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -14,7 +13,7 @@ from titan_rl.config.sections import RolloutConfig
 from titan_rl.environment.threaded import ThreadedEnv
 from titan_rl.environment.types import TokenEnv, TokenObservation, TokenStep
 from titan_rl.rollout.advantages import AdvantageFn, compare, standardized
-from titan_rl.rollout.boundary import RolloutEnded, ends_with
+from titan_rl.rollout.boundary import EndsWith, RolloutEnded
 from titan_rl.rollout.callbacks import Callbacks
 from titan_rl.rollout.env_task import EnvTask
 from titan_rl.rollout.judging import Judging
@@ -174,7 +173,7 @@ class Rollouter:
         watch = Stopwatch(self.limits.rollout_timeout_s)
         env: EnvTask | None = None
         try:
-            async with ends_with(RolloutStatus.ERROR_ENV):
+            async with EndsWith(RolloutStatus.ERROR_ENV):
                 env = EnvTask(self._make_env(rollout.sample))
             rollout.status = await self._play(env, generate, rollout, sampling, watch)
         except RolloutEnded as end:
@@ -219,7 +218,7 @@ class Rollouter:
                     RolloutStatus.TRUNCATED_PROMPT,
                     f"the prompt of turn {turn} has {len(prompt)} tokens, max_context is {self.max_context}",
                 )
-            async with ends_with(RolloutStatus.ERROR_GENERATE, loop.time() + self.limits.generate_timeout_s):
+            async with EndsWith(RolloutStatus.ERROR_GENERATE, loop.time() + self.limits.generate_timeout_s):
                 completion = await generate_within(
                     watch,
                     generate,
@@ -257,19 +256,16 @@ class Rollouter:
                 return step.status
         return RolloutStatus.TRUNCATED_TURNS
 
-    @asynccontextmanager
-    async def _env_call(self, rollout: Rollout, watch: Stopwatch) -> AsyncGenerator[None]:
+    def _env_call(self, rollout: Rollout, watch: Stopwatch) -> EndsWith:
         """A call into the environment, within its limit and what the rollout has left. What a finished answer led to
         is asked for also when next to nothing is left."""
         own_s, limit_s = max(watch.left_s, LAST_CALL_S), self.limits.env_timeout_s
-        try:
-            async with ends_with(RolloutStatus.ERROR_ENV, asyncio.get_running_loop().time() + min(own_s, limit_s)):
-                with watch.running():
-                    yield
-        except RolloutEnded as end:
-            if end.status is RolloutStatus.ERROR_TIMEOUT and own_s < limit_s:
-                raise self._time_is_up(rollout) from end
-            raise
+        return EndsWith(
+            RolloutStatus.ERROR_ENV,
+            asyncio.get_running_loop().time() + min(own_s, limit_s),
+            watch=watch,
+            when_late=partial(self._time_is_up, rollout) if own_s < limit_s else None,
+        )
 
     def _time_is_up(self, rollout: Rollout) -> RolloutEnded:
         """Left out of training, the rollouts that take longest would bias it towards short ones: what is finished is
