@@ -1,10 +1,13 @@
-"""Alphabet sort with a judge in threads that hangs, one that cancels itself, and one that raises, on a group each."""
+"""Alphabet sort whose first environment blocks its process once, and whose judges hang, cancel themselves and raise."""
 
 import asyncio
 import time
+from typing import Any
 
 from examples.alphabet_sort.task import AlphabetSort
 from titan_rl import FailurePolicy, Reward, Rollout, Rubric
+
+_blocked: list[float] = []
 
 
 def hangs(rollout: Rollout) -> float:
@@ -25,8 +28,22 @@ def raises(rollout: Rollout) -> float:
     return {"validation-1": 0.0}[rollout.group_id] if rollout.group_id == "validation-0" else 0.0
 
 
-class FailingJudges(AlphabetSort):
-    """Their weight is 0: they fail all the same."""
+class TroubledSort(AlphabetSort):
+    """The first step of the first environment sleeps. The weight of the judges, one of them in threads, is 0: they fail
+    all the same, on a group each."""
+
+    def make_env(self, sample: Any, renderer: Any) -> Any:
+        env = super().make_env(sample, renderer)
+        step = env.step
+
+        async def sleepy_step(completion: Any) -> Any:
+            if not _blocked:
+                _blocked.append(8.0)
+                time.sleep(8.0)  # noqa: ASYNC251
+            return await step(completion)
+
+        env.step = sleepy_step
+        return env
 
     def rubric(self) -> Rubric:
         return Rubric(
