@@ -10,8 +10,9 @@ ARGS ?=
 EXTRA ?= cpu
 
 BIN := .venv/bin
-# Two at a time, because much of a test of the real stack is waiting. What is in one file shares what it starts.
-PYTEST = $(BIN)/pytest --numprocesses=2 --dist=loadfile --max-worker-restart=0
+# Two at a time, because much of a test of the real stack is waiting. What is in one file shares what it starts; the files
+# come in the order of tests/conftest.py, in which the longest are first.
+PYTEST = $(BIN)/pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder --max-worker-restart=0
 STAMP = .venv/installed-$(EXTRA)
 # The first Python that is new enough and can make a virtual environment.
 PYTHON = $(shell for p in python3.11 python3.12 python3.13 python3; do \

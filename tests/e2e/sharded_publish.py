@@ -19,6 +19,7 @@ from titan_rl.errors import StateDictError
 from titan_rl.statedict.parts import join
 from titan_rl.statedict.shared_memory import SharedMemoryTransport
 from titan_rl.statedict.types import Manifest
+from titan_rl.training import publishing
 from titan_rl.training.publishing import WeightPublisher
 from titan_rl.training.trainer import TrainerCore
 
@@ -29,7 +30,8 @@ class Rank:
         self.world = self.trainer.world
         self.transport = SharedMemoryTransport(f"sharded-{self.world.rank}")
         statedict = StateDictConfig(num_probes=2)
-        self.publisher = WeightPublisher(self.trainer, self.transport, model=model, statedict=statedict, seed=0)
+        with patch.object(publishing, "PROBE_TOKENS", 8):  # they are drawn one by one, by all ranks
+            self.publisher = WeightPublisher(self.trainer, self.transport, model=model, statedict=statedict, seed=0)
         self.samples = on_policy_samples(self.trainer, 50, 20, 33, 41)
 
     def publish(self) -> list[Manifest]:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from e2e.runs import run_training
 from e2e.slow_loss import GATE, SECONDS
-from e2e.test_stopped_within_a_step import GROUPS, SETTINGS, assert_trained_once_and_in_order, wait_until
+from e2e.test_stopped_and_killed import GROUPS, SETTINGS, assert_trained_once_and_in_order, wait_until
 
 from titan_rl.durability.run_state import RunState
 from titan_rl.training.checkpoint import latest

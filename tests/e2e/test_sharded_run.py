@@ -1,4 +1,4 @@
-"""A real run whose trainer is two processes, and one process that continues it."""
+"""A real run whose trainer is two processes, one process that continues it, and the ends of either."""
 
 import os
 import signal
@@ -11,13 +11,17 @@ pytest.importorskip("vllm", reason="needs the cpu or gpu extra")
 from e2e.runs import run_training
 
 
-def test_two_ranks_train_publish_and_save_and_one_goes_on(tmp_path):
+def test_two_ranks_train_publish_and_save_and_one_goes_on_until_it_dies(tmp_path):
     with run_training(tmp_path, scheduling__max_staleness=0, training__data_parallel=2) as run:
         assert run.wait() == 0, run.output
-        run.resume("--training.steps", "5", "--training.data_parallel", "1", "--training.tensor_parallel", "1")
-        assert run.wait() == 0, run.output
+        assert run.leftovers() == []
+        run.resume("--training.steps", "1000", "--training.data_parallel", "1", "--training.tensor_parallel", "1")
+        run.wait_for_step(5)
+        os.kill(run.child("trainer"), signal.SIGKILL)
+        assert run.wait(60) == 1
+        assert "trainer died" in run.output
         steps = [record for record in run.metrics() if "train/loss" in record]
-        assert [record["step"] for record in steps] == [1, 2, 3, 4, 5]
+        assert [record["step"] for record in steps[:5]] == [1, 2, 3, 4, 5]
         for record in steps:
             # Generators hold what the ranks hold together.
             assert record["sync/probe_diff"] <= 1e-5

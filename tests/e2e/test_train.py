@@ -129,15 +129,6 @@ def test_sigterm_ends_the_run_in_order(tmp_path):
         assert run.leftovers() == []
 
 
-def test_a_dead_trainer_ends_the_run_with_the_reason(tmp_path):
-    with run_training(tmp_path, training__steps=1000) as run:
-        run.wait_for_step(1)
-        os.kill(run.child("trainer"), signal.SIGKILL)
-        assert run.wait(60) == 1
-        assert "trainer died" in run.output
-        assert run.leftovers() == []
-
-
 def test_the_last_generator_dying_too_often_ends_the_run(tmp_path):
     with run_training(tmp_path, training__steps=1000, generation__max_respawns=0) as run:
         run.wait_for_step(1)

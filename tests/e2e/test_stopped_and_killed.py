@@ -1,4 +1,4 @@
-"""A real run that is stopped while its trainer is in the middle of a step, and goes on."""
+"""A real run that is stopped while its trainer is in the middle of a step, and killed, and goes on each time."""
 
 import json
 import re
@@ -66,7 +66,15 @@ def stop_within_a_step(run: Run, gate: Path, log: Path) -> int:
     return int(said.findall(log.read_text())[-1])
 
 
-def test_a_run_stopped_within_a_step_goes_on_where_the_trainer_says_it_is(tmp_path, monkeypatch):
+def wait_until_nothing_is_left(run: Run) -> None:
+    """Of processes that the kernel ends once their controller is gone."""
+    deadline = time.monotonic() + 20
+    while left := run.leftovers():
+        assert time.monotonic() < deadline, f"a controller that is gone leaves {left}"
+        time.sleep(0.1)
+
+
+def test_a_run_stopped_within_a_step_and_one_killed_go_on_where_the_trainer_says_it_is(tmp_path, monkeypatch):
     gate = tmp_path / "gate"
     gate.mkdir()
     monkeypatch.setenv(GATE, str(gate))
@@ -80,10 +88,7 @@ def test_a_run_stopped_within_a_step_goes_on_where_the_trainer_says_it_is(tmp_pa
         assert run.wait(10) == 130
         ended = f"ended at once, with what was saved before; to go on: titan-rl train --resume {run.folder}"
         assert ended in run.output
-        deadline = time.monotonic() + 20
-        while left := run.leftovers():
-            assert time.monotonic() < deadline, left
-            time.sleep(0.1)
+        wait_until_nothing_is_left(run)
 
         run.resume()
         before = stop_within_a_step(run, gate, log)
@@ -105,8 +110,21 @@ def test_a_run_stopped_within_a_step_goes_on_where_the_trainer_says_it_is(tmp_pa
 
         with (run.folder / "journal" / f"step-{state.step:06d}.journal").open("ab") as segment:
             segment.write(bytes(12))  # as a loss of power may leave
-        run.resume()
-        assert run.wait() == 0, run.output
+        run.resume("--training.steps", "1000")
+        run.wait_for_step(state.step + 3)
+        run.process.send_signal(signal.SIGKILL)
+        run.wait(10)
+        wait_until_nothing_is_left(run)
         assert "12 bytes are no record and are passed over" in run.output
-        assert_trained_once_and_in_order(run.folder, 6)
+
+        last = int(run.metrics()[-1]["step"]) + 2
+        run.resume("--training.steps", str(last))
+        assert run.wait() == 0, run.output
+        assert "continuing from" in run.output
+        assert_trained_once_and_in_order(run.folder, last)
+        assert [record["step"] for record in run.metrics() if "validation/reward_mean" in record] == [0, last]
         assert run.leftovers() == []
+
+        run.resume("--training.steps", str(last))
+        assert run.wait() == 1
+        assert f"has trained all its {last} steps" in run.output
