@@ -164,6 +164,27 @@ def test_a_run_whose_checkpoints_are_gone_from_its_journal_is_refused_and_keeps_
     assert {path: path.read_bytes() for path in run_dir.path.rglob("*") if path.is_file()} == before
 
 
+def loop(path: Path) -> None:
+    path.symlink_to(path.name)
+
+
+@pytest.mark.parametrize(
+    ("place", "make"),
+    [
+        *[("journal", make) for make in (Path.touch, os.mkfifo, loop)],
+        *[("journal/step-000003.journal", make) for make in (Path.mkdir, os.mkfifo, loop)],
+    ],
+)
+def test_what_is_in_the_place_of_the_journal_is_told_of_before_any_file_is_changed(run_dir, place, make):
+    path = run_dir.path / place
+    path.parent.mkdir(exist_ok=True)
+    make(path)
+    before = {path: path.read_bytes() for path in run_dir.path.rglob("*") if path.is_file()}
+    with pytest.raises(CheckpointError, match=rf"{place}.* cannot be read: .* to go on from the checkpoint alone"):
+        resume(run_dir, ("training.steps", "9"))
+    assert {path: path.read_bytes() for path in run_dir.path.rglob("*") if path.is_file()} == before
+
+
 def test_a_setting_edited_by_hand_is_compared_with_what_the_checkpoint_was_made_with(run_dir):
     edit(run_dir, "groups_per_step = 16", "groups_per_step = 12")
     edit(run_dir, "seed = 7", "seed = 8")

@@ -163,3 +163,72 @@ def test_a_disk_that_stays_full_does_not_hold_up_the_end(tmp_path, monkeypatch):
     writer.append(b"lost")
     with pytest.raises(NoSpaceError):
         writer.close()
+
+
+@pytest.mark.parametrize("ending", ["drain", "switch", "close"])
+def test_a_disk_that_says_only_at_a_flush_that_it_is_full_is_waited_for(tmp_path, monkeypatch, ending):
+    full, refused, flush = threading.Event(), threading.Event(), os.fsync
+
+    def fsync(descriptor: int) -> None:
+        if full.is_set():
+            refused.set()
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+        flush(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(log, "RETRY_S", 0.01)
+    writer = LogWriter(tmp_path / "1.journal")
+    writer.drain()
+    full.set()
+    writer.append(b"before")
+    if ending == "switch":
+        writer.switch(tmp_path / "2.journal")
+        assert refused.wait(20)
+    with pytest.raises(NoSpaceError, match=f"no space left in {tmp_path}"):
+        writer.close() if ending == "close" else writer.drain()
+    full.clear()
+    if ending != "close":
+        writer.append(b"after")
+        writer.close()
+    written = [*read_log(tmp_path / "1.journal"), *read_log(tmp_path / "2.journal")]
+    assert written == [b"before", b"after"][: 1 if ending == "close" else 2]
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+def test_a_file_that_is_flushed_may_complain_when_it_is_closed(tmp_path, monkeypatch, code):
+    class Disk(FileIO):
+        def close(self) -> None:
+            was_open = not self.closed
+            super().close()
+            if was_open:
+                raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(log, "FileIO", Disk)
+    writer = LogWriter(tmp_path / "1.journal")
+    writer.append(b"one")
+    writer.switch(tmp_path / "2.journal")
+    writer.append(b"two")
+    writer.close()
+    assert [*read_log(tmp_path / "1.journal"), *read_log(tmp_path / "2.journal")] == [b"one", b"two"]
+
+
+def test_a_flush_that_fails_for_another_reason_is_told_of_by_every_later_call(tmp_path, monkeypatch):
+    writer = LogWriter(tmp_path / "log")
+    writer.drain()
+
+    def fsync(descriptor: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    for call in (writer.drain, writer.drain, writer.close):
+        with pytest.raises(CheckpointError, match=r"could not be written: .*Input/output error"):
+            call()
+
+
+def test_what_is_no_file_is_neither_read_nor_waited_for(tmp_path):
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "loop").symlink_to("loop")
+    for name in ("folder", "pipe", "loop"):
+        with pytest.raises(OSError, match=r"no regular file|symbolic links"):
+            read(tmp_path / name)

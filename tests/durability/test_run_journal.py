@@ -1,6 +1,8 @@
 """The journal of a run: what it gives back is where the run was."""
 
 import asyncio
+import errno
+import os
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +15,7 @@ from titan_rl.durability import run_journal
 from titan_rl.durability.log import LogWriter, frame
 from titan_rl.durability.run_journal import RunJournal
 from titan_rl.durability.run_state import DataPosition
-from titan_rl.errors import CheckpointError
+from titan_rl.errors import CheckpointError, NoSpaceError
 from titan_rl.generation.resume import resume_on_abort
 
 SAMPLING = SamplingParams(max_tokens=8)
@@ -247,7 +249,7 @@ async def test_a_checkpoint_goes_on_from_its_own_position_whatever_became_of_its
         assert kept.startswith(content or b""), "nothing is cut away"
         mended = reopened(folder, position)
         assert backlog(mended) == found
-        assert not any("beginning" in loss for loss in mended.losses)
+        assert not any("begins with" in loss for loss in mended.losses)
         mended.close()
 
 
@@ -326,3 +328,73 @@ def test_a_record_of_another_format_is_refused_with_the_way_out(tmp_path):
     (tmp_path / "step-000000.journal").write_bytes(frame(b"another"))
     with pytest.raises(CheckpointError, match=r"record of another format.*move the folder .* away"):
         reopened(tmp_path)
+
+
+async def test_a_journal_without_its_beginning_says_what_that_means(tmp_path):
+    position = await checkpointed(tmp_path)
+    for segment in tmp_path.iterdir():
+        segment.unlink()
+    journal = reopened(tmp_path, position)
+    meaning, again = journal.losses
+    assert meaning.startswith(
+        "step-000001.journal, the segment of the journal that the checkpoint of step 1 begins with"
+    )
+    assert "missing or damaged" in meaning
+    assert "no sample of the data is left out or trained twice" in meaning
+    assert again.endswith("groups 1-3")
+    journal.close()
+
+
+def folder(path: Path) -> None:
+    path.mkdir()
+
+
+def loop(path: Path) -> None:
+    path.symlink_to(path.name)
+
+
+NO_FILES = [folder, loop, os.mkfifo]
+
+
+@pytest.mark.parametrize("make", NO_FILES)
+async def test_a_segment_that_is_no_file_is_refused_with_the_way_out(tmp_path, make):
+    position = await checkpointed(tmp_path / "journal")
+    (segment,) = (tmp_path / "journal").iterdir()
+    segment.unlink()
+    make(segment)
+    with pytest.raises(CheckpointError, match=r"step-000001\.journal, a segment .* cannot be read: .* move the folder"):
+        reopened(tmp_path / "journal", position)
+    (tmp_path / "journal").rename(tmp_path / "away")
+    journal = reopened(tmp_path / "journal", position)
+    assert backlog(journal).unsettled == [1, 2, 3]
+    journal.close()
+
+
+@pytest.mark.parametrize("make", [Path.touch, loop, os.mkfifo, lambda path: path.symlink_to("nowhere")])
+def test_a_journal_that_is_no_folder_is_refused_with_the_way_out(tmp_path, make):
+    make(tmp_path / "journal")
+    with pytest.raises(CheckpointError, match=r"journal.* cannot be (read|made): .*move"):
+        reopened(tmp_path / "journal")
+
+
+def test_a_folder_for_which_there_is_no_room_is_told_of(tmp_path, monkeypatch):
+    def fsync(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(NoSpaceError, match=f"no space left in {tmp_path} for the folder"):
+        reopened(tmp_path / "journal")
+
+
+async def test_other_files_of_the_folder_and_segments_that_stay_are_in_nobodys_way(tmp_path):
+    (tmp_path / "step-old.journal").write_bytes(b"kept by hand")
+    journal = RunJournal(tmp_path)
+    await journal.checkpoint(1, next_index=0)
+    journal.drain()
+    (tmp_path / "step-000000.journal").unlink()
+    (tmp_path / "step-000000.journal").mkdir()
+    journal.forget_before(1)
+    position = await journal.checkpoint(2, next_index=3)
+    journal.close()
+    (tmp_path / "step-000000.journal").rmdir()
+    assert reopened(tmp_path, position).losses == []

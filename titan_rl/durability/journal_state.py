@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -100,13 +102,30 @@ class JournalState:
         self.parts.pop(index, None)
 
 
+def segment_name(version: int) -> str:
+    return f"step-{version:06d}.journal"
+
+
 def version_of(segment: Path) -> int:
     return int(segment.stem.removeprefix("step-"))
 
 
 def list_segments(folder: Path) -> list[Path]:
-    """The oldest first."""
-    return sorted(folder.glob("step-*.journal"), key=version_of)
+    """The oldest first. Other files of the folder are no concern of a journal.
+
+    Raises:
+        CheckpointError: the folder is there and cannot be read.
+    """
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder} cannot be read: {error.strerror}; it should be the folder of the journal. Mend it, or move it "
+            "away to go on from the checkpoint alone"
+        ) from error
+    return sorted((folder / name for name in names if re.fullmatch(r"step-\d+\.journal", name)), key=version_of)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +136,11 @@ class Found:
 
 
 def read_segments(segments: Sequence[Path], position: DataPosition) -> Found:
-    """What segments know beyond a checkpoint's position, whichever of their records are left."""
+    """What segments know beyond a checkpoint's position, whichever of their records are left.
+
+    Raises:
+        CheckpointError: they are of another run, of another format, or one of them is no file that can be read.
+    """
     state, losses, starts = JournalState.at(position), list[str](), list[Start]()
     if position.version == 0 and segments and version_of(segments[0]) > 0:
         raise CheckpointError(
@@ -126,7 +149,7 @@ def read_segments(segments: Sequence[Path], position: DataPosition) -> Found:
         )
     for path in segments:
         damages: list[int] = []
-        for data in read_log(path, on_damage=lambda offset, size, damages=damages: damages.append(size)):
+        for data in _records(path, damages):
             try:
                 record = decode(data)
             except (msgspec.DecodeError, ValueError) as error:
@@ -153,10 +176,30 @@ def read_segments(segments: Sequence[Path], position: DataPosition) -> Found:
             "from the checkpoint alone"
         )
     if not agrees and (segments or position != DataPosition()):
-        losses.append(f"the journal of version {position.version} has no beginning")
+        losses.append(_without_beginning(position.version))
     if losses and (again := sorted(state.unsettled - state.finished.keys())):
         losses.append(f"generated again, as far as answers are not recorded: groups {ranges(again)}")
     return Found(state, agrees, losses)
+
+
+def _records(path: Path, damages: list[int]) -> Iterator[bytes]:
+    """Those of one segment; the sizes of what is none go to `damages`."""
+    try:
+        yield from read_log(path, on_damage=lambda offset, size: damages.append(size))
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}, a segment of the journal, cannot be read: {error.strerror}; mend it, or move the folder "
+            f"{path.parent} away to go on from the checkpoint alone"
+        ) from error
+
+
+def _without_beginning(version: int) -> str:
+    whose = f"the checkpoint of step {version}" if version else "the run"
+    return (
+        f"{segment_name(version)}, the segment of the journal that {whose} begins with, is missing or damaged. The run "
+        "goes on all the same: no sample of the data is left out or trained twice, and rollouts that are not recorded "
+        "are generated again"
+    )
 
 
 def ranges(numbers: Sequence[int]) -> str:

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import mmap
 import os
 import queue
+import stat
 import struct
 import threading
 import time
@@ -44,10 +46,26 @@ def read_log(path: Path, on_damage: Callable[[int, int], None] = lambda offset, 
 
     Args:
         on_damage: told of bytes that are passed over: their offset and how many they are.
+
+    Raises:
+        OSError: it cannot be read, or is no file: nothing is waited for at the end of a pipe.
     """
-    if not path.exists() or not path.stat().st_size:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    except FileNotFoundError:
         return
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        if status.st_size:
+            yield from _records_in(descriptor, on_damage)
+    finally:
+        os.close(descriptor)
+
+
+def _records_in(descriptor: int, on_damage: Callable[[int, int], None]) -> Iterator[bytes]:
+    with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as data:
         position = 0
         while position < len(data):
             if (record := _record_at(data, position)) is None:
@@ -114,6 +132,7 @@ class LogWriter:
         self._queue: queue.SimpleQueue[bytes | Path | threading.Event | None] = queue.SimpleQueue()
         self._failure: OSError | None = None
         self._full: OSError | None = None  # while it is
+        self._num_refusals = 0  # for want of space
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._write, args=(path,), name="journal", daemon=True)
         self._thread.start()
@@ -161,9 +180,9 @@ class LogWriter:
         self._raise_failure()
         done = threading.Event()
         self._queue.put(done)
-        progress, since = self._progress, time.monotonic()
+        progress, since, refusals = self._progress, time.monotonic(), self._num_refusals
         while not done.wait(min(self._stall_s, RETRY_S)):
-            if self._full is not None:
+            if self._full is not None and self._num_refusals >= refusals + 2:  # the second is of a later attempt
                 self._raise_stalled(progress)
             elif self._progress != progress:
                 progress, since = self._progress, time.monotonic()
@@ -193,6 +212,7 @@ class LogWriter:
             )
 
     def _write(self, path: Path) -> None:
+        item: bytes | Path | threading.Event | None = b""
         try:
             file = self._with_room(lambda: _open(path))
             while (item := self._queue.get()) is not None:
@@ -202,19 +222,29 @@ class LogWriter:
                         rest = rest[self._with_room(partial(file.write, rest)) :]
                     self._took(len(item))
                 elif isinstance(item, Path):
-                    os.fsync(file.fileno())
-                    file.close()
+                    self._flush_and_close(file)
                     file = self._with_room(partial(_open, item))
                     self._took(0)
                 else:
-                    os.fsync(file.fileno())
+                    self._flush(file)
                     item.set()
-            os.fsync(file.fileno())
-            file.close()
+            self._flush_and_close(file)
         except OSError as error:
             self._failure = error
             self._took(0)
-            self._release_waiters()
+            self._release_waiters(item)
+
+    def _flush(self, file: FileIO) -> None:
+        """A disk may say that it is full only now. What it has lost of a file then costs answers, after a loss of
+        power, and no more: a reader passes over it."""
+        self._with_room(lambda: os.fsync(file.fileno()))
+
+    def _flush_and_close(self, file: FileIO) -> None:
+        self._flush(file)
+        try:
+            file.close()
+        except OSError as error:  # everything is on the disk, and the descriptor is gone all the same
+            logger.warning("%s: the disk complained when it was closed: %s", self._folder, error)
 
     def _with_room(self, write: Callable[[], R]) -> R:
         """What a call returns, made again and again while the disk is full."""
@@ -229,6 +259,7 @@ class LogWriter:
                 if self._full is None:
                     logger.warning("no space left in %s: the journal waits in memory", self._folder)
                 self._full = error
+                self._num_refusals += 1
                 if self._closing.wait(RETRY_S):
                     raise
 
@@ -243,11 +274,12 @@ class LogWriter:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(_set, there_is_room)
 
-    def _release_waiters(self) -> None:
-        """Nobody waits for a thread that has ended."""
-        while (item := self._queue.get()) is not None:
+    def _release_waiters(self, item: bytes | Path | threading.Event | None) -> None:
+        """Nobody waits for a thread that has ended, from `item` on."""
+        while item is not None:
             if isinstance(item, threading.Event):
                 item.set()
+            item = self._queue.get()
 
 
 def flush_entry(folder: Path) -> None:
@@ -267,5 +299,9 @@ def _set(future: asyncio.Future[None]) -> None:
 def _open(path: Path) -> FileIO:
     """For appending, in a folder that knows of the file."""
     file = FileIO(path, "ab")
-    flush_entry(path.parent)
+    try:
+        flush_entry(path.parent)
+    except OSError:
+        file.close()
+        raise
     return file

@@ -9,11 +9,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from titan_rl.durability.journal_state import Found, list_segments, read_segments, version_of
+from titan_rl.durability.journal_state import Found, list_segments, read_segments, segment_name, version_of
 from titan_rl.durability.log import LogWriter, flush_entry
 from titan_rl.durability.recorder import Recorder
 from titan_rl.durability.records import Batch, Dropped, Record, Start, encode, finished, group_of
 from titan_rl.durability.run_state import DataPosition
+from titan_rl.errors import CheckpointError, NoSpaceError, means_no_space
 from titan_rl.rollout.types import RolloutGroup
 from titan_rl.scheduling.backlog import Backlog
 from titan_rl.types import Completion, GenerateFn, SamplingParams
@@ -37,14 +38,14 @@ class RunJournal:
         found: what `read_segments` has found in the folder for that position, where it was read before.
 
     Raises:
-        CheckpointError: the journal is of another run than the checkpoint, a record is not of its format, or the disk
-            failed; from every call after that.
+        CheckpointError: the journal is of another run than the checkpoint, a record is not of its format, a segment
+            or the folder is no such thing, or the disk failed; from every call after that.
+        NoSpaceError: there is no room for the folder.
     """
 
     def __init__(self, folder: Path, position: DataPosition = DataPosition(), found: Found | None = None) -> None:  # noqa: B008  it is frozen
         self._folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
-        flush_entry(folder.parent)
+        _make(folder)
         segments = list_segments(folder)
         found = found or read_segments(segments, position)
         self.state = found.state
@@ -156,7 +157,10 @@ class RunJournal:
         segments = list_segments(self._folder)
         for path, following in pairwise(segments):
             if version_of(following) <= version:
-                path.unlink(missing_ok=True)
+                try:
+                    path.unlink(missing_ok=True)
+                except OSError as error:  # it is in nobody's way
+                    logger.warning("%s is needed no more and cannot be deleted: %s", path, error.strerror)
 
     def drain(self) -> None:
         """Block until everything is on the disk."""
@@ -170,4 +174,16 @@ class RunJournal:
         self._writer.append(encode(record))
 
     def _segment(self, version: int) -> Path:
-        return self._folder / f"step-{version:06d}.journal"
+        return self._folder / segment_name(version)
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        flush_entry(folder.parent)
+    except OSError as error:
+        if means_no_space(error):
+            raise NoSpaceError(f"no space left in {folder.parent} for the folder of the journal") from error
+        raise CheckpointError(
+            f"{folder}, the folder of the journal, cannot be made: {error.strerror}; move away what is in its place"
+        ) from error
