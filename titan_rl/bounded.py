@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Awaitable
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from titan_rl.errors import StrayCancellationError
+from titan_rl.interrupts import passes
+from titan_rl.user_code import summary
 
 T = TypeVar("T")
 
@@ -22,7 +25,14 @@ class OutOfTimeError(TimeoutError):
 _left_behind: set[asyncio.Task[Any]] = set()  # asyncio itself holds tasks weakly
 
 
-async def bounded(work: Coroutine[Any, Any, T], timeout_s: float | None, what: str, *, cleanup_s: float = 5.0) -> T:
+async def bounded(
+    work: Awaitable[T],
+    timeout_s: float | None,
+    what: str,
+    *,
+    cleanup_s: float = 5.0,
+    error_type: type[Exception] = RuntimeError,
+) -> T:
     """What `work` gives, within `timeout_s` seconds. It runs as a task of its own.
 
     When its time is up, or the caller is cancelled, it is cancelled and has `cleanup_s` seconds to end. One that does
@@ -30,13 +40,17 @@ async def bounded(work: Coroutine[Any, Any, T], timeout_s: float | None, what: s
 
     Args:
         what: names it in messages.
+        error_type: raised in the place of what is no `Exception`, as SystemExit or a panic of native code, and would
+            end the caller or the event loop; that is the cause.
 
     Raises:
         OutOfTimeError: it took longer.
         StrayCancellationError: it ended as cancelled, and nobody had cancelled it here.
-        RuntimeError: it raised GeneratorExit, which would pass for the end of the caller.
+        Exception: what it raised, or an `error_type`.
     """
-    task = asyncio.ensure_future(work)
+    task = asyncio.ensure_future(_awaited(work, error_type))
+    if inspect.iscoroutine(work):
+        task.add_done_callback(lambda _: work.close())  # one that was cancelled before its first turn
     try:
         await _until_done(task, timeout_s)
     except asyncio.CancelledError:
@@ -50,8 +64,18 @@ async def bounded(work: Coroutine[Any, Any, T], timeout_s: float | None, what: s
         return task.result()
     except asyncio.CancelledError as error:
         raise StrayCancellationError(f"{what} was cancelled, though nobody had asked for that") from error
-    except GeneratorExit as error:  # its own: nothing is closed while a result is taken
-        raise RuntimeError(f"{what} raised GeneratorExit: {error}") from error
+
+
+async def _awaited(work: Awaitable[T], error_type: type[Exception]) -> T:
+    task = asyncio.current_task()
+    try:
+        return await work
+    except (Exception, asyncio.CancelledError):
+        raise
+    except BaseException as error:
+        if passes(error, task):
+            raise
+        raise error_type(summary(error)) from error
 
 
 @asynccontextmanager

@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar, cast
 
 from titan_rl.bounded import OutOfTimeError, bounded
 from titan_rl.errors import RewardError
+from titan_rl.interrupts import is_ctrl_c
 from titan_rl.plain import safe_text, snapshot
 from titan_rl.rollout.records import completion_to_give
 from titan_rl.rollout.types import Rollout, Turn
@@ -111,15 +112,15 @@ class UserFunction:
         def call() -> Any:
             try:
                 return self._fn(argument)
-            except KeyboardInterrupt:
-                raise
             except BaseException as error:  # also SystemExit, and a CancelledError that no await brought
+                if is_ctrl_c(error):
+                    raise
                 raise failed(self._name, about, error) from error
 
         try:
             result = call() if self._threads is None else await self._threads.run(call, timeout_s)
             if inspect.isawaitable(result):
-                result = await bounded(_finish(result), timeout_s, f"reward {self._name!r} on {about}")
+                result = await bounded(result, timeout_s, f"reward {self._name!r} on {about}")
         except RewardError:
             raise
         except OutOfTimeError as error:
@@ -131,15 +132,6 @@ class UserFunction:
         except Exception as error:
             raise failed(self._name, about, error) from error
         return result
-
-
-async def _finish(result: Awaitable[T]) -> T:
-    try:
-        return await result
-    except (Exception, asyncio.CancelledError, KeyboardInterrupt, GeneratorExit):
-        raise
-    except BaseException as error:  # such as SystemExit, which would end the event loop
-        raise RuntimeError(summary(error)) from error
 
 
 def failed(name: str, about: str, error: BaseException) -> RewardError:

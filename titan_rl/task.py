@@ -8,6 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from titan_rl.environment.types import TokenEnv
 from titan_rl.errors import DataError
+from titan_rl.interrupts import is_ctrl_c
 from titan_rl.renderer.types import Renderer
 from titan_rl.rollout.types import RolloutGroup
 from titan_rl.rubric import Rubric
@@ -62,9 +63,9 @@ def calling(call: str) -> Generator[None]:
     """
     try:
         yield
-    except (KeyboardInterrupt, GeneratorExit):
-        raise
     except BaseException as error:  # nothing is awaited in the block, so that a CancelledError is the method's own
+        if is_ctrl_c(error):
+            raise
         raise DataError(f"{call} of the task failed: {describe(error)}") from error
 
 

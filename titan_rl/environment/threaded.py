@@ -84,8 +84,8 @@ class _Call:
             result = self._context.run(self._function)
             if inspect.isawaitable(result):
                 result = runner.run(self._awaited(result), context=self._context)
-        except StopIteration as error:  # cannot travel through a future
-            failure = RuntimeError(f"StopIteration: {error}")
+        except (StopIteration, GeneratorExit) as error:  # cannot travel through a future
+            failure = RuntimeError(f"{type(error).__name__}: {error}")
             failure.__cause__ = error
         except BaseException as error:  # such as SystemExit: the rollouter judges it
             failure = error

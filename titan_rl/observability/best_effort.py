@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+from titan_rl.interrupts import is_ctrl_c
 from titan_rl.user_code import summary
 
 logger = logging.getLogger(__name__)
@@ -33,12 +34,12 @@ class BestEffort:
         return self._num_lost
 
     def attempt(self, act: Callable[[], object]) -> bool:
-        """Whether `act` did not raise. Only a KeyboardInterrupt passes."""
+        """Whether `act` did not raise. Only Ctrl-C passes."""
         try:
             act()
-        except KeyboardInterrupt:
-            raise
         except BaseException as error:  # also the SystemExit of a client that thinks it is a program
+            if is_ctrl_c(error):
+                raise
             self.failed(error)
             return False
         self.worked()

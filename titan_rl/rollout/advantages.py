@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
 
 from titan_rl.errors import RewardError
+from titan_rl.interrupts import is_ctrl_c
 from titan_rl.rollout.types import RolloutGroup
 from titan_rl.user_code import summary, where
 
@@ -87,9 +88,9 @@ def compare(group: RolloutGroup, advantage: AdvantageFn) -> None:
     try:
         given = list(advantage(list(rewards)))
         values = [float(value) for value in given]
-    except (KeyboardInterrupt, GeneratorExit):
-        raise
     except BaseException as error:  # also a CancelledError: nothing is awaited here that could bring one
+        if is_ctrl_c(error):
+            raise
         raise RewardError(
             f"advantage {name!r} failed on the rewards {rewards} of group {group.group_id!r}: {summary(error)}",
             where(error),

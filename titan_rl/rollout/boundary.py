@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from types import TracebackType
+from typing import Any
 
 from titan_rl.cancellation import asked_to_cancel
+from titan_rl.interrupts import passes
 from titan_rl.rollout.types import RolloutStatus
 from titan_rl.stopwatch import Stopwatch
 from titan_rl.user_code import Failure
@@ -51,8 +53,10 @@ class EndsWith:
         self._timeout = asyncio.timeout_at(deadline)
         self._watch = watch
         self._when_late = when_late
+        self._task: asyncio.Task[Any] | None = None
 
     async def __aenter__(self) -> None:
+        self._task = asyncio.current_task()
         await self._timeout.__aenter__()
         if self._watch is not None:
             self._watch.start()
@@ -66,7 +70,7 @@ class EndsWith:
             await self._timeout.__aexit__(kind, error, traceback)
         except TimeoutError as late:
             error = late
-        if error is None or isinstance(error, KeyboardInterrupt | GeneratorExit):
+        if error is None or passes(error, self._task):
             return
         if isinstance(error, asyncio.CancelledError) and asked_to_cancel():
             return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+from titan_rl.interrupts import is_ctrl_c
 from titan_rl.user_code import describe
 
 logger = logging.getLogger(__name__)
@@ -25,9 +26,9 @@ class Callbacks:
     def call(self, name: str, function: Callable[..., object], *args: object) -> None:
         try:
             function(*args)
-        except (KeyboardInterrupt, GeneratorExit):
-            raise
         except BaseException as error:  # not awaited, so that a CancelledError is nobody's who waits here
+            if is_ctrl_c(error):
+                raise
             if name not in self._failed:
                 self._failed.add(name)
                 logger.error("%s failed: %s; said once, the run goes on", name, describe(error), exc_info=error)

@@ -11,6 +11,7 @@ from typing import Any
 
 from titan_rl.environment.types import TokenEnv
 from titan_rl.errors import StrayCancellationError
+from titan_rl.interrupts import is_ctrl_c, passes
 from titan_rl.types import Completion
 from titan_rl.user_code import summary
 
@@ -61,7 +62,7 @@ class EnvTask:
             self._leave_behind_unless_over(call, task)
             call.failure = TimeoutError(f"it took longer than {timeout_s:g} s")
         self._tell(call.failure)
-        if isinstance(call.failure, KeyboardInterrupt):
+        if call.failure is not None and is_ctrl_c(call.failure):
             raise call.failure
         if cancelled is not None:
             raise cancelled
@@ -154,19 +155,19 @@ class _Call:
 
     async def make(self) -> None:
         self.begun = True
+        task = asyncio.current_task()
         try:
             self.result = await self._function()
-        except GeneratorExit as error:
-            self.failure = error
-            raise
         except BaseException as error:  # such as SystemExit, which would end the event loop
             self.failure = error
+            if passes(error, task):
+                raise
         finally:
             self.is_over = True
             self.wake()
             if self.then is not None:
                 self.then(self.failure)
-        if self.is_given_up and (task := asyncio.current_task()) is not None:
+        if self.is_given_up and task is not None:
             task.uncancel()
 
 

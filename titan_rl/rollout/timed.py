@@ -40,19 +40,14 @@ async def generate_within(
     waited_s, charged_s = watch.waited_s, watch.charged_s
     scope = asyncio.timeout(None)
 
-    async def ask() -> Completion:
-        try:
-            return await generate(prompt_token_ids, request_id=request_id, session_id=session_id, sampling=sampling)
-        except SystemExit as error:  # would end the event loop
-            raise RuntimeError(f"SystemExit: {error}") from error
-
     def end() -> None:
         scope.reschedule(loop.time() + (RETURN_S if watch.end_requests() else 0.0))
 
     try:
         async with scope:
             with watch.running(at_limit=end), stopwatch.working_for(watch):
-                answer = await bounded(ask(), None, f"generate for request {request_id!r}")
+                asked = generate(prompt_token_ids, request_id=request_id, session_id=session_id, sampling=sampling)
+                answer = await bounded(asked, None, f"generate for request {request_id!r}")
     except TimeoutError:
         if not scope.expired():
             raise

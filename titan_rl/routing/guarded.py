@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
@@ -86,9 +85,4 @@ class GuardedReplica:
 
     async def _call(self, work: Coroutine[Any, Any, T], what: str) -> T:
         what = f"{what} on replica {self._replica.name}"
-        try:
-            return await bounded(work, None, what, cleanup_s=self._cancel_s)
-        except (Exception, asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:
-            raise GenerationError(f"{what} failed: {error!r}") from error
+        return await bounded(work, None, what, cleanup_s=self._cancel_s, error_type=GenerationError)
