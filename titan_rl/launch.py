@@ -21,6 +21,7 @@ from titan_rl.disk_space import check_room, size_of
 from titan_rl.durability.run_journal import RunJournal
 from titan_rl.durability.run_state import RunState
 from titan_rl.errors import ConfigError, MissingExtraError, TitanRLError, TrainingError
+from titan_rl.event_loop import run_to_its_end
 from titan_rl.farewell import Farewell
 from titan_rl.garbage import settled_heap
 from titan_rl.guard import guarded
@@ -98,9 +99,11 @@ def _run_in(run_dir: RunDirectory, config: RunConfig, *, begins: bool) -> int:
             run_environment(),
         ):
             try:
-                code = asyncio.run(_run_until_signal(config, run_dir, start, signals, farewell))
-            except SystemExit as error:  # asyncio lets it through every task
-                raise TrainingError(f"an environment, a reward or the task exits Python: {describe(error)}") from None
+                code = run_to_its_end(_run_until_signal(config, run_dir, start, signals, farewell))
+            except (SystemExit, KeyboardInterrupt) as error:  # of what user code has begun: no signal raises here
+                failure = TrainingError(f"an environment, a reward or the task exits Python: {describe(error)}")
+                failure.add_note(farewell.failed())
+                raise failure from None
         if code:
             tell_on_stderr(farewell.stopped())
         return code

@@ -3,6 +3,8 @@
 import asyncio
 import errno
 import os
+import subprocess
+import sys
 import threading
 from io import FileIO
 
@@ -232,3 +234,51 @@ def test_what_is_no_file_is_neither_read_nor_waited_for(tmp_path):
     for name in ("folder", "pipe", "loop"):
         with pytest.raises(OSError, match=r"no regular file|symbolic links"):
             read(tmp_path / name)
+
+
+ABANDONED = """
+import sys
+from pathlib import Path
+from titan_rl.durability.log import LogWriter
+
+async def program():
+    writer = LogWriter(Path(sys.argv[1]))
+    try:
+        writer.append(b"record")
+        writer.drain()
+        await Forever()
+    finally:
+        writer.append(b"late")
+        writer.close()
+
+class Forever:
+    def __await__(self):
+        yield
+
+running = program()
+running.send(None)
+sys.modules["keeps"] = running  # closed when the interpreter ends, which stops the writer's thread first
+"""
+
+
+def test_a_log_that_is_closed_when_the_interpreter_ends_waits_for_no_thread(tmp_path):
+    ended = subprocess.run(
+        [sys.executable, "-c", ABANDONED, str(tmp_path / "log")], timeout=40, capture_output=True, text=True
+    )
+    assert ended.returncode == 0
+    assert "CheckpointError: the journal's thread has ended" in ended.stderr
+    assert read(tmp_path / "log")[0] == [b"record"]
+
+
+def test_what_ends_the_thread_is_told_of_whatever_it_is(tmp_path, monkeypatch):
+    class Broken(FileIO):
+        def write(self, data):
+            raise MemoryError("no more")
+
+    monkeypatch.setattr(log, "FileIO", Broken)
+    writer = LogWriter(tmp_path / "log", stall_s=30.0)
+    writer.append(b"record")
+    with pytest.raises(CheckpointError, match="no more"):
+        writer.drain()
+    with pytest.raises(CheckpointError, match="no more"):
+        writer.close()

@@ -17,6 +17,7 @@ import os
 import queue
 import stat
 import struct
+import sys
 import threading
 import time
 import zlib
@@ -130,7 +131,7 @@ class LogWriter:
         self._progress = 0  # grows with everything that the disk takes
         self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []  # for room
         self._queue: queue.SimpleQueue[bytes | Path | threading.Event | None] = queue.SimpleQueue()
-        self._failure: OSError | None = None
+        self._failure: Exception | None = None
         self._full: OSError | None = None  # while it is
         self._num_refusals = 0  # for want of space
         self._closing = threading.Event()
@@ -175,13 +176,13 @@ class LogWriter:
 
         Raises:
             NoSpaceError: the disk is full.
-            CheckpointError: it has taken nothing for `stall_s`.
+            CheckpointError: it has taken nothing for `stall_s`, or the interpreter ends and has stopped the thread.
         """
         self._raise_failure()
         done = threading.Event()
         self._queue.put(done)
         progress, since, refusals = self._progress, time.monotonic(), self._num_refusals
-        while not done.wait(min(self._stall_s, RETRY_S)):
+        while not (self._thread_is_gone() or done.wait(min(self._stall_s, RETRY_S))):
             if self._full is not None and self._num_refusals >= refusals + 2:  # the second is of a later attempt
                 self._raise_stalled(progress)
             elif self._progress != progress:
@@ -189,6 +190,8 @@ class LogWriter:
             elif time.monotonic() - since >= self._stall_s:
                 self._raise_stalled(progress)
         self._raise_failure()
+        if not done.is_set():
+            raise CheckpointError(f"the journal's thread has ended; {self._pending_bytes} bytes are not on the disk")
 
     def close(self) -> None:
         """Block until what is queued is on the disk, and end."""
@@ -197,7 +200,11 @@ class LogWriter:
         finally:
             self._closing.set()
             self._queue.put(None)
-            self._thread.join(1.0)  # it has nothing left to do, or hangs in the disk
+            if not self._thread_is_gone():
+                self._thread.join(1.0)  # it has nothing left to do, or hangs in the disk
+
+    def _thread_is_gone(self) -> bool:
+        return sys.is_finalizing() or not self._thread.is_alive()
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
@@ -229,7 +236,7 @@ class LogWriter:
                     self._flush(file)
                     item.set()
             self._flush_and_close(file)
-        except OSError as error:
+        except Exception as error:
             self._failure = error
             self._took(0)
             self._release_waiters(item)
