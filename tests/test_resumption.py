@@ -40,7 +40,8 @@ def run_dir(project: Path) -> RunDirectory:
     for step in range(5):
         run_dir.write_metrics(step, {"train/loss": float(step)})
         run_dir.write_rollout({"step": step, "phase": "train", "messages": [{"role": "user", "content": "\u00e9"}]})
-        run_dir.write_rollout({"step": step + 1, "phase": "train", "dropped": "too_old"})
+        dropped = {"group_id": f"train-{4 * step}", "phase": "train", "dropped": "too_old"}
+        run_dir.write_rollout({"step": step + 1} | dropped)
     run_dir.close()
     return run_dir
 
@@ -73,6 +74,28 @@ def test_metrics_and_transcripts_of_steps_that_are_run_again_are_left_out(run_di
     assert [record["step"] for record in read_jsonl(run_dir.rollouts)][-2:] == [3, 4]
 
 
+def test_a_group_that_was_dropped_is_in_the_transcripts_once_whenever_that_was(run_dir):
+    """It is not played again where the checkpoint or the journal knows of it, and else it is."""
+    for path in (run_dir.rollouts, run_dir.metrics):
+        path.unlink()
+
+    def write_dropped(index: int, step: int) -> None:
+        run_dir.write_rollout({"step": step, "phase": "train", "group_id": f"train-{index}", "dropped": "too_old"})
+
+    write_dropped(10, step=3)
+    write_dropped(9, step=4)  # while step 3 was trained
+    write_dropped(11, step=4)  # after the checkpoint, as the journal says
+    write_dropped(12, step=4)  # the journal had not come to it
+    run_dir.write_rollout({"step": 4, "phase": "validation", "group_id": "validation-1", "dropped": "reward_failed"})
+    run_dir.write_rollout({"step": 4, "phase": "train", "group_id": "train-13"})
+    run_dir.close()
+    journal = RunJournal(run_dir.journal, DataPosition(3, 12, (11,)))
+    journal.dropped(11, "too_old")
+    journal.close()
+    resume(run_dir)
+    assert [record["group_id"] for record in read_jsonl(run_dir.rollouts)] == ["train-10", "train-9", "train-11"]
+
+
 def test_without_a_checkpoint_a_run_begins_anew_and_so_do_its_files(run_dir):
     for step in (1, 3):
         folder = step_directory(run_dir.checkpoints, step)
@@ -87,9 +110,9 @@ def test_what_is_no_record_goes_and_every_other_line_stays_to_the_byte(tmp_path)
     path = tmp_path / "rollouts.jsonl"
     kept = b'{"step": 1,  "text": "\\ud83d"}\n'
     path.write_bytes(kept + b'\xff\n[1]\n{"phase": "train"}\n{"step": 2}\n' + kept + b'{"step": 1, "torn')
-    cut_records(path, 1)
+    cut_records(path, lambda record: record["step"] <= 1)
     assert path.read_bytes() == kept * 2
-    cut_records(tmp_path / "none.jsonl", 1)
+    cut_records(tmp_path / "none.jsonl", lambda record: True)
     assert sorted(os.listdir(tmp_path)) == ["rollouts.jsonl"]
 
 

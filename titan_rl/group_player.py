@@ -69,7 +69,7 @@ class GroupPlayer:
             group = await self._runner.run_group(
                 sessions.track(self._generate_for(lease)),
                 self.train_sample(lease.index),
-                group_id=f"train-{lease.index}",
+                group_id=train_group_id(lease.index),
                 group_size=self._config.rollout.group_size,
                 sampling=self._sampling(
                     self._config.sampling.temperature, routed_experts=self._config.generation.return_routed_experts
@@ -171,6 +171,16 @@ class GroupPlayer:
             stop_token_ids=self._stop_token_ids,
             return_routed_experts=routed_experts,
         )
+
+
+def train_group_id(index: int) -> str:
+    """Of the group at a position in the training data."""
+    return f"train-{index}"
+
+
+def train_index(group_id: str) -> int:
+    """The position of a `train_group_id`."""
+    return int(group_id.removeprefix("train-"))
 
 
 class LostInARow:

@@ -11,6 +11,7 @@ from titan_rl.config.run import RunConfig
 from titan_rl.durability.journal_state import Found, list_segments, read_segments
 from titan_rl.durability.run_state import RunState
 from titan_rl.errors import CheckpointError, DamagedCheckpointError
+from titan_rl.group_player import train_index
 from titan_rl.observability.run_dir import RunDirectory
 from titan_rl.training.checkpoint import list_checkpoints, step_of
 from titan_rl.training.checksums import verify
@@ -48,7 +49,10 @@ def resume_from_newest(config: RunConfig, run_dir: RunDirectory) -> Resumption:
     if checkpoint is None and not journal.begins and not journal.losses:
         losses.append(f"{run_dir.path} has no checkpoint and no journal: the run begins anew")
     # Without a checkpoint the first validation is made again, too.
-    run_dir.cut_records(state.step if checkpoint is not None else -1)
+    run_dir.cut_records(
+        state.step if checkpoint is not None else -1,
+        is_settled=lambda group_id: journal.state.is_settled(train_index(group_id)),
+    )
     run_dir.write_config(config)
     return Resumption(checkpoint, state, tuple(losses), journal)
 

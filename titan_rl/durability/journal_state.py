@@ -62,6 +62,10 @@ class JournalState:
             for index in self.batches.pop(start):
                 self._forget(index)
 
+    def is_settled(self, index: int) -> bool:
+        """Whether the group is in the weights, or was dropped: it is not played again."""
+        return index < self.next_index and index not in self.unsettled
+
     def holds(self, record: Record) -> bool:
         """Whether it still says something new."""
         match record:

@@ -5,27 +5,31 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from titan_rl.plain import json_line
 
 
-def cut_records(path: Path, step: int) -> None:
-    """Leave out the records whose `step` is after this one, and what is no record. The file may be larger than memory,
-    and is replaced in one step."""
+def cut_records(path: Path, keeps: Callable[[Mapping[str, Any]], bool]) -> None:
+    """Leave out the records that are not to be kept, and what is no record. The file may be larger than memory, and is
+    replaced in one step.
+
+    Args:
+        keeps: a KeyError or TypeError of it says that this is no record.
+    """
     if not path.exists():
         return
     fresh = path.with_suffix(".tmp")
     with path.open("rb") as old, fresh.open("wb") as new:
-        new.writelines(line for line in old if _is_of(line, step))
+        new.writelines(line for line in old if _stays(line, keeps))
     fresh.replace(path)
 
 
-def _is_of(line: bytes, step: int) -> bool:
+def _stays(line: bytes, keeps: Callable[[Mapping[str, Any]], bool]) -> bool:
     try:
-        return line.endswith(b"\n") and json.loads(line)["step"] <= step
+        return line.endswith(b"\n") and keeps(json.loads(line))
     except (ValueError, KeyError, TypeError):
         return False
 

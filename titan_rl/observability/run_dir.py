@@ -8,7 +8,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -92,10 +92,21 @@ class RunDirectory:
         fresh.write_text(dump_config(config), encoding="utf-8")
         fresh.replace(self.config)
 
-    def cut_records(self, step: int) -> None:
-        """Leave out the metrics and transcripts of steps after `step`, which are run again."""
-        for path in (self.metrics, self.rollouts):
-            cut_records(path, step)
+    def cut_records(self, step: int, is_settled: Callable[[str], bool]) -> None:
+        """Leave out the metrics and transcripts of steps after `step`, which are run again. A training group that was
+        dropped is played by no step again if it is settled, whichever step it was dropped in.
+
+        Args:
+            is_settled: whether the group of this id is not played again.
+        """
+
+        def stays(record: Mapping[str, Any]) -> bool:
+            if record.get("phase") == "train" and "dropped" in record:
+                return is_settled(record["group_id"])
+            return record["step"] <= step
+
+        cut_records(self.metrics, lambda record: record["step"] <= step)
+        cut_records(self.rollouts, stays)
 
     @property
     def config(self) -> Path:
