@@ -9,18 +9,23 @@ from hypothesis import settings
 settings.register_profile("titan_rl", max_examples=examples(100), deadline=None)
 settings.load_profile("titan_rl")
 
-E2E = Path(__file__).parent / "e2e"
-# Files that take half a minute and more, the longest first: one that came last would run alone.
+TESTS = Path(__file__).parent
+# Files that take long, the longest first: one that came last would run alone.
 LONGEST = [
-    "test_train.py",
-    "test_stopped_and_killed.py",
-    "test_real_generators.py",
-    "test_troubled_task.py",
-    "test_sharded_run.py",
-    "test_tensor_parallel.py",
-    "test_sharded_publish.py",
-    "test_sharded_trainer.py",
-    "test_compile.py",
+    "e2e/test_train.py",
+    "e2e/test_stopped_and_killed.py",
+    "e2e/test_real_generators.py",
+    "e2e/test_troubled_task.py",
+    "e2e/test_sharded_run.py",
+    "e2e/test_tensor_parallel.py",
+    "e2e/test_sharded_publish.py",
+    "e2e/test_sharded_trainer.py",
+    "e2e/test_compile.py",
+    "test_storm.py",
+    "test_killed_run.py",
+    "routing/test_poison.py",
+    "simulate/test_simulation.py",
+    "scheduling/test_any_order.py",
 ]
 
 
@@ -29,7 +34,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _turn(item: pytest.Item) -> int:
-    """What starts engines and trainers comes before what does not; in each, files keep their order."""
-    if item.path.parent != E2E:
-        return len(LONGEST) + 1
-    return LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST)
+    """Among the others, what starts engines and trainers comes before what does not."""
+    file = item.path.relative_to(TESTS)
+    if file.as_posix() in LONGEST:
+        return LONGEST.index(file.as_posix())
+    return len(LONGEST) + (file.parts[0] != "e2e")
