@@ -21,12 +21,16 @@ PYTHON = $(shell for p in python3.11 python3.12 python3.13 python3; do \
 # Engines and trainers share the cores as processes; threads on top of that only get in each other's way.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test test-fast lint types format install clean distclean
+.PHONY: train test test-fast test-deep lint types format install clean distclean
 
 train: $(STAMP)
 	$(BIN)/titan-rl train $(CONFIG) $(ARGS)
 
-test: lint types
+# Types are checked beside the first tests, which wait at times; a failure of either fails it all.
+test: lint
+	@$(MAKE) --no-print-directory --jobs=2 types test-deep
+
+test-deep: $(STAMP)
 	TITAN_RL_TEST_DEPTH=deep $(PYTEST)
 
 test-fast: $(STAMP)
