@@ -86,7 +86,7 @@ def test_a_run_stopped_within_a_step_and_one_killed_go_on_where_the_trainer_says
         time.sleep(0.4)  # two signals closer together are one
         run.process.send_signal(signal.SIGINT)
         assert run.wait(10) == 130
-        ended = f"ended at once, with what was saved before; to go on: titan-rl train --resume {run.folder}"
+        ended = f"ended at once; what was saved before stays; to go on: titan-rl train --resume {run.folder}"
         assert ended in run.output
         wait_until_nothing_is_left(run)
 
