@@ -5,6 +5,7 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import Self
 
 import pytest
 
@@ -489,6 +490,53 @@ async def test_a_pull_that_breaks_half_way_is_not_served(kind: type[BaseExceptio
             await request(loop, "a")
         await loop.pull(1, lambda: WEIGHTS)
         await request(loop, "a")
+
+
+class Source:
+    """Weights whose `close` fails."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._pairs = iter(WEIGHTS)
+        self._error = error
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> tuple[str, int]:
+        return next(self._pairs)
+
+    def close(self) -> None:
+        raise self._error
+
+
+@pytest.mark.parametrize("error", [OSError("gone"), BaseException("panic"), SystemExit(2), asyncio.CancelledError()])
+async def test_a_source_that_fails_to_close_is_told_of_and_ends_nothing(
+    error: BaseException, caplog: pytest.LogCaptureFixture
+) -> None:
+    is_loaded = threading.Event()
+
+    def open_late() -> Source:
+        assert is_loaded.wait(10)
+        return Source(error)
+
+    engine = ScriptedEngine(block_at_step=2)
+    async with serving(engine) as loop:
+        running = request(loop, "a")
+        await blocked(engine)
+        late = asyncio.create_task(loop.pull(1, open_late))
+        pulls = [asyncio.create_task(loop.pull(version, lambda: Source(error))) for version in (1, 2)]
+        await in_state(loop, lambda: len(loop._state.pulls) == 2)
+        engine.release.set()
+        assert [pulled.version for pulled in await asyncio.gather(*pulls)] == [2, 2]
+        is_loaded.set()
+        assert (await late).version == 2
+        await running
+        assert (await request(loop, "b")).version_spans == (VersionSpan(2, 8),)
+    told = [record for record in caplog.records if "failed to close" in record.message]
+    assert sorted(record.message[:23] for record in told) == ["the source of version 1"] * 2 + [
+        "the source of version 2"
+    ]
+    assert all(record.exc_info and record.exc_info[1] is error for record in told)
 
 
 async def test_a_pull_resets_the_prefix_cache() -> None:

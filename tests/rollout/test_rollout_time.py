@@ -2,14 +2,18 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import replace
 from typing import Any
 
+import looptime
 import pytest
+from depth import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from stage import Env, Generator, Stage
 
-from titan_rl import Completion, FinishReason, RolloutStatus, TokenStep, stopwatch
+from titan_rl import Completion, FinishReason, RolloutGroup, RolloutStatus, TokenStep, stopwatch
 from titan_rl.config.sections import RolloutConfig
 from titan_rl.generation.resume import resume_on_abort
 from titan_rl.generation.scripted_engine import CostModel
@@ -188,6 +192,39 @@ async def test_queueing_in_the_engine_and_pauses_are_not_the_rollouts_time() -> 
     assert [rollout.status for rollout in group.rollouts] == [RolloutStatus.COMPLETED] * 4
     assert max(rollout.metrics["seconds"] for rollout in group.rollouts) > 800
     assert max(rollout.metrics["own_seconds"] for rollout in group.rollouts) < 30
+
+
+@given(
+    max_running=st.integers(1, 2),
+    pauses=st.lists(st.tuples(st.integers(1, 20), st.integers(1, 300)), min_size=1, max_size=4),
+    size=st.integers(1, 4),
+)
+@settings(max_examples=examples(50), deadline=None)
+def test_a_pause_is_taken_from_a_rollouts_time_once_wherever_the_request_is(
+    max_running: int, pauses: list[tuple[int, int]], size: int
+) -> None:
+    """In the queue, under way, or both: it uses a second for each of its tokens."""
+    length = 15
+
+    async def play() -> RolloutGroup:
+        async with routed(max_running=max_running, length=length) as (router, generate):
+            playing = asyncio.ensure_future(stage_of(turns=1).group(generate, size=size, max_tokens=100))
+            for after_s, seconds in pauses:
+                await asyncio.sleep(after_s)
+                await router.pause("keep")
+                await asyncio.sleep(seconds)
+                await router.resume()
+            return await playing
+
+    with closing(looptime.new_event_loop()) as loop:
+        group = loop.run_until_complete(play())
+    assert [rollout.status for rollout in group.rollouts] == [RolloutStatus.COMPLETED] * size
+    for rollout in group.rollouts:
+        own_s, metrics = rollout.metrics["own_seconds"], rollout.turns[0].completion.metrics
+        # A pause finds a step under way, and a step brings the first sign after it.
+        assert length - 2 * len(pauses) - 0.1 <= own_s <= length + 0.1
+        waited_s = metrics["queue_s"] + metrics.get("interrupted_s", 0.0)
+        assert waited_s + length == pytest.approx(rollout.metrics["seconds"], abs=len(pauses) + 0.1)
 
 
 async def test_a_request_that_was_never_served_is_not_the_rollouts_fault() -> None:

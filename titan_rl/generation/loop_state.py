@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -16,6 +17,8 @@ from titan_rl.generation.loop_decision import LoopAction, LoopDecision
 from titan_rl.generation.pending import Outbox, PendingCall, with_cause
 from titan_rl.generation.types import PauseMode, PullResult
 from titan_rl.types import FinishReason
+
+logger = logging.getLogger(__name__)
 
 Waiters = list[asyncio.Future[None]]
 
@@ -32,9 +35,13 @@ class PendingPull:
     future: asyncio.Future[PullResult]
 
     def close(self) -> None:
-        """Let go of what was opened."""
-        if (close := getattr(self.source, "close", None)) is not None:
-            close()
+        """Let go of what was opened. What that raises is told of in the log: it is no reason to serve no more, and says
+        nothing against weights that were loaded and found right."""
+        try:
+            if (close := getattr(self.source, "close", None)) is not None:
+                close()
+        except BaseException:  # a transport's own, whatever it is
+            logger.exception("the source of version %d failed to close", self.version)
 
 
 class LoopState:

@@ -110,6 +110,7 @@ class Dispatcher:
 
     async def _send(self, flight: Flight, member: Member, job: Job) -> Completion:
         """One attempt on one replica."""
+        began = asyncio.get_running_loop().time()
         try:
             with self._stalls.watching(member), stopwatch.moving_with_tokens(member.calls.streams) as on_sign:
                 completion = await flight.within(None, job.ask(member, flight.engine_id, on_sign))
@@ -118,10 +119,20 @@ class Dispatcher:
             raise
         member.hear(served=True)
         member.failures = 0
-        completion = job.completed_by(completion)
+        completion = job.completed_by(_without_freezes(completion, flight, began))
         if flight.interrupted_s:
             metrics = {**completion.metrics, "interrupted_s": flight.interrupted_s}
             completion = replace(completion, metrics=metrics)
         if flight.aborted:
             return aborted_late(completion)
         return completion
+
+
+def _without_freezes(completion: Completion, flight: Flight, began: float) -> Completion:
+    """The answer of an attempt that began then. An engine counts in `queue_s` what it was paused for as well; that is
+    in `interrupted_s`, and no second is in both."""
+    queue_s = completion.metrics.get("queue_s", 0.0)
+    frozen_s = flight.frozen_s(began, began + queue_s)
+    return (
+        replace(completion, metrics={**completion.metrics, "queue_s": queue_s - frozen_s}) if frozen_s else completion
+    )

@@ -41,6 +41,7 @@ class Flight:
         self._failure: Exception | None = None  # what the present wait was cut short with
         self._remaining_s: float | None = None  # of a frozen limit
         self._frozen_at: float | None = None
+        self._freezes: list[tuple[float, float]] = []  # that have ended: from when, until when
         self._num_departures = 0
         self._watch = stopwatch.current()
         self._hold: stopwatch.Hold | None = None  # of the rollout's time, while frozen
@@ -80,10 +81,15 @@ class Flight:
                 raise NotResumedError("frozen by a pause that was not resumed in time") from error
             raise TimeoutError("interrupted" if self.interrupted else f"it took longer than {seconds:g} s") from error
         finally:
-            self._scope = self._remaining_s = self._frozen_at = None
-            self._release()
+            self._scope = None
+            self._end_freeze()
 
-    def _release(self) -> None:
+    def _end_freeze(self) -> None:
+        if self._frozen_at is not None:
+            now = asyncio.get_running_loop().time()
+            self.interrupted_s += now - self._frozen_at
+            self._freezes.append((self._frozen_at, now))
+        self._remaining_s = self._frozen_at = None
         if self._hold is not None:
             self._hold.release()
             self._hold = None
@@ -127,11 +133,13 @@ class Flight:
         if not self._is_waiting or self._frozen_at is None:
             return
         assert self._scope is not None
-        now = asyncio.get_running_loop().time()
-        self.interrupted_s += now - self._frozen_at
-        self._scope.reschedule(None if self._remaining_s is None else now + self._remaining_s)
-        self._remaining_s = self._frozen_at = None
-        self._release()
+        now, remaining_s = asyncio.get_running_loop().time(), self._remaining_s
+        self._end_freeze()
+        self._scope.reschedule(None if remaining_s is None else now + remaining_s)
+
+    def frozen_s(self, begin: float, end: float) -> float:
+        """Seconds between two times of the event loop that lie in freezes that have ended."""
+        return sum(max(0.0, min(end, until) - max(begin, since)) for since, until in self._freezes)
 
 
 class Flights:

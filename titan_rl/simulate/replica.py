@@ -26,7 +26,9 @@ class _Sequence:
     left: int  # tokens to generate
     reason: FinishReason
     future: asyncio.Future[Completion]
+    created_at: float
     on_tokens: OnTokens | None = None
+    queue_s: float | None = None  # until it first ran
     generated: int = 0
     spans: list[VersionSpan] = field(default_factory=list[VersionSpan])
 
@@ -46,7 +48,11 @@ class _Sequence:
     def resolve(self, reason: FinishReason) -> None:
         if not self.future.done():
             tokens, logprobs = Repeated(0, self.generated), Repeated(0.0, self.generated)
-            self.future.set_result(Completion(self.request_id, tokens, logprobs, reason, tuple(self.spans)))
+            waited_s = self.future.get_loop().time() - self.created_at if self.queue_s is None else self.queue_s
+            metrics = {"queue_s": waited_s}
+            self.future.set_result(
+                Completion(self.request_id, tokens, logprobs, reason, tuple(self.spans), metrics=metrics)
+            )
 
 
 class SimulatedReplica:
@@ -118,9 +124,10 @@ class SimulatedReplica:
     ) -> Completion:
         left = self._length_of(request_id, len(prompt_token_ids))
         reason = FinishReason.STOP if left < sampling.max_tokens else FinishReason.LENGTH
-        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Completion] = loop.create_future()
         left = min(left, sampling.max_tokens)
-        sequence = _Sequence(request_id, len(prompt_token_ids), left, reason, future, on_tokens)
+        sequence = _Sequence(request_id, len(prompt_token_ids), left, reason, future, loop.time(), on_tokens)
         self._waiting.append(sequence)
         self._changed.set()
         try:
@@ -207,6 +214,9 @@ class SimulatedReplica:
         each = self._cost.step_seconds(count, 0)
         loop = asyncio.get_running_loop()
         began = loop.time()
+        for sequence in self._running:
+            if sequence.queue_s is None:
+                sequence.queue_s = began - sequence.created_at
         try:
             async with asyncio.timeout_at(began + first + (steps - 1) * each):
                 await self._changed.wait()
