@@ -150,6 +150,7 @@ async def _run(
     from titan_rl.statedict.board import VersionBoard
     from titan_rl.statedict.folder import clean_dead_segments
 
+    await asyncio.sleep(0)  # a signal that came during those imports stops the run here
     task = config.task
     renderer = ChatTemplateRenderer.from_pretrained(config.model.path)
     with contextlib.ExitStack() as resources:
@@ -160,7 +161,7 @@ async def _run(
         sinks = resources.enter_context(open_sinks(config.logging, run_dir, progress.message))
         resources.callback(clean_dead_segments)  # of a trainer that was killed
         progress.message(f"run directory: {run_dir.path}")
-        progress.message(f"starting {config.generation.num_generators} generators and a trainer")
+        progress.message(f"starting {describe_processes(config)}")
         board = VersionBoard()
         journal = RunJournal(run_dir.journal, start.state.position, start.journal)
         resources.callback(journal.close)
@@ -211,6 +212,13 @@ async def _run(
             await router.close()
             await cluster.trainer.close()
     progress.summary(summary)
+
+
+def describe_processes(config: RunConfig) -> str:
+    """ "2 generators, 1 rollout worker and a trainer"."""
+    counts = {"generator": config.generation.num_generators, "rollout worker": config.rollout.num_workers}
+    named = [f"{count} {name}{'' if count == 1 else 's'}" for name, count in counts.items() if count]
+    return f"{', '.join(named)} and a trainer"
 
 
 def make_strategy(config: RunConfig) -> Strategy:

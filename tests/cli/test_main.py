@@ -157,13 +157,33 @@ def test_resume_takes_the_settings_of_the_run(project: Path, launch, monkeypatch
     [
         (["train"], "either CONFIG.toml, or --resume RUN"),
         (["train", "a.toml", "--resume", "b"], "either CONFIG.toml, or --resume RUN"),
-        (["train", "--resume", "nowhere"], "no such file"),
-        (["train", "--resume", "nowhere", "--seed", "3"], "no such file"),
+        (
+            ["train", "--resume", "nowhere"],
+            "--resume nowhere: no run is there: there is no such folder; name the folder",
+        ),
+        (["train", "--resume", "nowhere", "--seed", "3"], "no run is there"),
     ],
 )
 def test_a_wrong_resume_says_what_is_right(argv, says, capsys):
     assert main(argv) == 2
     assert says in capsys.readouterr().err
+
+
+def test_a_resume_of_something_else_than_a_run_names_a_run_that_is_near(project: Path, capsys):
+    run = project / "runs" / "20260101-000000-base"
+    run.mkdir(parents=True)
+    (run / "config.toml").touch()
+    (run / "metrics.jsonl").touch()
+    for name, problem in {
+        "policy": "the folder has no config.toml; name the folder of a run\n",
+        "runs": "the folder has no config.toml; name the folder of a run, as runs/20260101-000000-base\n",
+        f"runs/{run.name}/metrics.jsonl": f"it is a file; name the folder of a run, as runs/{run.name}\n",
+    }.items():
+        assert main(["train", "--resume", name]) == 2
+        assert capsys.readouterr().err == f"titan-rl: --resume {name}: no run is there: {problem}"
+    (project / "runs" / "latest").symlink_to(run.name)
+    assert main(["train", "--resume", "lost"]) == 2
+    assert "there is no such folder; name the folder of a run, as runs/latest" in capsys.readouterr().err
 
 
 def test_what_the_weights_come_from_cannot_change_on_resume():

@@ -206,7 +206,9 @@ def test_a_file_that_is_not_text_or_not_a_file_is_refused(project: Path):
     Path("config.toml").write_bytes(b"\xff\xfe")
 
     assert "not valid TOML" in failure()
-    assert "policy: Is a directory" in failure(path="policy")
+    assert failure(path="policy") == "policy is a folder; name a TOML file"
+    assert failure(path=".") == ". is a folder; name a TOML file in it: config.toml"
+    assert failure(path="config.toml/below") == "config.toml/below: Not a directory; name a TOML file that you may read"
 
 
 def test_missing_tables_are_named(project: Path):

@@ -8,11 +8,11 @@ import signal
 import sys
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType
 from typing import NoReturn, cast
 
 from titan_rl.cli.overrides import check_resume, split_overrides
+from titan_rl.cli.run_folder import CONFIG, find_run
 from titan_rl.config.concurrency import throttles
 from titan_rl.config.load import dump_config, load_config
 from titan_rl.config.reference import reference
@@ -65,10 +65,10 @@ def _dispatch(argv: list[str]) -> int:
         rest, overrides = split_overrides(argv[1:], flags=FLAGS, options=OPTIONS)
         argv = ["train", *rest]
     arguments = _parser().parse_args(argv)
-    resume = None if arguments.resume is None else Path(arguments.resume).resolve()
-    if (resume is None) == (arguments.config is None):
+    if (arguments.resume is None) == (arguments.config is None):
         raise ConfigError("train needs either CONFIG.toml, or --resume RUN with the folder of an earlier run")
-    config = load_config(arguments.config if resume is None else resume / "config.toml", overrides)
+    resume = None if arguments.resume is None else find_run(arguments.resume)
+    config = load_config(arguments.config if resume is None else resume / CONFIG, overrides)
     if resume is not None:
         check_resume(overrides)
     for warning in throttles(config):

@@ -91,8 +91,11 @@ def _read_toml(path: Path) -> Tables:
         there = sorted(str(other) for other in path.parent.glob("*.toml"))
         hint = f"; that folder has {', '.join(there)}" if there else ""
         raise ConfigError(f"{path}: no such file{hint}") from None
+    except IsADirectoryError:
+        there = sorted(str(other) for other in path.glob("*.toml"))
+        raise ConfigError(f"{path} is a folder; name a TOML file{f' in it: {there[0]}' if there else ''}") from None
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from error
+        raise ConfigError(f"{path}: {error.strerror}; name a TOML file that you may read") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
 
