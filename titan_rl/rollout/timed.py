@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 from titan_rl import stopwatch
-from titan_rl.bounded import bounded
+from titan_rl.bounded import BoundedCall
 from titan_rl.rollout.records import completion_of
 from titan_rl.stopwatch import Stopwatch
 from titan_rl.types import Completion, FinishReason, GenerateFn, SamplingParams
@@ -38,18 +38,18 @@ async def generate_within(
     loop = asyncio.get_running_loop()
     began, used_s = loop.time(), watch.used_s
     waited_s, charged_s = watch.waited_s, watch.charged_s
-    scope = asyncio.timeout(None)
 
     def end() -> None:
-        scope.reschedule(loop.time() + (RETURN_S if watch.end_requests() else 0.0))
+        call.reschedule(loop.time() + (RETURN_S if watch.end_requests() else 0.0))
 
+    with stopwatch.working_for(watch):
+        asked = generate(prompt_token_ids, request_id=request_id, session_id=session_id, sampling=sampling)
+        call = BoundedCall(asked, f"generate for request {request_id!r}")
     try:
-        async with scope:
-            with watch.running(at_limit=end), stopwatch.working_for(watch):
-                asked = generate(prompt_token_ids, request_id=request_id, session_id=session_id, sampling=sampling)
-                answer = await bounded(asked, None, f"generate for request {request_id!r}")
+        with watch.running(at_limit=end):
+            answer = await call.result()
     except TimeoutError:
-        if not scope.expired():
+        if not call.expired():
             raise
         return Completion(request_id, [], [], FinishReason.ABORT, ())
     completion = completion_of(answer)

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from titan_rl import stopwatch
+from titan_rl.bounded import BoundedCall
 from titan_rl.errors import GenerationError, RequestError
 from titan_rl.routing.aborts import Aborts
 from titan_rl.routing.job import Job
@@ -28,7 +29,7 @@ class NotResumedError(GenerationError):
 class Flight:
     """One request inside the router. Whatever it waits for, it waits in `within`, so that it can be interrupted."""
 
-    def __init__(self, request_id: str) -> None:
+    def __init__(self, request_id: str, cancel_s: float) -> None:
         self.request_id = request_id
         self.engine_id = request_id  # differs for each attempt, so that an orphan is never a duplicate
         self.job: Job | None = None  # what it has got so far
@@ -36,7 +37,8 @@ class Flight:
         self.aborted = False  # its answer is an aborted completion, with the tokens that come back
         self.interrupted = False  # its present wait was cut short by the router, and by nobody's failure
         self.landed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._scope: asyncio.Timeout | None = None
+        self._cancel_s = cancel_s
+        self._call: BoundedCall[Any] | None = None  # what it waits for at present
         self.interrupted_s = 0.0  # spent frozen, or waiting for a pause to end
         self._failure: Exception | None = None  # what the present wait was cut short with
         self._remaining_s: float | None = None  # of a frozen limit
@@ -55,7 +57,7 @@ class Flight:
     async def within(
         self, seconds: float | None, coroutine: Coroutine[Any, Any, T], frozen_s: float | None = None
     ) -> T:
-        """The coroutine's result.
+        """The coroutine's result, as a `BoundedCall` gives it.
 
         Args:
             seconds: None sets no limit.
@@ -67,13 +69,16 @@ class Flight:
             Exception: what `fail` was called with.
         """
         self.interrupted, self._failure = False, None
+        what = f"request {self.request_id!r}" + ("" if self.member is None else f" on replica {self.member.name}")
+        call = self._call = BoundedCall(coroutine, what, cleanup_s=self._cancel_s, error_type=GenerationError)
         try:
-            async with asyncio.timeout(seconds) as self._scope:
-                if frozen_s is not None:
-                    self.freeze(frozen_s)
-                return await coroutine
+            if seconds is not None:
+                call.reschedule(asyncio.get_running_loop().time() + seconds)
+            if frozen_s is not None:
+                self.freeze(frozen_s)
+            return await call.result()
         except TimeoutError as error:
-            if self._scope is None or not self._scope.expired():
+            if not call.expired():
                 raise
             if self._failure is not None:
                 raise self._failure from None
@@ -81,7 +86,7 @@ class Flight:
                 raise NotResumedError("frozen by a pause that was not resumed in time") from error
             raise TimeoutError("interrupted" if self.interrupted else f"it took longer than {seconds:g} s") from error
         finally:
-            self._scope = None
+            self._call = None
             self._end_freeze()
 
     def _end_freeze(self) -> None:
@@ -109,33 +114,33 @@ class Flight:
     @property
     def _is_waiting(self) -> bool:
         """In a wait that nobody has cut short yet."""
-        scope = self._scope
-        return scope is not None and not (scope.expired() or self.interrupted or self._failure)
+        call = self._call
+        return call is not None and not (call.expired() or self.interrupted or self._failure)
 
     def _cut(self) -> None:
-        assert self._scope is not None
-        self._scope.reschedule(asyncio.get_running_loop().time())
+        assert self._call is not None
+        self._call.reschedule(asyncio.get_running_loop().time())
 
     def freeze(self, limit_s: float) -> None:
         """Stop the clock of the present wait, for `limit_s` at most."""
         if not self._is_waiting:
             return
-        assert self._scope is not None
+        assert self._call is not None
         now = asyncio.get_running_loop().time()
         if self._frozen_at is None:
             self._frozen_at = now
-            self._remaining_s = None if (when := self._scope.when()) is None else when - now
+            self._remaining_s = None if (when := self._call.when()) is None else when - now
             self._hold = None if self._watch is None else self._watch.hold()
-        self._scope.reschedule(now + limit_s)
+        self._call.reschedule(now + limit_s)
 
     def thaw(self) -> None:
         """Let the clock run on, with what was left."""
         if not self._is_waiting or self._frozen_at is None:
             return
-        assert self._scope is not None
+        assert self._call is not None
         now, remaining_s = asyncio.get_running_loop().time(), self._remaining_s
         self._end_freeze()
-        self._scope.reschedule(None if remaining_s is None else now + remaining_s)
+        self._call.reschedule(None if remaining_s is None else now + remaining_s)
 
     def frozen_s(self, begin: float, end: float) -> float:
         """Seconds between two times of the event loop that lie in freezes that have ended."""
@@ -173,7 +178,7 @@ class Flights:
             TimeoutError: `seconds` have passed, not counting those in which the flights were frozen.
             NotResumedError: they were frozen for too long.
         """
-        wait = Flight("")
+        wait = Flight("until others land", self._limits.cancel_s)
         self._waits.add(wait)
         try:
             return await wait.within(seconds, landing, self._frozen_s)
@@ -192,7 +197,7 @@ class Flights:
         """
         if request_id in self._flights:
             raise RequestError(f"request id {request_id!r} is in flight already; request ids must be unique")
-        flight = self._flights[request_id] = Flight(request_id)
+        flight = self._flights[request_id] = Flight(request_id, self._limits.cancel_s)
         try:
             yield flight
         finally:

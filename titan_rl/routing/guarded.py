@@ -17,7 +17,7 @@ T = TypeVar("T")
 class GuardedReplica:
     """A replica whose calls fail by an `Exception` if they fail, and end soon after they are cancelled.
 
-    Each call is a task of its own: one that is slow to end, once it is cancelled, is left behind.
+    Each call but `generate` is a task of its own: one that is slow to end, once it is cancelled, is left behind.
 
     Args:
         cancel_s: a cancelled call has so long to end.
@@ -47,7 +47,8 @@ class GuardedReplica:
         sampling: SamplingParams,
         on_tokens: OnTokens,
     ) -> Completion:
-        """By `stream` where the replica has it; else `on_tokens` is never called."""
+        """By `stream` where the replica has it; else `on_tokens` is never called. In the caller's task, which sees to
+        its end: see `Flight.within`."""
         if self._streaming is None:
             answer = self._replica.generate(
                 prompt_token_ids, request_id=request_id, session_id=session_id, sampling=sampling
@@ -56,7 +57,7 @@ class GuardedReplica:
             answer = self._streaming.stream(
                 prompt_token_ids, request_id=request_id, session_id=session_id, sampling=sampling, on_tokens=on_tokens
             )
-        return await self._call(answer, f"request {request_id!r}")
+        return await answer
 
     async def pull(self, version: int) -> int:
         """The version that the replica has then: this or a newer one.
