@@ -120,7 +120,7 @@ class UserFunction:
         try:
             result = call() if self._threads is None else await self._threads.run(call, timeout_s)
             if inspect.isawaitable(result):
-                result = await bounded(result, timeout_s, f"reward {self._name!r} on {about}")
+                result = await bounded(_awaited(result), timeout_s, f"reward {self._name!r} on {about}")
         except RewardError:
             raise
         except OutOfTimeError as error:
@@ -132,6 +132,10 @@ class UserFunction:
         except Exception as error:
             raise failed(self._name, about, error) from error
         return result
+
+
+async def _awaited(result: Awaitable[T]) -> T:
+    return await result  # on the stack, for the watchdog to know a reward by
 
 
 def failed(name: str, about: str, error: BaseException) -> RewardError:

@@ -99,6 +99,16 @@ def innermost(frames: Sequence[traceback.FrameSummary]) -> str | None:
     return None
 
 
+def callers(frames: Sequence[traceback.FrameSummary]) -> Iterator[tuple[str, str]]:
+    """Which code of titan_rl has called the innermost line of the user's own, the nearest first: module and function,
+    such as `("rollout/env_task.py", "make")`. Nothing where no line is the user's."""
+    is_below = False
+    for frame in reversed(frames):
+        if is_below and frame.filename.startswith(_OWN + os.sep):
+            yield Path(frame.filename).relative_to(_OWN).as_posix(), frame.name
+        is_below = is_below or not _is_library(frame.filename)
+
+
 def place_of(function: Callable[..., object]) -> str | None:
     """Where a function is defined, as `env.py:17 in step`; None of one that is not written in Python.
 

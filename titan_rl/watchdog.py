@@ -12,12 +12,32 @@ from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType, TracebackType
 
-from titan_rl.user_code import innermost
+from titan_rl.user_code import callers, innermost
 
 logger = logging.getLogger(__name__)
 
 BLOCKED_AFTER_S = 5.0
 _TICKS = 10  # looks in that time
+
+_ADVICE = {
+    "environment": "Await instead, or let environments run in threads: rollout.env_in_thread = true",
+    "reward": "Await instead, or let this reward run in threads: in_thread=True",
+    "task": "A task's functions are called on the event loop, and cannot await: load and prepare data when the task is "
+    "made, so that they only pick from it",
+    "advantage": "An advantage function is called on the event loop, and is only to compute: wait in a reward",
+    "other": "Await instead, or let it run in a thread, as by asyncio.to_thread",
+}
+_CALLERS = {  # module and function of titan_rl that call code of each kind
+    ("rollout/env_task.py", "make"): "environment",
+    ("rollout/rollouter.py", "made"): "environment",
+    ("reward_calls.py", "call"): "reward",
+    ("reward_calls.py", "_awaited"): "reward",
+    ("group_player.py", "train_sample"): "task",
+    ("group_player.py", "validation_groups"): "task",
+    ("task.py", "drop_reason"): "task",
+    ("rollout/advantages.py", "compare"): "advantage",
+    ("rollout/callbacks.py", "call"): "other",
+}
 
 Tell = Callable[[str], object]
 
@@ -94,12 +114,12 @@ class LoopWatchdog:
         if frame is None:
             return
         stack = traceback.extract_stack(frame)
-        self._blocker = innermost(_callback(frame)) or f"{stack[-1].filename}:{stack[-1].lineno} in {stack[-1].name}"
+        callback = _callback(frame)
+        self._blocker = innermost(callback) or f"{stack[-1].filename}:{stack[-1].lineno} in {stack[-1].name}"
         logger.warning("what blocks the event loop:\n%s", "".join(traceback.format_list(stack)))
         self._say(
             f"the event loop has stood still for {seconds:.0f} s: {self._blocker} blocks it, and nothing else runs. "
-            "Await instead, or let it run in a thread: rollout.env_in_thread = true for environments, in_thread=True "
-            "for rewards"
+            f"{_advice(callback)}"
         )
 
     def _say(self, text: str) -> None:
@@ -109,6 +129,11 @@ class LoopWatchdog:
                 self._tell(text)
             except Exception as error:
                 logger.warning("the message was not shown: %r", error)
+
+
+def _advice(callback: list[traceback.FrameSummary]) -> str:
+    kinds = (_CALLERS[caller] for caller in callers(callback) if caller in _CALLERS)
+    return _ADVICE[next(kinds, "other")]
 
 
 def _callback(frame: FrameType) -> list[traceback.FrameSummary]:
