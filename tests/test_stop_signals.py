@@ -12,8 +12,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from user_project import project
+
+from titan_rl.stop_signals import StopSignals
+
+__all__ = ["project"]
 
 LIMIT_S = 60  # on a machine that is busy with something else
+
+SETTING_UP = """
+import asyncio, signal, sys
+from titan_rl import launch
+from titan_rl.config.load import load_config
+
+async def setting_up(*args):
+    signal.raise_signal(signal.SIGINT)
+    await asyncio.sleep(1000)
+
+launch._run = setting_up
+sys.exit(launch.run_training(load_config("config.toml")))
+"""
 
 PROGRAM = """
 import asyncio, ctypes, os, pathlib, sys, time
@@ -186,3 +204,21 @@ def test_a_sigint_that_the_shell_ignores_stays_ignored_and_sigterm_stops(start: 
     assert program.told() == "titan-rl: SIGTERM: stopping in order"
     program.say("saved")
     assert program.wait() == 0
+
+
+def test_a_stop_while_a_run_is_set_up_does_not_speak_of_a_step_that_is_trained(project: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", SETTING_UP], capture_output=True, text=True, timeout=LIMIT_S, cwd=project
+    )
+    assert ended.returncode == 130, ended.stderr
+    assert "SIGINT: stopping: the run is still being set up" in ended.stderr
+    assert "being trained is finished" not in ended.stderr
+    assert "stopped before a step was trained; to go on: titan-rl train --resume" in ended.stderr
+
+
+def test_what_a_stop_says_changes_with_what_the_program_is_at() -> None:
+    told: list[str] = []
+    with StopSignals("at first", "ended", told.append, reaction_s=60) as signals:
+        signals.stopping = "later"
+        signal.raise_signal(signal.SIGTERM)
+    assert told == ["SIGTERM: later"]

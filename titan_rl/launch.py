@@ -49,6 +49,9 @@ STOPPING = (
     "stopping: a step that is being trained is finished, and what is trained is saved; once more ends the run at once, "
     "without saving"
 )
+STOPPING_EARLY = (
+    "stopping: the run is still being set up, and has trained nothing that is not saved; once more ends it at once"
+)
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
@@ -94,7 +97,7 @@ def _run_in(run_dir: RunDirectory, config: RunConfig, *, begins: bool) -> int:
             logger.warning("%s", warning)
         farewell = Farewell(config, run_dir, start.state.step)
         with (
-            StopSignals(STOPPING, f"ended at once; {farewell.cut_short()}") as signals,
+            StopSignals(STOPPING_EARLY, f"ended at once; {farewell.cut_short()}") as signals,
             guarded(scratch_root(), run_dir.path.name, farewell.cut_short()),
             run_environment(),
         ):
@@ -206,6 +209,7 @@ async def _run(
                 watch = background.create_task(cluster.watch(router), name="watch")
                 standstill = Standstill(controller.progress, controller.waits_for, progress.message)
                 silence = background.create_task(standstill.watch(), name="standstill")
+                signals.stopping = STOPPING
                 summary = await controller.run()
                 watch.cancel()
                 silence.cancel()

@@ -24,7 +24,7 @@ class StopSignals:
     A SIGINT that whoever started the program had it ignore, as shells do for commands in the background, stays ignored.
 
     Args:
-        stopping: says what the first signal does.
+        stopping: says what the first signal does. An attribute, for a program that changes what it is at.
         ending: says what is left after the second.
         tell: shows a text at once, from within a signal handler; by default on standard error.
         reaction_s: without a reaction for so long it is told that the event loop is held up.
@@ -40,7 +40,7 @@ class StopSignals:
     ) -> None:
         self.received: signal.Signals | None = None  # the first
         self.tell = tell or tell_on_stderr
-        self._stopping = stopping
+        self.stopping = stopping
         self._ending = ending
         self._reaction_s = reaction_s
         self._stop: Callable[[], object] | None = None
@@ -81,7 +81,7 @@ class StopSignals:
         name = signal.Signals(number).name
         if self.received is None:
             self.received, self._received_at = signal.Signals(number), time.monotonic()
-            self.tell(f"{name}: {self._stopping}")
+            self.tell(f"{name}: {self.stopping}")
             threading.Thread(target=self._wait_for_reaction, name="stop", daemon=True).start()
             if self._stop is not None:
                 self._stop()
