@@ -50,14 +50,15 @@ class EndsWith:
         when_late: Callable[[], RolloutEnded] | None = None,
     ) -> None:
         self._status = status
-        self._timeout = asyncio.timeout_at(deadline)
+        self._timeout = None if deadline is None else asyncio.timeout_at(deadline)
         self._watch = watch
         self._when_late = when_late
         self._task: asyncio.Task[Any] | None = None
 
     async def __aenter__(self) -> None:
         self._task = asyncio.current_task()
-        await self._timeout.__aenter__()
+        if self._timeout is not None:
+            await self._timeout.__aenter__()
         if self._watch is not None:
             self._watch.start()
 
@@ -67,7 +68,8 @@ class EndsWith:
         if self._watch is not None:
             self._watch.stop()
         try:
-            await self._timeout.__aexit__(kind, error, traceback)
+            if self._timeout is not None:
+                await self._timeout.__aexit__(kind, error, traceback)
         except TimeoutError as late:
             error = late
         if error is None or passes(error, self._task):
@@ -76,7 +78,8 @@ class EndsWith:
             return
         # Else a cancellation is not the rollout's: something it waited for was cancelled, such as a future of a client
         # that closed. Any other BaseException may be the SystemExit of a tool that thinks it is a program.
-        if not (self._timeout.expired() and isinstance(error, Exception)):
+        is_late = self._timeout is not None and self._timeout.expired()
+        if not (is_late and isinstance(error, Exception)):
             raise RolloutEnded(self._status, Failure.of(error)) from error
         if self._when_late is not None:
             raise self._when_late() from error
