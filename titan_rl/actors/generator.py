@@ -17,7 +17,7 @@ from titan_rl.actors.process import ProcessActor
 from titan_rl.actors.request_stream import Request, RequestOutlet, Said
 from titan_rl.cancellation import stray_cancellation_fails
 from titan_rl.config.sections import GenerationConfig, ModelConfig, StateDictConfig
-from titan_rl.garbage import settle_heap
+from titan_rl.garbage import growing_heap, settle_heap
 from titan_rl.generation.engine import Engine
 from titan_rl.generation.engine_loop import EngineLoop
 from titan_rl.generation.engine_rank import Items, Weights, follow_leader
@@ -69,16 +69,17 @@ class GeneratorActor(ProcessActor):
         from titan_rl.generation.vllm_engine import VLLMEngine
 
         model, generation = self._settings.model, self._settings.generation
-        return VLLMEngine(
-            model.path,
-            dtype=model.dtype,
-            max_context=model.max_context,
-            max_running=self._settings.max_running,
-            kv_cache_gib=generation.kv_cache_gib,
-            seed=self._settings.seed,
-            routed_experts=generation.return_routed_experts,
-            tensor_parallel_size=generation.tensor_parallel_size,
-        )
+        with growing_heap():
+            return VLLMEngine(
+                model.path,
+                dtype=model.dtype,
+                max_context=model.max_context,
+                max_running=self._settings.max_running,
+                kv_cache_gib=generation.kv_cache_gib,
+                seed=self._settings.seed,
+                routed_experts=generation.return_routed_experts,
+                tensor_parallel_size=generation.tensor_parallel_size,
+            )
 
     @concurrent_endpoint
     async def start(self) -> None:
