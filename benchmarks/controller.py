@@ -27,9 +27,9 @@ from titan_rl import (
     TokenStep,
     VersionSpan,
 )
-from titan_rl.garbage import settled_heap
+from titan_rl.actors.processes.garbage import settled_heap
+from titan_rl.generation.router import GeneratorRouter
 from titan_rl.generation.types import OnTokens
-from titan_rl.routing import GeneratorRouter
 
 GROUPS, SIBLINGS, PROMPT_TOKENS, CHUNK = 16, 8, 24, 32
 TARGETS = {64: 10.4, 256: 5.2}  # by length of the completions

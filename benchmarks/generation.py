@@ -25,18 +25,20 @@ import cloudpickle
 from benchmarks.paired import forth_and_back, ratio, report
 from titan_rl import Completion, Reward, Rollouter, RolloutStatus, Rubric, SamplingParams, TokenObservation, TokenStep
 from titan_rl.actors.generator import GeneratorActor, GeneratorSettings
-from titan_rl.actors.peer import Peer, call
-from titan_rl.actors.process import enter_actor_process
+from titan_rl.actors.processes.garbage import settle_heap
+from titan_rl.actors.processes.process import enter_actor_process
+from titan_rl.actors.processes.remote_process import RemoteProcess, call
+from titan_rl.actors.processes.supervisor import Supervisor
 from titan_rl.actors.replica import ActorReplica
-from titan_rl.actors.supervisor import Supervisor
-from titan_rl.config.sections import GenerationConfig, ModelConfig, StateDictConfig
-from titan_rl.garbage import settle_heap
+from titan_rl.config.sections import GenerationConfig
 from titan_rl.generation.engine import EngineRequest
-from titan_rl.rollout.rollouter import turn_seed
-from titan_rl.routing import GeneratorRouter
-from titan_rl.run_environment import run_environment
-from titan_rl.statedict.board import VersionBoard
-from titan_rl.statedict.types import Manifest, Probe
+from titan_rl.generation.router import GeneratorRouter
+from titan_rl.rollout.group.rollouter import turn_seed
+from titan_rl.run.machine.environment import run_environment
+from titan_rl.training.settings import ModelConfig
+from titan_rl.weights.board import VersionBoard
+from titan_rl.weights.settings import StateDictConfig
+from titan_rl.weights.types import Manifest, Probe
 
 from monarch.actor import Actor, concurrent_endpoint, this_proc  # isort: skip
 
@@ -84,7 +86,7 @@ class BareEngine(Actor):
     @concurrent_endpoint
     async def reload(self, manifest: Manifest) -> float:
         """Seconds of the engine's own reload."""
-        from titan_rl.statedict.shared_memory import SharedMemoryTransport
+        from titan_rl.weights.transports.shared_memory import SharedMemoryTransport
 
         items = list(SharedMemoryTransport(self._settings.run_id).pull(manifest))
         began = time.perf_counter()
@@ -263,12 +265,12 @@ class Crowd:
 
 async def measure_stalls(engines: Engines, folder: Path, rounds: int, tensors: dict[str, Any]) -> None:
     """How long an engine of 16 places stands still for a version with probes, idle and oversubscribed."""
-    from titan_rl.statedict.shared_memory import SharedMemoryTransport
+    from titan_rl.weights.transports.shared_memory import SharedMemoryTransport
 
     generation = GenerationConfig(num_generators=1, kv_cache_gib=0.25, stream_interval=4)
     board = VersionBoard()
     (actor,) = await engines.start("crowded", GeneratorActor, generation, PLACES)
-    replica = ActorReplica(Peer("crowded"), actor, board)
+    replica = ActorReplica(RemoteProcess("crowded"), actor, board)
     await replica.open()
     probes = tuple(Probe(tuple(range(place, place + 32)), (0.0,) * 31) for place in range(4))
     with SharedMemoryTransport("benchmark-stalls") as transport:
@@ -312,14 +314,14 @@ class Engines:
 
 
 async def measure_throughput(engines: Engines, folder: Path, rounds: int, tensors: dict[str, Any]) -> None:
-    from titan_rl.statedict.shared_memory import SharedMemoryTransport
+    from titan_rl.weights.transports.shared_memory import SharedMemoryTransport
 
     generation = GenerationConfig(num_generators=ENGINES, kv_cache_gib=0.25)
     board = VersionBoard()
     bare = await engines.start("bare", BareEngine, generation, MAX_RUNNING)
     own = await engines.start("llm", BareLLM, generation, MAX_RUNNING)
     actors = await engines.start("generator", GeneratorActor, generation, MAX_RUNNING)
-    replicas = [ActorReplica(Peer(f"generator-{index}"), actor, board) for index, actor in enumerate(actors)]
+    replicas = [ActorReplica(RemoteProcess(f"generator-{index}"), actor, board) for index, actor in enumerate(actors)]
     for replica in replicas:
         await replica.open()
     stack = Stack(replicas)

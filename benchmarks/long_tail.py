@@ -18,8 +18,8 @@ import sys
 import time
 from dataclasses import dataclass, field
 
-from titan_rl.config.sections import SchedulingConfig
 from titan_rl.generation.scripted_engine import CostModel
+from titan_rl.scheduling.settings import SchedulingConfig
 from titan_rl.simulate.cluster import Cluster
 from titan_rl.simulate.simulation import SimulationResult, simulate
 from titan_rl.simulate.workload import Workload, equal, log_normal_with_tail

@@ -22,12 +22,12 @@ from statistics import median
 import cloudpickle
 import torch
 
-from titan_rl.actors.peer import call
-from titan_rl.actors.process import enter_actor_process
-from titan_rl.actors.supervisor import Supervisor
-from titan_rl.statedict.rdma import RDMATransport
-from titan_rl.statedict.shared_memory import SharedMemoryTransport
-from titan_rl.statedict.types import Manifest
+from titan_rl.actors.processes.process import enter_actor_process
+from titan_rl.actors.processes.remote_process import call
+from titan_rl.actors.processes.supervisor import Supervisor
+from titan_rl.weights.transports.rdma import RDMATransport
+from titan_rl.weights.transports.shared_memory import SharedMemoryTransport
+from titan_rl.weights.types import Manifest
 
 from monarch.actor import Actor, concurrent_endpoint, this_proc  # isort: skip
 

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from titan_rl.routing import GeneratorRouter, LeastLoaded, RoundRobin, StickySession, Strategy
+from titan_rl.generation.router import GeneratorRouter, LeastLoaded, RoundRobin, StickySession, Strategy
 from titan_rl.types import Completion, FinishReason, SamplingParams, VersionSpan
 
 SIZES = {8: 1.0, 64: 2.0, 1024: 20.0}  # replicas: least speedup of a choice

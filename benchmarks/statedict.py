@@ -30,8 +30,8 @@ import torch
 
 from benchmarks import rdma
 from benchmarks.paired import Spread, ratio, report
-from titan_rl.statedict.folder import segment_root
-from titan_rl.statedict.shared_memory import SharedMemoryTransport
+from titan_rl.weights.segments.folder import segment_root
+from titan_rl.weights.transports.shared_memory import SharedMemoryTransport
 
 TENSOR_BYTES = 16 << 20  # a 2048 x 2048 float32 matrix
 TARGET = 0.5

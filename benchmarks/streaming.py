@@ -23,9 +23,9 @@ from statistics import fmean
 
 from examples.alphabet_sort.data import Sample
 from examples.alphabet_sort.task import AlphabetSort
-from titan_rl.environment.types import TokenEnv, TokenObservation, TokenStep
-from titan_rl.observability.run_dir import read_jsonl
-from titan_rl.renderer.types import Renderer
+from titan_rl.rollout.environment.types import TokenEnv, TokenObservation, TokenStep
+from titan_rl.rollout.renderer.types import Renderer
+from titan_rl.run.directory import read_jsonl
 from titan_rl.types import Completion
 
 REPOSITORY = Path(__file__).parents[1]

@@ -22,11 +22,10 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.generation import make_model
-from titan_rl.config.sections import ModelConfig
-from titan_rl.config.training import TrainingConfig
-from titan_rl.training.minibatch import Minibatch
-from titan_rl.training.sample import TrainingSample
-from titan_rl.training.step_plan import plan_step
+from titan_rl.training.data.sample import TrainingSample
+from titan_rl.training.data.step_plan import plan_step
+from titan_rl.training.policy.minibatch import Minibatch
+from titan_rl.training.settings import ModelConfig, TrainingConfig
 from titan_rl.training.trainer import TrainerCore
 
 GROUPS, SIBLINGS = 16, 8

@@ -29,9 +29,8 @@ from titan_rl import (
     SchedulingConfig,
     build_samples,
 )
-from titan_rl.config.sections import ModelConfig
-from titan_rl.config.training import TrainingConfig
 from titan_rl.generation.vllm_engine import VLLMEngine
+from titan_rl.training.settings import ModelConfig, TrainingConfig
 from titan_rl.training.trainer import TrainerCore
 
 BASE_MODEL = Path(__file__).parent / "alphabet_sort" / "base"

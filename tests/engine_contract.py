@@ -11,7 +11,7 @@ import pytest
 
 from titan_rl.errors import RequestError
 from titan_rl.generation.engine import Engine, EngineRequest, TokenDelta
-from titan_rl.generation.engine_loop import EngineLoop
+from titan_rl.generation.loop.engine_loop import EngineLoop
 from titan_rl.types import FinishReason, SamplingParams
 
 PLACES = 4

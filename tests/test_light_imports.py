@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[1]
 
 HEAVY = ("torch", "vllm", "torchtitan", "monarch", "transformers")
 
-LIGHT = ("cli", "config", "environment", "rollout", "routing", "scheduling", "renderer", "rubric")
+LIGHT = ("calls", "cli", "config", "rollout", "generation.router", "scheduling", "simulate")
 
 IMPORT_ALL = f"""
 import importlib, pkgutil, sys

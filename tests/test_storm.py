@@ -22,13 +22,13 @@ from titan_rl import (
     TokenObservation,
     TokenStep,
 )
-from titan_rl.config.sections import RolloutConfig
 from titan_rl.errors import EngineDeadError, GenerationError
-from titan_rl.generation.engine_loop import EngineLoop
-from titan_rl.generation.local_replica import LocalReplica
+from titan_rl.generation.loop.engine_loop import EngineLoop
+from titan_rl.generation.loop.local_replica import LocalReplica
 from titan_rl.generation.resume import resume_on_abort
+from titan_rl.generation.router import GeneratorRouter, Limits
 from titan_rl.generation.scripted_engine import CostModel, ScriptedEngine, scripted_logprobs
-from titan_rl.routing import GeneratorRouter, Limits
+from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.types import GenerateFn
 
 GROUPS, SIBLINGS, TURNS, EVENTS = (25, 8, 14, 1000) if DEEP else (8, 8, 10, 200)

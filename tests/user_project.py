@@ -11,7 +11,7 @@ import pytest
 
 TASK = '''
 from typing import Literal
-from titan_rl.config.sections import Section
+from titan_rl.settings import Section
 
 class Echo(Section):
     """Repeat what was said."""

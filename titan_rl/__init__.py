@@ -5,19 +5,9 @@ torchtitan nor Monarch. What needs them is in modules of its own: `titan_rl.trai
 `titan_rl.generation.vllm_engine.VLLMEngine`.
 """
 
+from titan_rl.calls.watchdog import LoopWatchdog
 from titan_rl.config.load import load_config
 from titan_rl.config.run import RunConfig
-from titan_rl.config.sections import RolloutConfig, SchedulingConfig
-from titan_rl.environment.message_token_env import MessageTokenEnv
-from titan_rl.environment.threaded import ThreadedEnv
-from titan_rl.environment.types import (
-    MessageEnv,
-    MessageObservation,
-    MessageStep,
-    TokenEnv,
-    TokenObservation,
-    TokenStep,
-)
 from titan_rl.errors import (
     ActorDiedError,
     CheckpointError,
@@ -40,26 +30,45 @@ from titan_rl.errors import (
     VerificationError,
 )
 from titan_rl.generation.engine import Engine, EngineRequest, TokenDelta
-from titan_rl.generation.engine_loop import EngineLoop
-from titan_rl.generation.local_replica import LocalReplica
+from titan_rl.generation.loop.engine_loop import EngineLoop
+from titan_rl.generation.loop.local_replica import LocalReplica
 from titan_rl.generation.resume import resume_on_abort
+from titan_rl.generation.router import (
+    GeneratorRouter,
+    LeastLoaded,
+    Limits,
+    PauseMode,
+    Replica,
+    RoundRobin,
+    StickySession,
+)
 from titan_rl.generation.scripted_engine import ScriptedEngine
-from titan_rl.renderer import ChatTemplateRenderer, Renderer
-from titan_rl.reward_calls import FailurePolicy
-from titan_rl.rollout.rollouter import Rollouter
+from titan_rl.rollout.environment.message_token_env import MessageTokenEnv
+from titan_rl.rollout.environment.threaded import ThreadedEnv
+from titan_rl.rollout.environment.types import (
+    MessageEnv,
+    MessageObservation,
+    MessageStep,
+    TokenEnv,
+    TokenObservation,
+    TokenStep,
+)
+from titan_rl.rollout.group.rollouter import Rollouter
+from titan_rl.rollout.renderer import ChatTemplateRenderer, Renderer
+from titan_rl.rollout.rewards.reward_calls import FailurePolicy
+from titan_rl.rollout.rewards.rubric import GroupReward, Reward, Rubric, WeightedReward, env_reward
+from titan_rl.rollout.settings import RolloutConfig
+from titan_rl.rollout.task import Task
 from titan_rl.rollout.types import Message, Rollout, RolloutGroup, RolloutStatus, Turn
-from titan_rl.routing import GeneratorRouter, LeastLoaded, Limits, PauseMode, Replica, RoundRobin, StickySession
-from titan_rl.rubric import GroupReward, Reward, Rubric, WeightedReward, env_reward
 from titan_rl.scheduling.backlog import Backlog
 from titan_rl.scheduling.batch import GroupBatch
 from titan_rl.scheduling.lease import Lease
 from titan_rl.scheduling.scheduler import GroupScheduler, RunGroup
-from titan_rl.statedict.types import StateDictTransport
-from titan_rl.task import Task
-from titan_rl.training.sample import TrainingSample
-from titan_rl.training.sample_builder import build_samples
+from titan_rl.scheduling.settings import SchedulingConfig
+from titan_rl.training.data.sample import TrainingSample
+from titan_rl.training.data.sample_builder import build_samples
 from titan_rl.types import Completion, FinishReason, GenerateFn, SamplingParams, VersionSpan
-from titan_rl.watchdog import LoopWatchdog
+from titan_rl.weights.types import StateDictTransport
 
 __all__ = [
     "ActorDiedError",

@@ -27,7 +27,7 @@ from examples.alphabet_sort.env import prompt, tag
 from examples.alphabet_sort.tokenizer import MAX_CONTEXT, build_tokenizer
 from titan_rl import Message
 from titan_rl.config.load import load_config
-from titan_rl.task import Task
+from titan_rl.rollout.task import Task
 
 DATA_SEED = 1_000_000  # apart from the seeds that runs use
 IGNORED = -100

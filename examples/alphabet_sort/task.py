@@ -10,11 +10,11 @@ from pydantic import PositiveFloat, PositiveInt, model_validator
 from examples.alphabet_sort.data import FIRST_NAMES, LAST_NAMES, Sample, draw_turns, name_pool
 from examples.alphabet_sort.env import AlphabetSortEnv
 from examples.alphabet_sort.rubric import alphabet_sort_rubric
-from titan_rl.config.sections import Section
-from titan_rl.environment.message_token_env import MessageTokenEnv
-from titan_rl.environment.types import TokenEnv
-from titan_rl.renderer.types import Renderer
-from titan_rl.rubric import Rubric
+from titan_rl.rollout.environment.message_token_env import MessageTokenEnv
+from titan_rl.rollout.environment.types import TokenEnv
+from titan_rl.rollout.renderer.types import Renderer
+from titan_rl.rollout.rewards.rubric import Rubric
+from titan_rl.settings import Section
 
 
 class AlphabetSort(Section):

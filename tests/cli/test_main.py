@@ -19,12 +19,12 @@ from titan_rl.errors import ConfigError, TrainingError
 
 @pytest.fixture
 def launch(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[RunConfig], int]], None]:
-    """Put a function in the place of `titan_rl.launch.run_training`."""
+    """Put a function in the place of `titan_rl.run.launch.run_training`."""
 
     def install(run: Callable[[RunConfig], int]) -> None:
-        module = ModuleType("titan_rl.launch")
+        module = ModuleType("titan_rl.run.launch")
         module.run_training = lambda config, resume: run(config)  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, "titan_rl.launch", module)
+        monkeypatch.setitem(sys.modules, "titan_rl.run.launch", module)
 
     return install
 
@@ -142,9 +142,9 @@ def test_no_command_is_a_usage_error():
 
 def test_resume_takes_the_settings_of_the_run(project: Path, launch, monkeypatch):
     seen: list[object] = []
-    module = ModuleType("titan_rl.launch")
+    module = ModuleType("titan_rl.run.launch")
     module.run_training = lambda config, resume: seen.append((config.training.steps, resume)) or 0  # type: ignore
-    monkeypatch.setitem(sys.modules, "titan_rl.launch", module)
+    monkeypatch.setitem(sys.modules, "titan_rl.run.launch", module)
     run = project / "run-1"
     run.mkdir()
     (run / "config.toml").write_text((project / "config.toml").read_text())

@@ -7,7 +7,7 @@ import pytest
 
 from titan_rl.config.load import dump_config, load_config
 from titan_rl.errors import ConfigError
-from titan_rl.task import Task
+from titan_rl.rollout.task import Task
 
 
 def failure(*overrides: tuple[str, str], path: str | Path = "config.toml") -> str:

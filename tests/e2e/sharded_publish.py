@@ -13,15 +13,15 @@ import torch.distributed as dist
 from e2e.tiny_policy import on_policy_samples
 from torch.distributed.tensor import DTensor
 
-from titan_rl.config.sections import ModelConfig, StateDictConfig
-from titan_rl.config.training import TrainingConfig
 from titan_rl.errors import StateDictError
-from titan_rl.statedict.parts import join
-from titan_rl.statedict.shared_memory import SharedMemoryTransport
-from titan_rl.statedict.types import Manifest
 from titan_rl.training import publishing
 from titan_rl.training.publishing import WeightPublisher
+from titan_rl.training.settings import ModelConfig, TrainingConfig
 from titan_rl.training.trainer import TrainerCore
+from titan_rl.weights.parts import join
+from titan_rl.weights.settings import StateDictConfig
+from titan_rl.weights.transports.shared_memory import SharedMemoryTransport
+from titan_rl.weights.types import Manifest
 
 
 class Rank:

@@ -7,8 +7,7 @@ from typing import Any
 
 from e2e.tiny_policy import on_policy_samples
 
-from titan_rl.config.sections import ModelConfig
-from titan_rl.config.training import CorrectionConfig, TrainingConfig
+from titan_rl.training.settings import CorrectionConfig, ModelConfig, TrainingConfig
 from titan_rl.training.trainer import TrainerCore
 
 LENGTHS = (50, 20, 33, 41, 64, 12, 27)

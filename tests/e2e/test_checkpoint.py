@@ -18,10 +18,10 @@ import torch
 from tiny_policy import make_tiny_qwen3, make_trainer, on_policy_samples, sequences, transformers_logprobs, weights
 from transformers import AutoModelForCausalLM
 
-from titan_rl.config.training import TrainingConfig
 from titan_rl.errors import CheckpointError, DamagedCheckpointError
-from titan_rl.training import train_state
-from titan_rl.training.optimizers import NamedParameters
+from titan_rl.training.optimizer.optimizers import NamedParameters
+from titan_rl.training.settings import TrainingConfig
+from titan_rl.training.state import train_state
 from titan_rl.training.trainer import TrainerCore
 
 

@@ -12,10 +12,9 @@ pytest.importorskip("torchtitan", reason="needs the cpu or gpu extra")
 import torch
 from e2e.tiny_policy import make_tiny_qwen3, make_trainer, on_policy_samples, weights
 
-from titan_rl.config.sections import ModelConfig
-from titan_rl.config.training import CorrectionConfig, TrainingConfig
+from titan_rl.training.data.sample import TrainingSample
 from titan_rl.training.losses import BY_NAME
-from titan_rl.training.sample import TrainingSample
+from titan_rl.training.settings import CorrectionConfig, ModelConfig, TrainingConfig
 from titan_rl.training.trainer import TrainerCore
 
 LENGTHS = (40, 33, 20, 27)

@@ -23,15 +23,15 @@ from titan_rl import (
     TokenObservation,
     TokenStep,
 )
-from titan_rl.config.sections import SchedulingConfig
-from titan_rl.generation.engine_loop import EngineLoop
-from titan_rl.generation.local_replica import LocalReplica
+from titan_rl.generation.loop.engine_loop import EngineLoop
+from titan_rl.generation.loop.local_replica import LocalReplica
+from titan_rl.generation.router import GeneratorRouter
 from titan_rl.generation.scripted_engine import ScriptedEngine
-from titan_rl.routing import GeneratorRouter
 from titan_rl.scheduling.lease import Lease
 from titan_rl.scheduling.scheduler import GroupScheduler
-from titan_rl.training.sample import TrainingSample
-from titan_rl.training.sample_builder import build_samples
+from titan_rl.scheduling.settings import SchedulingConfig
+from titan_rl.training.data.sample import TrainingSample
+from titan_rl.training.data.sample_builder import build_samples
 
 STEPS, GROUPS, SIBLINGS = 4, 3, 4
 

@@ -11,15 +11,16 @@ import pytest
 import torch
 from e2e.tiny_policy import make_tiny_qwen3, make_trainer, on_policy_samples, weights
 
-from titan_rl.config.sections import ModelConfig, StateDictConfig
 from titan_rl.errors import StateDictError
-from titan_rl.statedict.shared_memory import SharedMemoryTransport
-from titan_rl.statedict.types import Manifest
 from titan_rl.training import publishing
 from titan_rl.training.losses.grpo import grpo_loss
 from titan_rl.training.losses.types import ClipRange, LossTokens, TokenLoss
 from titan_rl.training.publishing import WeightPublisher
+from titan_rl.training.settings import ModelConfig
 from titan_rl.training.trainer import TrainerCore
+from titan_rl.weights.settings import StateDictConfig
+from titan_rl.weights.transports.shared_memory import SharedMemoryTransport
+from titan_rl.weights.types import Manifest
 
 forward_done, stepped = threading.Event(), threading.Event()
 

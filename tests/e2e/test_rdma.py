@@ -13,14 +13,14 @@ pytest.importorskip("vllm", reason="needs the cpu or gpu extra")
 
 import torch
 
-from titan_rl.actors.peer import call
-from titan_rl.actors.process import enter_actor_process
-from titan_rl.actors.supervisor import Supervisor
+from titan_rl.actors.processes.process import enter_actor_process
+from titan_rl.actors.processes.remote_process import call
+from titan_rl.actors.processes.supervisor import Supervisor
 from titan_rl.errors import StateDictError
-from titan_rl.statedict.parts import join
-from titan_rl.statedict.rdma import RDMATransport
-from titan_rl.statedict.shared_memory import SharedMemoryTransport
-from titan_rl.statedict.types import Manifest, Place, TensorSlice
+from titan_rl.weights.parts import join
+from titan_rl.weights.transports.rdma import RDMATransport
+from titan_rl.weights.transports.shared_memory import SharedMemoryTransport
+from titan_rl.weights.types import Manifest, Place, TensorSlice
 
 from monarch.actor import Actor, concurrent_endpoint, this_proc  # isort: skip
 

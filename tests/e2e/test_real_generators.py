@@ -1,6 +1,6 @@
 """Real generators under pulls, pauses, aborts and SIGKILL: nothing is lost, and requests go on from what they had.
 
-All tests share one cluster, in whose processes real engines run. The last ones kill some of them.
+All tests share one processes, in whose processes real engines run. The last ones kill some of them.
 """
 
 import asyncio
@@ -20,16 +20,16 @@ pytest.importorskip("vllm", reason="needs the cpu or gpu extra")
 
 from e2e.runs import REPOSITORY, process_writing_to
 
-from titan_rl.actors.cluster import Cluster, start_cluster
 from titan_rl.actors.replica import ActorReplica
+from titan_rl.actors.run_processes import RunProcesses, start_processes
 from titan_rl.config.load import load_config
 from titan_rl.errors import EngineDeadError, GenerationError
 from titan_rl.generation.resume import resume_on_abort
-from titan_rl.observability.run_dir import RunDirectory
-from titan_rl.routing import GeneratorRouter
-from titan_rl.statedict.board import VersionBoard
-from titan_rl.training.sample import TrainingSample
+from titan_rl.generation.router import GeneratorRouter
+from titan_rl.run.directory import RunDirectory
+from titan_rl.training.data.sample import TrainingSample
 from titan_rl.types import Completion, FinishReason, GenerateFn, SamplingParams
+from titan_rl.weights.board import VersionBoard
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -48,10 +48,12 @@ STALL_S = 8.0
 class Stage:
     """Two real generators that run two requests each."""
 
-    def __init__(self, cluster: Cluster, board: VersionBoard, router: GeneratorRouter, run_dir: RunDirectory) -> None:
-        self.cluster, self.board, self.router, self.run_dir = cluster, board, router, run_dir
+    def __init__(
+        self, processes: RunProcesses, board: VersionBoard, router: GeneratorRouter, run_dir: RunDirectory
+    ) -> None:
+        self.processes, self.board, self.router, self.run_dir = processes, board, router, run_dir
         self.version = 0
-        self.watch = asyncio.ensure_future(cluster.watch(router))
+        self.watch = asyncio.ensure_future(processes.watch(router))
         self._names = iter(range(10_000))
 
     def ask(self, count: int, generate: GenerateFn | None = None) -> list[asyncio.Future[Completion]]:
@@ -72,7 +74,7 @@ class Stage:
         values = [0.0, 0.0, -1.0, -1.0, -1.0, -1.0]
         versions = [-1, -1, 0, 0, 0, 0]
         sample = TrainingSample("g", "g/0", tokens, mask, values, values, versions, temperature=1.0)
-        await self.cluster.trainer.step([sample])
+        await self.processes.trainer.step([sample])
 
     async def publish(self, mode: str = "hot_swap", host: str | None = None) -> int:
         """The version that all have pulled.
@@ -80,7 +82,7 @@ class Stage:
         Args:
             host: where its memory is said to be.
         """
-        manifest = await self.cluster.trainer.publish()
+        manifest = await self.processes.trainer.publish()
         if host is not None:
             manifest = replace(manifest, parts=tuple(replace(part, host=host) for part in manifest.parts))
         self.board.announce(manifest)
@@ -102,16 +104,16 @@ async def stage(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stage
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(REPOSITORY)
         config = load_config("examples/alphabet_sort/cpu.toml", SETTINGS)
-        async with start_cluster(config, run_dir, board) as cluster:
+        async with start_processes(config, run_dir, board) as processes:
             router = GeneratorRouter(
-                cluster.replicas, stall_timeout_s=STALL_S, on_replica_failed=cluster.on_replica_failed
+                processes.replicas, stall_timeout_s=STALL_S, on_replica_failed=processes.on_replica_failed
             )
-            stage = Stage(cluster, board, router, run_dir)
+            stage = Stage(processes, board, router, run_dir)
             await stage.publish()
             yield stage
             stage.watch.cancel()
             await router.close()
-            await cluster.trainer.close()
+            await processes.trainer.close()
 
 
 async def test_a_generator_that_is_elsewhere_pulls_while_it_serves(stage: Stage) -> None:
@@ -236,10 +238,10 @@ async def test_sigkill_loses_no_request_and_at_most_the_interval_of_tokens(
     await stage.until_both_serve()
 
     # An engine that has ended in a process that lives is replaced with its process, and so is one that is starting.
-    broken = next(replica for replica in stage.cluster.replicas if replica.name != doomed)
+    broken = next(replica for replica in stage.processes.replicas if replica.name != doomed)
     log = stage.run_dir.logs / f"{broken.name}.log"
     before = process_writing_to(log)
-    stage.cluster.on_replica_failed(broken, EngineDeadError("the engine failed"))
+    stage.processes.on_replica_failed(broken, EngineDeadError("the engine failed"))
     second = await another_process(log, before)
     assert len(stage.router.members) == 1
     os.kill(second, signal.SIGKILL)

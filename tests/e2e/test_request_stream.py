@@ -14,14 +14,14 @@ import pytest
 
 pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 
-from titan_rl.actors.peer import Peer, call
-from titan_rl.actors.process import ProcessActor
+from titan_rl.actors.processes.process import ProcessActor
+from titan_rl.actors.processes.remote_process import RemoteProcess, call
+from titan_rl.actors.processes.supervisor import Supervisor
 from titan_rl.actors.replica import ActorReplica
 from titan_rl.actors.request_stream import Request, RequestOutlet
-from titan_rl.actors.supervisor import Supervisor
 from titan_rl.errors import GenerationError, RequestError
-from titan_rl.statedict.board import VersionBoard
 from titan_rl.types import Completion, FinishReason, SamplingParams, VersionSpan
+from titan_rl.weights.board import VersionBoard
 
 from monarch.actor import concurrent_endpoint, this_proc  # isort: skip
 
@@ -66,14 +66,14 @@ class Parrot(ProcessActor):
 async def replica(tmp_path) -> AsyncIterator[ActorReplica]:
     supervisor = this_proc().spawn(f"supervisor_{tmp_path.name}", Supervisor)
     actor = await call(supervisor.spawn, "parrot", Parrot, (str(tmp_path / "log"),), who="supervisor")
-    peer = Peer("parrot")
-    peer.watch([await peer.call(actor.pid, timeout_s=LIMIT_S)])
-    replica = ActorReplica(peer, actor, VersionBoard())
+    remote = RemoteProcess("parrot")
+    remote.watch([await remote.call(actor.pid, timeout_s=LIMIT_S)])
+    replica = ActorReplica(remote, actor, VersionBoard())
     await replica.open()
-    replica.pid = await peer.call(actor.pid)  # pyright: ignore[reportAttributeAccessIssue]
+    replica.pid = await remote.call(actor.pid)  # pyright: ignore[reportAttributeAccessIssue]
     yield replica
     replica.hang_up()
-    peer.close()
+    remote.close()
     await call(supervisor.terminate, who="supervisor", timeout_s=LIMIT_S)
 
 

@@ -20,9 +20,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from titan_rl.errors import CheckpointError
-from titan_rl.training import train_state
-from titan_rl.training.train_state import TrainStateWriter, load_train_state
-from titan_rl.training.world import World
+from titan_rl.training.parallel.world import World
+from titan_rl.training.state import train_state
+from titan_rl.training.state.train_state import TrainStateWriter, load_train_state
 
 
 def make_model(mesh: Any, seed: int) -> tuple[nn.Module, list[torch.optim.Optimizer]]:

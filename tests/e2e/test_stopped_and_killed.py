@@ -15,8 +15,8 @@ pytest.importorskip("vllm", reason="needs the cpu or gpu extra")
 from e2e.runs import QUICK, Run, run_training
 from e2e.slow_loss import GATE
 
-from titan_rl.durability.run_state import RunState
-from titan_rl.training.checkpoint import latest
+from titan_rl.run.journal.run_state import RunState
+from titan_rl.training.state.checkpoint import latest
 
 GROUPS = QUICK["scheduling.groups_per_step"]
 SETTINGS = {

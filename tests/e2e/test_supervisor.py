@@ -10,9 +10,9 @@ import pytest
 
 pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 
-from titan_rl.actors.peer import call
-from titan_rl.actors.process import enter_actor_process
-from titan_rl.actors.supervisor import Supervisor
+from titan_rl.actors.processes.process import enter_actor_process
+from titan_rl.actors.processes.remote_process import call
+from titan_rl.actors.processes.supervisor import Supervisor
 from titan_rl.errors import ActorDiedError, RequestError
 
 from monarch.actor import Actor, concurrent_endpoint, this_proc  # isort: skip
@@ -54,7 +54,7 @@ async def test_death_is_reported_and_contained(tmp_path):
     with pytest.raises(ActorDiedError, match="echo-0 died"):
         await call(first.wait_forever, who="echo-0", timeout_s=30)
     failure = await call(supervisor.next_failure, who="supervisor", timeout_s=30)
-    assert failure.peer_id == "echo-0"
+    assert failure.process_id == "echo-0"
     assert "Killed" in failure.reason
     assert await call(second.pid, who="echo-1") == pids[1]
 

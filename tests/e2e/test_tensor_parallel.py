@@ -12,14 +12,14 @@ pytest.importorskip("vllm", reason="needs the cpu or gpu extra")
 
 from e2e.runs import REPOSITORY, process_writing_to
 
-from titan_rl.actors.cluster import Cluster, start_cluster
+from titan_rl.actors.run_processes import RunProcesses, start_processes
 from titan_rl.config.load import load_config
 from titan_rl.errors import RequestError
-from titan_rl.observability.run_dir import RunDirectory
-from titan_rl.routing import GeneratorRouter
-from titan_rl.statedict.board import VersionBoard
-from titan_rl.training.sample import TrainingSample
+from titan_rl.generation.router import GeneratorRouter
+from titan_rl.run.directory import RunDirectory
+from titan_rl.training.data.sample import TrainingSample
 from titan_rl.types import SamplingParams
+from titan_rl.weights.board import VersionBoard
 
 SETTINGS = [
     ("generation.num_generators", "2"),
@@ -34,11 +34,11 @@ async def test_two_ranks_generate_pull_and_are_replaced_together(tmp_path: Path,
     monkeypatch.chdir(REPOSITORY)
     config = load_config("examples/alphabet_sort/cpu.toml", SETTINGS)
     run_dir, board = RunDirectory(tmp_path / "run"), VersionBoard()
-    async with start_cluster(config, run_dir, board) as cluster:
-        router = GeneratorRouter(cluster.replicas)
+    async with start_processes(config, run_dir, board) as processes:
+        router = GeneratorRouter(processes.replicas)
         async with asyncio.timeout(300), asyncio.TaskGroup() as background:
-            watch = background.create_task(cluster.watch(router))
-            await publish(cluster, board, router)
+            watch = background.create_task(processes.watch(router))
+            await publish(processes, board, router)
             alone = await asyncio.gather(*ask(router, "alone"))
 
             # Two ranks in lockstep take in requests that come in the middle, and one that is refused.
@@ -47,8 +47,8 @@ async def test_two_ranks_generate_pull_and_are_replaced_together(tmp_path: Path,
             with pytest.raises(RequestError):
                 await router.generate([10**6], request_id="bad", sampling=SAMPLING)
             late = ask(router, "late")
-            await cluster.trainer.step(samples())
-            await publish(cluster, board, router)  # the trainer's logprobs hold for the sharded weights too
+            await processes.trainer.step(samples())
+            await publish(processes, board, router)  # the trainer's logprobs hold for the sharded weights too
             completions = await asyncio.gather(*early, *late)
             assert {span.version for completion in completions for span in completion.version_spans} == {0, 1}
             for completion, expected in zip(completions, alone * 2, strict=True):
@@ -67,7 +67,7 @@ async def test_two_ranks_generate_pull_and_are_replaced_together(tmp_path: Path,
             assert not [name for name in os.listdir("/dev/shm") if "cpushm" in name]  # nobody would remove it
             watch.cancel()
         await router.close()
-        await cluster.trainer.close()
+        await processes.trainer.close()
 
 
 def ask(router: GeneratorRouter, name: str):
@@ -89,7 +89,7 @@ def samples() -> list[TrainingSample]:
     return [TrainingSample("g", "g/0", tokens, [True] * 4, [-1.0] * 4, ones, [0] * 4, temperature=1.0)]
 
 
-async def publish(cluster: Cluster, board: VersionBoard, router: GeneratorRouter) -> None:
-    manifest = await cluster.trainer.publish()
+async def publish(processes: RunProcesses, board: VersionBoard, router: GeneratorRouter) -> None:
+    manifest = await processes.trainer.publish()
     board.announce(manifest)
     await router.pull_state_dict(manifest.version)

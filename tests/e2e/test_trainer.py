@@ -14,11 +14,10 @@ from safetensors.torch import load_file, save_file
 from tiny_policy import make_tiny_qwen3, make_trainer, on_policy_samples, sequences, transformers_logprobs, weights
 from transformers import AutoModelForCausalLM
 
-from titan_rl.config.sections import ModelConfig
-from titan_rl.config.training import TrainingConfig
 from titan_rl.errors import CheckpointError, ModelError, TrainingError
-from titan_rl.training.flex_attention import BlockLayout
-from titan_rl.training.sample import TrainingSample
+from titan_rl.training.attention.flex_attention import BlockLayout
+from titan_rl.training.data.sample import TrainingSample
+from titan_rl.training.settings import ModelConfig, TrainingConfig
 from titan_rl.training.trainer import TrainerCore
 
 

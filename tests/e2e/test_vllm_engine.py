@@ -17,7 +17,7 @@ from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
 from titan_rl.errors import EngineDeadError, GenerationError, ModelError, RequestError, VerificationError
 from titan_rl.generation.engine import Engine, EngineRequest, TokenDelta
-from titan_rl.generation.engine_loop import EngineLoop
+from titan_rl.generation.loop.engine_loop import EngineLoop
 from titan_rl.generation.vllm_engine import VLLMEngine
 from titan_rl.types import Completion, FinishReason, SamplingParams, VersionSpan
 

@@ -17,9 +17,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from titan_rl.config.sections import ModelConfig
-from titan_rl.config.training import TrainingConfig
-from titan_rl.training.sample import TrainingSample
+from titan_rl.training.data.sample import TrainingSample
+from titan_rl.training.settings import ModelConfig, TrainingConfig
 from titan_rl.training.trainer import TrainerCore
 
 

@@ -13,9 +13,9 @@ from examples.alphabet_sort.data import Sample, is_held_out, name_pool, sort_nam
 from examples.alphabet_sort.env import AlphabetSortEnv
 from examples.alphabet_sort.rubric import similarity
 from examples.alphabet_sort.task import AlphabetSort
-from titan_rl.environment.types import MessageEnv
+from titan_rl.rollout.environment.types import MessageEnv
+from titan_rl.rollout.task import Task
 from titan_rl.rollout.types import Rollout, RolloutStatus
-from titan_rl.task import Task
 
 SMALL = AlphabetSort(pool_size=24, min_turns=2, max_turns=3, max_first_names=3, max_new_names=2)
 SAMPLE = Sample("last", (("AdaWolf", "BenHill"), ("MiaKhan",)))

@@ -11,7 +11,7 @@ import pytest
 
 from titan_rl.errors import EngineDeadError, GenerationError, RequestError, StateDictError, VerificationError
 from titan_rl.generation.engine import EngineRequest, TokenDelta
-from titan_rl.generation.engine_loop import EngineLoop
+from titan_rl.generation.loop.engine_loop import EngineLoop
 from titan_rl.generation.scripted_engine import ScriptedEngine, scripted_logprobs
 from titan_rl.generation.types import KVPolicy, PauseMode
 from titan_rl.types import Completion, FinishReason, GenerateFn, SamplingParams, VersionSpan

@@ -10,18 +10,18 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from titan_rl.config.sections import SchedulingConfig
 from titan_rl.errors import GenerationError, RequestError
 from titan_rl.generation.engine import TokenDelta
-from titan_rl.generation.engine_loop import EngineLoop
-from titan_rl.generation.local_replica import LocalReplica
+from titan_rl.generation.loop.engine_loop import EngineLoop
+from titan_rl.generation.loop.local_replica import LocalReplica
 from titan_rl.generation.resume import resume_on_abort
+from titan_rl.generation.router import GeneratorRouter
 from titan_rl.generation.scripted_engine import ScriptedEngine
 from titan_rl.rollout.types import Rollout, RolloutGroup, Turn
-from titan_rl.routing import GeneratorRouter
 from titan_rl.scheduling.filters import BY_NAME
 from titan_rl.scheduling.lease import Lease
 from titan_rl.scheduling.scheduler import GroupScheduler
+from titan_rl.scheduling.settings import SchedulingConfig
 from titan_rl.types import Completion, FinishReason, GenerateFn, SamplingParams, VersionSpan
 
 EXPERTS = (3, 2, 8)  # layers, taken per layer, there are

@@ -11,9 +11,8 @@ pytest.importorskip("torchtitan", reason="needs the cpu or gpu extra")
 import torch
 from e2e.tiny_policy import make_tiny_qwen3, on_policy_samples, sequences
 
-from titan_rl.config.sections import ModelConfig
-from titan_rl.config.training import TrainingConfig
 from titan_rl.generation.vllm_engine import VLLMEngine
+from titan_rl.training.settings import ModelConfig, TrainingConfig
 from titan_rl.training.trainer import TrainerCore
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; the CPU path has tests of its own")

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from titan_rl.statedict.cuda_ipc import CudaIPCTransport
+from titan_rl.weights.transports.cuda_ipc import CudaIPCTransport
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="needs a GPU; tests/statedict has all but the GPU's own part"
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(
 
 READER = """
 import pickle, sys, torch
-from titan_rl.statedict.cuda_ipc import CudaIPCTransport
+from titan_rl.weights.transports.cuda_ipc import CudaIPCTransport
 transport = CudaIPCTransport("reader")
 while True:
     try:

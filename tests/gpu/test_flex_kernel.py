@@ -11,10 +11,9 @@ pytest.importorskip("torchtitan", reason="needs the cpu or gpu extra")
 import torch
 from e2e.tiny_policy import make_tiny_qwen3, on_policy_samples
 
-from titan_rl.config.sections import ModelConfig
-from titan_rl.config.training import TrainingConfig
-from titan_rl.training.attention import Document, layout_documents
-from titan_rl.training.flex_attention import layout_blocks
+from titan_rl.training.attention.attention import Document, layout_documents
+from titan_rl.training.attention.flex_attention import layout_blocks
+from titan_rl.training.settings import ModelConfig, TrainingConfig
 from titan_rl.training.trainer import TrainerCore
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; the CPU path has tests of its own")

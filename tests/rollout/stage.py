@@ -16,8 +16,8 @@ from titan_rl import (
     TokenStep,
     VersionSpan,
 )
-from titan_rl.rollout.rollouter import Rollouter
-from titan_rl.rubric import Reward, Rubric
+from titan_rl.rollout.group.rollouter import Rollouter
+from titan_rl.rollout.rewards.rubric import Reward, Rubric
 
 Hook = Callable[["Env"], Coroutine[Any, Any, None]]
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titan_rl.rollout.advantages import (
+from titan_rl.rollout.rewards.advantages import (
     AdvantageFn,
     batch_mean,
     group_mean,
@@ -14,7 +14,7 @@ from titan_rl.rollout.advantages import (
     standardized,
     subtract_batch_mean,
 )
-from titan_rl.rollout.shaping import SoftOverlong
+from titan_rl.rollout.rewards.shaping import SoftOverlong
 from titan_rl.rollout.types import Rollout, RolloutGroup, Turn
 from titan_rl.types import Completion, FinishReason, VersionSpan
 

@@ -12,11 +12,11 @@ import pytest
 from stage import Env, Generator, Stage
 
 from titan_rl import Completion, FailurePolicy, GroupReward, Reward, Rollout, RolloutGroup, RolloutStatus, Rubric
-from titan_rl.bounded import bounded
-from titan_rl.config.sections import RolloutConfig
+from titan_rl.calls.bounded import bounded
 from titan_rl.errors import DataError, RewardError
-from titan_rl.observability.sinks import Sinks
-from titan_rl.task import calling
+from titan_rl.rollout.settings import RolloutConfig
+from titan_rl.rollout.task import calling
+from titan_rl.run.observability.sinks import Sinks
 
 T = TypeVar("T")
 

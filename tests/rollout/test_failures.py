@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from titan_rl import Rollout, RolloutStatus, Rubric, SamplingParams
-from titan_rl.rollout.failures import ErrorCounts
-from titan_rl.rollout.rollouter import Rollouter
-from titan_rl.rollout.transcript import transcript
-from titan_rl.rubric import Reward
+from titan_rl.rollout.group.failures import ErrorCounts
+from titan_rl.rollout.group.rollouter import Rollouter
+from titan_rl.rollout.group.transcript import transcript
+from titan_rl.rollout.rewards.rubric import Reward
 
 
 class Raising:

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from titan_rl.config.sections import RolloutConfig
-from titan_rl.environment.types import TokenObservation, TokenStep
-from titan_rl.rollout.rollouter import Rollouter
+from titan_rl.rollout.environment.types import TokenObservation, TokenStep
+from titan_rl.rollout.group.rollouter import Rollouter
+from titan_rl.rollout.rewards.rubric import Reward, Rubric
+from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus
-from titan_rl.rubric import Reward, Rubric
 from titan_rl.types import Completion, FinishReason, SamplingParams, VersionSpan
 
 GRACE_S = 5.0

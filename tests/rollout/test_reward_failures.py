@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 
 from titan_rl import Completion, FinishReason, SamplingParams, TokenObservation, TokenStep, VersionSpan
-from titan_rl.config.sections import SchedulingConfig
 from titan_rl.errors import RewardError, TrainingError
-from titan_rl.reward_calls import FailurePolicy
-from titan_rl.rollout.rollouter import Rollouter
+from titan_rl.rollout.group.rollouter import Rollouter
+from titan_rl.rollout.rewards.reward_calls import FailurePolicy
+from titan_rl.rollout.rewards.rubric import GroupReward, Reward, Rubric
 from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus
-from titan_rl.rubric import GroupReward, Reward, Rubric
 from titan_rl.scheduling.filters import too_few_siblings
 from titan_rl.scheduling.lease import Lease
 from titan_rl.scheduling.scheduler import GroupScheduler
-from titan_rl.training.sample_builder import build_samples
+from titan_rl.scheduling.settings import SchedulingConfig
+from titan_rl.training.data.sample_builder import build_samples
 
 pytestmark = pytest.mark.looptime
 

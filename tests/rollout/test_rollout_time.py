@@ -13,16 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stage import Env, Generator, Stage
 
-from titan_rl import Completion, FinishReason, RolloutGroup, RolloutStatus, TokenStep, stopwatch
-from titan_rl.config.sections import RolloutConfig
+from titan_rl import Completion, FinishReason, RolloutGroup, RolloutStatus, TokenStep
+from titan_rl.calls import stopwatch
+from titan_rl.calls.stopwatch import SILENCE_S, Stopwatch
 from titan_rl.generation.resume import resume_on_abort
+from titan_rl.generation.router import GeneratorRouter
 from titan_rl.generation.scripted_engine import CostModel
-from titan_rl.rollout.timed import RETURN_S
-from titan_rl.routing import GeneratorRouter
-from titan_rl.rubric import Reward, Rubric
+from titan_rl.rollout.group.timed import RETURN_S
+from titan_rl.rollout.rewards.rubric import Reward, Rubric
+from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.simulate.replica import SimulatedReplica
-from titan_rl.stopwatch import SILENCE_S, Stopwatch
-from titan_rl.training.sample_builder import build_samples
+from titan_rl.training.data.sample_builder import build_samples
 
 pytestmark = pytest.mark.looptime
 LIMITS = RolloutConfig(rollout_timeout_s=30.0, max_turns=99)

@@ -18,12 +18,12 @@ from titan_rl import (
     SamplingParams,
     TokenStep,
 )
-from titan_rl.config.sections import RolloutConfig
 from titan_rl.errors import GenerationError, RequestError, RewardError
-from titan_rl.rollout.env_task import CLEANUP_S
-from titan_rl.rollout.rollouter import Rollouter, turn_seed
-from titan_rl.rubric import Reward, Rubric
-from titan_rl.training.sample_builder import build_samples
+from titan_rl.rollout.group.env_task import CLEANUP_S
+from titan_rl.rollout.group.rollouter import Rollouter, turn_seed
+from titan_rl.rollout.rewards.rubric import Reward, Rubric
+from titan_rl.rollout.settings import RolloutConfig
+from titan_rl.training.data.sample_builder import build_samples
 
 
 async def test_a_group_is_played_scored_and_compared() -> None:

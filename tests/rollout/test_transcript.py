@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 from titan_rl import Completion, FinishReason, Rollout, RolloutStatus, Turn, VersionSpan
-from titan_rl.rollout.transcript import transcript
+from titan_rl.rollout.group.transcript import transcript
 
 
 class Odd:

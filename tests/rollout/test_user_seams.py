@@ -23,10 +23,10 @@ from titan_rl import (
     TokenStep,
     VersionSpan,
 )
-from titan_rl.config.sections import RolloutConfig
-from titan_rl.rollout.sessions import Sessions
-from titan_rl.rubric import env_reward
-from titan_rl.training.sample_builder import build_samples
+from titan_rl.rollout.group.sessions import Sessions
+from titan_rl.rollout.rewards.rubric import env_reward
+from titan_rl.rollout.settings import RolloutConfig
+from titan_rl.training.data.sample_builder import build_samples
 
 GOOD = Completion("r", [5, 6], [-0.5, -0.1], FinishReason.STOP, (VersionSpan(3, 2),))
 

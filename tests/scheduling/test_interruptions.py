@@ -16,13 +16,13 @@ from titan_rl import (
     TokenObservation,
     TokenStep,
 )
-from titan_rl.config.sections import SchedulingConfig
-from titan_rl.generation.engine_loop import EngineLoop
-from titan_rl.generation.local_replica import LocalReplica
+from titan_rl.generation.loop.engine_loop import EngineLoop
+from titan_rl.generation.loop.local_replica import LocalReplica
 from titan_rl.generation.resume import resume_on_abort
 from titan_rl.generation.scripted_engine import CostModel, ScriptedEngine, scripted_logprobs
 from titan_rl.scheduling.lease import Lease
 from titan_rl.scheduling.scheduler import GroupScheduler
+from titan_rl.scheduling.settings import SchedulingConfig
 
 
 class OneAnswer:

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titan_rl import Completion, FinishReason, Rollout, RolloutGroup, RolloutStatus, Turn, VersionSpan
-from titan_rl.config.sections import SchedulingConfig
+from titan_rl.calls.user_code import Failure
 from titan_rl.errors import ConfigError, StrayCancellationError, TrainingError
 from titan_rl.scheduling.backlog import Backlog
 from titan_rl.scheduling.batch import GroupBatch
 from titan_rl.scheduling.lease import Lease
 from titan_rl.scheduling.scheduler import GroupScheduler
-from titan_rl.user_code import Failure
+from titan_rl.scheduling.settings import SchedulingConfig
 
 
 def group_of(index: int, *versions: int) -> RolloutGroup:

@@ -7,8 +7,8 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titan_rl.training.family import SHORTEST, Family, find_families
-from titan_rl.training.sample import TrainingSample
+from titan_rl.training.data.family import SHORTEST, Family, find_families
+from titan_rl.training.data.sample import TrainingSample
 
 
 def sample(name: str, prompt: list[int], answer: list[int], group: str = "g") -> TrainingSample:

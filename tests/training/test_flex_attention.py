@@ -9,8 +9,8 @@ from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titan_rl.training.attention import Document, DocumentAttention, layout_documents
-from titan_rl.training.flex_attention import BLOCK, layout_blocks
+from titan_rl.training.attention.attention import Document, DocumentAttention, layout_documents
+from titan_rl.training.attention.flex_attention import BLOCK, layout_blocks
 
 Families = list[tuple[int, list[int]]]
 """The lengths of a prefix, 0 for none, and of the documents that continue it."""

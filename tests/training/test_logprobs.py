@@ -8,7 +8,7 @@ from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titan_rl.training.logprobs import selected_logprobs
+from titan_rl.training.policy.logprobs import selected_logprobs
 
 
 @settings(max_examples=examples(25))

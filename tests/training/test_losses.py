@@ -15,14 +15,14 @@ from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titan_rl.config.training import ADVANTAGES, LOSSES, CorrectionConfig, TrainingConfig
 from titan_rl.errors import ConfigError
-from titan_rl.rollout import advantages
-from titan_rl.training.batch import Batch, make_batch
-from titan_rl.training.family import Family
+from titan_rl.rollout.rewards import advantages
+from titan_rl.training.data.family import Family
+from titan_rl.training.data.sample import TrainingSample
 from titan_rl.training.losses import BY_NAME, LossTokens, TokenLoss
-from titan_rl.training.objective import Objective
-from titan_rl.training.sample import TrainingSample
+from titan_rl.training.objective.objective import Objective
+from titan_rl.training.policy.batch import Batch, make_batch
+from titan_rl.training.settings import ADVANTAGES, LOSSES, CorrectionConfig, TrainingConfig
 
 VERSION, CONTEXT, LIMIT = 7, 512, 20.0
 NAN, INF = float("nan"), float("inf")

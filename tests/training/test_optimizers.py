@@ -7,9 +7,9 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
-from titan_rl.config.training import OPTIMIZERS, TrainingConfig
 from titan_rl.errors import ConfigError
-from titan_rl.training.optimizers import BY_NAME, NamedParameters, Optimizers
+from titan_rl.training.optimizer.optimizers import BY_NAME, NamedParameters, Optimizers
+from titan_rl.training.settings import OPTIMIZERS, TrainingConfig
 
 LR, WEIGHT_DECAY, BETAS, EPS = 0.01, 0.1, (0.8, 0.9), 1e-3
 

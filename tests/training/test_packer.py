@@ -6,9 +6,9 @@ from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titan_rl.training.family import Family
-from titan_rl.training.packer import pack
-from titan_rl.training.sample import TrainingSample
+from titan_rl.training.data.family import Family
+from titan_rl.training.data.packer import pack
+from titan_rl.training.data.sample import TrainingSample
 
 
 def family(length: int, name: str = "r") -> Family:

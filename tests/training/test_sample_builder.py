@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus, Turn
-from titan_rl.training.sample_builder import build_samples
+from titan_rl.training.data.sample_builder import build_samples
 from titan_rl.types import Completion, FinishReason, VersionSpan
 
 

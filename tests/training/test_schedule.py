@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from titan_rl.config.training import TrainingConfig
-from titan_rl.training.schedule import learning_rate
+from titan_rl.training.optimizer.schedule import learning_rate
+from titan_rl.training.settings import TrainingConfig
 
 
 def rates(**settings: Any) -> list[float]:

@@ -7,10 +7,10 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titan_rl.config.training import TrainingConfig
-from titan_rl.training.family import Family
-from titan_rl.training.sample import TrainingSample
-from titan_rl.training.step_plan import StepPlan, plan_step
+from titan_rl.training.data.family import Family
+from titan_rl.training.data.sample import TrainingSample
+from titan_rl.training.data.step_plan import StepPlan, plan_step
+from titan_rl.training.settings import TrainingConfig
 
 
 def sample(index: int, length: int, group: int, prompt: int = 0) -> TrainingSample:

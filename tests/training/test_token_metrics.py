@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from titan_rl.training.metrics import TokenRecord, token_metrics
+from titan_rl.training.objective.metrics import TokenRecord, token_metrics
 
 RECORD = TokenRecord(
     valid_N=torch.tensor([True, True, True, False]),

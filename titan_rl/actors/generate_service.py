@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 
 from monarch.actor import Actor, concurrent_endpoint
 
+from titan_rl.calls.stopwatch import Stopwatch
 from titan_rl.errors import RequestError
-from titan_rl.rollout.timed import generate_within
+from titan_rl.rollout.group.timed import generate_within
 from titan_rl.rollout.types import Rollout
-from titan_rl.stopwatch import Stopwatch
 from titan_rl.types import Completion, GenerateFn, SamplingParams
 
 T = TypeVar("T")

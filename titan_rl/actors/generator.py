@@ -12,21 +12,23 @@ from functools import cached_property
 
 from monarch.actor import Port, concurrent_endpoint
 
-from titan_rl.actors.placement import use_gpus
-from titan_rl.actors.process import ProcessActor
+from titan_rl.actors.processes.garbage import growing_heap, settle_heap
+from titan_rl.actors.processes.gpus import use_gpus
+from titan_rl.actors.processes.process import ProcessActor
 from titan_rl.actors.request_stream import Request, RequestOutlet, Said
-from titan_rl.cancellation import stray_cancellation_fails
-from titan_rl.config.sections import GenerationConfig, ModelConfig, StateDictConfig
-from titan_rl.garbage import growing_heap, settle_heap
+from titan_rl.calls.cancellation import stray_cancellation_fails
+from titan_rl.config.sections import GenerationConfig
 from titan_rl.generation.engine import Engine
-from titan_rl.generation.engine_loop import EngineLoop
-from titan_rl.generation.engine_rank import Items, Weights, follow_leader
-from titan_rl.generation.local_replica import pause_anew, resume_if_paused
-from titan_rl.generation.ranks import GlooRanks, OneRank
+from titan_rl.generation.loop.engine_loop import EngineLoop
+from titan_rl.generation.loop.engine_rank import Items, Weights, follow_leader
+from titan_rl.generation.loop.local_replica import pause_anew, resume_if_paused
+from titan_rl.generation.loop.ranks import GlooRanks, OneRank
 from titan_rl.generation.types import KVPolicy, PauseMode
-from titan_rl.statedict.probes import verify
-from titan_rl.statedict.types import Manifest, StateDictTransport
+from titan_rl.training.settings import ModelConfig
 from titan_rl.types import Completion
+from titan_rl.weights.probes import verify
+from titan_rl.weights.settings import StateDictConfig
+from titan_rl.weights.types import Manifest, StateDictTransport
 
 logger = logging.getLogger(__name__)
 
@@ -156,7 +158,7 @@ class GeneratorActor(ProcessActor):
 
     @cached_property
     def _transport(self) -> StateDictTransport:
-        from titan_rl.statedict.transports import make_transport
+        from titan_rl.weights.transports.registry import make_transport
 
         return make_transport(self._settings.statedict, self._settings.run_id)
 

@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from titan_rl.actors.peer import Peer
+from titan_rl.actors.processes.remote_process import RemoteProcess
 from titan_rl.actors.request_stream import Request, RequestInlet
 from titan_rl.errors import ActorDiedError, GenerationError
 from titan_rl.generation.types import OnTokens, PauseMode
-from titan_rl.statedict.board import VersionBoard
 from titan_rl.types import Completion, SamplingParams
+from titan_rl.weights.board import VersionBoard
 
 
 class ActorReplica:
@@ -20,10 +20,10 @@ class ActorReplica:
     It finds manifests on the board, and posts there what a pull measured. It serves from `open` to `hang_up`.
     """
 
-    def __init__(self, peer: Peer, actor: Any, board: VersionBoard) -> None:
-        self.name = peer.name
-        self.peer = peer
-        self._inlet = RequestInlet(peer, actor.generate.broadcast)
+    def __init__(self, remote: RemoteProcess, actor: Any, board: VersionBoard) -> None:
+        self.name = remote.name
+        self.remote = remote
+        self._inlet = RequestInlet(remote, actor.generate.broadcast)
         self._listening: asyncio.Task[None] | None = None
         self._actor = actor
         self._board = board
@@ -79,6 +79,6 @@ class ActorReplica:
 
     async def _call(self, endpoint: Any, *args: Any) -> Any:
         try:
-            return await self.peer.call(endpoint, *args)
+            return await self.remote.call(endpoint, *args)
         except ActorDiedError as error:
             raise GenerationError(str(error)) from error

@@ -12,11 +12,11 @@ from typing import Any, Generic, TypeVar
 
 from monarch.actor import Channel, Port
 
-from titan_rl.actors.peer import Peer
+from titan_rl.actors.processes.remote_process import RemoteProcess
+from titan_rl.calls.user_code import summary
 from titan_rl.errors import ActorDiedError, GenerationError, RequestError, TitanRLError
 from titan_rl.generation.types import OnTokens
 from titan_rl.types import Completion, SamplingParams
-from titan_rl.user_code import summary
 
 logger = logging.getLogger(__name__)
 
@@ -97,15 +97,15 @@ class RequestInlet:
     """The controller's end. Answers arrive while `run` runs.
 
     Args:
-        peer: whose end fails every request.
+        remote: whose end fails every request.
         send: passes requests on to the generator.
     """
 
-    def __init__(self, peer: Peer, send: Callable[[list[Request]], None]) -> None:
+    def __init__(self, remote: RemoteProcess, send: Callable[[list[Request]], None]) -> None:
         self.port: Port[list[Said]]
         self._receiver: Any
         self.port, self._receiver = Channel[list[Said]].open()
-        self._peer = peer
+        self._remote = remote
         self._pass_on = send
         self._requests = Batch(self._send)
         self._waiting: dict[str, tuple[asyncio.Future[Completion], OnTokens | None]] = {}
@@ -132,17 +132,17 @@ class RequestInlet:
 
     async def run(self) -> None:
         """Hand on what the generator says, until it ends or this is cancelled."""
-        reason = f"nobody listens to {self._peer.name} any more"
+        reason = f"nobody listens to {self._remote.name} any more"
         try:
             while True:
-                for said in await self._peer.until_end(self._receiver.recv):
+                for said in await self._remote.until_end(self._receiver.recv):
                     self._take(said)
         except ActorDiedError as error:
             reason = str(error)
         except Exception as error:
-            logger.exception("what %s says cannot be read", self._peer.name)
-            self._peer.end(f"what it says cannot be read: {error!r}")
-            reason = f"{self._peer.name} died: {self._peer.reason}"
+            logger.exception("what %s says cannot be read", self._remote.name)
+            self._remote.end(f"what it says cannot be read: {error!r}")
+            reason = f"{self._remote.name} died: {self._remote.reason}"
         finally:
             self._ended = reason
             for request_id in self._waiting:
@@ -166,7 +166,7 @@ class RequestInlet:
                     self._send([request])
                 return
             unsendable = isinstance(error, (TypeError, AttributeError, pickle.PicklingError))
-            problem = f"request {wanted[0].request_id!r} could not be sent to {self._peer.name}: {error!r}"
+            problem = f"request {wanted[0].request_id!r} could not be sent to {self._remote.name}: {error!r}"
             self._settle(wanted[0].request_id, RequestError(problem) if unsendable else GenerationError(problem))
 
     def _is_wanted(self, request: Request) -> bool:

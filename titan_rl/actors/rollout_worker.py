@@ -12,13 +12,13 @@ from typing import Any
 
 from monarch.actor import concurrent_endpoint
 
-from titan_rl import stopwatch
-from titan_rl.actors.peer import call
-from titan_rl.actors.process import ProcessActor
+from titan_rl.actors.processes.process import ProcessActor
+from titan_rl.actors.processes.remote_process import call
+from titan_rl.calls import stopwatch
+from titan_rl.calls.watchdog import LoopWatchdog
 from titan_rl.rollout.records import portable
 from titan_rl.rollout.types import Rollout, RolloutGroup
 from titan_rl.types import Completion, SamplingParams
-from titan_rl.watchdog import LoopWatchdog
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class RolloutWorkerActor(ProcessActor):
             ConfigError: the task cannot be imported here.
         """
         from titan_rl.config.load import load_config
-        from titan_rl.rollout.from_config import make_rollouter
+        from titan_rl.config.make_rollouter import make_rollouter
 
         self._rollouter = make_rollouter(load_config(self._settings.config_path, check_files=False))
         in_actor = contextvars.copy_context().run  # the watching thread sends for this actor

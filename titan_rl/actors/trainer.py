@@ -15,19 +15,19 @@ from typing import Any, TypeVar
 
 from monarch.actor import concurrent_endpoint
 
-from titan_rl.actors.peer import Peer
-from titan_rl.actors.placement import use_gpus
-from titan_rl.actors.process import ProcessActor
-from titan_rl.config.sections import ModelConfig, StateDictConfig
-from titan_rl.config.training import CorrectionConfig, TrainingConfig
+from titan_rl.actors.processes.gpus import use_gpus
+from titan_rl.actors.processes.process import ProcessActor
+from titan_rl.actors.processes.remote_process import RemoteProcess
+from titan_rl.calls.user_code import summary
 from titan_rl.errors import ActorDiedError, CheckpointError, TitanRLError, TrainingError
-from titan_rl.statedict.parts import join
-from titan_rl.statedict.types import Manifest
-from titan_rl.training.checkpoint import step_directory
+from titan_rl.training.data.sample import TrainingSample
+from titan_rl.training.data.step_plan import StepPlan, plan_step
 from titan_rl.training.protocol import StepResult
-from titan_rl.training.sample import TrainingSample
-from titan_rl.training.step_plan import StepPlan, plan_step
-from titan_rl.user_code import summary
+from titan_rl.training.settings import CorrectionConfig, ModelConfig, TrainingConfig
+from titan_rl.training.state.checkpoint import step_directory
+from titan_rl.weights.parts import join
+from titan_rl.weights.settings import StateDictConfig
+from titan_rl.weights.types import Manifest
 
 logger = logging.getLogger(__name__)
 
@@ -74,9 +74,9 @@ class TrainerActor(ProcessActor):
         await self._run(self._load)
 
     def _load(self) -> None:
-        from titan_rl.statedict.transports import make_transport
         from titan_rl.training.publishing import WeightPublisher
         from titan_rl.training.trainer import TrainerCore
+        from titan_rl.weights.transports.registry import make_transport
 
         settings = self._settings
         self._trainer = TrainerCore(settings.model, settings.training, settings.correction, seed=settings.seed)
@@ -140,8 +140,8 @@ class ActorTrainer:
         ActorDiedError: from every call, once a process of the trainer is gone.
     """
 
-    def __init__(self, peer: Peer, ranks: Any, training: TrainingConfig) -> None:
-        self._peer = peer
+    def __init__(self, remote: RemoteProcess, ranks: Any, training: TrainingConfig) -> None:
+        self._remote = remote
         self._training = training
         size = training.data_parallel * training.tensor_parallel
         self._ranks = [ranks.slice(procs=rank) for rank in range(size)]
@@ -198,7 +198,7 @@ class ActorTrainer:
     async def _all(self, endpoint: str, *arguments: Sequence[Any], timeout_s: float | None = None) -> list[Any]:
         """Call every rank, each with its arguments, and return what each one does."""
         calls = [
-            self._peer.call(getattr(rank, endpoint), *own, timeout_s=timeout_s)
+            self._remote.call(getattr(rank, endpoint), *own, timeout_s=timeout_s)
             for rank, own in zip(self._ranks, arguments or [()] * len(self._ranks), strict=True)
         ]
         try:

@@ -11,9 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 from titan_rl.actors.generate_service import GroupDesk, open_desk
-from titan_rl.actors.peer import Peer
+from titan_rl.actors.processes.remote_process import RemoteProcess
 from titan_rl.errors import ActorDiedError
-from titan_rl.rollout.callbacks import Callbacks
+from titan_rl.rollout.group.callbacks import Callbacks
 from titan_rl.rollout.types import Rollout, RolloutGroup
 from titan_rl.types import GenerateFn, SamplingParams
 
@@ -31,19 +31,19 @@ class WorkerPool:
     """
 
     def __init__(self, *, max_attempts: int = 3, wait_s: float = 180.0) -> None:
-        self._workers: dict[Peer, Any] = {}  # actors
-        self._load: Counter[Peer] = Counter()  # rollouts
+        self._workers: dict[RemoteProcess, Any] = {}  # actors
+        self._load: Counter[RemoteProcess] = Counter()  # rollouts
         self._max_attempts = max_attempts
         self._wait_s = wait_s
         self._changed = asyncio.Event()
         self._callbacks = Callbacks()
 
-    def add(self, peer: Peer, actor: Any) -> None:
-        self._workers[peer] = actor
+    def add(self, remote: RemoteProcess, actor: Any) -> None:
+        self._workers[remote] = actor
         self._changed.set()
 
-    def remove(self, peer: Peer) -> None:
-        self._workers.pop(peer, None)
+    def remove(self, remote: RemoteProcess) -> None:
+        self._workers.pop(remote, None)
 
     async def run_group(
         self,
@@ -69,25 +69,25 @@ class WorkerPool:
                 self._callbacks.call("on_finished", on_finished, rollout)
 
         for attempt in range(1, self._max_attempts + 1):
-            peer = await self._least_loaded()
-            actor, desk = self._workers[peer], GroupDesk(generate, tell)
-            self._load[peer] += group_size
+            remote = await self._least_loaded()
+            actor, desk = self._workers[remote], GroupDesk(generate, tell)
+            self._load[remote] += group_size
             try:
                 with open_desk(group_id, desk):
-                    group = await peer.call(actor.run_group, sample, group_id, group_size, sampling)
+                    group = await remote.call(actor.run_group, sample, group_id, group_size, sampling)
                 rollouts = [replace(rollout, sample=sample) for rollout in group.rollouts]
                 return replace(group, sample=sample, rollouts=rollouts)
             except ActorDiedError as error:
-                self.remove(peer)
+                self.remove(remote)
                 if attempt == self._max_attempts:
                     raise
                 logger.warning("%s; group %s is played again", error, group_id)
             except asyncio.CancelledError:
                 with suppress(ActorDiedError):
-                    await peer.call(actor.cancel, group_id, timeout_s=CANCEL_TIMEOUT_S)
+                    await remote.call(actor.cancel, group_id, timeout_s=CANCEL_TIMEOUT_S)
                 raise
             finally:
-                self._load[peer] -= group_size
+                self._load[remote] -= group_size
                 await desk.close()
         raise AssertionError("the last attempt returns or raises")
 
@@ -99,7 +99,7 @@ class WorkerPool:
         for worker in self._workers.values():
             worker.resume_judging.broadcast()
 
-    async def _least_loaded(self) -> Peer:
+    async def _least_loaded(self) -> RemoteProcess:
         try:
             async with asyncio.timeout(self._wait_s):
                 while not self._workers:
@@ -107,4 +107,4 @@ class WorkerPool:
                     await self._changed.wait()
         except TimeoutError:
             raise ActorDiedError(f"no rollout worker came up within {self._wait_s:g} s") from None
-        return min(self._workers, key=lambda peer: self._load[peer])
+        return min(self._workers, key=lambda remote: self._load[remote])

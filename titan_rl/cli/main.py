@@ -11,14 +11,14 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn, cast
 
+from titan_rl.calls.output import OutputError, replace_closed_streams, say, tell
+from titan_rl.calls.user_code import reason, summary
 from titan_rl.cli.overrides import check_resume, split_overrides
 from titan_rl.cli.run_folder import CONFIG, find_run
 from titan_rl.config.concurrency import throttles
 from titan_rl.config.load import dump_config, load_config
 from titan_rl.config.reference import reference
 from titan_rl.errors import ConfigError, ModelError, TitanRLError
-from titan_rl.output import OutputError, replace_closed_streams, say, tell
-from titan_rl.user_code import reason, summary
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -77,7 +77,7 @@ def _dispatch(argv: list[str]) -> int:
         say(dump_config(config))
         return 0
     # Not before the settings are known to be right: what starts processes also imports what they need.
-    from titan_rl.launch import run_training
+    from titan_rl.run.launch import run_training
 
     return run_training(config, resume)
 

@@ -13,14 +13,14 @@ from typing import Any, cast
 import tomli_w
 from pydantic import ValidationError
 
+from titan_rl.calls.imports import find_function
 from titan_rl.config.concurrency import describe_concurrency
 from titan_rl.config.explain import Origins, explain
-from titan_rl.config.imports import find_function
 from titan_rl.config.model_folder import check_model_folder, find_model_folder
 from titan_rl.config.run import RunConfig
 from titan_rl.config.task import load_task, task_type
-from titan_rl.config.training import FUNCTIONS
 from titan_rl.errors import ConfigError
+from titan_rl.training.settings import FUNCTIONS
 
 Tables = dict[str, Any]
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from titan_rl.config.run import RunConfig
-from titan_rl.config.sections import Section
+from titan_rl.settings import Section
 
 
 def reference() -> str:

@@ -11,24 +11,23 @@ from titan_rl.config.sections import (
     CheckpointConfig,
     GenerationConfig,
     LoggingConfig,
-    ModelConfig,
-    RolloutConfig,
     RoutingConfig,
     SamplingConfig,
-    SchedulingConfig,
-    Section,
-    StateDictConfig,
     ValidationConfig,
 )
-from titan_rl.config.training import CorrectionConfig, TrainingConfig
-from titan_rl.task import Task
+from titan_rl.rollout.settings import RolloutConfig
+from titan_rl.rollout.task import Task
+from titan_rl.scheduling.settings import SchedulingConfig
+from titan_rl.settings import Section
+from titan_rl.training.settings import CorrectionConfig, ModelConfig, TrainingConfig
+from titan_rl.weights.settings import StateDictConfig
 
 
 class RunConfig(Section):
     """The settings of one run: two of its own and one table for each part.
 
     `task` is the task itself. In TOML it is the table `[task]`, where `type = "module:Class"` names a `Section`
-    that implements `titan_rl.task.Task` and the other keys are that class's fields.
+    that implements `titan_rl.rollout.task.Task` and the other keys are that class's fields.
 
     Raises:
         pydantic.ValidationError: also when settings that are each allowed do not fit together.

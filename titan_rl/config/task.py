@@ -8,11 +8,11 @@ from typing import Any, cast
 from pydantic import ValidationError
 from typing_extensions import get_protocol_members
 
+from titan_rl.calls.imports import find_attribute, import_module
 from titan_rl.config.explain import Origins, explain
-from titan_rl.config.imports import find_attribute, import_module
-from titan_rl.config.sections import Section
 from titan_rl.errors import ConfigError
-from titan_rl.task import Task
+from titan_rl.rollout.task import Task
+from titan_rl.settings import Section
 
 
 def load_task(table: Any, origins: Origins) -> Task:

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from itertools import count
 
-from titan_rl import stopwatch
+from titan_rl.calls import stopwatch
 from titan_rl.errors import GenerationError
 from titan_rl.generation.continuation import ending, merge_completions, remaining_sampling
 from titan_rl.types import Completion, FinishReason, GenerateFn, SamplingParams
@@ -30,7 +30,7 @@ def resume_on_abort(
 
     `min_tokens` shrinks by what exists. A seed makes the whole reproducible for the same interruptions: later
     segments draw from a seed derived from it and from the number of tokens so far, since repeating the seed would
-    repeat its draws. When the rollout's own time is up what there is comes back aborted (`titan_rl.stopwatch`).
+    repeat its draws. When the rollout's own time is up what there is comes back aborted (`titan_rl.calls.stopwatch`).
 
     Args:
         wait_until_resumed: awaited before each further attempt.

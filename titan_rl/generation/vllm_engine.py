@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from titan_rl.calls.extras import require
 from titan_rl.errors import ModelError, RequestError
-from titan_rl.extras import require
 from titan_rl.generation.engine import EngineRequest, TokenDelta
 from titan_rl.types import FinishReason, SamplingParams
 

@@ -1,0 +1,1 @@
+"""From a sample to a scored group of rollouts. Of generation it knows one thing: `GenerateFn`."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 from operator import index
 from typing import Any
 
-from titan_rl.plain import plain, snapshot
+from titan_rl.calls.plain import plain, snapshot
 from titan_rl.rollout.types import Message, Rollout
 from titan_rl.types import Completion, VersionSpan
 

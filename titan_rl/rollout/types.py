@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from titan_rl.calls.user_code import Failure
 from titan_rl.types import Completion, require_member
-from titan_rl.user_code import Failure
 
 Message = Mapping[str, Any]
 """One chat message: `{"role": "user", "content": "..."}`, plus what the chat template knows of."""

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from titan_rl.config.sections import SchedulingConfig
 from titan_rl.errors import ConfigError
 from titan_rl.rollout.types import RolloutGroup
+from titan_rl.scheduling.settings import SchedulingConfig
 
 
 @dataclass(frozen=True, slots=True)

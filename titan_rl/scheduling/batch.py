@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from titan_rl.config.sections import SchedulingConfig
 from titan_rl.errors import TrainingError
 from titan_rl.rollout.types import RolloutGroup
+from titan_rl.scheduling.settings import SchedulingConfig
 
 
 @dataclass(frozen=True, slots=True)

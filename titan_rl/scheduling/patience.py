@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 
-from titan_rl.config.sections import SchedulingConfig
 from titan_rl.errors import TrainingError
-from titan_rl.rollout.failures import ErrorCounts
+from titan_rl.rollout.group.failures import ErrorCounts
 from titan_rl.rollout.types import RolloutGroup, RolloutStatus
+from titan_rl.scheduling.settings import SchedulingConfig
 
 
 class Patience:

@@ -11,7 +11,6 @@ from itertools import chain, count
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from titan_rl.config.sections import SchedulingConfig
 from titan_rl.errors import TrainingError
 from titan_rl.rollout.types import RolloutGroup
 from titan_rl.scheduling.backlog import Backlog, SchedulerObserver
@@ -21,6 +20,7 @@ from titan_rl.scheduling.filters import LOST, GroupFilter, first_reason, too_few
 from titan_rl.scheduling.lease import Lease
 from titan_rl.scheduling.ledger import GroupState, Ledger
 from titan_rl.scheduling.patience import Patience
+from titan_rl.scheduling.settings import SchedulingConfig
 from titan_rl.scheduling.slots import SlotPool
 from titan_rl.scheduling.task_scope import TaskScope
 from titan_rl.scheduling.told import Told

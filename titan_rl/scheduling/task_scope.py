@@ -7,8 +7,8 @@ from collections.abc import Callable, Coroutine
 from types import TracebackType
 from typing import Any
 
+from titan_rl.calls.user_code import describe
 from titan_rl.errors import StrayCancellationError, TrainingError
-from titan_rl.user_code import describe
 
 
 class TaskScope(asyncio.TaskGroup):

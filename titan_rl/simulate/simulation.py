@@ -8,18 +8,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from titan_rl.config.sections import RolloutConfig, SchedulingConfig
-from titan_rl.environment.types import TokenObservation, TokenStep
 from titan_rl.errors import ConfigError, MissingExtraError
 from titan_rl.generation.resume import resume_on_abort
-from titan_rl.rollout.rollouter import Rollouter
+from titan_rl.generation.router import GeneratorRouter, Limits
+from titan_rl.rollout.environment.types import TokenObservation, TokenStep
+from titan_rl.rollout.group.rollouter import Rollouter
+from titan_rl.rollout.rewards.rubric import Reward, Rubric
+from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus
-from titan_rl.routing import GeneratorRouter, Limits
-from titan_rl.rubric import Reward, Rubric
 from titan_rl.scheduling.batch import GroupBatch
 from titan_rl.scheduling.lease import Lease
 from titan_rl.scheduling.ledger import lengths
 from titan_rl.scheduling.scheduler import GroupScheduler
+from titan_rl.scheduling.settings import SchedulingConfig
 from titan_rl.simulate.cluster import Cluster
 from titan_rl.simulate.replica import SimulatedReplica
 from titan_rl.simulate.tokens import Repeated

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from titan_rl.statedict.types import Manifest
-from titan_rl.training.sample import TrainingSample
+from titan_rl.training.data.sample import TrainingSample
+from titan_rl.weights.types import Manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +17,7 @@ class StepResult:
 
     `metrics` holds loss and grad_norm (means over its minibatches), lr, num_tokens (trained), num_samples,
     num_dropped_samples (longer than a row), padding_fraction, wait_for_copy_s (until the optimizer could change weights
-    that were being published), and what `titan_rl.training.metrics.token_metrics` documents.
+    that were being published), and what `titan_rl.training.objective.metrics.token_metrics` documents.
     """
 
     version: int  # of the weights after the step

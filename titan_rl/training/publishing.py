@@ -9,13 +9,14 @@ from dataclasses import dataclass
 
 import torch
 
-from titan_rl.config.sections import ModelConfig, StateDictConfig
 from titan_rl.errors import StateDictError
-from titan_rl.statedict.probes import make_probes
-from titan_rl.statedict.types import Manifest, Probe, StateDictTransport, TensorSlice
 from titan_rl.training.device import aside
 from titan_rl.training.readers import LIMIT_S
+from titan_rl.training.settings import ModelConfig
 from titan_rl.training.trainer import TrainerCore
+from titan_rl.weights.probes import make_probes
+from titan_rl.weights.settings import StateDictConfig
+from titan_rl.weights.types import Manifest, Probe, StateDictTransport, TensorSlice
 
 PROBE_TOKENS = 32
 TOLERANCE = {"float32": 1e-5, "bfloat16": 0.1}
@@ -77,7 +78,7 @@ class WeightPublisher:
         """Wait until the version begun last is published, or is not: on all ranks alike. Any thread may call this.
 
         Returns:
-            a manifest of one part. `titan_rl.statedict.parts.join` makes a version of those of all ranks.
+            a manifest of one part. `titan_rl.weights.parts.join` makes a version of those of all ranks.
 
         Raises:
             StateDictError: on all ranks, if one of them has published the version already, has no room for it, or

@@ -13,26 +13,25 @@ from typing import Any
 
 import torch
 
-from titan_rl.config.sections import ModelConfig
-from titan_rl.config.training import CorrectionConfig, TrainingConfig
 from titan_rl.errors import CheckpointError, TrainingError
-from titan_rl.statedict.types import TensorSlice
-from titan_rl.training.batch import Batch
-from titan_rl.training.gradients import average_and_clip
-from titan_rl.training.hf_export import export_hf
-from titan_rl.training.metrics import TokenRecord, token_metrics
-from titan_rl.training.minibatch import Minibatch
-from titan_rl.training.objective import Objective
-from titan_rl.training.optimizers import Optimizers
-from titan_rl.training.policy import Policy
+from titan_rl.training.data.sample import TrainingSample
+from titan_rl.training.data.step_plan import StepPlan, plan_step
+from titan_rl.training.objective.metrics import TokenRecord, token_metrics
+from titan_rl.training.objective.objective import Objective
+from titan_rl.training.optimizer.gradients import average_and_clip
+from titan_rl.training.optimizer.optimizers import Optimizers
+from titan_rl.training.optimizer.schedule import learning_rate
+from titan_rl.training.parallel.world import World
+from titan_rl.training.policy.batch import Batch
+from titan_rl.training.policy.minibatch import Minibatch
+from titan_rl.training.policy.policy import Policy
+from titan_rl.training.policy.scoring import draw, score
 from titan_rl.training.protocol import StepResult
 from titan_rl.training.readers import Readers
-from titan_rl.training.sample import TrainingSample
-from titan_rl.training.schedule import learning_rate
-from titan_rl.training.scoring import draw, score
-from titan_rl.training.step_plan import StepPlan, plan_step
-from titan_rl.training.train_state import TrainStateWriter, load_train_state
-from titan_rl.training.world import World
+from titan_rl.training.settings import CorrectionConfig, ModelConfig, TrainingConfig
+from titan_rl.training.state.hf_export import export_hf
+from titan_rl.training.state.train_state import TrainStateWriter, load_train_state
+from titan_rl.weights.types import TensorSlice
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
     loss = -A_t * log pi_theta(t)
 
-Williams, 1992, Machine Learning 8, eq. 2. Off-policy it needs the weights of `titan_rl.training.corrections`.
+Williams, 1992, Machine Learning 8, eq. 2. Off-policy it needs the weights of `titan_rl.training.objective.corrections`.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from torch import nn
 
 import titan_rl.training.device  # noqa: F401  before torchtitan
 from titan_rl.errors import ModelError
-from titan_rl.training.attention import DocumentAttention
+from titan_rl.training.attention.attention import DocumentAttention
 
 # isort: split
 from torchtitan.models.common import Embedding, Linear

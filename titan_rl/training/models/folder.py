@@ -16,12 +16,12 @@ from safetensors import SafetensorError, safe_open
 
 import titan_rl.training.device  # noqa: F401  before torchtitan
 from titan_rl.errors import ModelError
-from titan_rl.statedict.types import TensorSlice
 from titan_rl.training.models import ARCHITECTURES, Architecture
 from titan_rl.training.models.architecture import Dimensions
 from titan_rl.training.models.slices import held_slices, hf_names
-from titan_rl.training.parallel import whole
-from titan_rl.training.world import World
+from titan_rl.training.parallel.parallel import whole
+from titan_rl.training.parallel.world import World
+from titan_rl.weights.types import TensorSlice
 
 # isort: split
 from torchtitan.models.common.decoder import Decoder

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from titan_rl.statedict.types import Place, TensorSlice
-from titan_rl.training.parallel import held, whole
-from titan_rl.training.world import World
+from titan_rl.training.parallel.parallel import held, whole
+from titan_rl.training.parallel.world import World
+from titan_rl.weights.types import Place, TensorSlice
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,49 @@
+"""A program that something in its event loop wants to end ends in order."""
+
+import asyncio
+
+import pytest
+
+from titan_rl.calls.event_loop import run_to_its_end
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+def test_a_task_or_callback_that_exits_cancels_the_program_which_cleans_up_however_many_follow(kind):
+    told = []
+
+    async def exits(number):
+        raise kind(number)
+
+    def exits_at_once():
+        raise kind(2)
+
+    async def program():
+        tasks = [asyncio.ensure_future(exits(0)), asyncio.ensure_future(exits(1))]
+        helper = asyncio.ensure_future(asyncio.sleep(1000, "what it saved"))
+        asyncio.get_running_loop().call_soon(exits_at_once)
+        try:
+            await asyncio.sleep(1000)
+        except asyncio.CancelledError:
+            for _ in range(5):
+                await asyncio.sleep(0)
+            told.append(all(task.done() for task in tasks))
+            told.append(helper.cancelled())  # what the clean-up may need
+            raise
+
+    with pytest.raises(kind) as raised:
+        run_to_its_end(program())
+    assert told == [True, False]
+    assert raised.value.args == (0,)
+
+
+def test_else_it_is_what_the_program_gives_or_raises():
+    async def program(error):
+        await asyncio.sleep(0)
+        if error is not None:
+            raise error
+        return 3
+
+    assert run_to_its_end(program(None)) == 3
+    for error in (KeyError("a"), asyncio.CancelledError(), SystemExit(4)):
+        with pytest.raises(type(error)):
+            run_to_its_end(program(error))

@@ -1,0 +1,27 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from titan_rl.calls.extras import require
+from titan_rl.errors import MissingExtraError
+
+
+def test_what_is_installed_is_imported():
+    assert require("json", "cpu") is json
+
+
+def test_what_is_missing_names_the_extra():
+    with pytest.raises(MissingExtraError, match=r"absent_stack is not installed; .* 'titan-rl\[cpu\]'"):
+        require("absent_stack.engine", "cpu")
+
+
+def test_a_module_that_lacks_something_else_says_so_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "needs_more.py").write_text("import absent_dependency")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    with pytest.raises(ModuleNotFoundError, match="absent_dependency") as caught:
+        require("needs_more", "cpu")
+    assert not isinstance(caught.value, MissingExtraError)

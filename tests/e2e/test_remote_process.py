@@ -1,0 +1,104 @@
+"""Calls to a process that ends: real processes, and an endpoint that never answers."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
+
+from titan_rl.actors.processes.remote_process import RemoteProcess
+from titan_rl.errors import ActorDiedError
+
+LIMIT_S = 30
+
+
+class Silent:
+    """An endpoint that takes every call and answers none."""
+
+    def __init__(self) -> None:
+        self.called = asyncio.Event()
+
+    async def call_one(self) -> None:
+        self.called.set()
+        await asyncio.Event().wait()
+
+
+@pytest.fixture
+def process() -> Iterator[subprocess.Popen[bytes]]:
+    """Runs until it is killed or reads a line."""
+    with subprocess.Popen([sys.executable, "-c", "exit(int(input()))"], stdin=subprocess.PIPE) as process:
+        yield process
+        process.kill()
+
+
+async def test_the_kernel_ends_calls_in_flight_and_later_ones(process) -> None:
+    ended: list[RemoteProcess] = []
+    remote, endpoint = RemoteProcess("trainer", ended.append), Silent()
+    remote.watch([process.pid])
+    calls = [asyncio.ensure_future(remote.call(endpoint)) for _ in range(3)]
+    await endpoint.called.wait()
+    process.kill()
+    for call in [*calls, remote.call(endpoint)]:
+        with pytest.raises(ActorDiedError, match=rf"trainer died: process {process.pid} was killed by SIGKILL"):
+            await asyncio.wait_for(call, LIMIT_S)
+    remote.end("again")
+    assert ended == [remote]
+
+
+async def test_the_status_of_a_process_that_exits_is_told(process) -> None:
+    remote, endpoint = RemoteProcess("generator-0"), Silent()
+    remote.watch([process.pid])
+    call = asyncio.ensure_future(remote.call(endpoint))
+    await endpoint.called.wait()
+    process.stdin.write(b"3\n")
+    process.stdin.flush()
+    with pytest.raises(ActorDiedError, match="exited with status 3"):
+        await asyncio.wait_for(call, LIMIT_S)
+
+
+async def test_one_that_is_gone_already_has_ended(process) -> None:
+    process.kill()
+    process.wait()
+    remote = RemoteProcess("generator-0")
+    remote.watch([process.pid])
+    with pytest.raises(ActorDiedError, match="generator-0 died"):
+        await remote.call(Silent())
+
+
+async def test_those_of_no_use_without_the_one_that_ended_are_killed(process) -> None:
+    other = await asyncio.create_subprocess_exec(sys.executable, "-c", "input()", stdin=subprocess.PIPE)
+    remote = RemoteProcess("trainer")
+    remote.watch([process.pid, other.pid])
+    process.kill()
+    assert await asyncio.wait_for(other.wait(), LIMIT_S) == -signal.SIGKILL
+    with pytest.raises(ActorDiedError, match=f"process {process.pid}"):
+        await remote.call(Silent())
+
+
+async def test_what_ends_after_close_was_told_to(process) -> None:
+    ended: list[RemoteProcess] = []
+    remote = RemoteProcess("trainer", ended.append)
+    open_before = len(os.listdir("/proc/self/fd"))
+    remote.watch([process.pid])
+    remote.close()
+    process.kill()
+    process.wait()
+    await asyncio.sleep(0)
+    assert (ended, remote.reason) == ([], None)
+    assert len(os.listdir("/proc/self/fd")) == open_before
+
+
+async def test_a_cancelled_call_is_cancelled_and_a_late_one_names_its_limit() -> None:
+    remote, endpoint = RemoteProcess("generator-0"), Silent()
+    call = asyncio.ensure_future(remote.call(endpoint))
+    await endpoint.called.wait()
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    with pytest.raises(ActorDiedError, match=r"generator-0 did not answer within 0\.01 s"):
+        await remote.call(endpoint, timeout_s=0.01)

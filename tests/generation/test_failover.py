@@ -1,0 +1,168 @@
+"""A replica is lost in the middle of a request, which goes on elsewhere from the tokens the router has seen.
+
+The replicas are engine loops over `ScriptedEngine`, whose next token is a function of the tokens before it, so a lost,
+doubled or misplaced token changes everything that follows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import pytest
+from depth import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from titan_rl.errors import GenerationError
+from titan_rl.generation.loop.engine_loop import EngineLoop
+from titan_rl.generation.router import GeneratorRouter, Limits
+from titan_rl.generation.scripted_engine import ScriptedEngine
+from titan_rl.types import Completion, FinishReason, SamplingParams
+
+INTERVAL = 4
+
+
+class LoopReplica:
+    """An engine loop as a replica. `die_at` loses it once a request has streamed that many tokens."""
+
+    def __init__(self, name: str, die_at: int | None = None) -> None:
+        self.name = name
+        self.loop = EngineLoop(ScriptedEngine, stream_interval=INTERVAL)
+        self.asked: list[tuple[int, int]] = []  # (prompt tokens, budget) of each request
+        self._die_at = die_at
+        self._dead: asyncio.Event = asyncio.Event()
+
+    async def stream(self, prompt_token_ids, *, request_id, session_id=None, sampling, on_tokens) -> Completion:
+        self.asked.append((len(prompt_token_ids), sampling.max_tokens))
+        streamed = 0
+
+        def tell(part: Completion) -> None:
+            nonlocal streamed
+            if self._dead.is_set():
+                return
+            on_tokens(part)
+            streamed += len(part.token_ids)
+            if self._die_at is not None and streamed >= self._die_at:
+                self._dead.set()
+
+        answer = asyncio.ensure_future(
+            self.loop.generate(prompt_token_ids, request_id=request_id, sampling=sampling, on_tokens=tell)
+        )
+        death = asyncio.ensure_future(self._dead.wait())
+        await asyncio.wait([answer, death], return_when=asyncio.FIRST_COMPLETED)
+        if self._dead.is_set():
+            answer.cancel()
+            raise GenerationError(f"{self.name} died")
+        death.cancel()
+        return answer.result()
+
+    async def generate(self, prompt_token_ids, *, request_id, session_id=None, sampling) -> Completion:
+        raise AssertionError("a replica that streams is asked to stream")
+
+    async def pull(self, version: int) -> None:
+        if self._dead.is_set():
+            raise GenerationError(f"{self.name} is dead")
+
+    async def pause(self, mode: str) -> None: ...
+
+    async def resume(self) -> None: ...
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        await self.loop.abort(request_ids)
+
+    async def close(self) -> None: ...
+
+
+@asynccontextmanager
+async def routed(*replicas: LoopReplica) -> AsyncIterator[GeneratorRouter]:
+    for replica in replicas:
+        await replica.loop.start()
+    router = GeneratorRouter(replicas, max_attempts=len(replicas), limits=Limits(no_replica_s=1.0))
+    try:
+        yield router
+    finally:
+        await router.close()
+        for replica in replicas:
+            await replica.loop.close()
+
+
+async def undisturbed(prompt: list[int], sampling: SamplingParams) -> Completion:
+    loop = EngineLoop(ScriptedEngine)
+    await loop.start()
+    try:
+        return await loop.generate(prompt, request_id="r", sampling=sampling)
+    finally:
+        await loop.close()
+
+
+@settings(max_examples=examples(25), deadline=None)
+@given(die_at=st.lists(st.integers(1, 40), min_size=1, max_size=3), budget=st.integers(1, 48))
+def test_tokens_equal_those_of_an_undisturbed_run(die_at: list[int], budget: int) -> None:
+    async def scenario() -> None:
+        sampling = SamplingParams(max_tokens=budget)
+        whole = await undisturbed([3, 1, 4], sampling)
+        replicas = [LoopReplica(f"mortal-{index}", tokens) for index, tokens in enumerate(die_at)]
+        async with routed(*replicas, LoopReplica("survivor")) as router:
+            completion = await router.generate([3, 1, 4], request_id="r", sampling=sampling)
+            assert all(member.load == 0 for member in router.members)
+        assert list(completion.token_ids) == list(whole.token_ids)
+        assert list(completion.logprobs) == list(whole.logprobs)
+        assert completion.finish_reason is whole.finish_reason
+        assert completion.request_id == "r"
+
+    asyncio.run(scenario())
+
+
+async def test_only_what_was_not_streamed_is_generated_again() -> None:
+    first, second = LoopReplica("first", die_at=10), LoopReplica("second")
+    async with routed(first, second) as router:
+        completion = await router.generate([7] * 5, request_id="r", sampling=SamplingParams(max_tokens=30))
+    assert first.asked == [(5, 30)]
+    assert second.asked == [(5 + 12, 30 - 12)]  # told of at 4, 8 and 12
+    assert len(completion.token_ids) == 30
+    assert completion.metrics["num_resumes"] == 1
+
+
+async def test_nothing_is_asked_for_when_only_the_answer_was_lost() -> None:
+    first, second = LoopReplica("first", die_at=8), LoopReplica("second")
+    async with routed(first, second) as router:
+        completion = await router.generate([7], request_id="r", sampling=SamplingParams(max_tokens=8))
+    assert second.asked == []
+    assert (len(completion.token_ids), completion.finish_reason) == (8, FinishReason.LENGTH)
+
+
+async def test_the_last_replica_lost_fails_the_request_with_the_reason() -> None:
+    async with routed(LoopReplica("only", die_at=4)) as router:
+        with pytest.raises(GenerationError, match="only died"):
+            await router.generate([7], request_id="r", sampling=SamplingParams(max_tokens=64))
+
+
+async def test_what_a_replica_does_to_its_prompt_reaches_neither_the_next_one_nor_the_caller() -> None:
+    seen: list[list[int]] = []
+
+    class Meddling:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        async def generate(self, prompt_token_ids, *, request_id, session_id=None, sampling) -> Completion:
+            seen.append(list(prompt_token_ids))
+            prompt_token_ids.append(99)
+            if len(seen) == 1:
+                raise GenerationError("gone")
+            return Completion(request_id, [], [], FinishReason.STOP, ())
+
+        async def pull(self, version: int) -> int:
+            return version
+
+        async def pause(self, mode) -> None: ...
+        async def resume(self) -> None: ...
+        async def abort(self, request_ids) -> None: ...
+        async def close(self) -> None: ...
+
+    router = GeneratorRouter([Meddling("a"), Meddling("b")])
+    mine = [5]
+    await router.generate(mine, request_id="r", sampling=SamplingParams(max_tokens=8))
+    await router.close()
+    assert (mine, seen) == ([5], [[5], [5]])

@@ -1,0 +1,50 @@
+"""A pull that the router gave up on comes through after a newer one, over a real engine loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+from titan_rl.generation.loop.engine_loop import EngineLoop
+from titan_rl.generation.loop.local_replica import LocalReplica
+from titan_rl.generation.router import GeneratorRouter, Limits
+from titan_rl.generation.scripted_engine import ScriptedEngine
+from titan_rl.types import SamplingParams
+
+
+class Elsewhere(LocalReplica):
+    """What it is told goes on in its own process, also when nobody waits for it any more."""
+
+    def __init__(self) -> None:
+        self.opened, self.released = threading.Event(), threading.Event()
+        self.told: list[asyncio.Task[int]] = []
+        super().__init__("a", EngineLoop(ScriptedEngine), self._items)
+
+    def _items(self, version: int) -> Iterable[tuple[str, Any]]:
+        if version == 6 and not self.opened.is_set():
+            self.opened.set()
+            assert self.released.wait(30)
+        return [("weight", version)]
+
+    async def pull(self, version: int) -> int:
+        task = asyncio.ensure_future(super().pull(version))
+        self.told.append(task)
+        return await asyncio.shield(task)
+
+
+async def test_it_loads_nothing_and_the_router_knows_what_is_served() -> None:
+    replica = Elsewhere()
+    await replica.loop.start()
+    router = GeneratorRouter([replica], limits=Limits(pull_s=0.1, quarantine_s=0.01))
+    giving_up = asyncio.ensure_future(router.pull_state_dict(6))
+    assert await asyncio.to_thread(replica.opened.wait, 30)
+    await router.pull_state_dict(7)
+    await giving_up
+    replica.released.set()
+    assert await replica.told[0] == 7  # the late one
+    completion = await router.generate([1], request_id="r", sampling=SamplingParams(max_tokens=3))
+    assert completion.versions == [7, 7, 7]
+    assert [(member.version, member.serving) for member in router.members] == [(7, True)]
+    await router.close()

@@ -1,0 +1,179 @@
+"""A request that no engine can bear fails alone, and takes no more than one replica out of service for a moment.
+Virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+import pytest
+from depth import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from looptime import new_event_loop
+
+from titan_rl.errors import GenerationError, RequestError
+from titan_rl.generation.router import GeneratorRouter, Limits
+from titan_rl.generation.scripted_engine import CostModel
+from titan_rl.simulate.replica import SimulatedReplica
+from titan_rl.types import Completion, FinishReason, SamplingParams
+
+NUM_TOKENS, STEP_S = 400, 0.05  # 20 s alone
+
+
+class Touchy(SimulatedReplica):
+    """Some of its requests raise what nobody foresaw."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            name,
+            lambda request_id, context: 1 + NUM_TOKENS - context,
+            CostModel(step=STEP_S),
+            max_running=64,
+            kv_tokens=1 << 40,
+            stream_interval=16,
+        )
+        self.served: list[str] = []
+        self.is_broken = False
+
+    async def stream(self, prompt_token_ids, *, request_id, session_id=None, sampling, on_tokens) -> Completion:
+        self.served.append(request_id)
+        if request_id.startswith("poison"):
+            await asyncio.sleep(float(request_id.split("/")[1].partition("~")[0]))
+            raise RuntimeError("division by zero")
+        if self.is_broken:
+            raise RuntimeError("device lost")
+        return await super().stream(
+            prompt_token_ids, request_id=request_id, session_id=session_id, sampling=sampling, on_tokens=on_tokens
+        )
+
+
+class Stage:
+    def __init__(self, num_replicas: int) -> None:
+        self.failed: list[str] = []
+        self.replicas = [Touchy(name) for name in "abcd"[:num_replicas]]
+        self.engines = [asyncio.ensure_future(replica.run()) for replica in self.replicas]
+        self.router = GeneratorRouter(
+            self.replicas,
+            limits=Limits(no_replica_s=60),
+            on_replica_failed=self.note,
+        )
+        self.most_out = 0
+
+    def note(self, replica: object, error: Exception) -> None:
+        self.failed.append(str(replica.name))  # pyright: ignore[reportAttributeAccessIssue]
+        self.most_out = max(self.most_out, self.num_out)
+
+    @property
+    def num_out(self) -> int:
+        return sum(not member.serving for member in self.router.members)
+
+    def ask(self, request_id: str) -> asyncio.Task[Completion]:
+        sampling = SamplingParams(max_tokens=NUM_TOKENS)
+        return asyncio.create_task(self.router.generate([1], request_id=request_id, sampling=sampling))
+
+    async def close(self) -> None:
+        await self.router.close()
+        for engine in self.engines:
+            engine.cancel()
+
+
+@pytest.mark.looptime
+@pytest.mark.parametrize("fails_after_s", [0.0, 0.5, 30.0])
+async def test_it_fails_alone_while_the_others_go_on(fails_after_s: float) -> None:
+    stage = Stage(3)
+    await stage.router.pull_state_dict(1)
+    before = [stage.ask(f"good {index}") for index in range(48)]
+    await asyncio.sleep(1)
+    began = asyncio.get_running_loop().time()
+    poison = stage.ask(f"poison/{fails_after_s}")
+    during = []
+    while not poison.done():
+        during.append(stage.ask(f"good {48 + len(during)}"))
+        await asyncio.sleep(0.2)
+    with pytest.raises(RequestError, match=r"failed 2 times in the same way.*division by zero"):
+        await poison
+    assert asyncio.get_running_loop().time() - began == pytest.approx(2 * fails_after_s + 2, abs=0.5)
+    assert len(stage.failed) == 1
+    await asyncio.sleep(0)
+    assert stage.num_out == 0
+    for completion in await asyncio.gather(*before, *during):
+        assert (len(completion.token_ids), completion.finish_reason) == (NUM_TOKENS, FinishReason.LENGTH)
+    assert not any("~" in name for r in stage.replicas for name in r.served if name.startswith("good"))
+    await stage.close()
+
+
+@pytest.mark.looptime
+async def test_with_one_replica_it_fails_alone_too() -> None:
+    stage = Stage(1)
+    good = [stage.ask(f"good {index}") for index in range(8)]
+    with pytest.raises(RequestError, match="failed 2 times in the same way, on a, a"):
+        await stage.ask("poison/0")
+    assert stage.num_out == 0
+    assert {len(completion.token_ids) for completion in await asyncio.gather(*good)} == {NUM_TOKENS}
+    await stage.close()
+
+
+@pytest.mark.looptime
+async def test_a_replica_that_fails_every_new_request_is_at_fault() -> None:
+    """Though it goes on with the old ones."""
+    stage = Stage(2)
+    old = [stage.ask(f"old {index}") for index in range(8)]
+    await asyncio.sleep(1)
+    stage.replicas[0].is_broken = True
+    new = [stage.ask(f"new {index}") for index in range(40)]
+    completions = await asyncio.gather(*old, *new)
+    assert {len(completion.token_ids) for completion in completions} == {NUM_TOKENS}
+    assert set(stage.failed) == {"a"}
+    assert len(stage.replicas[0].served) < 4 + 30  # not again and again
+    await stage.close()
+
+
+POISONS = st.lists(
+    st.tuples(st.integers(0, 20), st.sampled_from([0.0, 0.3, 2.5]), st.integers(1, 8)), min_size=1, max_size=6
+)
+
+
+@given(num_replicas=st.integers(1, 4), poisons=POISONS)
+@settings(max_examples=examples(80), deadline=None)
+def test_whatever_the_poison_good_requests_are_answered_once(
+    num_replicas: int, poisons: list[tuple[int, float, int]]
+) -> None:
+    """Poisons: seconds after the one before, seconds until it fails, how many siblings of it at once."""
+
+    async def scenario() -> None:
+        stage = Stage(num_replicas)
+        await stage.router.pull_state_dict(1)
+        good, poisonous = list[asyncio.Task[Completion]](), list[asyncio.Task[Completion]]()
+
+        async def go_on() -> None:
+            while True:
+                good.append(stage.ask(f"good {len(good)}"))
+                await asyncio.sleep(1)
+
+        going = asyncio.ensure_future(go_on())
+        await asyncio.sleep(5)
+        for after_s, fails_after_s, siblings in poisons:
+            await asyncio.sleep(after_s)
+            for _ in range(siblings):
+                poisonous.append(stage.ask(f"poison/{fails_after_s}/{len(poisonous)}"))
+        for outcome in await asyncio.gather(*poisonous, return_exceptions=True):
+            assert isinstance(outcome, RequestError | GenerationError), outcome
+            assert "division by zero" in str(outcome)
+        going.cancel()
+        answers = await asyncio.gather(*good)
+        assert {len(completion.token_ids) for completion in answers} == {NUM_TOKENS}
+        served = Counter(name.partition("~")[0] for replica in stage.replicas for name in replica.served)
+        assert {count for name, count in served.items() if name.startswith("good")} == {1}
+        assert max(count for name, count in served.items() if name.startswith("poison")) <= 3
+        if all(siblings == 1 for _, _, siblings in poisons) and all(after_s > 8 for after_s, _, _ in poisons):
+            assert stage.most_out <= 1
+        await asyncio.sleep(60)
+        assert stage.num_out == 0
+        await stage.close()
+
+    loop = new_event_loop()
+    try:
+        loop.run_until_complete(asyncio.wait_for(scenario(), 10_000))
+    finally:
+        loop.close()

@@ -1,0 +1,176 @@
+"""Random interleavings of everything a router can be asked and everything its replicas can do. Virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+import looptime
+from depth import examples
+from fake_replica import FakeReplica
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from titan_rl.errors import GenerationError, RequestError, StateDictError
+from titan_rl.generation.router import GeneratorRouter, Limits
+from titan_rl.types import Completion, SamplingParams
+
+Move = tuple[str, int, float]  # what, argument, seconds until the next
+
+CALLS = ["cancel", "hot_swap", "drain", "keep", "wait", "abort_pause", "resume", "abort", "remove", "add"]
+FAULTS = ["break", "mend", "pull_breaks", "hang", "stand_still", "cancel_calls", "poison"]
+MOVES = st.lists(
+    st.tuples(
+        st.sampled_from(["ask", "ask", "ask", *CALLS, *FAULTS]),
+        st.integers(0, 30),
+        st.sampled_from([0.0, 0.0, 0.3, 1.0, 4.0, 20.0]),
+    ),
+    max_size=60,
+)
+
+
+class Watched(FakeReplica):
+    """Knows whether it holds the weights that it was last told to pull."""
+
+    stale = False
+    cancels_calls = False
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.moves = asyncio.Event()
+        self.moves.set()
+
+    async def generate(self, *args: Any, request_id: str, **kwargs: Any) -> Completion:
+        assert not self.stale, "served after a failed pull"
+        self._perhaps_cancel()
+        if request_id.startswith("poison"):
+            raise ArithmeticError("nobody foresaw this")
+        return await super().generate(*args, request_id=request_id, **kwargs)
+
+    async def pull(self, version: int) -> None:
+        try:
+            self._perhaps_cancel()
+            await self.moves.wait()
+            await super().pull(version)
+        except BaseException:
+            self.stale = True
+            raise
+        self.stale = False
+
+    async def pause(self, mode: str) -> None:
+        self._perhaps_cancel()
+        await super().pause(mode)
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        self._perhaps_cancel()
+        await super().abort(request_ids)
+
+    async def _step(self) -> None:
+        await super()._step()
+        await self.moves.wait()
+
+    def _perhaps_cancel(self) -> None:
+        if self.cancels_calls:
+            raise asyncio.CancelledError
+
+
+class Storm:
+    """Plays moves against a router, then calms down and checks the books."""
+
+    def __init__(self) -> None:
+        self.replicas = [Watched(name) for name in "abc"]
+        limits = Limits(finish_s=15, abort_s=10, drain_s=15, pull_s=20, no_replica_s=200, paused_s=500)
+        self.router = GeneratorRouter(self.replicas, stall_timeout_s=60, limits=limits)
+        self.asked: dict[str, asyncio.Task[Completion]] = {}
+        self.cancelled: set[str] = set()
+        self.controls: list[asyncio.Task[Any]] = []
+        self.version = 0
+
+    async def play(self, moves: list[Move]) -> None:
+        for what, number, seconds in moves:
+            self._move(what, number, self.replicas[number % len(self.replicas)])
+            await asyncio.sleep(seconds)
+        for replica in self.replicas:
+            self._move("mend", 0, replica)
+        answers = await asyncio.gather(*self.asked.values(), return_exceptions=True)
+        controls = await asyncio.gather(*self.controls, return_exceptions=True)
+        for request_id, answer in zip(self.asked, answers, strict=True):
+            assert isinstance(answer, Completion | GenerationError) or (
+                (isinstance(answer, RequestError) and request_id.startswith("poison"))
+                or (isinstance(answer, asyncio.CancelledError) and request_id in self.cancelled)
+            ), answer
+            if isinstance(answer, Completion):
+                assert list(answer.token_ids) == list(range(len(answer.token_ids)))
+        for result in controls:
+            assert not isinstance(result, BaseException) or isinstance(
+                result, (RuntimeError, ValueError, StateDictError)
+            ), result
+        assert [answer.request_id for answer in answers if isinstance(answer, Completion)] == [
+            request_id for request_id, answer in zip(self.asked, answers, strict=True) if isinstance(answer, Completion)
+        ]
+        assert all((member.load, member.num_requests) == (0, 0) for member in self.router.members)
+        if self.router.paused is not None:
+            await self.router.resume()
+        await asyncio.sleep(200)  # every quarantine ends
+        members = self.router.members
+        assert all(member.serving for member in members)
+        assert {member.version for member in members} <= {self.router.version}
+        if members:
+            await self.router.generate([1], request_id="last", sampling=SamplingParams(max_tokens=3))
+        await self.router.close()
+
+    def _move(self, what: str, number: int, replica: Watched) -> None:
+        router = self.router
+        if what in ("ask", "poison"):
+            request_id = f"{'r' if what == 'ask' else what}{len(self.asked)}"
+            sampling = SamplingParams(max_tokens=1 + number)
+            session_id = f"g{number % 3}/0"
+            answer = router.generate([1], request_id=request_id, session_id=session_id, sampling=sampling)
+            self.asked[request_id] = asyncio.create_task(answer)
+        elif what == "cancel" and self.asked:
+            request_id = list(self.asked)[number % len(self.asked)]
+            if self.asked[request_id].cancel():
+                self.cancelled.add(request_id)
+        elif what in ("hot_swap", "drain"):
+            self.version += 1
+            self._control(router.pull_state_dict(self.version, what))
+        elif what in ("keep", "wait", "abort_pause"):
+            self._control(router.pause(what.removesuffix("_pause")))  # pyright: ignore[reportArgumentType]
+        elif what == "resume":
+            self._control(router.resume())
+        elif what == "abort":
+            self._control(router.abort([f"r{number}", f"r{number + 1}"] if number % 2 else None))
+        elif what == "break":
+            replica.generate_error = GenerationError("broken")
+        elif what == "pull_breaks":
+            replica.pull_error = StateDictError("torn")
+        elif what == "hang":
+            replica.pause_hangs = replica.ignores_aborts = True
+        elif what == "stand_still":
+            replica.moves.clear()
+        elif what == "cancel_calls":
+            replica.cancels_calls = True
+        elif what == "mend":
+            replica.moves.set()
+            replica.cancels_calls = False
+            replica.generate_error = replica.pull_error = None
+            replica.pause_hangs = replica.ignores_aborts = False
+        elif what == "remove" and any(member.name == replica.name for member in router.members):
+            router.remove_replica(replica.name)
+        elif what == "add":
+            self.replicas.append(Watched(f"n{len(self.replicas)}"))
+            self._control(router.add_replica(self.replicas[-1]))
+
+    def _control(self, call: Coroutine[Any, Any, Any]) -> None:
+        self.controls.append(asyncio.create_task(call))
+
+
+@given(MOVES)
+@settings(max_examples=examples(150), deadline=None)
+def test_whatever_happens_everything_resolves_and_is_given_back(moves: list[Move]) -> None:
+    loop = looptime.new_event_loop()
+    try:
+        loop.run_until_complete(asyncio.wait_for(Storm().play(moves), 50_000))
+    finally:
+        loop.close()

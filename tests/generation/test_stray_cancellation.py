@@ -1,0 +1,269 @@
+"""A replica's call ends in a cancellation that nobody asked for, as when its client has closed. Virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+from fake_replica import FakeReplica
+
+from titan_rl.errors import GenerationError, StrayCancellationError
+from titan_rl.generation.router import GeneratorRouter, LeastLoaded, Limits, RoundRobin
+from titan_rl.generation.router.tasks import TaskSet
+from titan_rl.types import Completion, FinishReason, SamplingParams
+
+pytestmark = pytest.mark.looptime
+
+
+class Stray(FakeReplica):
+    """Its calls named in `cancels` await a future that has been cancelled."""
+
+    def __init__(self, name: str, *cancels: str) -> None:
+        super().__init__(name)
+        self.cancels = set(cancels)
+
+    async def generate(self, *args, request_id: str, **kwargs) -> Completion:
+        if "generate" in self.cancels:
+            self.served.append(request_id)
+        await self._perhaps("generate")
+        return await super().generate(*args, request_id=request_id, **kwargs)
+
+    async def pull(self, version: int) -> None:
+        await self._perhaps("pull")
+        await super().pull(version)
+
+    async def pause(self, mode: str) -> None:
+        await self._perhaps("pause")
+        await super().pause(mode)
+
+    async def resume(self) -> None:
+        await self._perhaps("resume")
+        await super().resume()
+
+    async def abort(self, request_ids) -> None:
+        await self._perhaps("abort")
+        await super().abort(request_ids)
+
+    async def close(self) -> None:
+        await self._perhaps("close")
+        await super().close()
+
+    async def _perhaps(self, call: str) -> None:
+        if call in self.cancels:
+            gone = asyncio.get_running_loop().create_future()
+            gone.cancel()
+            await gone
+
+
+def ask(router: GeneratorRouter, request_id: str, tokens: int = 3) -> asyncio.Task[Completion]:
+    return asyncio.create_task(router.generate([1], request_id=request_id, sampling=SamplingParams(max_tokens=tokens)))
+
+
+def serving(router: GeneratorRouter) -> list[str]:
+    return [member.name for member in router.members if member.serving]
+
+
+async def test_the_request_goes_on_elsewhere_and_the_replica_is_out_of_service() -> None:
+    failed: list[Exception] = []
+    a, b = Stray("a", "generate"), FakeReplica("b")
+    router = GeneratorRouter([a, b], LeastLoaded(), on_replica_failed=lambda replica, error: failed.append(error))
+    completion = await ask(router, "1")
+    assert (completion.finish_reason, len(completion.token_ids)) == (FinishReason.LENGTH, 3)
+    assert (a.served, b.served) == (["1"], ["1~1"])
+    assert [type(error) for error in failed] == [StrayCancellationError]
+    assert "request '1' on replica a was cancelled" in str(failed[0])
+    for index in range(300):  # 900 s
+        await ask(router, f"later {index}")
+    assert len(a.served) < 30
+    await router.close()
+
+
+@pytest.mark.parametrize("mode", ["hot_swap", "drain"])
+async def test_in_a_pull_it_fails_the_pull_of_that_replica(mode: str) -> None:
+    a, b = Stray("a", "pull"), FakeReplica("b")
+    router = GeneratorRouter([a, b])
+    report = await router.pull_state_dict(1, mode)  # pyright: ignore[reportArgumentType]
+    assert report.pulled == ("b",)
+    assert isinstance(report.failed["a"], StrayCancellationError)
+    await asyncio.sleep(100)
+    assert serving(router) == ["b"]  # recovering, it met the same
+    a.cancels.clear()
+    await asyncio.sleep(100)
+    assert serving(router) == ["a", "b"]
+    assert a.version == 1
+    await router.close()
+
+
+async def test_in_a_pause_it_fails_the_pause_of_that_replica() -> None:
+    a, b = Stray("a", "pause"), FakeReplica("b")
+    router = GeneratorRouter([a, b])
+    report = await router.pause("keep")
+    assert isinstance(report.failed["a"], StrayCancellationError)
+    assert serving(router) == ["b"]
+    await router.close()
+
+
+async def test_in_a_resume_it_takes_that_replica_out_until_it_has_resumed() -> None:
+    a, b = Stray("a", "resume"), FakeReplica("b")
+    router = GeneratorRouter([a, b])
+    await router.pause("keep")
+    await router.resume()
+    assert serving(router) == ["b"]
+    a.cancels.clear()
+    await asyncio.sleep(10)
+    assert serving(router) == ["a", "b"]
+    await router.close()
+
+
+async def test_a_joining_replica_is_out_of_service_and_tried_again() -> None:
+    router = GeneratorRouter([FakeReplica("a")])
+    await router.pull_state_dict(1)
+    joining = Stray("b", "pull")
+    assert not await router.add_replica(joining)
+    joining.cancels.clear()
+    await asyncio.sleep(10)
+    assert serving(router) == ["a", "b"]
+    await router.close()
+
+
+async def test_in_an_abort_it_costs_the_abort_alone() -> None:
+    a = Stray("a", "abort")
+    router = GeneratorRouter([a])
+    running = ask(router, "1", tokens=5)
+    await asyncio.sleep(1.5)
+    assert await router.abort() == ()
+    assert (await running).finish_reason is FinishReason.ABORT  # it ended by itself, after the flag
+    assert serving(router) == ["a"]
+    await router.close()
+
+
+async def test_in_a_close_the_others_are_closed() -> None:
+    a, b = Stray("a", "close"), FakeReplica("b")
+    await GeneratorRouter([a, b]).close()
+    assert b.calls == ["close"]
+
+
+async def test_a_background_task_does_not_vanish_by_it() -> None:
+    errors: list[BaseException] = []
+    tasks = TaskSet(errors.append)
+    gone = asyncio.get_running_loop().create_future()
+    gone.cancel()
+
+    async def wait_for(future: asyncio.Future[None]) -> None:
+        await future
+
+    tasks.start(wait_for(gone), "recovery of a")
+    tasks.start(wait_for(asyncio.get_running_loop().create_future()), "recovery of b")
+    await asyncio.sleep(1)
+    await tasks.close(5)
+    assert [str(error) for error in errors] == ["'recovery of a' was cancelled, though nobody had asked for that"]
+
+
+async def test_a_replica_that_takes_no_abort_is_in_the_log_once(caplog: pytest.LogCaptureFixture) -> None:
+    a = Stray("a", "abort")
+    router = GeneratorRouter([a])
+
+    async def leave_behind(count: int) -> None:
+        requests = [ask(router, f"{len(a.served)}/{index}", tokens=50) for index in range(count)]
+        await asyncio.sleep(1)
+        for request in requests:
+            request.cancel()
+        await asyncio.gather(*requests, return_exceptions=True)
+        await asyncio.sleep(1)
+
+    with caplog.at_level(logging.WARNING):
+        await leave_behind(8)
+        await leave_behind(8)
+    assert [record.getMessage() for record in caplog.records if "abort" in record.getMessage()] == [
+        "replica a did not take an abort of 8 requests: StrayCancellationError("
+        "'an abort on replica a was cancelled, though nobody had asked for that')"
+    ]
+    a.cancels.clear()
+    await leave_behind(8)
+    assert len(a.aborts) == 1
+    assert len(a.aborts[0]) == 8
+    await router.close()
+
+
+class Panic(BaseException):
+    """As native code raises."""
+
+
+class Fussy(FakeReplica):
+    """Its call named `slow` hangs, and takes ten minutes to end once it is cancelled."""
+
+    def __init__(self, name: str, slow: str) -> None:
+        super().__init__(name)
+        self._slow = slow
+
+    async def generate(self, *args, **kwargs) -> Completion:
+        await self._perhaps("generate")
+        return await super().generate(*args, **kwargs)
+
+    async def pull(self, version: int) -> None:
+        await self._perhaps("pull")
+        await super().pull(version)
+
+    async def pause(self, mode: str) -> None:
+        await self._perhaps("pause")
+        await super().pause(mode)
+
+    async def resume(self) -> None:
+        await self._perhaps("resume")
+        await super().resume()
+
+    async def abort(self, request_ids) -> None:
+        await self._perhaps("abort")
+        await super().abort(request_ids)
+
+    async def close(self) -> None:
+        await self._perhaps("close")
+        await super().close()
+
+    async def _perhaps(self, call: str) -> None:
+        if call == self._slow:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                await asyncio.sleep(600)
+
+
+@pytest.mark.parametrize("slow", ["generate", "pull", "pause", "resume", "abort", "close"])
+async def test_the_limits_hold_of_a_replica_that_is_slow_to_clean_up(slow: str) -> None:
+    limits = Limits(pull_s=20, call_s=5, cancel_s=2, abort_s=5)
+    router = GeneratorRouter([Fussy("a", slow), FakeReplica("b")], RoundRobin(), limits=limits, stall_timeout_s=30)
+    async with asyncio.timeout(40):
+        await asyncio.gather(ask(router, "1"), ask(router, "2"))
+    async with asyncio.timeout(25):
+        await router.pull_state_dict(1)
+    running = asyncio.gather(ask(router, "3", tokens=9), ask(router, "4", tokens=9))
+    await asyncio.sleep(0.5)
+    async with asyncio.timeout(10):
+        await router.abort()
+        await running
+    async with asyncio.timeout(10):
+        await router.pause("keep")
+    async with asyncio.timeout(10):
+        await router.resume()
+    async with asyncio.timeout(15):
+        await router.close()
+
+
+@pytest.mark.parametrize("panics", [True, False])
+async def test_a_pause_that_panics_or_cancels_its_own_task_has_failed(panics: bool) -> None:
+    class Unwell(FakeReplica):
+        async def pause(self, mode: str) -> None:
+            if panics:
+                raise Panic("native code")
+            task = asyncio.current_task()
+            assert task is not None
+            task.cancel()
+            await asyncio.sleep(0)
+
+    router = GeneratorRouter([Unwell("a"), FakeReplica("b")])
+    report = await router.pause("keep")
+    expected = GenerationError if panics else StrayCancellationError
+    assert [(name, type(error)) for name, error in report.failed.items()] == [("a", expected)]
+    assert serving(router) == ["b"]
+    await router.close()

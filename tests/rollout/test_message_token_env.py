@@ -1,0 +1,185 @@
+"""MessageTokenEnv: prompts that only grow, and the ways a message can be bad."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from titan_rl import (
+    Completion,
+    FinishReason,
+    Message,
+    MessageObservation,
+    MessageStep,
+    RolloutStatus,
+    TokenEnv,
+    VersionSpan,
+)
+from titan_rl.errors import DataError
+from titan_rl.rollout.environment.message_token_env import MessageTokenEnv
+
+STOP = 0
+
+
+class LetterRenderer:
+    """One token a character, one stop token, `|` between messages. Notes what it is asked to render."""
+
+    def __init__(self) -> None:
+        self.rendered: list[Message] = []
+
+    def _ids(self, messages: Sequence[Message]) -> list[int]:
+        self.rendered += messages
+        return [ord(c) for message in messages for c in f"{message['content']}|"]
+
+    def render_ids(self, messages: list[Any], *, tools: Any = None, add_generation_prompt: bool = False) -> list[int]:
+        return self._ids(messages) + [ord(">")] * add_generation_prompt
+
+    def parse_response(self, token_ids: list[int], *, tools: Any = None, prompt_ids: Any = None) -> Any:
+        text = "".join(chr(i) for i in token_ids if i != STOP)
+        if "?" in text:
+            raise ValueError("unreadable")
+        calls = [SimpleNamespace(id="c1", name="look", arguments={"x": 1}, status="ok")] if "!" in text else []
+        calls += [SimpleNamespace(id=None, name=None, arguments=None, status="invalid_json")] if "{" in text else []
+        return SimpleNamespace(
+            content=text,
+            reasoning_content="hm" if "~" in text else None,
+            reasoning_complete="<" not in text,
+            tool_calls=calls,
+        )
+
+    def get_stop_token_ids(self) -> list[int]:
+        return [STOP]
+
+    def bridge_to_next_turn(
+        self, prompt: list[int], completion: list[int], new: list[Any], *, tools: Any = None
+    ) -> Any:
+        return SimpleNamespace(token_ids=[*prompt, *completion, *self._ids(new), ord(">")])
+
+
+@dataclass
+class Talk:
+    """Says "more" until it has answered `turns` times."""
+
+    turns: int = 1
+    heard: list[Message] = field(default_factory=list[Message])
+    closed: int = 0
+
+    async def reset(self) -> MessageObservation:
+        return MessageObservation([{"role": "user", "content": "go"}], tools=[{"name": "look"}])
+
+    async def step(self, message: Message) -> MessageStep:
+        self.heard.append(message)
+        if len(self.heard) == self.turns:
+            return MessageStep([{"role": "user", "content": "bye"}], RolloutStatus.COMPLETED, {"turns": self.turns})
+        return MessageStep([{"role": "user", "content": "more"}], rewards={"so_far": 1.0})
+
+    async def close(self) -> None:
+        self.closed += 1
+
+
+def completion(text: str, reason: FinishReason = FinishReason.STOP) -> Completion:
+    ids = [*map(ord, text), *([STOP] if reason is FinishReason.STOP else [])]
+    return Completion("r", ids, [-1.0] * len(ids), reason, (VersionSpan(0, len(ids)),))
+
+
+async def test_prompts_grow_by_the_completion_and_nothing_is_rendered_twice() -> None:
+    talk, renderer = Talk(turns=3), LetterRenderer()
+    env: TokenEnv = MessageTokenEnv(talk, renderer)
+    assert isinstance(env, TokenEnv)
+    observation = await env.reset()
+    assert observation.messages == [{"role": "user", "content": "go"}]
+    prompt = observation.prompt_token_ids
+    for text in ("a", "b"):
+        answer = completion(text)
+        step = await env.step(answer)
+        assert step.status is None
+        assert step.prompt_token_ids is not None
+        assert list(step.prompt_token_ids) == [*prompt, *answer.token_ids, *map(ord, "more|>")]
+        assert step.rewards == {"so_far": 1.0}
+        assert step.messages == [{"role": "assistant", "content": text}, {"role": "user", "content": "more"}]
+        prompt = step.prompt_token_ids
+    last = await env.step(completion("c"))
+    assert (last.status, last.prompt_token_ids, last.rewards) == (RolloutStatus.COMPLETED, None, {"turns": 3})
+    assert [m["content"] for m in last.messages] == ["c", "bye"]
+    assert [m["content"] for m in renderer.rendered] == ["go", "more", "more"]
+    await env.close()
+    assert talk.closed == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "reason", "status", "said"),
+    [
+        ("?", FinishReason.STOP, RolloutStatus.ERROR_PARSE, []),
+        ("{", FinishReason.STOP, RolloutStatus.ERROR_PARSE, ["{"]),
+        ("<", FinishReason.STOP, RolloutStatus.ERROR_PARSE, ["<"]),
+        ("ab", FinishReason.LENGTH, RolloutStatus.TRUNCATED_LENGTH, ["ab"]),
+        ("<", FinishReason.LENGTH, RolloutStatus.TRUNCATED_LENGTH, ["<"]),
+        ("?", FinishReason.LENGTH, RolloutStatus.TRUNCATED_LENGTH, []),
+    ],
+)
+async def test_a_bad_completion_ends_the_rollout_unseen_by_the_environment(
+    text: str, reason: FinishReason, status: RolloutStatus, said: list[str]
+) -> None:
+    talk = Talk()
+    env = MessageTokenEnv(talk, LetterRenderer())
+    await env.reset()
+    step = await env.step(completion(text, reason))
+    assert step.status is status
+    assert [m["content"] for m in step.messages] == said
+    assert talk.heard == []
+
+
+async def test_reasoning_and_tool_calls_reach_the_environment() -> None:
+    talk = Talk()
+    env = MessageTokenEnv(talk, LetterRenderer())
+    await env.reset()
+    await env.step(completion("~!", FinishReason.TOOL_CALLS))
+    assert talk.heard == [
+        {
+            "role": "assistant",
+            "content": "~!",
+            "reasoning_content": "hm",
+            "tool_calls": [{"type": "function", "id": "c1", "function": {"name": "look", "arguments": {"x": 1}}}],
+        }
+    ]
+
+
+@pytest.mark.parametrize("bridged", [None, SimpleNamespace(token_ids=[1, 2, 3])])
+async def test_a_renderer_that_would_render_the_past_again_is_an_error(bridged: Any) -> None:
+    renderer = LetterRenderer()
+    renderer.bridge_to_next_turn = lambda *_, **__: bridged  # pyright: ignore
+    env = MessageTokenEnv(Talk(turns=2), renderer)
+    await env.reset()
+    with pytest.raises(DataError, match="LetterRenderer cannot extend this conversation"):
+        await env.step(completion("a"))
+
+
+async def test_an_environment_that_changes_its_message_changes_no_record() -> None:
+    class Meddling(Talk):
+        async def step(self, message: Any) -> MessageStep:
+            step = await super().step(dict(message))
+            message["content"] = "changed"
+            for call in message.get("tool_calls", ()):
+                call["function"]["arguments"]["x"] = 99
+            return step
+
+    env = MessageTokenEnv(Meddling(), LetterRenderer())
+    await env.reset()
+    step = await env.step(completion("look!"))
+    assert step.messages[0]["content"] == "look!"
+    assert step.messages[0]["tool_calls"][0]["function"]["arguments"] == {"x": 1}
+
+
+async def test_half_a_character_is_rendered_as_a_replacement_and_recorded_as_it_is() -> None:
+    class Echo(Talk):
+        async def step(self, message: Message) -> MessageStep:
+            return MessageStep([{"role": "tool", "content": "no city \ud83d"}])
+
+    renderer = LetterRenderer()
+    env = MessageTokenEnv(Echo(), renderer)
+    await env.reset()
+    step = await env.step(completion("a"))
+    assert step.messages[1]["content"] == "no city \ud83d"
+    assert renderer.rendered[-1]["content"] == "no city \ufffd"

@@ -1,0 +1,86 @@
+"""The `renderers` package serves as it is, and agrees with the chat-template renderer."""
+
+from typing import Any
+
+import pytest
+
+from titan_rl import Completion, FinishReason, Message, MessageObservation, MessageStep, RolloutStatus, VersionSpan
+from titan_rl.errors import DataError
+from titan_rl.rollout.environment.message_token_env import MessageTokenEnv
+from titan_rl.rollout.renderer import ChatTemplateRenderer, Renderer
+
+renderers_qwen3 = pytest.importorskip("renderers.qwen3")
+configs = pytest.importorskip("renderers.configs")
+tokenizers = pytest.importorskip("tokenizers")
+transformers = pytest.importorskip("transformers")
+
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+MARKUP = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
+TEMPLATE = (  # Qwen3's without tools and with thinking off
+    "{%- for m in messages -%}{{- '<|im_start|>' + m.role + '\n' -}}"
+    "{%- if m.role == 'assistant' -%}{{- '<think>\n\n</think>\n\n' -}}{%- endif -%}"
+    "{{- m.content + '<|im_end|>\n' -}}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n<think>\n\n</think>\n\n' -}}{%- endif -%}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.add_special_tokens(SPECIAL)
+    backend.add_tokens(MARKUP)
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<|im_end|>", chat_template=TEMPLATE, name_or_path="byte-qwen3"
+    )
+
+
+class Two:
+    """Two turns about the letter b."""
+
+    def __init__(self) -> None:
+        self.heard: list[Message] = []
+
+    async def reset(self) -> MessageObservation:
+        return MessageObservation([{"role": "system", "content": "be brief"}, {"role": "user", "content": "a?"}])
+
+    async def step(self, message: Message) -> MessageStep:
+        self.heard.append(message)
+        if len(self.heard) == 2:
+            return MessageStep(status=RolloutStatus.COMPLETED)
+        return MessageStep([{"role": "user", "content": "b?"}])
+
+    async def close(self) -> None: ...
+
+
+def completion(tokenizer: Any, text: str) -> Completion:
+    ids = tokenizer.encode(text + "<|im_end|>", add_special_tokens=False)
+    return Completion("r", ids, [0.0] * len(ids), FinishReason.STOP, (VersionSpan(0, len(ids)),))
+
+
+async def play(tokenizer: Any, renderer: Renderer) -> tuple[list[list[int]], list[Message]]:
+    env = Two()
+    tokens = MessageTokenEnv(env, renderer)
+    prompts = [list((await tokens.reset()).prompt_token_ids)]
+    step = await tokens.step(completion(tokenizer, "yes"))
+    assert step.prompt_token_ids is not None
+    prompts.append(list(step.prompt_token_ids))
+    assert (await tokens.step(completion(tokenizer, "no"))).status is RolloutStatus.COMPLETED
+    return prompts, env.heard
+
+
+async def test_a_renderer_of_the_package_plays_the_same_conversation(tokenizer: Any) -> None:
+    package: Renderer = renderers_qwen3.Qwen3Renderer(tokenizer, configs.Qwen3RendererConfig(enable_thinking=False))
+    own = ChatTemplateRenderer(tokenizer)
+    prompts, heard = await play(tokenizer, package)
+    assert heard == [{"role": "assistant", "content": "yes"}, {"role": "assistant", "content": "no"}]
+    assert (prompts, heard) == await play(tokenizer, own)
+    assert set(own.get_stop_token_ids()) <= set(package.get_stop_token_ids())
+
+
+async def test_a_renderer_that_drops_reasoning_says_what_to_set(tokenizer: Any) -> None:
+    package = renderers_qwen3.Qwen3Renderer(tokenizer, configs.Qwen3RendererConfig(enable_thinking=True))
+    with pytest.raises(DataError, match="thinking_retention='all'"):
+        await play(tokenizer, package)

@@ -1,0 +1,278 @@
+"""Rubrics: the weighted mean, what is refused, and whose fault a failure is."""
+
+import asyncio
+import pickle
+import time
+from collections.abc import Sequence
+
+import pytest
+
+from titan_rl.errors import RewardError
+from titan_rl.rollout.rewards.reward_calls import FailurePolicy
+from titan_rl.rollout.rewards.rubric import GroupReward, Reward, Rubric, env_reward
+from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus, Turn
+from titan_rl.types import Completion, FinishReason
+
+
+def rollout(sibling: int = 0, status: RolloutStatus = RolloutStatus.COMPLETED) -> Rollout:
+    return Rollout(f"g/{sibling}", "g", sibling, sample=None, status=status)
+
+
+def half(rollout: Rollout) -> float:
+    return 0.5
+
+
+async def sibling_number(rollout: Rollout) -> float:
+    await asyncio.sleep(0)
+    return float(rollout.sibling)
+
+
+def rank(rollouts: Sequence[Rollout]) -> list[float]:
+    return [float(-i) for i in range(len(rollouts))]
+
+
+async def test_reward_is_the_weighted_mean_and_the_breakdown_is_unweighted() -> None:
+    group = RolloutGroup("g", None, [rollout(0), rollout(1), rollout(2)])
+    await Rubric([Reward(half, 2.0), Reward(sibling_number), GroupReward(rank, 0.0)]).score(group)
+    assert [r.reward for r in group.rollouts] == pytest.approx([1 / 3, 2 / 3, 1.0])
+    assert group.rollouts[2].reward_breakdown == {"half": 0.5, "sibling_number": 2.0, "rank": -2.0}
+
+
+async def test_async_group_reward_booleans_and_callable_objects() -> None:
+    class Judge:
+        async def __call__(self, rollouts: Sequence[Rollout]) -> tuple[bool, ...]:
+            return tuple(r.sibling > 0 for r in rollouts)
+
+    rollouts = [rollout(0), rollout(1)]
+    await Rubric([GroupReward(Judge())]).score(rollouts)
+    assert [r.reward_breakdown for r in rollouts] == [{"Judge": 0.0}, {"Judge": 1.0}]
+
+
+def test_duplicate_names_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"\['half'\] appear more than once"):
+        Rubric([Reward(half), Reward(half)])
+    Rubric([Reward(half), Reward(half, name="other")])
+
+
+@pytest.mark.parametrize("rewards", [[], [Reward(half, 0.0)], [Reward(half, 1.0), Reward(sibling_number, -1.0)]])
+def test_weights_that_do_not_sum_to_more_than_zero_are_refused(rewards: list[Reward]) -> None:
+    with pytest.raises(ValueError, match="must be positive"):
+        Rubric(rewards)
+
+
+def test_bad_numbers_are_refused_at_construction() -> None:
+    with pytest.raises(ValueError, match="weight nan"):
+        Reward(half, float("nan"))
+    with pytest.raises(ValueError, match="error_reward is inf"):
+        Rubric([Reward(half)], error_reward=float("inf"))
+    with pytest.raises(ValueError, match="timeout_s is 0"):
+        Rubric([Reward(half)], timeout_s=0)
+
+
+async def test_truncated_and_errored_rollouts_have_rewards_of_their_own() -> None:
+    statuses = [RolloutStatus.COMPLETED, RolloutStatus.TRUNCATED_TURNS, RolloutStatus.ERROR_ENV, RolloutStatus.ABORTED]
+    rollouts = [rollout(i, status) for i, status in enumerate(statuses)]
+    seen: list[int] = []
+
+    def note(rollouts: Sequence[Rollout]) -> list[float]:
+        seen.extend(r.sibling for r in rollouts)
+        return [1.0] * len(rollouts)
+
+    await Rubric([GroupReward(note)], truncated_reward=-0.5, error_reward=-1.0).score(rollouts)
+    assert [r.reward for r in rollouts] == [1.0, -0.5, -1.0, None]
+    assert [r.reward_breakdown for r in rollouts] == [{"note": 1.0}, {}, {}, {}]
+    assert seen == [0]
+
+
+async def test_by_default_truncated_rollouts_are_judged_and_errored_ones_stay_out() -> None:
+    rollouts = [rollout(0, RolloutStatus.TRUNCATED_LENGTH), rollout(1, RolloutStatus.ERROR_PARSE)]
+    await Rubric([Reward(half)]).score(rollouts)
+    assert [r.reward for r in rollouts] == [0.5, None]
+
+
+def divide(rollout: Rollout) -> float:
+    return 1 / (1 - rollout.sibling)
+
+
+async def divide_async(rollout: Rollout) -> float:
+    await asyncio.sleep(0)
+    return divide(rollout)
+
+
+def exhausted(rollout: Rollout) -> float:
+    return next(iter(()))
+
+
+@pytest.mark.parametrize(
+    ("reward", "name", "cause"),
+    [
+        (Reward(divide), "divide", ZeroDivisionError),
+        (Reward(divide, in_thread=True, on_failure=FailurePolicy(0)), "divide", ZeroDivisionError),
+        (Reward(divide_async, on_failure=FailurePolicy(0)), "divide_async", ZeroDivisionError),
+        (Reward(exhausted), "exhausted", StopIteration),
+        (Reward(exhausted, in_thread=True, on_failure=FailurePolicy(0)), "exhausted", StopIteration),
+    ],
+)
+async def test_a_raising_function_is_attributed_and_nothing_is_scored(
+    reward: Reward, name: str, cause: type[Exception]
+) -> None:
+    rollouts = [rollout(1), rollout(1)]
+    with pytest.raises(RewardError, match=f"'{name}' failed on rollout 'g/1': {cause.__name__}") as caught:
+        await Rubric([Reward(half), reward]).score(rollouts)
+    assert isinstance(caught.value.__cause__, cause)
+    assert all(r.reward is None and not r.reward_breakdown for r in rollouts)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), None, "0.5", [1.0]])
+async def test_a_value_that_is_no_finite_number_is_an_error(value: object) -> None:
+    with pytest.raises(RewardError, match=r"reward 'odd' gave .* for rollout 'g/0'"):
+        await Rubric([Reward(lambda _: value, name="odd")]).score([rollout()])  # pyright: ignore
+
+
+@pytest.mark.parametrize("given", [[1.0], [1.0, float("nan")], 1.0, None])
+async def test_a_group_reward_gives_one_finite_value_per_rollout(given: object) -> None:
+    with pytest.raises(RewardError, match="reward 'odd' gave"):
+        await Rubric([GroupReward(lambda _: given, name="odd")]).score([rollout(0), rollout(1)])  # pyright: ignore
+
+
+async def test_a_judge_that_never_answers_is_an_error_with_its_name() -> None:
+    async def judge(rollout: Rollout) -> float:
+        await asyncio.Event().wait()
+        return 1.0
+
+    with pytest.raises(
+        RewardError, match=r"reward 'judge' took longer than 0.01 s on rollout 'g/0'; raise its timeout_s"
+    ):
+        await Rubric([Reward(half), Reward(judge)], timeout_s=0.01).score([rollout()])
+
+
+async def test_in_thread_leaves_the_loop_free() -> None:
+    ticks = 0
+
+    async def tick() -> None:
+        nonlocal ticks
+        while True:
+            ticks += 1
+            await asyncio.sleep(0)
+
+    def slow(rollout: Rollout) -> float:
+        before = ticks
+        deadline = time.monotonic() + 10
+        while ticks == before and time.monotonic() < deadline:
+            time.sleep(0.001)
+        return float(ticks > before)
+
+    ticker = asyncio.ensure_future(tick())
+    one = rollout()
+    await Rubric([Reward(slow, in_thread=True)]).score([one])
+    ticker.cancel()
+    assert one.reward == 1.0
+
+
+async def test_env_reward_sums_the_turns_and_names_what_exists() -> None:
+    completion = Completion("r", [], [], FinishReason.STOP, ())
+    played = rollout()
+    played.turns = [Turn([1], completion, {"exact": 0.25}), Turn([1], completion, {"exact": 0.5, "length": 3.0})]
+    await Rubric([env_reward("exact")]).score([played])
+    assert played.reward_breakdown == {"exact": 0.75}
+    with pytest.raises(RewardError, match=r"gave no reward 'exakt', only \['exact', 'length'\]"):
+        await Rubric([env_reward("exakt")]).score([played])
+
+
+async def test_what_is_judged_ahead_is_not_judged_again() -> None:
+    calls: list[str] = []
+
+    def note(rollout: Rollout) -> float:
+        calls.append(rollout.rollout_id)
+        return 1.0
+
+    rubric = Rubric([Reward(note), GroupReward(rank)])
+    rollouts = [rollout(0), rollout(1)]
+    begun = {one.rollout_id: await rubric.begin(one) for one in rollouts}
+    assert begun == {"g/0": {"note": 1.0}, "g/1": {"note": 1.0}}
+    assert [one.reward_breakdown for one in rollouts] == [{}, {}]
+    await rubric.score(rollouts, begun)
+    assert calls == ["g/0", "g/1"]
+    assert [one.reward_breakdown for one in rollouts] == [{"note": 1.0, "rank": 0.0}, {"note": 1.0, "rank": -1.0}]
+
+
+async def test_scoring_again_gives_the_values_of_the_rubric_that_scores() -> None:
+    rollouts = [rollout(0), rollout(1)]
+    await Rubric([Reward(half, name="quality"), Reward(half, name="format")]).score(rollouts)
+    await Rubric([Reward(sibling_number, name="quality")]).score(rollouts)
+    assert [one.reward for one in rollouts] == [0.0, 1.0]
+    assert [one.reward_breakdown for one in rollouts] == [{"quality": 0.0}, {"quality": 1.0}]
+
+
+async def test_what_a_reward_changes_reaches_neither_the_record_nor_other_rewards() -> None:
+    seen: list[tuple[int, str, RolloutStatus]] = []
+
+    def spoils(rollout: Rollout) -> float:
+        rollout.turns.clear()
+        rollout.messages[0]["content"] = "changed"  # pyright: ignore[reportIndexIssue]
+        rollout.messages.append({"role": "user", "content": "more"})
+        rollout.status = RolloutStatus.ERROR_ENV
+        rollout.metrics["judge"] = 1.0
+        rollout.reward_breakdown["spoils"] = 9.0
+        return 1.0
+
+    def looks(rollouts: Sequence[Rollout]) -> list[float]:
+        seen.extend((len(one.turns), one.messages[0]["content"], one.status) for one in rollouts)
+        return [0.0] * len(rollouts)
+
+    played = rollout()
+    played.turns = [Turn([1], Completion("r", [], [], FinishReason.STOP, ()))]
+    played.messages = [{"role": "user", "content": "as it was"}]
+    await Rubric([Reward(spoils), GroupReward(looks)]).score([played])
+    await Rubric([GroupReward(looks)]).score([played])
+    assert seen == [(1, "as it was", RolloutStatus.COMPLETED)] * 2
+    assert played.status is RolloutStatus.COMPLETED
+    assert played.messages == [{"role": "user", "content": "as it was"}]
+    assert played.metrics == {}
+
+
+def test_the_error_of_a_reward_survives_the_way_to_another_process() -> None:
+    error = RewardError("reward 'judge' failed", "task.py:3 in judge")
+    error.ends_run = False
+    copy = pickle.loads(pickle.dumps(error))
+    assert (str(copy), copy.text, copy.ends_run) == (
+        "reward 'judge' failed (task.py:3 in judge)",
+        "reward 'judge' failed",
+        False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("retries", -1), ("backoff_s", float("nan")), ("backoff_s", -1.0), ("then", "ignore")]
+)
+def test_a_failure_policy_that_means_nothing_is_refused(field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f"FailurePolicy {field} is {value!r}; it must be"):
+        FailurePolicy(**{field: value})  # pyright: ignore[reportArgumentType]
+
+
+async def test_a_failing_call_of_one_reward_scores_nothing() -> None:
+    rollouts = [rollout(0), rollout(1)]
+    await Rubric([Reward(half)]).score(rollouts)
+    with pytest.raises(RewardError):
+        await Rubric([Reward(sibling_number), Reward(divide)]).score(rollouts)
+    assert [one.reward_breakdown for one in rollouts] == [{"half": 0.5}] * 2
+
+
+class Heavy:
+    name = "heavy"
+    weight = float("nan")
+
+    async def values(self, rollouts: Sequence[Rollout]) -> list[float]:
+        return [1.0] * len(rollouts)
+
+
+def test_a_weight_that_is_not_finite_is_refused_whoever_gives_it() -> None:
+    with pytest.raises(ValueError, match="must be positive and finite"):
+        Rubric([Reward(half), Heavy()])
+
+
+async def test_rewards_that_overflow_are_an_error_with_their_values() -> None:
+    large = GroupReward(lambda rollouts: [1e308] * len(rollouts), name="large")
+    with pytest.raises(RewardError, match=r"'large': 1e\+308.* too large to add up") as caught:
+        await Rubric([large, Reward(lambda _: 1e308, name="other")]).score([rollout()])
+    assert not caught.value.ends_run

@@ -1,0 +1,207 @@
+"""When a run is saved, and what becomes of a checkpoint that takes long or does not fit."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from titan_rl.config.run import RunConfig
+from titan_rl.config.sections import CheckpointConfig
+from titan_rl.errors import CheckpointError, ConfigError, NoSpaceError
+from titan_rl.run import checkpoint_saver
+from titan_rl.run.checkpoint_saver import CheckpointSaver
+from titan_rl.run.machine import disk_space
+from titan_rl.run.machine.disk_space import check_room, checkpoint_bytes
+from titan_rl.training.state.checkpoint import step_directory
+
+Usage = namedtuple("Usage", "total used free")
+SIZE = 100_000_000
+
+
+class Disk:
+    """Where a trainer that is slow to save writes its checkpoints."""
+
+    def __init__(self, root: Path, *, write_s: float, copy_s: float = 0.0) -> None:
+        self.root = root
+        self.write_s = write_s
+        self.copy_s = copy_s
+        self.free = 1 << 40
+        self.failure: CheckpointError | None = None
+        self.saved: list[tuple[int, float]] = []  # version, when it was whole
+        self.forgotten: list[int] = []
+        self.said: list[str] = []
+        self._copied = 0
+
+    def saver(self, version: int = 0, **settings: Any) -> CheckpointSaver:
+        return CheckpointSaver(
+            CheckpointConfig(**settings),
+            self.root,
+            self,  # pyright: ignore[reportArgumentType]
+            estimate=SIZE,
+            copy=self._copy,
+            forget_before=self.forgotten.append,
+            tell=self.said.append,
+            version=version,
+        )
+
+    async def _copy(self, version: int) -> None:
+        await asyncio.sleep(self.copy_s)
+        self._copied = version
+
+    async def finish_save(self) -> None:
+        await asyncio.sleep(self.write_s)
+        if self.failure is not None:
+            raise self.failure
+        step_directory(self.root, self._copied).mkdir(parents=True)
+        self.saved.append((self._copied, asyncio.get_running_loop().time()))
+
+
+@pytest.fixture
+def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Disk:
+    made = Disk(tmp_path, write_s=20.0)
+    monkeypatch.setattr(disk_space.shutil, "disk_usage", lambda path: Usage(1 << 40, 0, made.free))
+    return made
+
+
+async def train(saver: CheckpointSaver, steps: int, *, step_s: float, first: int = 1) -> None:
+    """As the controller: the disk is written while training goes on."""
+    saving: asyncio.Task[None] | None = None
+    for step in range(first, first + steps):
+        await asyncio.sleep(step_s)
+        if saver.is_due(step):
+            if saving is not None:
+                await saving
+            if await saver.begin(step):
+                saving = asyncio.create_task(saver.finish())
+    if saving is not None:
+        await saving
+
+
+@pytest.mark.looptime
+async def test_by_default_a_run_is_saved_every_ten_minutes(disk: Disk):
+    await train(disk.saver(), 100, step_s=60.0)
+    assert disk.saved[0][0] <= 12
+    gaps = [later - earlier for (_, earlier), (_, later) in zip(disk.saved, disk.saved[1:], strict=False)]
+    assert gaps
+    assert max(gaps) <= 600 + 60 + 20
+
+
+@pytest.mark.looptime
+async def test_slow_saves_take_a_tenth_of_the_time_at_most(disk: Disk):
+    disk.write_s, disk.copy_s = 280.0, 20.0
+    await train(disk.saver(), 1000, step_s=30.0)
+    time_s = asyncio.get_running_loop().time()
+    assert 5 <= len(disk.saved) <= time_s * 0.1 / 300 + 1
+
+
+@pytest.mark.looptime
+async def test_steps_count_beside_time_and_either_can_be_off(disk: Disk):
+    disk.write_s = 0.0
+    await train(disk.saver(interval=7, interval_s=0.0), 30, step_s=600.0)
+    assert [version for version, _ in disk.saved] == [7, 14, 21, 28]
+    disk.saved.clear()
+    await train(disk.saver(interval=0, interval_s=0.0), 30, step_s=600.0, first=31)
+    assert disk.saved == []
+
+
+@pytest.mark.looptime
+async def test_a_full_disk_costs_a_checkpoint_and_not_the_run(disk: Disk):
+    saver = disk.saver(interval=2, interval_s=0.0)
+    await train(saver, 3, step_s=1.0)
+    disk.free = SIZE // 2
+    (disk.root / "step-000002" / "weights").write_bytes(bytes(1000))  # what a checkpoint takes is known by now
+    disk.free = 500
+    await train(saver, 2, step_s=1.0, first=4)
+    assert [version for version, _ in disk.saved] == [2]
+    (left_out,) = disk.said
+    assert "no checkpoint of step 4: no space left in" in left_out
+    assert str(disk.root) in left_out
+    assert "16.8 MB" in left_out, left_out
+    assert "0.0 MB are free" in left_out
+    assert "the last is that of step 2" in left_out
+    disk.free, disk.failure = 1 << 40, NoSpaceError("[Errno 28]")  # another process fills it
+    await train(saver, 2, step_s=1.0, first=6)
+    assert f"no checkpoint of step 6: no space left in {disk.root}: a checkpoint takes" in disk.said[-1]
+    assert "are free again, now that what was written is removed" in disk.said[-1]
+    disk.failure = None
+    await train(saver, 2, step_s=1.0, first=8)
+    assert [version for version, _ in disk.saved] == [2, 8]
+
+
+@pytest.mark.looptime
+async def test_the_last_one_says_what_it_does_for_as_long_as_it_takes(disk: Disk):
+    disk.write_s = 7200.0
+    await disk.saver().save_last(5)
+    assert disk.saved == [(5, 7200.0)]
+    assert disk.said[0] == f"saving step 5, 100.0 MB, to {step_directory(disk.root, 5)}"
+    assert disk.said[-1] == "step 5 is saved"
+    assert len(disk.said) == 2 + 7200 / checkpoint_saver.TELL_EVERY_S - 1
+
+
+@pytest.mark.looptime
+async def test_cancelling_ends_the_last_one_at_once(disk: Disk):
+    disk.write_s = 7200.0
+    saving = asyncio.create_task(disk.saver().save_last(5))
+    await asyncio.sleep(100)
+    saving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await saving
+    assert asyncio.get_running_loop().time() == 100
+    assert disk.saved == []
+
+
+@pytest.mark.looptime
+async def test_the_last_one_has_to_fit(disk: Disk):
+    disk.free = SIZE
+    with pytest.raises(NoSpaceError, match="no space left") as caught:
+        await disk.saver().save_last(5)
+    assert disk.said == [f"saving step 5, 100.0 MB, to {step_directory(disk.root, 5)}"]
+    assert "a checkpoint takes 100.0 MB and leaves 16.8 MB for journal, metrics and logs" in str(caught.value)
+    assert str(caught.value).endswith("116.8 MB together; 100.0 MB are free")
+
+
+@pytest.mark.looptime
+async def test_another_failure_is_not_taken_for_a_full_disk(disk: Disk):
+    disk.failure = CheckpointError("input/output error")
+    saver = disk.saver()
+    assert await saver.begin(1)
+    with pytest.raises(CheckpointError, match="input/output"):
+        await saver.finish()
+
+
+def a_config(tmp_path: Path, keep: int) -> RunConfig:
+    model = tmp_path / "model"
+    model.mkdir()
+    header = {"__metadata__": {"format": "pt"}, "w": {"dtype": "BF16", "shape": [1000, 500], "data_offsets": [0, 1]}}
+    text = json.dumps(header).encode()
+    (model / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
+    return RunConfig.model_construct(
+        run_dir="runs",
+        model=RunConfig.model_fields["model"].annotation(path=str(model)),  # pyright: ignore
+        checkpoint=CheckpointConfig(keep=keep),
+    )
+
+
+def test_a_folder_that_cannot_be_made_has_the_room_of_those_above_it(tmp_path: Path, disk: Disk):
+    disk.free = 50_000_000
+    check_room(a_config(tmp_path, keep=2), tmp_path / ("x" * 300) / "runs")
+
+
+def test_a_run_that_cannot_fit_is_refused_before_it_starts(tmp_path: Path, disk: Disk):
+    config = a_config(tmp_path, keep=2)
+    assert checkpoint_bytes(config) == 500_000 * 12
+    disk.free = 50_000_000
+    check_room(config, tmp_path)
+    disk.free = 30_000_000
+    with pytest.raises(
+        ConfigError, match=r"run_dir = 'runs': .* has 30\.0 MB free, and this run needs 36\.8 MB"
+    ) as caught:
+        check_room(config, tmp_path)
+    assert "checkpoint.keep = 2 checkpoints of 6.0 MB each, the one that is being written, " in str(caught.value)
+    assert "2.0 MB of the exported policy, and 16.8 MB for journal, metrics and logs" in str(caught.value)
+    check_room(config, tmp_path / "not" / "yet", held=7_000_000)

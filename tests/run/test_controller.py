@@ -1,0 +1,503 @@
+"""The run as the controller wires it, with a trainer and replicas that only remember what they were asked."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_readme_examples import CountDown, count_down
+
+from titan_rl import (
+    Completion,
+    FinishReason,
+    GeneratorRouter,
+    Reward,
+    Rollout,
+    Rollouter,
+    RolloutGroup,
+    Rubric,
+    VersionSpan,
+)
+from titan_rl.config.run import RunConfig
+from titan_rl.config.sections import CheckpointConfig, GenerationConfig, SamplingConfig, ValidationConfig
+from titan_rl.errors import (
+    CheckpointError,
+    DataError,
+    NoSpaceError,
+    RewardError,
+    StateDictError,
+    TrainingError,
+)
+from titan_rl.rollout.settings import RolloutConfig
+from titan_rl.run.controller import Controller
+from titan_rl.run.directory import RunDirectory
+from titan_rl.run.journal.run_journal import RunJournal
+from titan_rl.run.observability.progress import Progress
+from titan_rl.run.observability.report import render_report
+from titan_rl.scheduling.settings import SchedulingConfig
+from titan_rl.settings import Section
+from titan_rl.training.protocol import StepResult
+from titan_rl.training.settings import ModelConfig, TrainingConfig
+from titan_rl.weights.board import VersionBoard
+from titan_rl.weights.types import Manifest
+
+
+class Counting(Section):
+    """Count down from a number."""
+
+    def train_sample(self, seed: int, index: int) -> int:
+        return 2 + (seed + index) % 3
+
+    def validation_samples(self, count: int) -> list[int]:
+        return [4] * count
+
+    def make_env(self, sample: int, renderer: object) -> CountDown:
+        return CountDown(sample)
+
+    def rubric(self) -> Rubric:
+        return Rubric([Reward(lambda rollout: len(rollout.turns) + rollout.sibling, name="turns")])
+
+
+class FakeTrainer:
+    """Counts versions. Records what each step was given, and where checkpoints would be."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.trained: list[list[Any]] = []
+        self.saved: list[int] = []
+        self.exported: list[Path] = []
+        self.fail_to_save = False
+        self.stepped = asyncio.Event()
+        self._stepped: defaultdict[int, asyncio.Event] = defaultdict(asyncio.Event)
+        self.published = 0
+        self.saving = 0
+
+    async def step(self, samples: Sequence[Any]) -> StepResult:
+        self.trained.append(list(samples))
+        staleness = [self.version - v for sample in samples for v in sample.versions if v >= 0]
+        self.version += 1
+        self.stepped.set()
+        self._stepped[self.version].set()
+        return StepResult(self.version, {"loss": 0.0, "staleness_mean": float(max(staleness))})
+
+    async def until(self, version: int) -> None:
+        await self._stepped[version].wait()
+
+    async def begin_publish(self) -> None:
+        self.published = self.version
+
+    async def finish_publish(self) -> Manifest:
+        return Manifest(self.published, ())
+
+    async def begin_save(self, root: Path, run_state: dict[str, Any]) -> int:
+        self.saving = self.version
+        return self.version
+
+    async def finish_save(self) -> None:
+        if self.fail_to_save:
+            raise CheckpointError("no space left")
+        self.saved.append(self.saving)
+
+    async def export(self, path: Path) -> None:
+        self.exported.append(path)
+
+
+class FakeReplica:
+    """Answers with the version it last pulled."""
+
+    name = "replica"
+
+    def __init__(self, refuse: int | None = None) -> None:
+        self.version = -1
+        self.pulled: list[int] = []
+        self.asked_for_experts: dict[str, bool] = {}
+        self.hold: asyncio.Event | None = None
+        self._refuse = refuse
+
+    async def generate(self, prompt_token_ids, *, request_id, session_id=None, sampling) -> Completion:
+        if self.hold is not None and request_id.startswith("train"):
+            await self.hold.wait()
+        self.asked_for_experts[request_id.split("-")[0]] = sampling.return_routed_experts
+        answer = await count_down(prompt_token_ids, request_id=request_id, sampling=sampling)
+        experts = [[[3, 1]]] if sampling.return_routed_experts else None
+        spans = [VersionSpan(self.version, 1)]
+        return Completion(request_id, answer.token_ids, [-0.5], FinishReason.STOP, spans, experts)
+
+    async def pull(self, version: int) -> None:
+        if version == self._refuse:
+            raise StateDictError("torn")
+        self.version = version
+        self.pulled.append(version)
+
+    async def pause(self, mode) -> None: ...
+
+    async def resume(self) -> None: ...
+
+    async def abort(self, request_ids) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class Rig:
+    """A controller of 2 groups a step, on fakes."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        steps: int = 4,
+        staleness: int = 0,
+        rubric: Rubric | None = None,
+        task: Counting | None = None,
+        refuse: int | None = None,
+        generation: GenerationConfig | None = None,
+        checkpoint_interval: int = 3,
+        held_out: int = 2,
+    ) -> None:
+        task = task or Counting()
+        config = RunConfig(
+            model=ModelConfig(path="unused", max_context=16),
+            task=task,  # pyright: ignore[reportArgumentType]
+            sampling=SamplingConfig(max_tokens=1),
+            rollout=RolloutConfig(group_size=3),
+            scheduling=SchedulingConfig(groups_per_step=2, max_staleness=staleness),
+            training=TrainingConfig(steps=steps, row_tokens=16),
+            validation=ValidationConfig(num_prompts=held_out, samples_per_prompt=2, interval=2),
+            checkpoint=CheckpointConfig(interval=checkpoint_interval),
+            generation=generation or GenerationConfig(),
+        )
+        self.trainer = FakeTrainer()
+        self.replica = FakeReplica(refuse)
+        self.records: list[tuple[int, dict[str, float]]] = []
+        self.run_dir = RunDirectory(folder / "run")
+        self.progress_file = (folder / "progress.txt").open("w")
+        self.progress = Progress(steps, self.progress_file)
+        self.controller = Controller(
+            config,
+            task,  # pyright: ignore[reportArgumentType]
+            rollouter=Rollouter(CountDown, rubric or task.rubric(), max_context=16),
+            router=GeneratorRouter([self.replica]),
+            trainer=self.trainer,
+            stop_token_ids=[],
+            board=VersionBoard(),
+            run_dir=self.run_dir,
+            log=lambda step, metrics: self.records.append((step, metrics)),
+            progress=self.progress,
+            journal=RunJournal(self.run_dir.journal),
+        )
+
+    async def run(self) -> Any:
+        return await asyncio.wait_for(self.controller.run(), 20)
+
+    def steps_with(self, name: str) -> list[int]:
+        return [step for step, metrics in self.records if name in metrics]
+
+
+async def test_a_run_validates_trains_in_data_order_and_saves(tmp_path):
+    rig = Rig(tmp_path)
+    summary = await rig.run()
+    groups = [sorted({sample.group_id for sample in samples}) for samples in rig.trainer.trained]
+    assert groups == [["train-0", "train-1"], ["train-2", "train-3"], ["train-4", "train-5"], ["train-6", "train-7"]]
+    assert rig.replica.pulled == [0, 1, 2, 3, 4]
+    assert rig.steps_with("validation/reward_mean") == [0, 2, 4]
+    assert rig.steps_with("train/loss") == [1, 2, 3, 4]
+    assert rig.trainer.saved == [3, 4]
+    assert rig.trainer.exported == [rig.run_dir.export]
+    assert (summary.steps, summary.reward_before) == (4, summary.reward_after)
+
+
+async def test_a_run_without_validation_says_so(tmp_path):
+    rig = Rig(tmp_path, held_out=0)
+    summary = await rig.run()
+    assert rig.steps_with("train/loss") == [1, 2, 3, 4]
+    assert rig.steps_with("validation/reward_mean") == []
+    assert set(rig.replica.asked_for_experts) == {"train"}
+    assert (summary.reward_before, summary.reward_after) == (None, None)
+    rig.progress.summary(summary)
+    rig.progress_file.flush()
+    shown = (tmp_path / "progress.txt").read_text()
+    assert shown.count("validation is off: validation.num_prompts = 0") == 1
+    assert "off (validation.num_prompts = 0)" in shown
+    report = render_report("run", [{"step": s, **m} for s, m in rig.records], [], "[validation]\nnum_prompts = 0\n")
+    assert "validation.num_prompts = 0</div>" in report
+
+
+async def test_training_asks_for_routed_experts_and_validation_does_not(tmp_path):
+    rig = Rig(tmp_path, generation=GenerationConfig(return_routed_experts=True))
+    await rig.run()
+    assert rig.replica.asked_for_experts == {"train": True, "validation": False}
+    samples = [sample for batch in rig.trainer.trained for sample in batch]
+    for sample in samples:
+        assert [row is not None for row in sample.routed_experts] == list(sample.loss_mask)
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2])
+async def test_no_token_is_staler_than_the_bound(tmp_path, staleness):
+    rig = Rig(tmp_path, steps=6, staleness=staleness)
+    await rig.run()
+    for version, samples in enumerate(rig.trainer.trained):
+        versions = {v for sample in samples for v in sample.versions if v >= 0}
+        assert versions <= set(range(version - staleness, version + 1))
+    if staleness == 0:
+        assert all(metrics.get("train/staleness_mean", 0) == 0 for _, metrics in rig.records)
+
+
+async def test_a_step_begins_while_the_generators_pull_the_one_before(tmp_path):
+    rig = Rig(tmp_path, staleness=1)
+    pull, published = rig.replica.pull, list[int]()
+
+    async def slow(version: int) -> None:
+        if version == 1:
+            await rig.trainer.until(2)
+        published.append(rig.trainer.published)
+        await pull(version)
+
+    rig.replica.pull = slow
+    await rig.run()
+    assert published == rig.replica.pulled == [0, 1, 2, 3, 4], "a version is published once all have the one before"
+
+
+async def test_on_policy_no_step_begins_before_the_generators_have_the_one_before(tmp_path):
+    rig = Rig(tmp_path, staleness=0)
+    pull = rig.replica.pull
+
+    async def slow(version: int) -> None:
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert rig.trainer.version == version
+        await pull(version)
+
+    rig.replica.pull = slow
+    await rig.run()
+    assert rig.replica.pulled == [0, 1, 2, 3, 4]
+
+
+async def test_training_goes_on_while_a_checkpoint_is_written(tmp_path):
+    rig = Rig(tmp_path, steps=6, checkpoint_interval=1)
+    finish = rig.trainer.finish_save
+
+    async def slow() -> None:
+        if rig.trainer.saving == 1:
+            await rig.trainer.until(2)
+        await finish()
+
+    rig.trainer.finish_save = slow
+    await rig.run()
+    assert rig.trainer.saved == [1, 2, 3, 4, 5, 6]
+
+
+async def test_a_failing_reward_ends_the_run_and_saves_nothing_untrained(tmp_path):
+    def broken(rollout: object) -> float:
+        raise KeyError("answer")
+
+    rig = Rig(tmp_path, rubric=Rubric([Reward(broken)]))
+    with pytest.raises(ExceptionGroup) as caught:
+        await rig.run()
+    assert caught.group_contains(RewardError, match="broken")
+    assert rig.trainer.saved == []
+
+
+async def test_groups_whose_reward_fails_are_told_of_counted_and_left_out(tmp_path):
+    def judge(rollout: Rollout) -> float:
+        if rollout.group_id in ("validation-0", "train-1"):
+            raise KeyError("answer")
+        return float(rollout.sibling)
+
+    rig = Rig(tmp_path, rubric=Rubric([Reward(judge)]))
+    await rig.run()
+    rig.controller.close()
+    trained = [sample.group_id for samples in rig.trainer.trained for sample in samples]
+    assert list(dict.fromkeys(trained)) == [f"train-{i}" for i in (0, 2, 3, 4, 5, 6, 7, 8)]
+    figures = [metrics for _, metrics in rig.records]
+    assert sum(metrics.get("scheduling/dropped/reward_failed", 0) for metrics in figures) == 1
+    assert [m["validation/unscored"] for m in figures if "validation/unscored" in m] == [2.0, 2.0, 2.0]
+    told = " ".join((tmp_path / "progress.txt").read_text().split())
+    assert told.count("KeyError: 'answer'") == 5  # when it first happened, with each validation, and at the end
+    assert "reward 'judge' failed on rollout 'validation-0/0': KeyError: 'answer' (tests/run/test_c" in told
+    assert "4 groups were dropped for rewards that failed" in told
+    lines = [json.loads(line) for line in rig.run_dir.rollouts.read_text().splitlines()]
+    lost = [line for line in lines if line["group_id"] == "train-1"]
+    assert [line["status"] for line in lost] == ["completed"] * 3
+    assert all("KeyError: 'answer'" in line["error"] and line["dropped"] == "reward_failed" for line in lost)
+
+
+@pytest.mark.parametrize("method", ["train_sample", "validation_samples", "drop_reason"])
+@pytest.mark.parametrize("error", [StopIteration, KeyError, asyncio.CancelledError])
+async def test_a_task_whose_method_raises_ends_the_run_with_its_line(tmp_path, method, error):
+    class Broken(Counting):
+        def drop_reason(self, group: RolloutGroup) -> None: ...
+
+    def fails(self: object, *args: object) -> None:
+        raise error("answer")
+
+    setattr(Broken, method, fails)
+    rig = Rig(tmp_path, task=Broken())
+    with pytest.raises((DataError, ExceptionGroup)) as caught:
+        await rig.run()
+    errors = caught.value.exceptions if isinstance(caught.value, ExceptionGroup) else [caught.value]
+    assert [type(one) for one in errors] == [DataError]
+    says = rf"{method}.*failed: {error.__name__}: .*answer.* \(tests/run/test_controller.py:\d+ in fails"
+    assert re.search(says, str(errors[0]))
+
+
+async def test_groups_without_a_difference_still_train_and_nan_free(tmp_path):
+    rig = Rig(tmp_path, rubric=Rubric([Reward(lambda rollout: 1.0, name="same")]))
+    await rig.run()
+    assert all(a == 0 for samples in rig.trainer.trained for sample in samples for a in sample.advantages)
+
+
+async def test_a_pull_that_no_replica_can_do_ends_the_run_with_a_checkpoint(tmp_path):
+    rig = Rig(tmp_path, refuse=2)
+    with pytest.raises(ExceptionGroup) as caught:
+        await rig.run()
+    assert caught.group_contains(StateDictError)
+    assert rig.trainer.saved == [2]  # trained, though no generator has it
+
+
+async def test_cancelling_saves_what_is_trained(tmp_path):
+    rig = Rig(tmp_path, staleness=0)
+    run = asyncio.ensure_future(rig.controller.run())
+    await asyncio.wait_for(rig.trainer.stepped.wait(), 20)
+    rig.replica.hold = asyncio.Event()  # the next step's rollouts never end
+    run.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(run, 20)
+    assert rig.trainer.saved == [rig.trainer.version]
+
+
+async def test_the_last_save_takes_its_time_and_cancelling_again_ends_it(tmp_path):
+    rig = Rig(tmp_path, staleness=0)
+    begun = asyncio.Event()
+
+    async def slow() -> None:
+        begun.set()
+        await asyncio.Event().wait()
+
+    rig.trainer.finish_save = slow
+    run = asyncio.ensure_future(rig.controller.run())
+    await asyncio.wait_for(rig.trainer.stepped.wait(), 20)
+    rig.replica.hold = asyncio.Event()
+    run.cancel()
+    await asyncio.wait_for(begun.wait(), 20)
+    assert not run.done()
+    run.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(run, 20)
+    assert rig.trainer.saved == []
+    said = (tmp_path / "progress.txt").read_text().replace("\n", "")
+    assert f"saving step {rig.trainer.version}" in said
+
+
+@pytest.mark.looptime
+async def test_a_save_of_hours_is_finished_on_the_way_out(tmp_path):
+    rig = Rig(tmp_path, staleness=0)
+    finish = rig.trainer.finish_save
+
+    async def slow() -> None:
+        await asyncio.sleep(7200)
+        await finish()
+
+    rig.trainer.finish_save = slow
+    run = asyncio.ensure_future(rig.controller.run())
+    await rig.trainer.stepped.wait()
+    rig.replica.hold = asyncio.Event()
+    run.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await run
+    assert rig.trainer.saved == [rig.trainer.version]
+
+
+@pytest.mark.parametrize("error", [NoSpaceError("no room"), OSError(5, "Input/output error"), RuntimeError()])
+async def test_a_stop_whose_last_save_fails_is_a_stop_still_and_tells_where_the_run_stands(tmp_path, error):
+    rig = Rig(tmp_path, staleness=0)
+
+    async def fails() -> None:
+        raise error
+
+    rig.trainer.finish_save = fails
+    run = asyncio.ensure_future(rig.controller.run())
+    await asyncio.wait_for(rig.trainer.stepped.wait(), 20)
+    rig.replica.hold = asyncio.Event()
+    run.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(run, 20)
+    assert rig.controller.version == rig.trainer.version == 1
+    said = " ".join((tmp_path / "progress.txt").read_text().split())
+    assert re.search(r"step 1 is not saved: (no space left|OSError: .*Input/output error|RuntimeError)", said)
+
+
+async def test_training_goes_on_where_a_checkpoint_does_not_fit_and_the_last_one_has_to(tmp_path):
+    rig = Rig(tmp_path, steps=4, checkpoint_interval=1)
+    finish = rig.trainer.finish_save
+
+    async def full() -> None:
+        raise NoSpaceError("no space left")
+
+    async def full_for_two() -> None:
+        await (full() if rig.trainer.saving in (1, 2) else finish())
+
+    rig.trainer.finish_save = full_for_two
+    await rig.run()
+    assert rig.trainer.saved == [3, 4]
+
+    rig = Rig(tmp_path / "last", checkpoint_interval=1)
+    rig.trainer.finish_save = full
+    with pytest.raises(NoSpaceError):
+        await rig.run()
+    assert rig.trainer.version == 4
+
+
+async def test_a_failed_checkpoint_ends_the_run_with_its_reason(tmp_path):
+    rig = Rig(tmp_path)
+    rig.trainer.fail_to_save = True
+    with pytest.raises(ExceptionGroup) as caught:
+        await rig.run()
+    assert caught.group_contains(CheckpointError, match="no space left")
+
+
+async def test_a_sample_older_than_the_bound_stops_the_run(tmp_path):
+    rig = Rig(tmp_path)
+
+    async def lag(version: int) -> None:  # a replica that claims to have pulled and serves old weights
+        rig.replica.version = 0
+
+    rig.replica.pull = lag
+    with pytest.raises(ExceptionGroup) as caught:
+        await rig.run()
+    assert caught.group_contains(TrainingError, match="max_staleness = 0")
+
+
+async def test_a_trainer_and_a_run_that_count_differently_end_the_run_where_it_first_shows(tmp_path):
+    rig = Rig(tmp_path / "step")
+    rig.trainer.version = 1  # of weights that the run takes for version 0
+    with pytest.raises(TrainingError, match="publishes version 1 where the run is at 0"):
+        await rig.run()
+
+    rig = Rig(tmp_path / "twice")
+    step = rig.trainer.step
+
+    async def two_steps(samples: Sequence[Any]) -> StepResult:
+        await step(samples)
+        return await step(samples)
+
+    rig.trainer.step = two_steps
+    with pytest.raises(ExceptionGroup) as caught:
+        await rig.run()
+    assert caught.group_contains(TrainingError, match="the step from version 0 gave version 2")
+
+    rig = Rig(tmp_path / "save", checkpoint_interval=1)
+
+    async def other(root: Path, run_state: dict[str, Any]) -> int:
+        return run_state["step"] + 1
+
+    rig.trainer.begin_save = other
+    with pytest.raises(ExceptionGroup) as caught:
+        await rig.run()
+    assert caught.group_contains(CheckpointError, match="saves version 2, and the journal is that of version 1")
+    assert rig.trainer.saved == []

@@ -1,0 +1,42 @@
+"""Ctrl-C while a run imports what its processes need, in a program of its own. None of them is started."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from user_project import project
+
+if importlib.util.find_spec("vllm") is None:  # which the command asks for; here it is not imported
+    pytest.skip("needs the cpu or gpu extra", allow_module_level=True)
+
+__all__ = ["project"]
+
+PROGRAM = """
+import os, signal, sys, types
+
+class RunProcesses(types.ModuleType):
+    def __getattr__(self, name):
+        if name == "start_processes":
+            os.kill(os.getpid(), signal.SIGINT)  # while it is imported
+            return lambda *args: sys.exit("started")
+        raise AttributeError(name)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored
+sys.modules["titan_rl.actors.run_processes"] = RunProcesses("titan_rl.actors.run_processes")
+from titan_rl.cli.main import main
+sys.exit(main(["train", "config.toml"]))
+"""
+
+
+def test_a_run_that_is_stopped_as_it_starts_starts_nothing(project: Path):
+    ended = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 130, ended.stderr
+    assert ended.stdout == ""
+    first, last = ended.stderr.splitlines()
+    assert first.startswith("titan-rl: SIGINT: stopping: ")
+    (run,) = [path for path in (project / "runs").iterdir() if not path.is_symlink()]
+    assert last == f"titan-rl: stopped before a step was trained; to go on: titan-rl train --resume runs/{run.name}"

@@ -1,0 +1,86 @@
+"""Who may read what a run writes, and where it can be written at all."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from user_project import project
+
+from titan_rl.config.load import load_config
+from titan_rl.errors import ConfigError
+from titan_rl.run.directory import RunDirectory
+from titan_rl.run.journal.run_journal import RunJournal
+from titan_rl.run.machine.environment import file_modes
+from titan_rl.training.state.checkpoint import atomic_directory
+from titan_rl.weights.segments.owned_folder import OwnedFolder
+from titan_rl.weights.segments.segment import Segment
+
+__all__ = ["project"]
+
+
+@pytest.fixture(params=[0o022, 0o000], ids=["umask 022", "umask 0"])
+def umask(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = os.umask(request.param)
+    yield request.param
+    assert os.umask(before) == request.param, "it is as before once the run has ended"
+
+
+def write_all_that_a_run_writes(root: Path) -> None:
+    """In `root`, with one file of a child process."""
+    run_dir = RunDirectory.create(load_config("config.toml", [("run_dir", str(root / "runs"))]))
+    with run_dir.locked():
+        run_dir.write_metrics(1, {"loss": 0.5})
+        run_dir.write_rollout({"step": 1})
+        RunJournal(run_dir.journal).close()
+        with atomic_directory(run_dir.checkpoints / "step-000001") as folder:
+            (folder / "state.json").write_text("{}")
+        script = f"open({str(run_dir.logs / 'generator-0.log')!r}, 'w')"
+        subprocess.run([sys.executable, "-c", script], check=True)
+    run_dir.close()
+    scratch = OwnedFolder("scratch-", root)
+    segment = Segment(scratch.path / "1", 64)
+    segment.publish(scratch.path / "2")
+
+
+def modes(root: Path) -> dict[str, int]:
+    found = [path for path in root.rglob("*") if not path.is_symlink()]
+    assert len(found) >= 14
+    return {str(path.relative_to(root)): stat.S_IMODE(path.stat().st_mode) for path in found}
+
+
+def test_a_runs_files_are_for_its_user_alone(project: Path, umask: int):
+    (project / "out").mkdir()
+    with file_modes(share=False):
+        write_all_that_a_run_writes(project / "out")
+    assert not {path: oct(mode) for path, mode in modes(project / "out").items() if mode & 0o077}
+
+
+def test_a_shared_run_is_for_whom_the_umask_says_but_its_memory_is_not(project: Path, umask: int):
+    (project / "out").mkdir()
+    with file_modes(share=True):
+        write_all_that_a_run_writes(project / "out")
+    for path, mode in modes(project / "out").items():
+        everybody = 0o777 if (project / "out" / path).is_dir() else 0o666
+        expected = everybody & (0o700 if path.startswith("scratch-") else ~umask)
+        assert mode == expected, path
+
+
+@pytest.mark.parametrize(
+    ("run_dir", "complaint"),
+    [
+        ("config.toml", "is a file; name a folder"),
+        ("config.toml/below/it", "is a file; name a folder"),
+        ("x" * 300, "no run can be made there, x+: File name too long"),
+        ("/proc/runs", "no run can be made there, /proc/runs: .*; name a folder that you may write to"),
+    ],
+)
+def test_a_run_dir_that_cannot_be_made_is_the_settings_fault(project: Path, run_dir: str, complaint: str):
+    config = load_config("config.toml", [("run_dir", run_dir)])
+    with pytest.raises(ConfigError, match=f"run_dir = '{run_dir}'.*{complaint}"):
+        RunDirectory.create(config)

@@ -1,0 +1,51 @@
+"""Means over rollouts: what is no number is left out, and counted."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from titan_rl import Completion, FinishReason, Rollout, RolloutGroup, Turn, VersionSpan
+from titan_rl.run.observability.metrics import group_metrics
+
+
+class Scalar:
+    """As torch has them: not a float, but it becomes one."""
+
+    def __init__(self, value: float) -> None:
+        self._value = value
+
+    def __float__(self) -> float:
+        return self._value
+
+
+def group_of(*metrics: dict, prompts: tuple[list[int], ...] = ([1],)) -> RolloutGroup:
+    def turn(prompt: list[int]) -> Turn:
+        return Turn(prompt, Completion("r", [9], [-0.5], FinishReason.STOP, [VersionSpan(0, 1)]))
+
+    rollouts = [
+        Rollout(f"g/{number}", "g", number, None, turns=[turn(p) for p in prompts], metrics=one, reward=1.0)
+        for number, one in enumerate(metrics)
+    ]
+    return RolloutGroup("g", None, rollouts)
+
+
+def test_a_value_that_is_no_number_is_left_out_of_its_mean_and_counted():
+    nan, inf = float("nan"), float("inf")
+    group = group_of({"a": 1.0, "b": nan}, {"a": nan, "b": inf}, {"a": 3.0}, {"a": None}, {"a": "3"})
+    metrics = group_metrics([group])
+    assert metrics["rollout/metrics/a"] == 2.0
+    assert "rollout/metrics/b" not in metrics
+    assert metrics["rollout/values_left_out"] == 5.0
+
+
+@pytest.mark.parametrize("scalar", [np.float32(3.0), np.int64(3), np.array(3.0), Scalar(3.0), True + 2])
+def test_scalars_of_other_libraries_are_numbers(scalar: object):
+    metrics = group_metrics([group_of({"a": scalar}, {"a": 1.0})])
+    assert metrics["rollout/metrics/a"] == 2.0
+    assert type(metrics["rollout/metrics/a"]) is float
+
+
+def test_a_rollout_whose_history_was_edited_has_more_branches():
+    assert group_metrics([group_of({}, prompts=([1], [1, 9, 2]))])["rollout/branches_per_rollout"] == 1.0
+    assert group_metrics([group_of({}, prompts=([1], [5]))])["rollout/branches_per_rollout"] == 2.0

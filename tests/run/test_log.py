@@ -1,0 +1,284 @@
+"""The log: what is whole is read whatever happened to the rest, nothing is cut away, and a slow disk slows its user."""
+
+import asyncio
+import errno
+import os
+import subprocess
+import sys
+import threading
+from io import FileIO
+
+import pytest
+from depth import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from titan_rl.errors import CheckpointError, NoSpaceError
+from titan_rl.run.journal import log
+from titan_rl.run.journal.log import LogWriter, frame, read_log
+
+RECORDS = st.lists(st.binary(max_size=12), min_size=1, max_size=5)
+
+
+def write(path, records) -> None:
+    writer = LogWriter(path)
+    for record in records:
+        writer.append(record)
+    writer.close()
+
+
+def read(path) -> tuple[list[bytes], list[tuple[int, int]]]:
+    """Its records, and what is none of them."""
+    damages: list[tuple[int, int]] = []
+    return list(read_log(path, lambda offset, size: damages.append((offset, size)))), damages
+
+
+@settings(max_examples=examples(20), deadline=None)
+@given(records=RECORDS)
+def test_a_log_cut_at_any_byte_gives_its_whole_records_and_can_be_appended_to(tmp_path_factory, records):
+    path = tmp_path_factory.mktemp("log") / "cut"
+    frames = [frame(record) for record in records]
+    data = b"".join(frames)
+    ends = [sum(map(len, frames[: n + 1])) for n in range(len(records))]
+    for size in range(len(data) + 1):
+        whole = sum(end <= size for end in ends)
+        end = [0, *ends][whole]
+        torn = [(end, size - end)] if size > end else []
+        path.write_bytes(data[:size])
+        assert read(path) == (records[:whole], torn)
+        path.write_bytes(data[:size] + frame(b"next"))
+        assert read(path) == ([*records[:whole], b"next"], torn)
+
+
+@settings(max_examples=examples(20), deadline=None)
+@given(records=RECORDS, changed=st.data())
+def test_a_changed_byte_costs_the_record_that_it_is_in(tmp_path_factory, records, changed):
+    path = tmp_path_factory.mktemp("log") / "log"
+    frames = [bytearray(frame(record)) for record in records]
+    hit = changed.draw(st.integers(0, len(records) - 1))
+    position = changed.draw(st.integers(0, len(frames[hit]) - 1))
+    frames[hit][position] ^= changed.draw(st.integers(1, 255))
+    path.write_bytes(b"".join(frames))
+    found, damages = read(path)
+    assert found == records[:hit] + records[hit + 1 :]
+    assert damages == [(sum(map(len, frames[:hit])), len(frames[hit]))]
+    write(path, [b"next"])
+    assert read(path)[0] == [*found, b"next"]
+
+
+@pytest.mark.parametrize("count", [1, 8, 12, 16, 4096])
+def test_zeros_are_no_records(tmp_path, count):
+    path = tmp_path / "log"
+    write(path, [b"first"])
+    size = path.stat().st_size
+    path.write_bytes(path.read_bytes() + bytes(count))
+    assert read(path) == ([b"first"], [(size, count)])
+    write(path, [b"", b"second"])
+    assert read(path)[0] == [b"first", b"", b"second"]
+
+
+def test_a_record_within_a_record_is_not_taken_for_one(tmp_path):
+    path = tmp_path / "log"
+    write(path, [b"a" + frame(b"inner") + b"b", b"outer"])
+    assert read(path) == ([b"a" + frame(b"inner") + b"b", b"outer"], [])
+
+
+def test_a_missing_log_is_empty(tmp_path):
+    assert read(tmp_path / "none") == ([], [])
+
+
+def test_a_write_that_fails_is_told_of_by_every_later_call(tmp_path):
+    writer = LogWriter(tmp_path / "no folder" / "log")
+    with pytest.raises(CheckpointError, match="could not be written"):
+        writer.drain()
+    with pytest.raises(CheckpointError, match="could not be written"):
+        writer.append(b"x")
+    with pytest.raises(CheckpointError, match="could not be written"):
+        writer.close()
+
+
+async def test_who_makes_records_faster_than_the_disk_takes_them_waits(tmp_path):
+    os.mkfifo(tmp_path / "log")  # opening it blocks until somebody reads
+    writer = LogWriter(tmp_path / "log", max_pending_bytes=10)
+    await asyncio.wait_for(writer.room(), 10)
+    writer.append(bytes(100))
+    waiting = [asyncio.ensure_future(writer.room()) for _ in range(3)]
+    await asyncio.sleep(0)
+    assert not any(each.done() for each in waiting)
+    writer.append(bytes(100))  # what cannot wait is not refused
+    with (tmp_path / "log").open("rb") as reader:
+        await asyncio.wait_for(asyncio.gather(*waiting), 10)
+        assert len(reader.read(2 * len(frame(bytes(100))))) == 2 * len(frame(bytes(100)))
+
+
+async def test_a_disk_that_takes_nothing_is_an_error_in_the_end(tmp_path):
+    os.mkfifo(tmp_path / "log")
+    writer = LogWriter(tmp_path / "log", max_pending_bytes=10, stall_s=0.01)
+    writer.append(bytes(100))
+    with pytest.raises(CheckpointError, match=r"has taken nothing for 0\.01 s; 113 bytes wait for it"):
+        await writer.room()
+    with pytest.raises(CheckpointError, match="has taken nothing"):
+        writer.drain()
+    with (tmp_path / "log").open("rb"):
+        pass
+
+
+def test_a_full_disk_holds_records_up_until_there_is_room_and_loses_none(tmp_path, monkeypatch):
+    full = threading.Event()
+    refused = threading.Event()
+
+    class Disk(FileIO):
+        def write(self, data) -> int:
+            if full.is_set():
+                refused.set()
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return super().write(data[:7])  # a part, as the last room of a disk
+
+    monkeypatch.setattr(log, "FileIO", Disk)
+    monkeypatch.setattr(log, "RETRY_S", 0.01)
+    path = tmp_path / "1.journal"
+    writer = LogWriter(path)
+    writer.append(b"before")
+    writer.drain()
+    full.set()
+    writer.append(b"while it is full")
+    assert refused.wait(20)
+    with pytest.raises(NoSpaceError, match=f"no space left in {tmp_path}"):
+        writer.drain()
+    writer.append(b"and more")
+    full.clear()
+    writer.switch(tmp_path / "2.journal")
+    writer.append(b"after")
+    writer.close()
+    assert list(read_log(path)) == [b"before", b"while it is full", b"and more"]
+    assert list(read_log(tmp_path / "2.journal")) == [b"after"]
+
+
+def test_a_disk_that_stays_full_does_not_hold_up_the_end(tmp_path, monkeypatch):
+    class Full(FileIO):
+        def write(self, data) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(log, "FileIO", Full)
+    monkeypatch.setattr(log, "RETRY_S", 0.01)
+    writer = LogWriter(tmp_path / "1.journal")
+    writer.append(b"lost")
+    with pytest.raises(NoSpaceError):
+        writer.close()
+
+
+@pytest.mark.parametrize("ending", ["drain", "switch", "close"])
+def test_a_disk_that_says_only_at_a_flush_that_it_is_full_is_waited_for(tmp_path, monkeypatch, ending):
+    full, refused, flush = threading.Event(), threading.Event(), os.fsync
+
+    def fsync(descriptor: int) -> None:
+        if full.is_set():
+            refused.set()
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+        flush(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(log, "RETRY_S", 0.01)
+    writer = LogWriter(tmp_path / "1.journal")
+    writer.drain()
+    full.set()
+    writer.append(b"before")
+    if ending == "switch":
+        writer.switch(tmp_path / "2.journal")
+        assert refused.wait(20)
+    with pytest.raises(NoSpaceError, match=f"no space left in {tmp_path}"):
+        writer.close() if ending == "close" else writer.drain()
+    full.clear()
+    if ending != "close":
+        writer.append(b"after")
+        writer.close()
+    written = [*read_log(tmp_path / "1.journal"), *read_log(tmp_path / "2.journal")]
+    assert written == [b"before", b"after"][: 1 if ending == "close" else 2]
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+def test_a_file_that_is_flushed_may_complain_when_it_is_closed(tmp_path, monkeypatch, code):
+    class Disk(FileIO):
+        def close(self) -> None:
+            was_open = not self.closed
+            super().close()
+            if was_open:
+                raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(log, "FileIO", Disk)
+    writer = LogWriter(tmp_path / "1.journal")
+    writer.append(b"one")
+    writer.switch(tmp_path / "2.journal")
+    writer.append(b"two")
+    writer.close()
+    assert [*read_log(tmp_path / "1.journal"), *read_log(tmp_path / "2.journal")] == [b"one", b"two"]
+
+
+def test_a_flush_that_fails_for_another_reason_is_told_of_by_every_later_call(tmp_path, monkeypatch):
+    writer = LogWriter(tmp_path / "log")
+    writer.drain()
+
+    def fsync(descriptor: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    for call in (writer.drain, writer.drain, writer.close):
+        with pytest.raises(CheckpointError, match=r"could not be written: .*Input/output error"):
+            call()
+
+
+def test_what_is_no_file_is_neither_read_nor_waited_for(tmp_path):
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "loop").symlink_to("loop")
+    for name in ("folder", "pipe", "loop"):
+        with pytest.raises(OSError, match=r"no regular file|symbolic links"):
+            read(tmp_path / name)
+
+
+ABANDONED = """
+import sys
+from pathlib import Path
+from titan_rl.run.journal.log import LogWriter
+
+async def program():
+    writer = LogWriter(Path(sys.argv[1]))
+    try:
+        writer.append(b"record")
+        writer.drain()
+        await Forever()
+    finally:
+        writer.append(b"late")
+        writer.close()
+
+class Forever:
+    def __await__(self):
+        yield
+
+running = program()
+running.send(None)
+sys.modules["keeps"] = running  # closed when the interpreter ends, which stops the writer's thread first
+"""
+
+
+def test_a_log_that_is_closed_when_the_interpreter_ends_waits_for_no_thread(tmp_path):
+    ended = subprocess.run(
+        [sys.executable, "-c", ABANDONED, str(tmp_path / "log")], timeout=40, capture_output=True, text=True
+    )
+    assert ended.returncode == 0
+    assert "CheckpointError: the journal's thread has ended" in ended.stderr
+    assert read(tmp_path / "log")[0] == [b"record"]
+
+
+def test_what_ends_the_thread_is_told_of_whatever_it_is(tmp_path, monkeypatch):
+    class Broken(FileIO):
+        def write(self, data):
+            raise MemoryError("no more")
+
+    monkeypatch.setattr(log, "FileIO", Broken)
+    writer = LogWriter(tmp_path / "log", stall_s=30.0)
+    writer.append(b"record")
+    with pytest.raises(CheckpointError, match="no more"):
+        writer.drain()
+    with pytest.raises(CheckpointError, match="no more"):
+        writer.close()

@@ -1,0 +1,273 @@
+"""What a run tells of its rollouts: rewards before the filters, errors with their lines, and what was dropped."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_controller import Counting, FakeReplica, FakeTrainer
+from test_readme_examples import CountDown
+
+from titan_rl import Completion, GeneratorRouter, Reward, Rollout, Rollouter, Rubric
+from titan_rl.config.run import RunConfig
+from titan_rl.config.sections import LoggingConfig, SamplingConfig, ValidationConfig
+from titan_rl.errors import RewardError, TrainingError
+from titan_rl.rollout.settings import RolloutConfig
+from titan_rl.run.controller import Controller
+from titan_rl.run.directory import RunDirectory, read_jsonl
+from titan_rl.run.journal.run_journal import RunJournal
+from titan_rl.run.journal.run_state import RunState
+from titan_rl.run.observability.progress import Progress, RunSummary
+from titan_rl.scheduling.settings import SchedulingConfig
+from titan_rl.training.settings import ModelConfig, TrainingConfig
+from titan_rl.weights.board import VersionBoard
+
+Record = dict[str, Any]
+
+
+class ByIndex(Counting):
+    """The sample is the position in the data; held-out samples are negative."""
+
+    def train_sample(self, seed: int, index: int) -> int:
+        return index
+
+    def validation_samples(self, count: int) -> list[int]:
+        return [-1 - number for number in range(count)]
+
+
+class OneTurn(CountDown):
+    def __init__(self, sample: int) -> None:
+        super().__init__(1)
+        self.sample = sample
+
+
+class Run:
+    """Two groups of two a step, in a folder, with what was told."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        make_env: Callable[[int], CountDown] = OneTurn,
+        reward: Callable[[Rollout], float] = lambda rollout: float(rollout.sibling),
+        transcripts_per_step: int = 4,
+        steps: int = 2,
+        replica: FakeReplica | None = None,
+        start: RunState = RunState(),  # noqa: B008  it is frozen
+        **scheduling: Any,
+    ) -> None:
+        task = ByIndex()
+        settings = {"groups_per_step": 2, "max_staleness": 0, **scheduling}
+        config = RunConfig(
+            model=ModelConfig(path="unused", max_context=16),
+            task=task,  # pyright: ignore[reportArgumentType]
+            sampling=SamplingConfig(max_tokens=1),
+            rollout=RolloutConfig(group_size=2),
+            scheduling=SchedulingConfig(**settings),
+            training=TrainingConfig(steps=steps, row_tokens=16),
+            validation=ValidationConfig(num_prompts=4, samples_per_prompt=2, interval=2),
+            logging=LoggingConfig(transcripts_per_step=transcripts_per_step),
+        )
+        self.run_dir = RunDirectory(folder / "run")
+        trainer = FakeTrainer()
+        trainer.version = start.step
+        self.records: list[tuple[int, dict[str, float]]] = []
+        self.output = folder / "output.txt"
+        self._file = self.output.open("w")
+        self.controller = Controller(
+            config,
+            task,  # pyright: ignore[reportArgumentType]
+            rollouter=Rollouter(make_env, Rubric([Reward(reward, name="reward")]), max_context=16),
+            router=GeneratorRouter([replica or FakeReplica()]),
+            trainer=trainer,
+            stop_token_ids=[],
+            board=VersionBoard(),
+            run_dir=self.run_dir,
+            log=lambda step, metrics: self.records.append((step, metrics)),
+            progress=Progress(steps, self._file),
+            journal=RunJournal(self.run_dir.journal, start.position),
+            start=start,
+        )
+
+    async def run(self) -> RunSummary:
+        try:
+            return await asyncio.wait_for(self.controller.run(), 20)
+        finally:
+            self.controller.close()
+            self._file.close()
+
+    def rollouts(self) -> list[Record]:
+        return read_jsonl(self.run_dir.rollouts)
+
+    def metric(self, name: str) -> list[float]:
+        return [metrics[name] for _, metrics in self.records if name in metrics]
+
+
+def solved(rollout: Rollout) -> float:
+    """Every other group is solved by all siblings, and so teaches nothing."""
+    return 1.0 if rollout.sample % 2 else float(rollout.sibling)
+
+
+async def test_the_curve_is_of_all_groups_that_finished_and_not_of_those_the_filters_leave(tmp_path):
+    run = Run(tmp_path, reward=solved, filters=["zero_variance"], steps=1)
+    await run.run()
+    (trained,), (finished,) = run.metric("rollout/reward_mean"), run.metric("rollout/finished_reward_mean")
+    num_finished = run.metric("rollout/finished_groups")[0]
+    assert trained == 0.5
+    assert finished == pytest.approx((2 * 0.5 + (num_finished - 2) * 1.0) / num_finished)
+    assert num_finished >= 3
+    assert f"reward {finished:.3f} (trained on 0.500)" in run.output.read_text()
+
+
+async def test_where_nothing_is_dropped_the_rewards_of_a_step_are_those_it_was_trained_on(tmp_path):
+    run = Run(tmp_path, reward=lambda rollout: float(rollout.sibling * (abs(rollout.sample) % 7)), max_staleness=1)
+    await run.run()
+    assert run.metric("rollout/finished_reward_mean") == run.metric("rollout/reward_mean")
+    assert "(trained on" not in run.output.read_text()
+
+
+async def test_dropped_groups_are_written_with_the_reason(tmp_path):
+    run = Run(tmp_path, reward=solved, filters=["zero_variance"])
+    await run.run()
+    dropped = [record for record in run.rollouts() if record.get("dropped")]
+    assert {record["dropped"] for record in dropped} == {"zero_variance"}
+    assert {record["group_id"] for record in dropped} >= {"train-1"}
+    assert all(record["reward"] == 1.0 and record["phase"] == "train" and record["step"] >= 1 for record in dropped)
+    kept = {record["group_id"] for record in run.rollouts() if record["phase"] == "train"} - {
+        record["group_id"] for record in dropped
+    }
+    assert kept == {"train-0", "train-2", "train-4", "train-6"}
+
+
+class Broken(OneTurn):
+    async def reset(self) -> Any:
+        raise ConnectionError(f"sandbox {self.sample} is gone")
+
+
+class BrokenInTraining(OneTurn):
+    async def reset(self) -> Any:
+        if self.sample >= 0:
+            raise ConnectionError(f"sandbox {self.sample} is gone")
+        return await super().reset()
+
+
+async def test_an_environment_that_always_raises_is_shown_with_its_line_and_written(tmp_path, caplog):
+    run = Run(tmp_path, make_env=Broken)
+    with caplog.at_level(logging.WARNING), pytest.raises(TrainingError) as ended:
+        await run.run()
+    assert "8 of 8 rollouts were lost to errors, all of them to error_env: ConnectionError: sandbox -" in str(
+        ended.value
+    )
+    assert "test_reported_rollouts.py:" in str(ended.value)
+    assert "in reset)" in str(ended.value)
+    written = run.rollouts()
+    assert len(written) == 8
+    assert all(record["status"] == "error_env" and "sandbox" in record["error"] for record in written)
+    assert all(record["error_at"].endswith("in reset") for record in written)
+    traces = [record for record in caplog.records if "Traceback" in record.getMessage()]
+    assert len(traces) == 1, "once for the error, and not for each rollout"
+    assert 'raise ConnectionError(f"sandbox {self.sample} is gone")' in traces[0].getMessage()
+    shown = run.output.read_text()
+    assert shown.count("ConnectionError: sandbox") == 2  # when it first happened, and at the end
+    assert "8 rollouts ended in error_env: ConnectionError" in shown
+
+
+async def test_groups_that_fail_in_training_are_all_written_before_the_run_ends(tmp_path):
+    run = Run(tmp_path, make_env=BrokenInTraining, max_failed_groups=3)
+    with pytest.raises(ExceptionGroup) as ended:
+        await run.run()
+    assert ended.group_contains(TrainingError)
+    failed = [record for record in run.rollouts() if record["phase"] == "train"]
+    assert {record["group_id"] for record in failed} >= {"train-0", "train-1", "train-2"}
+    assert all(record["dropped"] == "failed" and record["status"] == "error_env" for record in failed)
+
+
+class BrokenNowAndThen(OneTurn):
+    async def reset(self) -> Any:
+        if self.sample == -1:
+            raise ConnectionError("one sandbox is gone")
+        return await super().reset()
+
+
+async def test_validation_says_how_many_rollouts_its_mean_leaves_out(tmp_path):
+    run = Run(tmp_path, make_env=BrokenNowAndThen, transcripts_per_step=0)
+    await run.run()
+    assert run.metric("validation/unscored") == [2.0, 2.0]
+    assert run.metric("validation/reward_mean") == [0.5, 0.5]
+    shown = run.output.read_text()
+    assert (
+        "reward 0.500, without those that failed: 2 of 8 rollouts were lost to errors, all of them to error_env"
+        in shown
+    )
+    written = [(record["step"], record["status"]) for record in run.rollouts()]
+    assert written == [(0, "error_env")] * 2 + [(2, "error_env")] * 2, "errors are written where nothing else is"
+
+
+@pytest.mark.parametrize("failing", [{-1}, {-1, -2, -3, -4}])
+async def test_groups_of_a_validation_whose_reward_fails_are_written_once_with_the_reason(tmp_path, failing):
+    def reward(rollout: Rollout) -> float:
+        if rollout.sample in failing:
+            raise ConnectionError("the judge is gone")
+        return float(rollout.sibling)
+
+    run = Run(tmp_path, reward=reward, transcripts_per_step=1, steps=1)
+    if len(failing) == 4:
+        with pytest.raises((RewardError, ExceptionGroup)):
+            await run.run()
+    else:
+        await run.run()
+    lost = [
+        record["group_id"]
+        for record in run.rollouts()
+        if (record["step"], record["phase"], record.get("dropped")) == (0, "validation", "reward_failed")
+    ]
+    assert len(lost) == 2 * len(failing), "two siblings each"
+    assert len(set(lost)) == len(failing)
+    in_full = [r for r in run.rollouts() if (r["step"], r["phase"]) == (0, "validation") and not r.get("dropped")]
+    assert len(in_full) == (0 if len(failing) == 4 else 2)
+
+
+async def test_a_disk_that_takes_no_transcripts_ends_nothing(tmp_path):
+    run = Run(tmp_path)
+    run.run_dir.rollouts.mkdir()  # cannot be opened as a file
+    await run.run()
+    assert run.metric("train/loss") == [0.0, 0.0]
+    assert run.metric("transcripts/lost")[-1] > 0
+    shown = run.output.read_text()
+    assert shown.count("writing rollouts.jsonl failed, and the run goes on without it: IsADirectoryError") == 1
+    assert "writing rollouts.jsonl failed 24 times in this run" in shown
+
+
+class SlowReplica(FakeReplica):
+    async def generate(self, prompt_token_ids, *, request_id, session_id=None, sampling) -> Completion:
+        for _ in range(20):  # until all others have asked
+            await asyncio.sleep(0)
+        return await super().generate(prompt_token_ids, request_id=request_id, session_id=session_id, sampling=sampling)
+
+
+async def test_the_most_requests_in_flight_are_told(tmp_path):
+    run = Run(tmp_path, replica=SlowReplica())
+    await run.run()
+    assert run.metric("generation/requests_in_flight_max") == [8.0, 4.0]  # validation has 8, a step 4
+    assert run.metric("rollout/branches_per_rollout") == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(("validated", "expected"), [(False, [2, 4]), (True, [4])])
+async def test_a_validation_that_was_cut_off_is_made_up_on_resume(tmp_path, validated, expected):
+    run = Run(tmp_path, steps=4, start=RunState(step=2, reward_before=0.5, next_index=4))
+    if validated:
+        run.run_dir.write_metrics(2, {"validation/reward_mean": 0.5})
+    await run.run()
+    assert [step for step, metrics in run.records if "validation/reward_mean" in metrics] == expected
+
+
+async def test_a_run_that_was_stopped_in_its_last_save_does_not_validate_again(tmp_path):
+    run = Run(tmp_path, steps=2, start=RunState(step=2, reward_before=0.25, next_index=4))
+    run.run_dir.write_metrics(2, {"validation/reward_mean": 0.75})
+    summary = await run.run()
+    assert (summary.reward_before, summary.reward_after) == (0.25, 0.75)
+    assert run.records == run.rollouts() == []

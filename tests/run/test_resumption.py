@@ -1,0 +1,289 @@
+"""What is settled about a stopped run before it goes on: its settings, its checkpoint, and its files."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from user_project import project
+
+from titan_rl.config.changes import settings_of
+from titan_rl.config.load import load_config
+from titan_rl.errors import CheckpointError, ConfigError, DamagedCheckpointError
+from titan_rl.run.directory import RunDirectory, read_jsonl
+from titan_rl.run.farewell import Farewell
+from titan_rl.run.journal.run_journal import RunJournal
+from titan_rl.run.journal.run_state import DataPosition, RunState
+from titan_rl.run.json_lines import cut_records
+from titan_rl.run.resumption import resume_from_newest
+from titan_rl.training.state.checkpoint import list_checkpoints, step_directory
+from titan_rl.training.state.checksums import write_checksums, write_summed
+
+__all__ = ["project"]
+
+
+@pytest.fixture
+def run_dir(project: Path) -> RunDirectory:
+    """A run of 5 steps whose newest checkpoint is of step 3, stopped in step 5."""
+    config = load_config("config.toml")
+    run_dir = RunDirectory.create(config)
+    RunState(settings=settings_of(config)).write(run_dir.path)
+    for step in (1, 3):
+        folder = step_directory(run_dir.checkpoints, step)
+        folder.mkdir()
+        state = RunState(step, 100, 0.5, 4 * step, (4 * step - 1,), settings_of(config))
+        save(folder, json.dumps(asdict(state)))
+    for step in range(5):
+        run_dir.write_metrics(step, {"train/loss": float(step)})
+        run_dir.write_rollout({"step": step, "phase": "train", "messages": [{"role": "user", "content": "\u00e9"}]})
+        dropped = {"group_id": f"train-{4 * step}", "phase": "train", "dropped": "too_old"}
+        run_dir.write_rollout({"step": step + 1} | dropped)
+    run_dir.close()
+    return run_dir
+
+
+def save(folder: Path, run_state: str) -> None:
+    write_checksums(folder, {"run_state.json": write_summed(folder / "run_state.json", run_state)})
+
+
+def resume(run_dir: RunDirectory, *overrides: tuple[str, str]):
+    return resume_from_newest(load_config(run_dir.config, overrides), run_dir)
+
+
+def edit(run_dir: RunDirectory, before: str, after: str) -> None:
+    text = run_dir.config.read_text()
+    assert text.count(before) == 1
+    run_dir.config.write_text(text.replace(before, after))
+
+
+def test_a_run_goes_on_from_its_newest_checkpoint_and_from_where_that_is_in_the_data(run_dir):
+    start = resume(run_dir)
+    assert start.checkpoint == step_directory(run_dir.checkpoints, 3)
+    assert (start.state.step, start.state.next_index, start.state.unsettled) == (3, 12, (11,))
+
+
+def test_metrics_and_transcripts_of_steps_that_are_run_again_are_left_out(run_dir):
+    resume(run_dir)
+    assert [record["step"] for record in read_jsonl(run_dir.metrics)] == [0, 1, 2, 3]
+    assert [record["step"] for record in read_jsonl(run_dir.rollouts)] == [0, 1, 1, 2, 2, 3, 3]
+    run_dir.write_rollout({"step": 4})
+    assert [record["step"] for record in read_jsonl(run_dir.rollouts)][-2:] == [3, 4]
+
+
+def test_a_group_that_was_dropped_is_in_the_transcripts_once_whenever_that_was(run_dir):
+    """It is not played again where the checkpoint or the journal knows of it, and else it is."""
+    for path in (run_dir.rollouts, run_dir.metrics):
+        path.unlink()
+
+    def write_dropped(index: int, step: int) -> None:
+        run_dir.write_rollout({"step": step, "phase": "train", "group_id": f"train-{index}", "dropped": "too_old"})
+
+    write_dropped(10, step=3)
+    write_dropped(9, step=4)  # while step 3 was trained
+    write_dropped(11, step=4)  # after the checkpoint, as the journal says
+    write_dropped(12, step=4)  # the journal had not come to it
+    run_dir.write_rollout({"step": 4, "phase": "validation", "group_id": "validation-1", "dropped": "reward_failed"})
+    run_dir.write_rollout({"step": 4, "phase": "train", "group_id": "train-13"})
+    run_dir.close()
+    journal = RunJournal(run_dir.journal, DataPosition(3, 12, (11,)))
+    journal.dropped(11, "too_old")
+    journal.close()
+    resume(run_dir)
+    assert [record["group_id"] for record in read_jsonl(run_dir.rollouts)] == ["train-10", "train-9", "train-11"]
+
+
+def test_without_a_checkpoint_a_run_begins_anew_and_so_do_its_files(run_dir):
+    for step in (1, 3):
+        folder = step_directory(run_dir.checkpoints, step)
+        shutil.rmtree(folder)
+    start = resume(run_dir)
+    assert (start.checkpoint, start.state.step, start.state.next_index) == (None, 0, 0)
+    assert start.losses == (f"{run_dir.path} has no checkpoint and no journal: the run begins anew",)
+    assert read_jsonl(run_dir.metrics) == read_jsonl(run_dir.rollouts) == []
+
+
+def test_what_is_no_record_goes_and_every_other_line_stays_to_the_byte(tmp_path):
+    path = tmp_path / "rollouts.jsonl"
+    kept = b'{"step": 1,  "text": "\\ud83d"}\n'
+    path.write_bytes(kept + b'\xff\n[1]\n{"phase": "train"}\n{"step": 2}\n' + kept + b'{"step": 1, "torn')
+    cut_records(path, lambda record: record["step"] <= 1)
+    assert path.read_bytes() == kept * 2
+    cut_records(tmp_path / "none.jsonl", lambda record: True)
+    assert sorted(os.listdir(tmp_path)) == ["rollouts.jsonl"]
+
+
+def test_settings_given_on_resume_are_in_the_runs_config_from_then_on(run_dir):
+    resume(run_dir, ("training.steps", "9"), ("logging.wandb", "true"))
+    again = load_config(run_dir.config)
+    assert (again.training.steps, again.logging.wandb) == (9, True)
+    assert resume(run_dir).state.step == 3
+
+
+def test_a_run_that_was_stopped_after_its_last_step_is_brought_to_its_end(run_dir):
+    assert resume(run_dir, ("training.steps", "3")).state.step == 3
+    run_dir.export.mkdir()  # the last thing that a run does
+    with pytest.raises(CheckpointError, match="has trained all its 3 steps"):
+        resume(run_dir, ("training.steps", "3"))
+
+
+def test_a_stopped_run_says_what_is_saved_and_how_it_goes_on(run_dir):
+    config = load_config(run_dir.config, [("training.steps", "3")])
+    command = f"titan-rl train --resume {run_dir.path}"
+    farewell = Farewell(config, run_dir, step=3)
+    assert farewell.stopped() == f"stopped with step 3 saved; to go on: {command}"
+    assert farewell.failed() == f"step 3 is saved; once it is mended, go on with: {command}"
+    assert farewell.cut_short().endswith(f"to go on: {command}")
+    run_dir.export.mkdir()
+    for finished in (farewell.stopped(), farewell.failed()):
+        assert "go on" not in finished
+        assert f"the run is finished, its policy is {run_dir.export}" in finished
+
+
+def test_a_stopped_run_whose_last_save_failed_says_where_it_stands_and_what_a_resume_starts_from(run_dir):
+    command = f"titan-rl train --resume {run_dir.path}"
+    farewell = Farewell(load_config(run_dir.config), run_dir, step=1)
+    farewell.stands_at(4)
+    newest = step_directory(run_dir.checkpoints, 3)
+    stands = "step 4, which is not saved"
+    assert farewell.stopped() == f"stopped at {stands}; to go on from step 3, {newest}: {command}"
+    assert farewell.failed().startswith(
+        f"the run stands at {stands}; once it is mended, go on from step 3, {newest} with"
+    )
+    for step in (1, 3):
+        shutil.rmtree(step_directory(run_dir.checkpoints, step))
+    assert farewell.stopped().startswith("stopped at step 4, which is not saved; to go on from step 0")
+    farewell.stands_at(0)
+    assert farewell.stopped() == f"stopped before a step was trained; to go on: {command}"
+
+
+def test_a_run_without_a_checkpoint_goes_on_with_its_journal(run_dir):
+    for step in (1, 3):
+        shutil.rmtree(step_directory(run_dir.checkpoints, step))
+    RunJournal(run_dir.journal).close()
+    assert resume(run_dir).losses == ()
+
+
+def test_a_refused_resume_changes_nothing(run_dir):
+    run_dir.export.mkdir()
+    before = {path: path.read_bytes() for path in run_dir.path.rglob("*") if path.is_file()}
+    for overrides in ([("training.steps", "3")], [("training.steps", "9"), ("training.lr", "2")]):
+        with pytest.raises((CheckpointError, ConfigError)):
+            resume(run_dir, *overrides)
+    assert {path: path.read_bytes() for path in run_dir.path.rglob("*") if path.is_file()} == before
+
+
+def test_a_run_whose_checkpoints_are_gone_from_its_journal_is_refused_and_keeps_its_files(run_dir):
+    journal = RunJournal(run_dir.journal, DataPosition(3, 12, (11,)))
+    journal.close()
+    for step in (1, 3):
+        shutil.rmtree(step_directory(run_dir.checkpoints, step))
+    before = {path: path.read_bytes() for path in run_dir.path.rglob("*") if path.is_file()}
+    with pytest.raises(CheckpointError, match="put it back"):
+        resume(run_dir, ("training.steps", "9"))
+    assert {path: path.read_bytes() for path in run_dir.path.rglob("*") if path.is_file()} == before
+
+
+def loop(path: Path) -> None:
+    path.symlink_to(path.name)
+
+
+@pytest.mark.parametrize(
+    ("place", "make"),
+    [
+        *[("journal", make) for make in (Path.touch, os.mkfifo, loop)],
+        *[("journal/step-000003.journal", make) for make in (Path.mkdir, os.mkfifo, loop)],
+    ],
+)
+def test_what_is_in_the_place_of_the_journal_is_told_of_before_any_file_is_changed(run_dir, place, make):
+    path = run_dir.path / place
+    path.parent.mkdir(exist_ok=True)
+    make(path)
+    before = {path: path.read_bytes() for path in run_dir.path.rglob("*") if path.is_file()}
+    with pytest.raises(CheckpointError, match=rf"{place}.* cannot be read: .* to go on from the checkpoint alone"):
+        resume(run_dir, ("training.steps", "9"))
+    assert {path: path.read_bytes() for path in run_dir.path.rglob("*") if path.is_file()} == before
+
+
+def test_a_setting_edited_by_hand_is_compared_with_what_the_checkpoint_was_made_with(run_dir):
+    edit(run_dir, "groups_per_step = 16", "groups_per_step = 12")
+    edit(run_dir, "seed = 7", "seed = 8")
+    with pytest.raises(ConfigError) as refused:
+        resume(run_dir)
+    message = str(refused.value)
+    assert f"{run_dir.config}: scheduling.groups_per_step is 12, and this run was made with 16" in message
+    assert "seed is 8, and this run was made with 7" in message
+    assert "set them back, or begin a new run" in message
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("scheduling.window", "3"), ("task.length", "4"), ("task.words", '["ham"]'), ("training.betas", "[0.9, 0.99]")],
+)
+def test_every_setting_that_rollouts_and_weights_come_from_is_compared(run_dir, setting, value):
+    with pytest.raises(ConfigError, match=f"{setting} is"):
+        resume(run_dir, (setting, value))
+
+
+def test_a_run_may_be_moved_and_go_on_elsewhere(run_dir):
+    for setting, value in [
+        ("run_dir", "elsewhere"),
+        ("generation.num_generators", "3"),
+        ("training.steps", "50"),
+        ("checkpoint.keep", "7"),
+        ("scheduling.max_refills", "9"),
+        ("rollout.env_timeout_s", "120"),
+    ]:
+        resume(run_dir, (setting, value))
+    state = RunState.read(step_directory(run_dir.checkpoints, 3))
+    made_with = json.loads(json.dumps(dict(state.settings))) | {"scheduling.of_another_version": 1}
+    del made_with["seed"]
+    save(step_directory(run_dir.checkpoints, 3), json.dumps(asdict(RunState(3, 100, 0.5, 12, (11,), made_with))))
+    assert resume(run_dir).state.step == 3
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"step": 3, "tokens": 1, "reward_before": 0.5}'])
+def test_a_checkpoint_that_does_not_say_where_the_data_stood_is_refused(run_dir, content):
+    save(step_directory(run_dir.checkpoints, 3), content)
+    with pytest.raises(CheckpointError, match="does not say where its run stood"):
+        resume(run_dir)
+
+
+def spoil(checkpoint: Path) -> Path:
+    path = checkpoint / "run_state.json"
+    path.write_text(path.read_text().replace("0.5", "0.6"))
+    return path
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_takes_its_place(run_dir):
+    newest = step_directory(run_dir.checkpoints, 3)
+    spoiled = spoil(newest)
+    start = resume(run_dir)
+    assert start.checkpoint == step_directory(run_dir.checkpoints, 1)
+    assert (start.state.step, start.state.reward_before) == (1, 0.5)
+    (loss,) = start.losses
+    assert f"{spoiled} is damaged: its checksum is" in loss
+    assert str(newest.with_name("step-000003.damaged")) in loss
+    assert list_checkpoints(run_dir.checkpoints) == [start.checkpoint]
+    assert [record["step"] for record in read_jsonl(run_dir.metrics)] == [0, 1]
+    assert resume(run_dir).losses == ()
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_not_believed(run_dir):
+    renamed = step_directory(run_dir.checkpoints, 7)
+    step_directory(run_dir.checkpoints, 3).rename(renamed)
+    start = resume(run_dir)
+    assert (start.checkpoint, start.state.step) == (step_directory(run_dir.checkpoints, 1), 1)
+    (loss,) = start.losses
+    assert f"{renamed} is damaged: it holds step 3" in loss
+
+
+def test_a_run_without_a_whole_checkpoint_is_not_begun_anew_in_silence(run_dir):
+    for step in (1, 3):
+        spoil(step_directory(run_dir.checkpoints, step))
+    with pytest.raises(DamagedCheckpointError, match=r"no checkpoint in .* is whole: .*step-000003.*step-000001"):
+        resume(run_dir)
+    assert len(list_checkpoints(run_dir.checkpoints)) == 2

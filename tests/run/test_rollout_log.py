@@ -1,0 +1,60 @@
+"""How much of what goes wrong is written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from titan_rl import Rollout, RolloutGroup, RolloutStatus
+from titan_rl.calls.user_code import Failure
+from titan_rl.run.observability.rollout_log import FIRST_OF_A_KIND, RolloutLog
+
+
+def errored(group: int, sibling: int, where: str) -> Rollout:
+    rollout = Rollout(f"g{group}/{sibling}", f"g{group}", sibling, None, RolloutStatus.ERROR_ENV)
+    rollout.failure = Failure(f"ValueError: row {group}", where, "Traceback ...")
+    rollout.error = rollout.failure.error
+    return rollout
+
+
+def group_of(group: int, where: str) -> RolloutGroup:
+    return RolloutGroup(f"g{group}", None, [errored(group, sibling, where) for sibling in range(4)])
+
+
+def test_the_first_of_each_kind_are_written_and_the_others_counted():
+    records: list[dict[str, Any]] = []
+    log = RolloutLog(lambda record: records.append(dict(record)), 0, lambda text: None)
+    for number in range(100):
+        log.dropped(group_of(number, "env.py:1 in reset"), "failed", step=3)
+    log.dropped(group_of(100, "env.py:2 in step"), "failed", step=3)
+    assert len(records) == FIRST_OF_A_KIND + 4
+    assert {record["error_at"] for record in records} == {"env.py:1 in reset", "env.py:2 in step"}
+    assert log.figures()["transcripts/left_out"] == 400 - FIRST_OF_A_KIND
+    assert log.figures()["transcripts/left_out"] == 0
+    log.dropped(group_of(101, "env.py:1 in reset"), "failed", step=4)
+    assert len(records) == FIRST_OF_A_KIND + 8, "each step has its own"
+
+
+def test_an_error_is_told_when_it_first_happens_and_counted_at_the_end():
+    told: list[str] = []
+    log = RolloutLog(lambda record: None, 0, told.append)
+    for sibling in range(3):
+        log.ended(errored(0, sibling, "env.py:1 in reset"))
+    log.ended(errored(1, 0, "env.py:2 in step"))
+    assert told == [
+        "rollout g0/0 ended in error_env: ValueError: row 0 (env.py:1 in reset)",
+        "rollout g1/0 ended in error_env: ValueError: row 1 (env.py:2 in step)",
+    ]
+    log.close()
+    assert told[2:] == [
+        "3 rollouts ended in error_env: ValueError: row 0 (env.py:1 in reset), and others of 1 kinds; "
+        "logs/controller.log has the tracebacks"
+    ]
+
+
+def test_an_answer_that_cannot_be_parsed_is_no_error_of_the_environment():
+    told: list[str] = []
+    log = RolloutLog(lambda record: None, 0, told.append)
+    log.ended(Rollout("g/0", "g", 0, None, RolloutStatus.ERROR_PARSE))
+    log.ended(Rollout("g/1", "g", 1, None, RolloutStatus.COMPLETED))
+    log.close()
+    assert told == []

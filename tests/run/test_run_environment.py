@@ -1,0 +1,35 @@
+"""The environment variables that a run sets for its processes."""
+
+import os
+import subprocess
+import sys
+import tempfile
+
+import pytest
+
+from titan_rl.run.machine.environment import run_environment
+
+PROBE = "import os; print(os.environ['OMP_NUM_THREADS'], os.environ['TOKENIZERS_PARALLELISM'])"
+
+
+def seen_by_a_child() -> list[str]:
+    return subprocess.run([sys.executable, "-c", PROBE], check=True, capture_output=True, text=True).stdout.split()
+
+
+def test_what_the_user_set_reaches_every_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
+    with run_environment():
+        assert seen_by_a_child() == ["3", "true"]
+    assert os.environ["OMP_NUM_THREADS"] == "3"
+
+
+def test_what_the_user_left_open_is_set_for_the_length_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
+    scratch = tempfile.gettempdir()
+    with run_environment():
+        assert seen_by_a_child() == ["1", "false"]
+        assert tempfile.gettempdir() != scratch
+    assert "OMP_NUM_THREADS" not in os.environ
+    assert tempfile.gettempdir() == scratch

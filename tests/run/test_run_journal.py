@@ -1,0 +1,400 @@
+"""The journal of a run: what it gives back is where the run was."""
+
+import asyncio
+import errno
+import os
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from run.disk import Disk
+
+from titan_rl import Completion, FinishReason, Rollout, RolloutGroup, SamplingParams, Turn, VersionSpan
+from titan_rl.errors import CheckpointError, NoSpaceError
+from titan_rl.generation.resume import resume_on_abort
+from titan_rl.run.journal import run_journal
+from titan_rl.run.journal.log import LogWriter, frame
+from titan_rl.run.journal.run_journal import RunJournal
+from titan_rl.run.journal.run_state import DataPosition
+
+SAMPLING = SamplingParams(max_tokens=8)
+
+
+def group_of(index: int, **message: object) -> RolloutGroup:
+    completion = Completion("r", [1], [-0.5], FinishReason.STOP, (VersionSpan(2, 1),), metrics={"queue_s": 0.5})
+    rollout = Rollout(f"train-{index}/0", f"train-{index}", 0, index, turns=[Turn([0], completion, {"a": 1.0})])
+    rollout.reward, rollout.advantage, rollout.messages = 0.25, -1.0, [{"role": "user", **message}]
+    return RolloutGroup(f"train-{index}", index, [rollout])
+
+
+def reopened(folder: Path, position: DataPosition | None = None) -> RunJournal:
+    return RunJournal(folder, position or DataPosition())
+
+
+def backlog(journal: RunJournal):
+    return journal.backlog(lambda index: index)
+
+
+def test_a_new_journal_has_no_backlog(tmp_path):
+    journal = RunJournal(tmp_path)
+    assert backlog(journal).next_index == 0
+    journal.close()
+
+
+def test_groups_batches_and_the_data_position_come_back(tmp_path):
+    journal = RunJournal(tmp_path)
+    for index in (1, 0, 4):
+        journal.finished(index, group_of(index))
+    journal.dropped(2, "zero_variance")
+    journal.batch(0, [1, 0])
+    journal.drain()  # and the process is killed
+    found = backlog(reopened(tmp_path))
+    assert (found.next_index, list(found.unsettled), found.batches) == (5, [0, 1, 3, 4], [[1, 0]])
+    assert sorted(found.finished) == [0, 1, 4]
+    rollout = found.finished[4].rollouts[0]
+    assert (rollout.sample, rollout.reward, rollout.advantage, rollout.turns[0].rewards) == (4, 0.25, -1.0, {"a": 1.0})
+    assert rollout.turns[0].completion.version_spans == [VersionSpan(2, 1)]
+
+
+async def test_what_a_checkpoint_holds_is_not_trained_again(tmp_path):
+    journal = RunJournal(tmp_path)
+    for index in range(4):
+        journal.finished(index, group_of(index))
+    journal.batch(0, [0, 1])
+    position = await journal.checkpoint(1, next_index=7)
+    assert position == DataPosition(1, 7, (2, 3, 4, 5, 6))
+    journal.batch(1, [2])
+    journal.drain()
+    late = backlog(reopened(tmp_path, position))
+    assert (late.next_index, list(late.unsettled), late.batches) == (7, [2, 3, 4, 5, 6], [[2]])
+    early = backlog(reopened(tmp_path))  # the checkpoint was never completed
+    assert (list(early.unsettled), early.batches) == ([0, 1, 2, 3], [[0, 1], [2]])
+
+
+async def test_a_checkpoint_begun_twice_counts_from_the_beginning_that_it_names(tmp_path):
+    journal = RunJournal(tmp_path)
+    journal.finished(0, group_of(0))
+    journal.batch(0, [0])
+    first = await journal.checkpoint(1, next_index=1)
+    again = reopened(tmp_path)
+    again.batch(0, [0])
+    again.finished(1, group_of(1))
+    second = await again.checkpoint(1, next_index=3)
+    again.drain()
+    assert (first, second) == (DataPosition(1, 1, ()), DataPosition(1, 3, (1, 2)))
+    found = backlog(reopened(tmp_path, second))
+    assert (found.next_index, list(found.unsettled), sorted(found.finished)) == (3, [1, 2], [1])
+    found = backlog(reopened(tmp_path, first))
+    assert (found.next_index, list(found.unsettled), sorted(found.finished)) == (2, [1], [1])
+
+
+async def test_batches_that_a_checkpoint_does_not_have_survive_another_checkpoint(tmp_path):
+    journal = RunJournal(tmp_path)
+    for index in range(3):
+        journal.finished(index, group_of(index))
+        journal.batch(index, [index])
+    journal.drain()
+    again = reopened(tmp_path)  # the process was killed before its first checkpoint
+    again.batch(0, [0])
+    position = await again.checkpoint(1, next_index=3)
+    again.forget_before(1)
+    assert backlog(reopened(tmp_path, position)).batches == [[1], [2]]
+    assert reopened(tmp_path, position).num_batches_again == 2
+
+
+async def test_segments_go_when_no_checkpoint_needs_them(tmp_path):
+    journal = RunJournal(tmp_path)
+    await journal.checkpoint(2, next_index=0)
+    await journal.checkpoint(4, next_index=0)
+
+    def names() -> list[str]:
+        return sorted(path.name for path in tmp_path.iterdir())
+
+    journal.forget_before(3)
+    assert names() == ["step-000002.journal", "step-000004.journal"], "a checkpoint of version 3 begins in the former"
+    journal.forget_before(4)
+    assert names() == ["step-000004.journal"]
+    journal.forget_before(9)
+    assert names() == ["step-000004.journal"]
+
+
+def test_what_cannot_be_encoded_is_kept_as_text_and_arrays_as_lists(tmp_path):
+    journal = RunJournal(tmp_path)
+    journal.finished(0, group_of(0, content=Path("a"), array=np.arange(2)))
+    journal.drain()
+    message = backlog(reopened(tmp_path)).finished[0].rollouts[0].messages[0]
+    assert message["array"] == [0, 1]
+    assert "Path" in message["content"]
+
+
+class Engine:
+    """Answers with the numbers that follow the prompt, the first `abort_at` of them where that is set."""
+
+    def __init__(self) -> None:
+        self.prompts: list[list[int]] = []
+        self.abort_at: int | None = None
+
+    async def __call__(self, prompt_token_ids, *, request_id, session_id=None, sampling) -> Completion:
+        self.prompts.append(list(prompt_token_ids))
+        count = sampling.max_tokens if self.abort_at is None else self.abort_at
+        reason = FinishReason.LENGTH if self.abort_at is None else FinishReason.ABORT
+        tokens = [prompt_token_ids[-1] + 1 + n for n in range(count)]
+        return Completion(request_id, tokens, [-1.0] * count, reason, (VersionSpan(0, count),) if count else ())
+
+
+async def test_recorded_turns_are_not_generated_again_and_a_part_is_continued(tmp_path):
+    journal, engine = RunJournal(tmp_path), Engine()
+    generate = journal.record(engine, 0)
+    whole = await generate([1], request_id="train-0/0/0", sampling=SAMPLING)
+    engine.abort_at = 3
+    await generate([50], request_id="train-0/0/1", sampling=SAMPLING)
+    journal.drain()
+
+    engine = Engine()
+    generate = resume_on_abort(reopened(tmp_path).record(engine, 0))
+    again = await generate([1], request_id="train-0/0/0", sampling=SAMPLING)
+    assert list(again.token_ids) == list(whole.token_ids)
+    rest = await generate([50], request_id="train-0/0/1", sampling=SAMPLING)
+    assert list(rest.token_ids) == list(range(51, 59))
+    assert engine.prompts == [[50, 51, 52, 53]]
+    other = await generate([2], request_id="train-0/0/0", sampling=SAMPLING)  # an environment that asks otherwise
+    assert list(other.token_ids) == list(range(3, 11))
+
+
+async def test_a_checkpoint_keeps_the_tokens_of_requests_in_flight(tmp_path):
+    journal = RunJournal(tmp_path)
+    positions: list[DataPosition] = []
+
+    async def interrupted(prompt_token_ids, *, request_id, session_id=None, sampling) -> Completion:
+        so_far = Completion(request_id, [51, 52], [-1.0, -1.0], FinishReason.ABORT, (VersionSpan(0, 2),))
+        positions.append(await journal.checkpoint(3, 1, {request_id: so_far}))
+        raise KeyboardInterrupt  # the process is killed
+
+    try:
+        await journal.record(interrupted, 0)([50], request_id="train-0/0/0", sampling=SAMPLING)
+    except KeyboardInterrupt:
+        journal.drain()
+    engine = Engine()
+    generate = resume_on_abort(reopened(tmp_path, positions[0]).record(engine, 0))
+    completion = await generate([50], request_id="train-0/0/0", sampling=SAMPLING)
+    assert list(completion.token_ids) == list(range(51, 59))
+    assert engine.prompts == [[50, 51, 52]]
+
+
+async def test_turns_of_a_finished_group_are_forgotten(tmp_path):
+    journal, engine = RunJournal(tmp_path), Engine()
+    await journal.record(engine, 0)([1], request_id="train-0/0/0", sampling=SAMPLING)
+    assert journal.state.parts
+    journal.finished(0, group_of(0))
+    assert not journal.state.parts
+    journal.close()
+
+
+async def checkpointed(folder: Path) -> DataPosition:
+    """A run whose checkpoint of version 1 leaves group 1 finished and groups 2 and 3 open, and which went on."""
+    journal = RunJournal(folder)
+    for index in range(2):
+        journal.finished(index, group_of(index))
+    journal.batch(0, [0])
+    position = await journal.checkpoint(1, next_index=4)
+    journal.finished(2, group_of(2))
+    journal.batch(1, [1])
+    journal.dropped(4, "zero_variance")
+    journal.close()
+    journal.forget_before(1)
+    assert position == DataPosition(1, 4, (1, 2, 3))
+    return position
+
+
+async def test_what_a_checkpoint_needs_survives_a_loss_of_power_once_it_may_appear(tmp_path, monkeypatch):
+    (tmp_path / "journal").mkdir()
+    disk = Disk(tmp_path / "journal", monkeypatch)
+    journal = RunJournal(tmp_path / "journal")
+    journal.finished(0, group_of(0))
+    journal.finished(1, group_of(1))
+    journal.batch(0, [0])
+    position = await journal.checkpoint(1, next_index=4)
+    journal.finished(2, group_of(2))
+    left = reopened(disk.left_in(tmp_path / "left"), position)
+    assert left.losses == []
+    assert sorted(backlog(left).finished) == [1]
+    journal.close()
+
+
+async def test_a_checkpoint_goes_on_from_its_own_position_whatever_became_of_its_journal(tmp_path):
+    position = await checkpointed(tmp_path / "whole")
+    (segment,) = (tmp_path / "whole").iterdir()
+    data = segment.read_bytes()
+    damaged = {"none": None, "empty": b"", "zeros": bytes(len(data)), "noise": bytes(range(256))}
+    damaged |= {f"cut at {size}": data[:size] for size in range(1, len(data), 37)}
+    damaged |= {f"changed at {n}": data[:n] + bytes([data[n] ^ 255]) + data[n + 1 :] for n in range(0, len(data), 37)}
+    for name, content in damaged.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        if content is not None:
+            (folder / segment.name).write_bytes(content)
+        journal = reopened(folder, position)
+        found = backlog(journal)
+        assert found.next_index in (4, 5)
+        assert set(found.unsettled) - {4} == {1, 2, 3}, name
+        assert set(found.finished) <= {1, 2}
+        assert found.batches in ([], [[1]])
+        again = set(found.unsettled) - set(found.finished)
+        if name.startswith(("changed", "none", "empty", "zeros", "noise")):
+            assert journal.losses, name
+            assert all(str(index) in journal.losses[-1] for index in again - {2, 3})
+        journal.close()
+        kept = (folder / segment.name).read_bytes()
+        assert kept.startswith(content or b""), "nothing is cut away"
+        mended = reopened(folder, position)
+        assert backlog(mended) == found
+        assert not any("begins with" in loss for loss in mended.losses)
+        mended.close()
+
+
+async def test_a_batch_is_handed_out_again_only_where_all_of_it_and_of_those_before_is_recorded(tmp_path):
+    position = DataPosition(3, 6, (1, 2, 3, 4, 5))
+    journal = reopened(tmp_path, position)
+    for index in (1, 2, 4, 5):
+        journal.finished(index, group_of(index))
+    journal.batch(3, [1, 2])
+    journal.batch(4, [3, 4])  # 3 is not recorded
+    journal.batch(5, [5])
+    journal.drain()
+    assert backlog(reopened(tmp_path, position)).batches == [[1, 2]]
+    other = reopened(tmp_path, position)
+    other.batch(3, [1, 4])  # another course of events: what followed the first is void
+    other.close()
+    assert backlog(reopened(tmp_path, position)).batches == [[1, 4]]
+
+
+async def test_a_journal_of_another_run_is_refused_with_the_way_out(tmp_path):
+    position = await checkpointed(tmp_path / "journal")
+    other = DataPosition(1, 9, (7,))
+    with pytest.raises(CheckpointError, match=r"data before 9, without 7, and its journal.*Move the folder") as refused:
+        reopened(tmp_path / "journal", other)
+    assert "1-3" in str(refused.value)
+    (tmp_path / "journal").rename(tmp_path / "away")
+    assert backlog(reopened(tmp_path / "journal", other)).unsettled == [7]
+    assert reopened(tmp_path / "away", position).losses == []
+
+
+async def test_a_journal_without_its_checkpoint_does_not_begin_anew_in_silence(tmp_path):
+    await checkpointed(tmp_path)
+    with pytest.raises(CheckpointError, match="of a checkpoint that is gone"):
+        reopened(tmp_path)
+
+
+async def test_a_checkpoint_of_more_than_may_wait_for_the_disk_waits_and_others_go_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_journal, "LogWriter", partial(LogWriter, max_pending_bytes=1000))
+    journal = RunJournal(tmp_path)
+    for index in range(50):
+        journal.finished(index, group_of(index, content="x" * 500))
+    turns = 0
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    going_on = asyncio.ensure_future(others())
+    position = await journal.checkpoint(1, next_index=50)
+    going_on.cancel()
+    assert turns > 50
+    journal.close()
+    assert sorted(backlog(reopened(tmp_path, position)).finished) == list(range(50))
+
+
+async def test_what_comes_while_a_checkpoint_is_begun_replaces_what_was_open(tmp_path):
+    journal, engine = RunJournal(tmp_path), Engine()
+    engine.abort_at = 3
+    await journal.record(engine, 5)([1], request_id="train-5/0/0", sampling=SAMPLING)
+    for index in range(5):
+        journal.finished(index, group_of(index))
+    beginning = asyncio.ensure_future(journal.checkpoint(1, next_index=6))
+    await asyncio.sleep(0)
+    journal.finished(5, group_of(5))
+    journal.dropped(4, "too_old")
+    position = await beginning
+    journal.close()
+    found = reopened(tmp_path, position)
+    assert position.unsettled == (0, 1, 2, 3, 4, 5)
+    assert (list(backlog(found).unsettled), found.state.parts) == ([0, 1, 2, 3, 5], {})
+
+
+def test_a_record_of_another_format_is_refused_with_the_way_out(tmp_path):
+    (tmp_path / "step-000000.journal").write_bytes(frame(b"another"))
+    with pytest.raises(CheckpointError, match=r"record of another format.*move the folder .* away"):
+        reopened(tmp_path)
+
+
+async def test_a_journal_without_its_beginning_says_what_that_means(tmp_path):
+    position = await checkpointed(tmp_path)
+    for segment in tmp_path.iterdir():
+        segment.unlink()
+    journal = reopened(tmp_path, position)
+    meaning, again = journal.losses
+    assert meaning.startswith(
+        "step-000001.journal, the segment of the journal that the checkpoint of step 1 begins with"
+    )
+    assert "missing or damaged" in meaning
+    assert "no sample of the data is left out or trained twice" in meaning
+    assert again.endswith("groups 1-3")
+    journal.close()
+
+
+def folder(path: Path) -> None:
+    path.mkdir()
+
+
+def loop(path: Path) -> None:
+    path.symlink_to(path.name)
+
+
+NO_FILES = [folder, loop, os.mkfifo]
+
+
+@pytest.mark.parametrize("make", NO_FILES)
+async def test_a_segment_that_is_no_file_is_refused_with_the_way_out(tmp_path, make):
+    position = await checkpointed(tmp_path / "journal")
+    (segment,) = (tmp_path / "journal").iterdir()
+    segment.unlink()
+    make(segment)
+    with pytest.raises(CheckpointError, match=r"step-000001\.journal, a segment .* cannot be read: .* move the folder"):
+        reopened(tmp_path / "journal", position)
+    (tmp_path / "journal").rename(tmp_path / "away")
+    journal = reopened(tmp_path / "journal", position)
+    assert backlog(journal).unsettled == [1, 2, 3]
+    journal.close()
+
+
+@pytest.mark.parametrize("make", [Path.touch, loop, os.mkfifo, lambda path: path.symlink_to("nowhere")])
+def test_a_journal_that_is_no_folder_is_refused_with_the_way_out(tmp_path, make):
+    make(tmp_path / "journal")
+    with pytest.raises(CheckpointError, match=r"journal.* cannot be (read|made): .*move"):
+        reopened(tmp_path / "journal")
+
+
+def test_a_folder_for_which_there_is_no_room_is_told_of(tmp_path, monkeypatch):
+    def fsync(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(NoSpaceError, match=f"no space left in {tmp_path} for the folder"):
+        reopened(tmp_path / "journal")
+
+
+async def test_other_files_of_the_folder_and_segments_that_stay_are_in_nobodys_way(tmp_path):
+    (tmp_path / "step-old.journal").write_bytes(b"kept by hand")
+    journal = RunJournal(tmp_path)
+    await journal.checkpoint(1, next_index=0)
+    journal.drain()
+    (tmp_path / "step-000000.journal").unlink()
+    (tmp_path / "step-000000.journal").mkdir()
+    journal.forget_before(1)
+    position = await journal.checkpoint(2, next_index=3)
+    journal.close()
+    (tmp_path / "step-000000.journal").rmdir()
+    assert reopened(tmp_path, position).losses == []

@@ -1,0 +1,275 @@
+"""The CUDA IPC transport, all but the GPU itself: memory of this process stands in for it. `tests/gpu` has the rest."""
+
+from __future__ import annotations
+
+import pickle
+import weakref
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+from weights.racing import race
+
+from titan_rl.errors import StateDictError
+from titan_rl.weights.parts import join
+from titan_rl.weights.segments import segment
+from titan_rl.weights.transports.cuda_ipc import CudaIPCTransport, checksum
+from titan_rl.weights.types import Manifest, Place, Probe, TensorSlice
+
+Weights = dict[str, torch.Tensor]
+
+
+class HostMemory:
+    """What is allocated can be opened by its number, also by who unpickles that. It has garbage until it is written,
+    and again once the writer has freed it."""
+
+    def __init__(self, room: int = 1 << 40) -> None:
+        self.room = room
+        self.buffers: list[torch.Tensor] = []
+        self.num_held = 0
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        if num_bytes > self.room:
+            raise torch.OutOfMemoryError(f"{num_bytes} bytes are too many")
+        memory = torch.full((num_bytes,), 170, dtype=torch.uint8)
+        writers = memory[:]
+        weakref.finalize(writers, self._free, memory)
+        self.buffers.append(memory)
+        self.num_held += 1
+        return writers
+
+    def _free(self, memory: torch.Tensor) -> None:
+        memory.fill_(170)
+        self.num_held -= 1
+
+    def export(self, buffer: torch.Tensor) -> int:
+        (number,) = [n for n, memory in enumerate(self.buffers) if memory.data_ptr() == buffer.data_ptr()]
+        return number
+
+    def open(self, handle: int) -> torch.Tensor:
+        return self.buffers[handle]
+
+    def synchronize(self) -> None:
+        pass
+
+
+@pytest.fixture
+def memory() -> HostMemory:
+    return HostMemory()
+
+
+@pytest.fixture
+def transport(tmp_path: Path, memory: HostMemory) -> Iterator[CudaIPCTransport]:
+    transport = CudaIPCTransport("test", root=tmp_path, memory=memory)
+    yield transport
+    transport.close()
+
+
+def weights(version: int, size: int = 1000) -> Weights:
+    return {"a": torch.full((size,), float(version)), "b": torch.arange(6.0).reshape(2, 3) + version}
+
+
+def begin(manifest: Manifest, memory: HostMemory) -> Iterator[tuple[str, torch.Tensor]]:
+    """In a reader: what it knows it has unpickled."""
+    return CudaIPCTransport("reader", memory=memory).pull(pickle.loads(pickle.dumps(manifest)))
+
+
+def assert_equal(found: Weights, expected: Weights) -> None:
+    assert list(found) == list(expected)
+    for name, tensor in expected.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(found[name], tensor)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.bool], ids=str)
+def test_values_dtypes_and_shapes_survive(transport, memory, dtype: torch.dtype) -> None:
+    tensors = {
+        "matrix": torch.randint(0, 2, (3, 5)).to(dtype),
+        "transposed": torch.randint(0, 2, (3, 5)).to(dtype).t(),
+        "scalar": torch.tensor(1).to(dtype),
+        "empty": torch.empty(0, 4, dtype=dtype),
+        "odd": torch.ones(7, dtype=dtype),
+    }
+    probe = Probe((1, 2), (-0.5,))
+    manifest = transport.publish(1, tensors.items(), probes=[probe], tolerance=0.25)
+    assert (manifest.version, manifest.probes, manifest.tolerance) == (1, (probe,), 0.25)
+    assert_equal(dict(begin(manifest, memory)), tensors)
+
+
+def test_an_empty_state_dict(transport, memory) -> None:
+    assert dict(begin(transport.publish(1, []), memory)) == {}
+
+
+def test_slices_of_two_writers_are_joined(tmp_path, memory) -> None:
+    whole = torch.arange(24.0).reshape(6, 4)
+    writers = [CudaIPCTransport(f"rank-{rank}", root=tmp_path, memory=memory) for rank in range(2)]
+    halves = [TensorSlice(whole[rank * 3 : rank * 3 + 3], Place((rank * 3, 0), (6, 4))) for rank in range(2)]
+    manifests = [writer.publish(1, [("w", half)]) for writer, half in zip(writers, halves, strict=True)]
+    assert_equal(dict(begin(join(manifests), memory)), {"w": whole})
+    with pytest.raises(StateDictError, match="cover 12 of 24"):
+        begin(manifests[0], memory)
+    for writer in writers:
+        writer.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_read_is_the_readers_own(transport, memory) -> None:
+    found = dict(begin(transport.publish(1, weights(1).items()), memory))
+    for version in range(2, 6):
+        transport.publish(version, weights(version).items())
+    assert_equal(found, weights(1))
+
+
+def test_memory_is_used_again_once_nobody_reads_it(transport, memory) -> None:
+    for version in range(6):
+        manifest = transport.publish(version, weights(version).items())
+        assert_equal(dict(begin(manifest, memory)), weights(version))
+    assert len(memory.buffers) == 2
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_a_version_that_is_being_read_is_not_written_over(transport, memory, started: bool) -> None:
+    pairs = begin(transport.publish(1, weights(1).items()), memory)
+    found = dict([next(pairs)]) if started else {}
+    for version in range(2, 6):
+        transport.publish(version, weights(version).items())
+    assert memory.num_held == 3
+    assert_equal(found | dict(pairs), weights(1))
+    transport.publish(6, weights(6).items())
+    assert memory.num_held == 2
+    transport.close()
+    assert memory.num_held == 0
+
+
+def test_a_reader_that_gives_up_holds_nothing(transport, memory, tmp_path) -> None:
+    for version in range(6):
+        pairs = begin(transport.publish(version, weights(version).items()), memory)
+        if version % 2:
+            next(pairs)
+        del pairs
+    assert len(memory.buffers) == 2
+
+
+def test_a_failed_check_holds_nothing(transport, memory) -> None:
+    kept: list[object] = []  # as somebody keeps an error who reports it later
+    for version in range(6):
+        manifest = transport.publish(version, weights(version).items())
+        (part,) = manifest.parts
+        with pytest.raises(StateDictError, match="checksum") as wrong_sum:
+            begin(replace(manifest, parts=(replace(part, checksum=part.checksum ^ 1),)), memory)
+        with pytest.raises(StateDictError, match="bytes") as wrong_size:
+            begin(replace(manifest, parts=(replace(part, num_bytes=part.num_bytes + 64),)), memory)
+        kept += [wrong_sum.value, wrong_size.value]
+    assert len(memory.buffers) == 2
+
+
+def test_a_changed_byte_is_found_before_anything_is_given(transport, memory) -> None:
+    manifest = transport.publish(1, weights(1).items())
+    memory.buffers[0][4001] ^= 16
+    with pytest.raises(StateDictError, match="checksum"):
+        begin(manifest, memory)
+
+
+def test_a_device_without_room_fails_the_version_and_keeps_the_last(transport, memory, tmp_path) -> None:
+    first = transport.publish(1, weights(1).items())
+    memory.room = 100
+    with pytest.raises(StateDictError, match="no room for version 2"):
+        transport.publish(2, weights(2).items())
+    assert_equal(dict(begin(first, memory)), weights(1))
+    memory.room = 1 << 40
+    assert_equal(dict(begin(transport.publish(2, weights(2).items()), memory)), weights(2))
+    transport.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_released_version_cannot_be_read(transport, memory) -> None:
+    manifest = transport.publish(1, weights(1).items())
+    transport.release(1)
+    with pytest.raises(StateDictError, match="released"):
+        begin(manifest, memory)
+
+
+def test_without_a_gpu_the_error_names_the_setting() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(StateDictError, match=r"set statedict\.transport to shared_memory"):
+        CudaIPCTransport("test")
+
+
+@given(words=st.sampled_from([0, 1, 7, 8, 9, 16, 17, 40]), seed=st.integers(0, 2**32 - 1))
+def test_the_checksum_is_that_of_shared_memory(words: int, seed: int) -> None:
+    data = np.random.default_rng(seed).integers(0, 256, words * 8, dtype=np.uint8)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("titan_rl.weights.segments.segment.BLOCK_WORDS", 8)
+        patch.setattr("titan_rl.weights.transports.cuda_ipc.BLOCK_WORDS", 8)
+        assert checksum(torch.from_numpy(data)) == segment.checksum(data)
+
+
+def test_readers_that_race_the_writer_see_whole_versions(transport, memory) -> None:
+    assert race(
+        lambda version: transport.publish(version, weights(version).items()),
+        lambda manifest: dict(begin(manifest, memory)),
+        weights,
+    )
+
+
+class Sequences(RuleBasedStateMachine):
+    """Any order of publishing in any size, releasing, beginning to read, and reading to the end or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = HostMemory()
+        self.transport = CudaIPCTransport("hypothesis", memory=self.memory)
+        self.manifests: list[Manifest] = []
+        self.sizes: list[int] = []
+        self.available: list[int] = []
+        self.reading: list[tuple[Iterator[tuple[str, torch.Tensor]], int]] = []
+
+    @rule(size=st.integers(1, 2000))
+    def publish(self, size: int) -> None:
+        version = len(self.manifests)
+        self.manifests.append(self.transport.publish(version, weights(version, size).items()))
+        self.sizes.append(size)
+        self.available = [*self.available, version][-2:]
+
+    @precondition(lambda self: self.manifests)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        version = data.draw(st.integers(0, len(self.manifests) - 1))
+        self.transport.release(version)
+        self.available = [other for other in self.available if other != version]
+
+    @precondition(lambda self: self.manifests)
+    @rule(data=st.data())
+    def begin(self, data: st.DataObject) -> None:
+        version = data.draw(st.integers(0, len(self.manifests) - 1))
+        if version in self.available:
+            self.reading.append((begin(self.manifests[version], self.memory), version))
+        else:
+            with pytest.raises(StateDictError):
+                begin(self.manifests[version], self.memory)
+
+    @precondition(lambda self: self.reading)
+    @rule()
+    def read(self) -> None:
+        pairs, version = self.reading.pop(0)
+        assert_equal(dict(pairs), weights(version, self.sizes[version]))
+
+    @precondition(lambda self: self.reading)
+    @rule()
+    def give_up(self) -> None:
+        self.reading.pop()
+
+    def teardown(self) -> None:
+        self.transport.close()
+        while self.reading:
+            self.read()
+
+
+TestSequences = Sequences.TestCase

@@ -1,0 +1,204 @@
+"""Versions that several processes write: whatever the cut, a reader gets the tensors or an error."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from depth import examples
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from titan_rl.errors import StateDictError
+from titan_rl.weights.parts import join
+from titan_rl.weights.transports.shared_memory import SharedMemoryTransport
+from titan_rl.weights.types import Manifest, Place, Probe, TensorEntry, TensorSlice
+
+DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool]
+
+Cut = list[list[tuple[str, torch.Tensor | TensorSlice]]]
+
+
+def piece(tensor: torch.Tensor, start: tuple[int, ...], shape: tuple[int, ...]) -> TensorSlice:
+    box = tensor
+    for dim, (at, size) in enumerate(zip(start, shape, strict=True)):
+        box = box.narrow(dim, at, size)
+    return TensorSlice(box, Place(start, tuple(tensor.shape)))
+
+
+def rows(tensor: torch.Tensor, begin: int, end: int) -> TensorSlice:
+    return piece(tensor, (begin, *[0] * (tensor.dim() - 1)), (end - begin, *tensor.shape[1:]))
+
+
+@contextlib.contextmanager
+def published(cut: Cut, version: int = 1) -> Iterator[Manifest]:
+    """Each part by a writer of its own."""
+    with contextlib.ExitStack() as stack:
+        writers = [stack.enter_context(SharedMemoryTransport("parts")) for _ in cut]
+        yield join([writer.publish(version, part) for writer, part in zip(writers, cut, strict=True)])
+
+
+def pull(manifest: Manifest) -> dict[str, torch.Tensor]:
+    return dict(SharedMemoryTransport("reader").pull(manifest))
+
+
+@st.composite
+def boxes(draw: Any, start: tuple[int, ...], shape: tuple[int, ...], depth: int = 3) -> list[tuple[Any, Any]]:
+    """(start, shape) of boxes that make up one, by cutting it in two again and again."""
+    dims = [dim for dim, size in enumerate(shape) if size > 1]
+    if not depth or not dims or draw(st.booleans()):
+        return [(start, shape)]
+    dim = draw(st.sampled_from(dims))
+    at = draw(st.integers(1, shape[dim] - 1))
+    lower = (*shape[:dim], at, *shape[dim + 1 :])
+    upper = (*shape[:dim], shape[dim] - at, *shape[dim + 1 :])
+    upper_start = (*start[:dim], start[dim] + at, *start[dim + 1 :])
+    return draw(boxes(start, lower, depth - 1)) + draw(boxes(upper_start, upper, depth - 1))
+
+
+@dataclass
+class Version:
+    tensors: dict[str, torch.Tensor]
+    cut: Cut
+
+
+@st.composite
+def versions(draw: Any) -> Version:
+    """Tensors cut into boxes and dealt to parts. The first part names every tensor, as a trainer's first rank does."""
+    num_parts = draw(st.integers(1, 4))
+    tensors: dict[str, torch.Tensor] = {}
+    cut: Cut = [[] for _ in range(num_parts)]
+    for index in range(draw(st.integers(1, 4))):
+        name, shape = f"t{index}", tuple(draw(st.lists(st.integers(0, 5), max_size=3)))
+        tensors[name] = torch.randint(0, 100, shape).to(draw(st.sampled_from(DTYPES)))
+        for start, size in draw(boxes((0,) * len(shape), shape)):
+            # A scalar has no empty slice to be named by.
+            owner = draw(st.integers(0, num_parts - 1)) if shape else 0
+            cut[owner].append((name, piece(tensors[name], start, size)))
+        if name not in {other for other, _ in cut[0]}:
+            cut[0].append((name, rows(tensors[name], 0, 0)))
+    return Version(tensors, cut)
+
+
+@given(versions())
+@settings(max_examples=examples(100), deadline=None)
+def test_random_cuts_come_back_equal_and_in_order(version: Version) -> None:
+    with published(version.cut) as manifest:
+        found = pull(manifest)
+    assert list(found) == list(version.tensors)
+    for name, tensor in version.tensors.items():
+        assert found[name].dtype == tensor.dtype
+        assert found[name].shape == tensor.shape
+        assert torch.equal(found[name], tensor)
+
+
+def with_entries(manifest: Manifest, part: int, entries: list[TensorEntry]) -> Manifest:
+    parts = list(manifest.parts)
+    parts[part] = replace(parts[part], entries=tuple(entries))
+    return replace(manifest, parts=tuple(parts))
+
+
+def shifted(entry: TensorEntry) -> TensorEntry:
+    place = entry.place or Place((0,) * len(entry.shape), entry.shape)
+    return replace(entry, place=replace(place, start=(place.start[0] + 1, *place.start[1:])))
+
+
+@given(version=versions(), fault=st.sampled_from(["absent", "lost", "twice", "moved", "torn", "gone"]), data=st.data())
+@settings(max_examples=examples(100), deadline=None)
+def test_one_fault_in_one_part_fails_the_pull(version: Version, fault: str, data: st.DataObject) -> None:
+    with published(version.cut) as manifest:
+        filled = [(p, e) for p, part in enumerate(manifest.parts) for e in part.entries if e.num_bytes]
+        if fault == "absent":  # a rank's manifest; the first one is what the others are joined to
+            filled = [(part, entry) for part, entry in filled if part]
+        if fault in ("lost", "moved"):
+            filled = [(part, entry) for part, entry in filled if entry.shape]
+        assume(filled)
+        chosen, entry = data.draw(st.sampled_from(filled))
+        part = manifest.parts[chosen]
+        others = [other for other in part.entries if other is not entry]
+        match fault:
+            case "absent":
+                manifest = replace(manifest, parts=(*manifest.parts[:chosen], *manifest.parts[chosen + 1 :]))
+            case "lost":
+                empty = replace(entry, shape=(0, *entry.shape[1:]), num_bytes=0)
+                empty = replace(empty, place=entry.place or Place((0,) * len(entry.shape), entry.shape))
+                manifest = with_entries(manifest, chosen, [*others, empty])
+            case "twice":
+                index = data.draw(st.integers(0, len(manifest.parts) - 1))
+                manifest = with_entries(manifest, index, [*manifest.parts[index].entries, entry])
+            case "moved":
+                manifest = with_entries(manifest, chosen, [*others, shifted(entry)])
+            case "torn":
+                with open(part.location, "r+b") as file:
+                    file.seek(entry.offset)
+                    (byte,) = file.read(1)
+                    file.seek(entry.offset)
+                    file.write(bytes([byte ^ 1]))
+            case "gone":
+                os.unlink(part.location)
+        with pytest.raises(StateDictError):
+            SharedMemoryTransport("reader").pull(manifest)
+
+
+WHOLE = torch.arange(24.0).reshape(6, 4)
+
+
+@pytest.mark.parametrize(
+    ("cut", "message"),
+    [
+        ([rows(WHOLE, 0, 3), rows(WHOLE, 2, 6)], r"slices at \(0, 0\) in part 0 and at \(2, 0\) in part 1 overlap"),
+        ([rows(WHOLE, 0, 3), rows(WHOLE, 4, 6)], "cover 20 of 24 elements"),
+        ([rows(WHOLE, 0, 3), rows(WHOLE.half(), 3, 6)], "float32 .* in part 0 and float16 .* in part 1"),
+        ([rows(WHOLE, 0, 3), rows(WHOLE[:, :2], 3, 6)], r"\(6, 4\) in part 0 and float32 \(6, 2\) in part 1"),
+        ([WHOLE, WHOLE], "overlap"),
+        ([TensorSlice(WHOLE[:3], Place((4, 0), (6, 4)))], "not within"),
+        ([TensorSlice(WHOLE[:3], Place((0,), (6, 4)))], "not within"),
+    ],
+)
+def test_what_does_not_add_up_is_named(cut: list[torch.Tensor | TensorSlice], message: str) -> None:
+    with published([[("a", value)] for value in cut]) as manifest, pytest.raises(StateDictError, match=message):
+        SharedMemoryTransport("reader").pull(manifest)
+
+
+def test_a_tensor_that_one_part_has_whole_is_a_view_of_its_memory() -> None:
+    cut: Cut = [
+        [("a", rows(WHOLE, 0, 0)), ("b", rows(WHOLE, 0, 3)), ("c", rows(WHOLE, 0, 0))],
+        [("a", rows(WHOLE, 0, 6)), ("b", rows(WHOLE, 3, 6)), ("c", WHOLE)],
+    ]
+    with published(cut) as manifest:
+        found = pull(manifest)
+    assert all(torch.equal(tensor, WHOLE) for tensor in found.values())
+    assert found["c"].data_ptr() - found["a"].data_ptr() == 128 + 64  # the bytes of a and of half of b, aligned to 64
+
+
+def test_what_is_pulled_outlives_its_writers() -> None:
+    cut: Cut = [[("a", rows(WHOLE, 0, 3)), ("b", WHOLE)], [("a", rows(WHOLE, 3, 6))]]
+    with published(cut) as manifest:
+        pairs = SharedMemoryTransport("reader").pull(manifest)
+    assert all(torch.equal(tensor, WHOLE) for _, tensor in pairs)  # copied together after the writers are gone
+
+
+def test_the_same_slice_twice_is_refused_when_it_is_published() -> None:
+    with SharedMemoryTransport("parts") as writer, pytest.raises(StateDictError, match="'a' appears twice"):
+        writer.publish(1, itertools.repeat(("a", rows(WHOLE, 0, 3)), 2))
+
+
+def test_joining_keeps_the_first_ones_probes_and_refuses_other_versions() -> None:
+    probe = Probe((1, 2), (-0.5,))
+    with SharedMemoryTransport("parts") as one, SharedMemoryTransport("parts") as two:
+        manifests = [
+            one.publish(1, [("a", rows(WHOLE, 0, 3))], probes=[probe], tolerance=0.25),
+            two.publish(1, [("a", rows(WHOLE, 3, 6))]),
+        ]
+        joined = join(manifests)
+        assert (joined.version, joined.probes, joined.tolerance) == (1, (probe,), 0.25)
+        with pytest.raises(StateDictError, match=r"versions \[1, 2\]"):
+            join([manifests[0], two.publish(2, [("a", rows(WHOLE, 3, 6))])])
+        with pytest.raises(StateDictError, match=r"versions \[\]"):
+            join([])

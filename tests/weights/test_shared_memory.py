@@ -1,0 +1,401 @@
+"""The shared-memory transport: what a reader sees, and what is left."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from weights.racing import race
+
+from titan_rl.errors import StateDictError
+from titan_rl.weights.segments.folder import clean_dead_segments, segment_folder
+from titan_rl.weights.transports.shared_memory import SharedMemoryTransport
+from titan_rl.weights.types import Manifest, Probe
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool]
+
+
+@pytest.fixture
+def transport(tmp_path: Path) -> Iterator[SharedMemoryTransport]:
+    with SharedMemoryTransport("test", root=tmp_path) as transport:
+        yield transport
+
+
+def reader() -> SharedMemoryTransport:
+    return SharedMemoryTransport("reader")
+
+
+def weights(version: int, size: int = 1000) -> dict[str, torch.Tensor]:
+    return {"a": torch.full((size,), float(version)), "b": torch.arange(6.0).reshape(2, 3) + version}
+
+
+def pulled(manifest: Manifest) -> dict[str, torch.Tensor]:
+    return dict(reader().pull(manifest))
+
+
+@pytest.mark.parametrize("held", [0, 1, 3])
+def test_a_reader_that_stays_sees_each_version_and_keeps_no_memory(transport: SharedMemoryTransport, held: int) -> None:
+    """Whether it lets go of versions at once, so that their files are used again, or holds some."""
+    staying, views = reader(), list[tuple[int, dict[str, torch.Tensor]]]()
+    for version in range(12):
+        size = 1000 if version % 5 else 2000
+        manifest = transport.publish(version, weights(version, size).items())
+        views = [*views, (version, dict(staying.pull(manifest)))][-held:] if held else []
+        for old, found in views:
+            assert_equal(found, weights(old, 1000 if old % 5 else 2000))
+    transport.publish(12, weights(12).items())  # takes another file where one is still viewed
+    views.clear()
+    folder, maps = str(Path(manifest.parts[0].location).parent), Path("/proc/self/maps").read_text()
+    assert not [line for line in maps.splitlines() if folder in line and line.endswith("(deleted)")]
+    transport.close()
+    with pytest.raises(StateDictError):
+        staying.pull(manifest)
+
+
+def test_a_reader_that_stays_maps_a_file_once(
+    transport: SharedMemoryTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mapped: list[int] = []
+
+    def counted(*args: Any, real: Any = mmap.mmap, **kwargs: Any) -> mmap.mmap:
+        if kwargs.get("prot") == mmap.PROT_READ:
+            mapped.append(args[1])
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(mmap, "mmap", counted)
+    staying = reader()
+    for version in range(8):
+        assert_equal(dict(staying.pull(transport.publish(version, weights(version).items()))), weights(version))
+    assert len(mapped) == 2  # the files of the double buffer
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert list(found) == list(expected)
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype
+        assert found[name].shape == tensor.shape
+        assert torch.equal(found[name], tensor)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_values_dtypes_and_shapes_survive(transport: SharedMemoryTransport, dtype: torch.dtype) -> None:
+    tensors = {
+        "matrix": torch.randint(0, 2, (3, 5)).to(dtype),
+        "transposed": torch.randint(0, 2, (3, 5)).to(dtype).t(),
+        "scalar": torch.tensor(1).to(dtype),
+        "empty": torch.empty(0, 4, dtype=dtype),
+        "parameter_like": torch.ones(7, dtype=dtype),
+    }
+    assert_equal(pulled(transport.publish(1, tensors.items())), tensors)
+
+
+def test_parameters_from_a_generator_of_unknown_length(transport: SharedMemoryTransport) -> None:
+    model = torch.nn.Linear(3, 2)
+    manifest = transport.publish(1, ((name, parameter) for name, parameter in model.named_parameters()))
+    assert_equal(pulled(manifest), dict(model.state_dict()))
+
+
+def test_an_empty_state_dict(transport: SharedMemoryTransport) -> None:
+    assert pulled(transport.publish(1, [])) == {}
+
+
+def test_manifest_describes_the_segment(transport: SharedMemoryTransport) -> None:
+    probe = Probe((1, 2), (-0.5,))
+    manifest = transport.publish(3, weights(3).items(), probes=[probe], tolerance=0.25)
+    assert (manifest.version, manifest.probes, manifest.tolerance) == (3, (probe,), 0.25)
+    assert [(entry.name, entry.dtype, entry.shape) for entry in manifest.parts[0].entries] == [
+        ("a", "float32", (1000,)),
+        ("b", "float32", (2, 3)),
+    ]
+    assert all(entry.offset % 64 == 0 for entry in manifest.parts[0].entries)
+    assert os.path.getsize(manifest.parts[0].location) == manifest.parts[0].num_bytes
+
+
+def test_views_share_the_segments_memory(transport: SharedMemoryTransport) -> None:
+    found = pulled(transport.publish(1, weights(1).items()))
+    assert found["b"].data_ptr() - found["a"].data_ptr() == 4032  # 1000 float32, at the next multiple of 64
+
+
+READER = """
+import pickle, sys
+from titan_rl.weights.transports.shared_memory import SharedMemoryTransport
+manifest = pickle.load(sys.stdin.buffer)
+tensors = dict(SharedMemoryTransport("reader").pull(manifest))
+print("mapped", flush=True)
+sys.stdin.readline()
+print({name: tensor.sum().item() for name, tensor in tensors.items()}, flush=True)
+"""
+
+
+def test_another_process_keeps_what_it_has_mapped(transport: SharedMemoryTransport) -> None:
+    manifest = transport.publish(1, weights(1).items())
+    with subprocess.Popen([sys.executable, "-c", READER], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(pickle.dumps(manifest))
+        process.stdin.flush()
+        assert process.stdout.readline() == b"mapped\n"
+        for version in range(2, 6):  # twice around the double buffer
+            transport.publish(version, weights(version).items())
+        transport.close()
+        process.stdin.write(b"\n")
+        process.stdin.flush()
+        assert eval(process.stdout.readline()) == {"a": 1000.0, "b": 21.0}
+
+
+def test_a_mapped_version_is_not_written_over(transport: SharedMemoryTransport) -> None:
+    held = pulled(transport.publish(1, weights(1).items()))["a"]  # one view is enough
+    for version in range(2, 6):
+        transport.publish(version, weights(version).items())
+    assert torch.equal(held, weights(1)["a"])
+
+
+def test_released_memory_is_used_again_once_no_reader_has_it(transport: SharedMemoryTransport) -> None:
+    def inode(manifest: Manifest) -> int:
+        return os.stat(manifest.parts[0].location).st_ino
+
+    first = transport.publish(1, weights(1).items())
+    first_inode, views = inode(first), pulled(first)
+    del views
+    transport.release(1)
+    assert inode(transport.publish(2, weights(2, size=2000).items())) == first_inode
+    assert_equal(pulled(transport.publish(3, weights(3).items())), weights(3))
+
+
+def test_only_the_last_versions_are_kept(transport: SharedMemoryTransport, tmp_path: Path) -> None:
+    manifests = [transport.publish(version, weights(version).items()) for version in range(5)]
+    for manifest in manifests[:3]:
+        with pytest.raises(StateDictError, match="released"):
+            reader().pull(manifest)
+    assert_equal(pulled(manifests[3]), weights(3))
+    assert_equal(pulled(manifests[4]), weights(4))
+    assert sum(path.is_file() for path in tmp_path.rglob("*")) == 2
+
+
+def test_release_twice_and_of_unknown_versions(transport: SharedMemoryTransport) -> None:
+    manifest = transport.publish(1, weights(1).items())
+    transport.release(1)
+    transport.release(1)
+    transport.release(99)
+    with pytest.raises(StateDictError, match="released"):
+        reader().pull(manifest)
+
+
+@pytest.mark.parametrize("position", [0, 4001, 4095, -1])
+def test_one_flipped_byte_is_found_before_anything_is_given(transport: SharedMemoryTransport, position: int) -> None:
+    manifest = transport.publish(1, weights(1).items())
+    with open(manifest.parts[0].location, "r+b") as file:
+        file.seek(position, os.SEEK_SET if position >= 0 else os.SEEK_END)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 16]))
+    with pytest.raises(StateDictError, match="checksum"):
+        reader().pull(manifest)
+
+
+def test_half_an_old_version_is_found(transport: SharedMemoryTransport) -> None:
+    old, new = (transport.publish(version, weights(version, size=1 << 20).items()) for version in (1, 2))
+    half = old.parts[0].num_bytes // 2
+    with open(old.parts[0].location, "rb") as source, open(new.parts[0].location, "r+b") as target:
+        target.write(source.read(half))
+    with pytest.raises(StateDictError, match="checksum"):
+        reader().pull(new)
+
+
+def test_a_shorter_file_is_found(transport: SharedMemoryTransport) -> None:
+    manifest = transport.publish(1, weights(1).items())
+    os.truncate(manifest.parts[0].location, 100)
+    with pytest.raises(StateDictError, match="100 bytes"):
+        reader().pull(manifest)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"num_bytes": 8}, "does not fit"), ({"dtype": "float33"}, "float33"), ({"offset": 1 << 40}, "does not fit")],
+)
+def test_a_manifest_that_contradicts_itself(
+    transport: SharedMemoryTransport, change: dict[str, object], message: str
+) -> None:
+    manifest = transport.publish(1, weights(1).items())
+    (part,) = manifest.parts
+    entries = (replace(part.entries[0], **change), *part.entries[1:])
+    with pytest.raises(StateDictError, match=message):
+        reader().pull(replace(manifest, parts=(replace(part, entries=entries),)))
+
+
+def test_refused_publishes_leave_nothing(transport: SharedMemoryTransport, tmp_path: Path) -> None:
+    manifest = transport.publish(1, weights(1).items())
+    with pytest.raises(StateDictError, match="already"):
+        transport.publish(1, weights(1).items())
+    with pytest.raises(StateDictError, match="twice"):
+        transport.publish(2, [("a", torch.ones(1)), ("a", torch.ones(1))])
+
+    def failing() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "a", torch.ones(1)
+        raise RuntimeError("gather failed")
+
+    with pytest.raises(RuntimeError, match="gather failed"):
+        transport.publish(2, failing())
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [Path(manifest.parts[0].location)]
+
+
+def test_a_full_disk(transport: SharedMemoryTransport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest = transport.publish(1, weights(1).items())
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(StateDictError, match=r"version 2, 0\.0 MB: .*No space left"):
+            transport.publish(2, weights(2).items())
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [Path(manifest.parts[0].location)]
+    assert_equal(pulled(manifest), weights(1))
+    assert_equal(pulled(transport.publish(2, weights(2).items())), weights(2))
+
+
+def test_close_leaves_nothing_and_ends_publishing(tmp_path: Path) -> None:
+    transport = SharedMemoryTransport("test", root=tmp_path)
+    with transport:
+        manifest = transport.publish(1, weights(1).items())
+    assert list(tmp_path.iterdir()) == []
+    transport.close()
+    with pytest.raises(StateDictError, match="closed"):
+        transport.publish(2, weights(2).items())
+    with pytest.raises(StateDictError, match="released"):
+        reader().pull(manifest)
+
+
+def test_close_while_publishing_leaves_nothing(tmp_path: Path) -> None:
+    transport = SharedMemoryTransport("test", root=tmp_path)
+
+    class ClosesTransport(torch.Tensor):
+        def is_contiguous(self, *_: object, **__: object) -> bool:
+            transport.close()
+            return True
+
+    with pytest.raises(StateDictError, match="closed"):
+        transport.publish(1, [("a", torch.ones(3).as_subclass(ClosesTransport))])
+    assert list(tmp_path.iterdir()) == []
+
+
+WRITER = """
+import os, sys, torch
+from pathlib import Path
+from titan_rl.weights.transports.shared_memory import SharedMemoryTransport
+SharedMemoryTransport("dead", root=Path(sys.argv[1])).publish(1, [("a", torch.ones(1000))])
+print("published", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_what_a_killed_writer_left_is_removed_and_nothing_else(
+    transport: SharedMemoryTransport, tmp_path: Path
+) -> None:
+    mine = transport.publish(1, weights(1).items())
+    other = tmp_path / "titan_rl-somebody-else"
+    other.mkdir()
+    command = [sys.executable, "-c", WRITER, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as writer:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == b"published\n"
+        assert clean_dead_segments(tmp_path) == []  # it lives
+        writer.send_signal(signal.SIGKILL)
+        writer.wait(timeout=30)
+    (removed,) = clean_dead_segments(tmp_path)
+    assert "dead" in removed.name
+    assert not removed.exists()
+    assert set(tmp_path.iterdir()) == {Path(mine.parts[0].location).parent, other}
+    assert_equal(pulled(mine), weights(1))
+
+
+def test_two_writers_of_one_run_have_folders_of_their_own(tmp_path: Path) -> None:
+    folders = [segment_folder("same", tmp_path) for _ in range(2)]
+    assert len(set(tmp_path.iterdir())) == 2
+    assert clean_dead_segments(tmp_path) == []
+    for folder in folders:
+        folder.remove()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("run_id", ["", "a/b", "../x"])
+def test_run_id_must_be_a_file_name(run_id: str) -> None:
+    with pytest.raises(ValueError, match="run_id"):
+        SharedMemoryTransport(run_id)
+
+
+def test_keep_must_be_positive() -> None:
+    with pytest.raises(ValueError, match="keep is 0"):
+        SharedMemoryTransport("test", keep=0)
+
+
+def test_readers_that_race_the_writer_see_whole_versions(transport: SharedMemoryTransport) -> None:
+    assert race(lambda version: transport.publish(version, weights(version).items()), pulled, weights)
+
+
+class Sequences(RuleBasedStateMachine):
+    """Any order of publish, release, pull and dropping of views, against a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.transport = SharedMemoryTransport("hypothesis", keep=2)
+        self.reader = reader()
+        self.manifests: list[Manifest] = []
+        self.available: list[int] = []  # indices into manifests
+        self.contents: list[dict[str, torch.Tensor]] = []
+        self.held: list[tuple[dict[str, torch.Tensor], int]] = []
+
+    @rule(size=st.integers(0, 5000), dtype=st.sampled_from(DTYPES))
+    def publish(self, size: int, dtype: torch.dtype) -> None:
+        version = len(self.manifests)
+        content = {"x": torch.full((size,), version).to(dtype), "y": torch.tensor([[version]])}
+        self.manifests.append(self.transport.publish(version, content.items()))
+        self.contents.append(content)
+        self.available = [*self.available, version][-2:]
+
+    @precondition(lambda self: self.manifests)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        version = data.draw(st.integers(0, len(self.manifests) - 1))
+        self.transport.release(version)
+        self.available = [other for other in self.available if other != version]
+
+    @precondition(lambda self: self.manifests)
+    @rule(data=st.data())
+    def pull(self, data: st.DataObject) -> None:
+        version = data.draw(st.integers(0, len(self.manifests) - 1))
+        if version in self.available:
+            self.held.append((dict(self.reader.pull(self.manifests[version])), version))
+        else:
+            with pytest.raises(StateDictError):
+                self.reader.pull(self.manifests[version])
+
+    @precondition(lambda self: self.held)
+    @rule()
+    def drop(self) -> None:
+        self.held.pop(0)
+
+    @invariant()
+    def views_never_change(self) -> None:
+        for found, version in self.held:
+            assert_equal(found, self.contents[version])
+
+    def teardown(self) -> None:
+        self.transport.close()
+        self.views_never_change()
+
+
+TestSequences = Sequences.TestCase

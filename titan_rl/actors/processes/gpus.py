@@ -1,0 +1,71 @@
+"""Which GPUs each process uses."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from titan_rl.config.run import RunConfig
+from titan_rl.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class GPUAssignment:
+    """GPUs by what CUDA_VISIBLE_DEVICES calls them, one for each rank. Empty where there are none."""
+
+    trainer: tuple[str, ...]
+    generators: tuple[tuple[str, ...], ...]
+
+    @staticmethod
+    def of(config: RunConfig, gpus: Sequence[str]) -> GPUAssignment:
+        """The trainer's ranks take the first GPUs, and the generators what is left, in turn. With nothing left, or too
+        little for one generator, generators share the trainer's.
+
+        Example: of four GPUs, a trainer of two ranks has 0 and 1, and three generators have 2, 3 and 2.
+
+        Raises:
+            ConfigError: a trainer or a generator has more ranks than there are GPUs, or there are none where the
+                transport needs them.
+        """
+        training, generation = config.training, config.generation
+        if not gpus and config.statedict.transport == "cuda_ipc":
+            raise ConfigError("statedict.transport is 'cuda_ipc' and this host has no GPU; choose 'shared_memory'")
+        if not gpus:
+            return GPUAssignment((), ((),) * generation.num_generators)
+        num_ranks, size = training.data_parallel * training.tensor_parallel, generation.tensor_parallel_size
+        _check("training.data_parallel x training.tensor_parallel", num_ranks, gpus)
+        _check("generation.tensor_parallel_size", size, gpus)
+        left = gpus[num_ranks:] if len(gpus) - num_ranks >= size else gpus
+        return GPUAssignment(
+            trainer=tuple(gpus[:num_ranks]),
+            generators=tuple(
+                tuple(left[at % len(left)] for at in range(index * size, (index + 1) * size))
+                for index in range(generation.num_generators)
+            ),
+        )
+
+
+def visible_gpus() -> tuple[str, ...]:
+    """Those that this process may use, found without taking hold of one."""
+    import torch
+
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    count = torch.cuda.device_count()
+    return tuple(map(str, range(count))) if named is None else tuple(named.split(",")[:count])
+
+
+def use_gpus(gpus: Sequence[str], local_rank: int) -> None:
+    """Have this process see these GPUs alone, and take that of its rank. Called before anything of CUDA; on a machine
+    without a GPU it changes nothing."""
+    if gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        os.environ["LOCAL_RANK"] = str(local_rank)
+
+
+def _check(field: str, num_ranks: int, gpus: Sequence[str]) -> None:
+    if num_ranks > len(gpus):
+        raise ConfigError(
+            f"{field} is {num_ranks} and each rank needs a GPU of its own; set it to {len(gpus)} or less, as this host "
+            f"has no more"
+        )

@@ -1,0 +1,132 @@
+"""An actor process as those see it who call it: while it lives calls are answered, and once it ends they all fail."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Awaitable, Callable, Sequence
+from itertools import count
+from typing import Any
+
+from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
+from monarch.actor import ActorError
+
+from titan_rl.actors.processes.process_end import how_it_ended
+from titan_rl.errors import ActorDiedError
+
+_numbers = count()
+
+
+class RemoteProcess:
+    """A process, or several that are of no use without each other.
+
+    Monarch tells of a process that died after some seconds, or half a minute if it was asking just then; the kernel
+    tells at once of those on this host. Either way `end` settles it.
+
+    Attributes:
+        id: unlike the name it is never another's: that of a process which replaces this one differs.
+        reason: why it ended; None while it lives.
+
+    Args:
+        name: for messages.
+        on_end: called once, from within `end`.
+    """
+
+    def __init__(self, name: str, on_end: Callable[[RemoteProcess], None] | None = None) -> None:
+        self.name = name
+        self.id = f"{name}-{next(_numbers)}"
+        self.reason: str | None = None
+        self._on_end = on_end
+        self._calls: set[asyncio.Timeout] = set()
+        self._descriptors: list[int] = []
+
+    def watch(self, pids: Sequence[int]) -> None:
+        """Have the kernel tell when one of these processes of this host ends. Where it cannot, Monarch has to."""
+        if not hasattr(os, "pidfd_open"):
+            return
+        for pid in pids:
+            try:
+                descriptor = os.pidfd_open(pid)
+            except ProcessLookupError:
+                self.end(f"process {pid} ended")
+                return
+            self._descriptors.append(descriptor)
+            asyncio.get_running_loop().add_reader(descriptor, self._ended, pid, descriptor)
+
+    def _ended(self, pid: int, descriptor: int) -> None:
+        self.end(f"process {pid} {how_it_ended(descriptor)}")
+
+    def end(self, reason: str) -> None:
+        """Fail the calls in flight and all to come, and kill what is left of the watched processes. Doing it again does
+        nothing."""
+        if self.reason is not None:
+            return
+        self.reason = reason
+        for descriptor in self._descriptors:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+        self.close()
+        for limit in self._calls:
+            if not limit.expired():
+                limit.reschedule(asyncio.get_running_loop().time())
+        if self._on_end is not None:
+            self._on_end(self)
+
+    def close(self) -> None:
+        """Watch no longer: whatever ends now was told to."""
+        while self._descriptors:
+            descriptor = self._descriptors.pop()
+            asyncio.get_running_loop().remove_reader(descriptor)
+            os.close(descriptor)
+
+    async def call(self, endpoint: Any, *args: Any, timeout_s: float | None = None) -> Any:
+        """Call an actor's endpoint and raise what the actor raised, rather than Monarch's wrapping of it.
+
+        Raises:
+            ActorDiedError: the process ended, or did not answer within `timeout_s` seconds.
+        """
+        return await self.until_end(lambda: endpoint.call_one(*args), timeout_s)
+
+    async def call_all(self, endpoint: Any, *args: Any, timeout_s: float | None = None) -> list[Any]:
+        """Call an endpoint of every rank at once, and return what each has answered.
+
+        Raises:
+            ActorDiedError: as `call`, of any of them.
+        """
+        answers = await self.until_end(lambda: endpoint.call(*args), timeout_s)
+        return [answer for _, answer in answers.items()]
+
+    async def until_end(self, begin: Callable[[], Awaitable[Any]], timeout_s: float | None = None) -> Any:
+        """What `begin` gives to wait for, if that is done first.
+
+        Raises:
+            ActorDiedError: as `call`.
+        """
+        limit = asyncio.timeout(timeout_s)
+        self._calls.add(limit)
+        try:
+            async with limit:
+                if self.reason is None:
+                    return await begin()
+        except ActorError as error:
+            raise error.exception from None
+        except SupervisionError as error:
+            raise ActorDiedError(f"{self.name} died: {self.reason or last_line(str(error))}") from None
+        except TimeoutError:
+            if self.reason is None:
+                raise ActorDiedError(f"{self.name} did not answer within {timeout_s:g} s") from None
+        finally:
+            self._calls.discard(limit)
+        raise ActorDiedError(f"{self.name} died: {self.reason}")
+
+
+async def call(endpoint: Any, *args: Any, who: str, timeout_s: float | None = None) -> Any:
+    """As `RemoteProcess.call`, where only the answer can tell that `who` is gone."""
+    return await RemoteProcess(who).call(endpoint, *args, timeout_s=timeout_s)
+
+
+def last_line(report: str) -> str:
+    """The line of a Monarch failure report that says what happened."""
+    return next((line.strip() for line in reversed(report.splitlines()) if line.strip()), "no reason given")

@@ -1,0 +1,142 @@
+"""Blocking functions of users in threads that nothing waits for."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+from titan_rl.calls.bounded import OutOfTimeError
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+
+class DaemonThreads:
+    """Runs functions in threads of its own, at most `size` at once; others wait in the order they came.
+
+    asyncio's own threads are few, and the process waits for them when it exits. A function that never returns would
+    hold up all that share them, and the exit. Here it costs a thread: once its time is up another takes its place, and
+    the process ends without it.
+
+    Args:
+        size: most functions at once, but for those that were given up and have not returned.
+        name: begins the threads' names.
+
+    Raises:
+        ValueError: `size` is less than 1.
+    """
+
+    def __init__(self, size: int, name: str) -> None:
+        if size < 1:
+            raise ValueError(f"DaemonThreads size is {size}; it must be at least 1")
+        self._size = size
+        self._name = name
+        self._lock = threading.Lock()
+        self._threads = 0  # that may take another job
+        self._queue: deque[_Job] = deque()
+
+    async def run(self, fn: Callable[[], T], timeout_s: float | None = None) -> T:
+        """What `fn()` returns or raises, called in a copy of the current context.
+
+        A cancellation leaves the function running; a thread is busy until it returns or its time is up.
+
+        Args:
+            timeout_s: counts from when a thread begins with it.
+
+        Raises:
+            OutOfTimeError: it took longer than `timeout_s`.
+            RuntimeError: it raised what asyncio cannot carry: StopIteration, SystemExit; that is the cause.
+        """
+        job = _Job(fn, timeout_s, self._give_up)
+        with self._lock:
+            if self._threads < self._size:
+                self._start(job)
+            else:
+                self._queue.append(job)
+        value, error = await job.outcome
+        if error is None:
+            return cast("T", value)
+        if isinstance(error, StopIteration) or not isinstance(error, Exception):
+            raise RuntimeError(f"{type(error).__name__}: {error}") from error
+        raise error
+
+    def _start(self, job: _Job) -> None:
+        self._threads += 1
+        threading.Thread(target=self._work, args=(job,), name=f"{self._name}-thread", daemon=True).start()
+
+    def _work(self, job: _Job | None) -> None:
+        while job is not None:
+            job.run()
+            with self._lock:
+                if job.given_up:
+                    return
+                job.finished = True
+                job = self._next()
+                self._threads -= job is None
+
+    def _next(self) -> _Job | None:
+        while self._queue:
+            job = self._queue.popleft()
+            if not job.outcome.cancelled():
+                return job
+        return None
+
+    def _give_up(self, job: _Job) -> None:
+        with self._lock:
+            if job.finished:
+                return
+            job.given_up = True
+            self._threads -= 1
+            if (waiting := self._next()) is not None:
+                self._start(waiting)
+        logger.warning("%s has not returned in %g s; its thread is left to itself", self._name, job.timeout_s)
+
+
+class _Job:
+    """One function, and the event loop that waits for it. `finished` and `given_up` belong to the pool's lock."""
+
+    def __init__(self, fn: Callable[[], object], timeout_s: float | None, on_timeout: Callable[[_Job], None]) -> None:
+        self.timeout_s = timeout_s
+        self.finished = self.given_up = False
+        self._fn = fn
+        self._on_timeout = on_timeout
+        self._loop = asyncio.get_running_loop()
+        self._context = contextvars.copy_context()
+        self._timer: asyncio.TimerHandle | None = None
+        self.outcome: asyncio.Future[tuple[Any, BaseException | None]] = self._loop.create_future()
+
+    def run(self) -> None:
+        """In a thread."""
+        self._tell(self._began)
+        try:
+            outcome = (self._context.run(self._fn), None)
+        except BaseException as error:
+            outcome = (None, error)
+        self._tell(self._ended, outcome)
+
+    def _tell(self, callback: Callable[..., None], *args: Any) -> None:
+        try:
+            self._loop.call_soon_threadsafe(callback, *args)
+        except RuntimeError:  # the loop is closed: nobody waits any more
+            logger.debug("%s ended after its event loop", self._fn)
+
+    def _began(self) -> None:
+        if self.timeout_s is not None:
+            self._timer = self._loop.call_later(self.timeout_s, self._late)
+
+    def _ended(self, outcome: tuple[Any, BaseException | None]) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if not self.outcome.done():
+            self.outcome.set_result(outcome)
+
+    def _late(self) -> None:
+        self._on_timeout(self)
+        if not self.outcome.done():
+            self.outcome.set_exception(OutOfTimeError(f"it took longer than {self.timeout_s:g} s"))

@@ -1,0 +1,148 @@
+"""Exceptions of code that is not titan_rl's: what they say, and where in that code they come from.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType
+
+from titan_rl.calls.plain import printable
+from titan_rl.errors import TitanRLError
+
+_OWN = str(Path(__file__).parents[1])
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_MAX_TRACEBACK = 16_000  # characters kept
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What an exception said, for people to read and programs to count. It outlives the exception's process.
+
+    Example: `Failure("KeyError: 'answer'", "env.py:17 in step", "Traceback (most recent call last): ...")`
+    """
+
+    error: str  # "KeyError: 'answer'"
+    where: str | None  # the innermost line of the user's code, "env.py:17 in step"; None where there is none
+    traceback: str
+
+    @classmethod
+    def of(cls, error: BaseException, text: str | None = None) -> Failure:
+        """
+        Args:
+            text: what to say in the place of the exception's own type and text.
+        """
+        lines = printable("".join(traceback.format_exception(error)))
+        return cls(text or summary(error), where(error), lines[-_MAX_TRACEBACK:])
+
+    @property
+    def kind(self) -> str:
+        """Equal for exceptions of one type from one line, whatever their texts: "KeyError at env.py:17 in step"."""
+        name = self.error.partition(":")[0]
+        return f"{name} at {self.where}" if self.where else name
+
+    def __str__(self) -> str:
+        return f"{self.error} ({self.where})" if self.where else self.error
+
+
+def describe(error: BaseException) -> str:
+    """Type, text and place: `KeyError: 'answer' (env.py:17 in step)`."""
+    place = where(error)
+    return summary(error) + (f" ({place})" if place else "")
+
+
+def summary(error: BaseException) -> str:
+    """Type and text: `KeyError: 'answer'`, and the type alone of one without a text. An exception that cannot say what
+    it is does no harm."""
+    kind = type(error).__name__
+    try:
+        text = printable(str(error))
+    except Exception as broken:
+        text = f"(its text cannot be had: {type(broken).__name__})"
+    return f"{kind}: {text}" if text.strip() else kind
+
+
+def reason(error: BaseException) -> str:
+    """What went wrong, for a message that names who failed; never empty. The text of titan_rl's own errors stands for
+    itself, others are told with their type."""
+    own = str(error) if isinstance(error, TitanRLError) else ""
+    return own if own.strip() else summary(error)
+
+
+def where(error: BaseException) -> str | None:
+    """The innermost line of the user's own code that an exception came through, as `env.py:17 in step`.
+
+    Code of the user is neither titan_rl's nor in an installed package. Where the exception came through none, as a
+    time limit's does, those that caused it are asked.
+
+    The path is relative to the current directory where it lies below it.
+    """
+    for one in _chain(error):
+        if (place := innermost(traceback.extract_tb(one.__traceback__))) is not None:
+            return place
+    return None
+
+
+def innermost(frames: Sequence[traceback.FrameSummary]) -> str | None:
+    """The last of these frames that is the user's own code, as `env.py:17 in step`."""
+    for frame in reversed(frames):
+        if not _is_library(frame.filename):
+            return f"{_short(frame.filename)}:{frame.lineno} in {frame.name}"
+    return None
+
+
+def callers(frames: Sequence[traceback.FrameSummary]) -> Iterator[tuple[str, str]]:
+    """Which code of titan_rl has called the innermost line of the user's own, the nearest first: module and function,
+    such as `("rollout/env_task.py", "make")`. Nothing where no line is the user's."""
+    is_below = False
+    for frame in reversed(frames):
+        if is_below and frame.filename.startswith(_OWN + os.sep):
+            yield Path(frame.filename).relative_to(_OWN).as_posix(), frame.name
+        is_below = is_below or not _is_library(frame.filename)
+
+
+def place_of(function: Callable[..., object]) -> str | None:
+    """Where a function is defined, as `env.py:17 in step`; None of one that is not written in Python.
+
+    For an error that no line of it can be found for: it hung.
+    """
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = inspect.unwrap(function)
+    for one in (function, inspect.getattr_static(function, "__call__", None)):
+        if isinstance(code := getattr(one, "__code__", None), CodeType):
+            return f"{_short(code.co_filename)}:{code.co_firstlineno} in {code.co_name}"
+    return None
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """The exception, then what caused it."""
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        yield current
+        implicit = None if current.__suppress_context__ else current.__context__
+        current = current.__cause__ or implicit
+
+
+def _is_library(filename: str) -> bool:
+    return filename.startswith("<") or any(
+        filename.startswith(folder + os.sep) for folder in (_OWN, *_LIBRARIES) if folder
+    )
+
+
+def _short(filename: str) -> str:
+    try:
+        path, here = Path(filename), Path.cwd()
+    except OSError:  # the current directory is gone
+        return filename
+    return str(path.relative_to(here)) if path.is_relative_to(here) else filename

@@ -1,0 +1,31 @@
+"""The rollouter that a config describes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from titan_rl.calls.imports import find_function
+from titan_rl.rollout.group.rollouter import Rollouter
+from titan_rl.rollout.renderer import ChatTemplateRenderer
+from titan_rl.rollout.rewards.advantages import BY_NAME
+
+if TYPE_CHECKING:
+    from titan_rl.config.run import RunConfig
+
+
+def make_rollouter(config: RunConfig, renderer: ChatTemplateRenderer | None = None) -> Rollouter:
+    """With the config's task, limits and advantage.
+
+    Args:
+        renderer: by default the one of the model's folder.
+    """
+    task = config.task
+    renderer = renderer or ChatTemplateRenderer.from_pretrained(config.model.path)
+    return Rollouter(
+        lambda sample: task.make_env(sample, renderer),
+        task.rubric(),
+        advantage=find_function("training.advantage", config.training.advantage, BY_NAME),
+        limits=config.rollout,
+        max_context=config.model.max_context,
+        seed=config.seed,
+    )

@@ -1,0 +1,158 @@
+"""The engine thread's part of an engine loop: do what was decided, and hand back what the engine produced."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+
+from titan_rl.calls.user_code import summary
+from titan_rl.errors import GenerationError, StateDictError
+from titan_rl.generation.engine import Engine, TokenDelta, problem_of
+from titan_rl.generation.loop.engine_rank import EngineRank, Weights
+from titan_rl.generation.loop.loop_decision import LoopAction, LoopDecision
+from titan_rl.generation.loop.loop_state import LoopState, PendingPull
+from titan_rl.generation.loop.pending import Outbox, PendingCall
+from titan_rl.generation.loop.ranks import Ranks
+from titan_rl.generation.types import KVPolicy, PullResult
+from titan_rl.types import FinishReason
+
+logger = logging.getLogger(__name__)
+
+SIGN_S = 1.0
+"""While an engine steps, every request is told of its tokens this often at least, also if there are none: that is how
+a router knows an engine that is busy with others from one that hangs."""
+
+
+def run_engine(
+    make_engine: Callable[[], Engine],
+    make_ranks: Callable[[], Ranks],
+    state: LoopState,
+    kv_policy: KVPolicy,
+    stream_interval: int,
+) -> None:
+    """The whole life of an engine, in the thread that alone touches it. Raises nothing: the reason goes to `state`."""
+    engine, ranks, reason, cause = None, None, "the engine loop is closed", None
+    outbox = Outbox()
+    try:
+        engine = make_engine()
+        ranks = make_ranks()
+        driver = EngineDriver(EngineRank(engine, ranks, kv_policy), ranks, state, outbox, stream_interval)
+        while (decision := state.decide()).action is not LoopAction.CLOSE:
+            driver.follow(decision)
+            outbox.send()
+        ranks.broadcast(decision)
+    except BaseException as error:
+        logger.exception("the engine failed")
+        reason, cause = f"the engine failed: {summary(error)}", error
+    outbox.send()
+    state.end(reason, cause)
+    for part in (ranks, engine):
+        if part is not None:
+            try:
+                part.close()
+            except Exception:
+                logger.exception("%r failed to close", part)
+
+
+class EngineDriver:
+    """Follows one decision at a time, on rank 0, after telling the other ranks."""
+
+    def __init__(self, rank: EngineRank, ranks: Ranks, state: LoopState, outbox: Outbox, stream_interval: int) -> None:
+        self._rank = rank
+        self._ranks = ranks
+        self._state = state
+        self._outbox = outbox
+        self._stream_interval = stream_interval
+        self._unstreamed_steps = 0
+        self._told_at = state.clock()
+
+    def follow(self, decision: LoopDecision) -> None:
+        self._ranks.broadcast(decision)
+        match decision.action:
+            case LoopAction.PULL:
+                assert decision.version is not None
+                self._pull(decision.version)
+            case LoopAction.ABORT:
+                self._rank.abort(decision.request_ids)
+                self._state.aborted(decision.request_ids, self._outbox)
+            case _:
+                if len(decision.requests) == len(self._state.running):
+                    self._told_at = self._state.clock()  # it was idle
+                began = self._state.clock()
+                rejected, deltas = self._rank.step(decision.requests)
+                for request_id, error in rejected.items():
+                    self._state.reject(request_id, error, self._outbox)
+                self._absorb(deltas, began)
+                self._stream()
+
+    def _absorb(self, deltas: Iterable[TokenDelta], began: float) -> None:
+        """Hand what the engine produced in the step that began then to the calls it is for."""
+        state, finished, failed = self._state, list[tuple[PendingCall, FinishReason]](), dict[str, str]()
+        with state.lock:
+            now = state.clock()
+            for delta in deltas:
+                call = state.running.get(delta.request_id)
+                if call is None:  # its caller no longer waits
+                    continue
+                if (problem := problem_of(delta, call.request)) is not None:
+                    failed[delta.request_id] = problem
+                    continue
+                call.extend(delta, began, now)
+                if delta.finish_reason is not None:
+                    finished.append((call, delta.finish_reason))
+            state.finish(finished, self._outbox)
+            for request_id, problem in failed.items():
+                state.reject(request_id, GenerationError(f"request {request_id!r} {problem}"), self._outbox)
+        if failed:
+            self._abort(tuple(failed))
+
+    def _stream(self) -> None:
+        """Every `stream_interval` steps tell of the tokens since. All requests at once, because a message costs more
+        than what is in it; a step gives a request one token, so none is further behind than the interval."""
+        self._unstreamed_steps += 1
+        now = self._state.clock()
+        is_sign = now - self._told_at >= SIGN_S
+        if self._unstreamed_steps < self._stream_interval and not is_sign:
+            return
+        self._unstreamed_steps = 0
+        if is_sign:
+            self._told_at = now
+        with self._state.lock:
+            for call in self._state.running.values():
+                if call.on_tokens is not None and (call.num_unstreamed or is_sign):
+                    self._outbox.call(call.future.get_loop(), call.on_tokens, call.take_chunk())
+
+    def _pull(self, version: int) -> None:
+        """Load the newest of the pulls that wait; those of older versions share its outcome."""
+        with self._state.lock:
+            newest = next(pull for pull in self._state.pulls if pull.version == version)
+        outcome: PullResult | StateDictError
+        try:
+            weights = self._rank.open(lambda: Weights(newest.items, newest.verify))
+        except StateDictError as error:
+            outcome = error
+        else:
+            try:
+                outcome = self._load(newest, weights)
+            except StateDictError as error:
+                self._distrust(error)
+                outcome = error
+        self._state.pulled(version, outcome, self._outbox)
+
+    def _load(self, pull: PendingPull, weights: Weights) -> PullResult:
+        state = self._state
+        began = state.clock()
+        self._rank.load(weights, pull.version)
+        loaded = state.clock()
+        self._rank.verify(weights)
+        done = state.clock()
+        state.loaded(pull.version)
+        return PullResult(pull.version, loaded - began, done - loaded, done - began)
+
+    def _distrust(self, cause: Exception) -> None:
+        self._abort(self._state.distrust(cause, self._outbox))
+
+    def _abort(self, orphans: tuple[str, ...]) -> None:
+        """Have every rank forget requests whose calls have failed."""
+        self._ranks.broadcast(LoopDecision(LoopAction.ABORT, request_ids=orphans))
+        self._rank.abort(orphans)

@@ -1,0 +1,258 @@
+"""One thread drives an engine; any number of asyncio callers share its batch.
+
+Calls only enqueue and await a future. Between two engine steps the loop decides, in this order:
+
+    CLOSE   resolve everything and end
+    PULL    swap weights; running requests wait for it and go on with their KV cache
+    ABORT   forget requests, whose callers get what they have
+    STEP    let waiting requests join, and advance the batch by a token
+
+so a pull or an abort waits for one engine step at most.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
+from typing import Any
+
+from titan_rl.calls.user_code import summary
+from titan_rl.errors import RequestError, StateDictError
+from titan_rl.generation.engine import Engine, EngineRequest
+from titan_rl.generation.loop.engine_driver import run_engine
+from titan_rl.generation.loop.engine_rank import Items, Verify
+from titan_rl.generation.loop.loop_state import LoopState, PendingPull
+from titan_rl.generation.loop.pending import PendingCall
+from titan_rl.generation.loop.ranks import OneRank, Ranks
+from titan_rl.generation.types import KVPolicy, OnTokens, PauseMode, PullResult
+from titan_rl.types import Completion, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+
+class EngineLoop:
+    """Continuous batching over one engine, from any number of event loops.
+
+    Example:
+
+        loop = EngineLoop(ScriptedEngine)
+        await loop.start()
+        completion = await loop.generate([1, 2, 3], request_id="a", sampling=SamplingParams(max_tokens=8))
+        await loop.close()
+
+    Args:
+        make_engine: called in the loop's own thread, which alone touches the engine.
+        version: of the weights that the engine starts with.
+        stream_interval: engine steps between two calls of `on_tokens`; a step gives a request at most one token.
+        routed_experts: the engine returns the experts that each token took. Else a request that asks is refused.
+        make_ranks: called after `make_engine` in the same thread: the link to the other ranks of the replica, each of
+            which runs `follow_leader`. By default there are none.
+    """
+
+    def __init__(
+        self,
+        make_engine: Callable[[], Engine],
+        *,
+        version: int = 0,
+        kv_policy: KVPolicy | None = None,
+        stream_interval: int = 16,
+        routed_experts: bool = False,
+        make_ranks: Callable[[], Ranks] = OneRank,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._state = LoopState(version, clock)
+        self._routed_experts = routed_experts
+        self._thread = threading.Thread(
+            target=run_engine,
+            args=(make_engine, make_ranks, self._state, kv_policy or KVPolicy(), stream_interval),
+            name="engine-loop",
+            daemon=True,
+        )
+
+    @property
+    def version(self) -> int:
+        """The newest weights that were loaded and found right. It never goes back."""
+        return self._state.version
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests accepted and not yet resolved."""
+        return len(self._state.inbox) + len(self._state.running)
+
+    @property
+    def paused(self) -> PauseMode | None:
+        return self._state.paused
+
+    async def start(self) -> None:
+        """Return once the engine is made and serves. Awaited once.
+
+        Raises:
+            EngineDeadError: the engine could not be made, which is the cause.
+        """
+        self._state.require_alive()
+        self._thread.start()
+        await self._barrier(())
+        self._state.require_alive()
+
+    async def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        request_id: str,
+        session_id: str | None = None,
+        sampling: SamplingParams,
+        on_tokens: OnTokens | None = None,
+    ) -> Completion:
+        """Continue a prompt. Cancelling the caller frees the request.
+
+        Args:
+            session_id: of no use to a single engine; part of the `GenerateFn` protocol.
+            on_tokens: called on this event loop every `stream_interval` steps with the tokens since the last call, and
+                after a step in any case when it has not been for a second, perhaps with none.
+
+        Returns:
+            A completion with the metrics queue_s (until the engine first ran the request), time_to_first_token_s,
+            inter_token_s (mean), requests_in_flight, and what the engine adds, such as cached_prompt_tokens.
+
+        Raises:
+            RequestError: this request can never run.
+            GenerationError: the weights loaded are unknown, since a pull failed; a later pull cures it. Or the engine
+                gave the request up, or gave a token without its logprob or the routed experts asked for.
+            EngineDeadError: the loop has ended, or ends before the completion.
+        """
+        self._require_started()
+        if sampling.return_routed_experts and not self._routed_experts:
+            raise RequestError(
+                f"request {request_id!r} asks for routed experts, which this run does not return; set "
+                "generation.return_routed_experts = true, or sampling.return_routed_experts = False"
+            )
+        request = EngineRequest(request_id, prompt_token_ids, sampling)
+        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        call = PendingCall(request, future, on_tokens, self._state.clock)
+        self._state.submit(call)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self._state.forget(call)
+            raise
+
+    async def abort(self, request_ids: Iterable[str] | None = None, *, timeout_s: float = 10.0) -> None:
+        """End requests with what they have; None ends all. Unknown and finished ids do nothing.
+
+        Returns once the engine has forgotten them. Their callers get completions that say ABORT.
+
+        Args:
+            timeout_s: how long the engine may take over its step before callers get their completions regardless.
+        """
+        self._require_started()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._barrier(None if request_ids is None else tuple(request_ids))
+        except TimeoutError:
+            left = self._state.give_up()
+            logger.warning("the engine did not return from its step in %g s; gave up on %d requests", timeout_s, left)
+
+    async def pause(self, mode: PauseMode | str, *, timeout_s: float = 30.0) -> None:
+        """Stop stepping until `resume`; pulls and aborts go on. Returns once the pause holds.
+
+        Args:
+            timeout_s: how long "wait" lets requests finish; those left are then aborted.
+
+        Raises:
+            RuntimeError: paused already.
+            EngineDeadError: the loop has ended.
+        """
+        self._require_started()
+        mode = PauseMode(mode)
+        drained: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._state.pause(mode, drained)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await drained
+        except TimeoutError:
+            running = tuple(self._state.running)
+            logger.warning("pause('wait') gave up on %d requests after %g s and aborts them", len(running), timeout_s)
+            await self.abort(running)
+        else:
+            await self.abort(None if mode is PauseMode.ABORT else ())
+
+    async def resume(self) -> None:
+        """Step again.
+
+        Raises:
+            RuntimeError: not paused.
+            EngineDeadError: the loop has ended.
+        """
+        self._state.resume()
+
+    async def pull(
+        self,
+        version: int,
+        make_items: Callable[[], Items],
+        verify: Verify | None = None,
+        *,
+        manifest: Any = None,
+    ) -> PullResult:
+        """Load weights between two engine steps, also while paused. Pulls that wait together become the newest one, and
+        one that comes late, after a newer version was loaded, is answered with that one.
+
+        What comes before the first pair, such as a checksum, happens outside the engine's thread.
+
+        Args:
+            make_items: (Hugging Face parameter name, tensor) pairs of the version.
+            verify: looks at the loaded engine, in its thread, and raises if the weights are not right.
+            manifest: what the other ranks open the version from. It pickles.
+
+        Raises:
+            StateDictError: `make_items` failed before its first pair, and the old weights go on serving; or
+                loading or verifying (VerificationError) failed, and every request in flight and to come fails with
+                GenerationError until a pull succeeds, of the version served before or a newer one.
+            EngineDeadError: the loop has ended.
+        """
+        self._require_started()
+        if (answer := self._state.outdated(version)) is not None:
+            return answer
+        items, source = await asyncio.to_thread(_open, make_items, version)
+        future: asyncio.Future[PullResult] = asyncio.get_running_loop().create_future()
+        pull = PendingPull(version, items, source, verify, manifest, future)
+        if (answer := self._state.add_pull(pull)) is not None:
+            pull.close()
+            return answer
+        return await future
+
+    async def close(self, *, timeout_s: float = 30.0) -> None:
+        """End the loop. Whatever is outstanding fails with EngineDeadError. Closing again does nothing."""
+        self._state.close()
+        if self._thread.ident is not None:
+            await asyncio.to_thread(self._thread.join, timeout_s)
+        if self._thread.is_alive():
+            logger.warning("the engine did not return from its step within %g s of close()", timeout_s)
+        self._state.end("the engine loop is closed", None)
+
+    def _require_started(self) -> None:
+        if self._thread.ident is None:
+            self._state.require_alive()
+            raise RuntimeError("the engine loop has not been started; await start() first")
+
+    async def _barrier(self, abort_ids: Iterable[str] | None) -> None:
+        barrier: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._state.abort(abort_ids, barrier)
+        await barrier
+
+
+def _open(make_items: Callable[[], Items], version: int) -> tuple[Items, Iterator[tuple[str, Any]]]:
+    """Take the first pair, before which a transport checks all it can, and put it back in front."""
+    try:
+        source = iter(make_items())
+        first = next(source, None)
+    except StateDictError:
+        raise
+    except (
+        BaseException
+    ) as error:  # a CancelledError would look like the caller's own, and a StopIteration fits no future
+        raise StateDictError(f"version {version} could not be opened: {summary(error)}") from error
+    return ((), source) if first is None else (chain([first], source), source)

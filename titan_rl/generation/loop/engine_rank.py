@@ -1,0 +1,147 @@
+"""One rank's engine, carrying out what the loop of the replica decides. The same on every rank."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from titan_rl.calls.user_code import summary
+from titan_rl.errors import RequestError, StateDictError
+from titan_rl.generation.engine import Engine, EngineRequest, TokenDelta
+from titan_rl.generation.loop.loop_decision import LoopAction
+from titan_rl.generation.loop.pending import with_cause
+from titan_rl.generation.loop.ranks import Ranks
+from titan_rl.generation.types import KVPolicy
+
+logger = logging.getLogger(__name__)
+
+Items = Iterable[tuple[str, Any]]
+Verify = Callable[[Engine], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """One version as a rank reads it."""
+
+    items: Items
+    verify: Verify | None = None  # looks at the loaded engine, and raises if the weights are not right
+
+
+class EngineRank:
+    """Advances one engine. What can go wrong on one rank alone is agreed on, so that all stay alike."""
+
+    def __init__(self, engine: Engine, ranks: Ranks, kv_policy: KVPolicy) -> None:
+        self.engine = engine
+        self._ranks = ranks
+        self._kv_policy = kv_policy
+        self._distrusted = False  # nobody knows which weights are loaded
+
+    def step(self, requests: Sequence[EngineRequest]) -> tuple[dict[str, Exception], list[TokenDelta]]:
+        """Let requests join and advance all.
+
+        Returns:
+            those that could not join with the reason, and what the others gained.
+        """
+        rejected: dict[str, Exception] = {}
+        for request in requests:
+            try:
+                self.engine.add(request)
+            except BaseException as error:  # nothing is awaited here, so that a CancelledError is the engine's own
+                # What the engine did not foresee is the request's doing, and would happen on every replica.
+                if not isinstance(error, RequestError):
+                    problem = f"request {request.request_id!r} was not accepted: {summary(error)}"
+                    error = with_cause(RequestError(problem), error)
+                rejected[request.request_id] = error
+        return rejected, self.engine.step()
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        if request_ids:
+            self.engine.abort(request_ids)
+
+    def open(self, open_weights: Callable[[], Weights]) -> Weights:
+        """Open a version on this rank.
+
+        Raises:
+            StateDictError: a rank could not; the old weights are untouched on every rank.
+        """
+        return self._together("the version could not be opened", open_weights)
+
+    def load(self, weights: Weights, version: int) -> None:
+        """Swap weights, and treat the KV cache as the policy says.
+
+        Raises:
+            StateDictError: a rank could not. The weights loaded are unknown until a later load succeeds.
+        """
+        distrusted, self._distrusted = self._distrusted, True
+        self._together(
+            f"version {version} could not be loaded", lambda: self.engine.load_state_dict(weights.items, version)
+        )
+        # KV computed under unknown weights is never offered again, whatever the policy.
+        if self._kv_policy.reset_prefix_cache or distrusted:
+            self.engine.reset_prefix_cache(recompute_running=self._kv_policy.running == "recompute")
+
+    def verify(self, weights: Weights) -> None:
+        """Check what was loaded.
+
+        Raises:
+            StateDictError: as `load`.
+        """
+        if weights.verify is not None:
+            verify = weights.verify
+            self._together("the weights loaded could not be verified", lambda: verify(self.engine))
+        self._distrusted = False
+
+    def _together(self, complaint: str, action: Callable[[], Any]) -> Any:
+        result, mine = None, None
+        try:
+            result = action()
+        except BaseException as error:
+            if not isinstance(error, StateDictError):
+                error = with_cause(StateDictError(f"{complaint}: {summary(error)}"), error)
+            mine = error
+        problem = self._ranks.agree(None if mine is None else str(mine))
+        if mine is not None:
+            raise mine
+        if problem is not None:
+            raise StateDictError(problem)
+        return result
+
+
+def follow_leader(
+    make_engine: Callable[[], Engine],
+    make_ranks: Callable[[], Ranks],
+    open_weights: Callable[[Any], Weights],
+    kv_policy: KVPolicy | None = None,
+) -> None:
+    """The whole life of an engine that is not on rank 0. Returns once rank 0 closes.
+
+    Args:
+        open_weights: opens a version from the manifest that rank 0 was told to pull.
+
+    Raises:
+        EngineDeadError: rank 0 is gone.
+        Exception: the engine failed. The other ranks cannot go on without this one.
+    """
+    engine = make_engine()
+    ranks = make_ranks()
+    rank = EngineRank(engine, ranks, kv_policy or KVPolicy())
+    try:
+        while (decision := ranks.receive()).action is not LoopAction.CLOSE:
+            match decision.action:
+                case LoopAction.ABORT:
+                    rank.abort(decision.request_ids)
+                case LoopAction.PULL:
+                    assert decision.version is not None
+                    try:
+                        weights = rank.open(lambda manifest=decision.manifest: open_weights(manifest))
+                        rank.load(weights, decision.version)
+                        rank.verify(weights)
+                    except StateDictError:
+                        logger.exception("version %s was not pulled", decision.version)
+                case _:
+                    rank.step(decision.requests)
+    finally:
+        ranks.close()
+        engine.close()

@@ -1,0 +1,77 @@
+"""An engine loop of this process as a replica of a router."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from titan_rl.generation.loop.engine_loop import EngineLoop
+from titan_rl.generation.types import OnTokens, PauseMode
+from titan_rl.types import Completion, SamplingParams
+
+
+class LocalReplica:
+    """The `StreamingReplica` of an engine loop, for tests, simulations, and whatever needs no second process.
+
+    Example:
+
+        replica = LocalReplica("engine-0", EngineLoop(ScriptedEngine), lambda version: [])
+        await replica.loop.start()
+        router = GeneratorRouter([replica])
+
+    Args:
+        items_of: (name, tensor) pairs of a published version.
+    """
+
+    def __init__(self, name: str, loop: EngineLoop, items_of: Callable[[int], Iterable[tuple[str, Any]]]) -> None:
+        self.name = name
+        self.loop = loop
+        self._items_of = items_of
+
+    async def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        request_id: str,
+        session_id: str | None = None,
+        sampling: SamplingParams,
+    ) -> Completion:
+        return await self.loop.generate(prompt_token_ids, request_id=request_id, sampling=sampling)
+
+    async def stream(
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        request_id: str,
+        session_id: str | None = None,
+        sampling: SamplingParams,
+        on_tokens: OnTokens,
+    ) -> Completion:
+        return await self.loop.generate(prompt_token_ids, request_id=request_id, sampling=sampling, on_tokens=on_tokens)
+
+    async def pull(self, version: int) -> int:
+        return (await self.loop.pull(version, lambda: self._items_of(version))).version
+
+    async def pause(self, mode: PauseMode) -> None:
+        await pause_anew(self.loop, mode)
+
+    async def resume(self) -> None:
+        await resume_if_paused(self.loop)
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        await self.loop.abort(request_ids)
+
+    async def close(self) -> None:
+        await self.loop.close()
+
+
+async def pause_anew(loop: EngineLoop, mode: PauseMode) -> None:
+    """Pause in this mode, whatever the present one is: a router repeats a call whose answer was lost."""
+    if loop.paused != mode:
+        await resume_if_paused(loop)
+        await loop.pause(mode)
+
+
+async def resume_if_paused(loop: EngineLoop) -> None:
+    if loop.paused is not None:
+        await loop.resume()

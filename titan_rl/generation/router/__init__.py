@@ -1,0 +1,28 @@
+"""Many generators behind one `generate`. Plain asyncio: an actor only wraps it."""
+
+from titan_rl.generation.router.affinity import ConsistentHash, GroupAffinity
+from titan_rl.generation.router.limits import Limits
+from titan_rl.generation.router.member import MemberStatus
+from titan_rl.generation.router.pause import PauseReport
+from titan_rl.generation.router.pull import PullMode, PullReport
+from titan_rl.generation.router.replica import Replica
+from titan_rl.generation.router.router import GeneratorRouter
+from titan_rl.generation.router.strategies import LeastLoaded, RoundRobin, StickySession, Strategy
+from titan_rl.generation.types import PauseMode
+
+__all__ = [
+    "ConsistentHash",
+    "GeneratorRouter",
+    "GroupAffinity",
+    "LeastLoaded",
+    "Limits",
+    "MemberStatus",
+    "PauseMode",
+    "PauseReport",
+    "PullMode",
+    "PullReport",
+    "Replica",
+    "RoundRobin",
+    "StickySession",
+    "Strategy",
+]

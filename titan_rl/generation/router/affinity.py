@@ -1,0 +1,114 @@
+"""Strategies that keep related sessions together, so that they share a prefix cache."""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+from collections import OrderedDict
+
+from titan_rl.generation.router.strategies import Candidate, LeastLoaded, Strategy
+
+
+class ConsistentHash(Strategy):
+    """The same session to the same replica without remembering sessions, also over restarts and several routers.
+
+    Each replica owns `points` places on a ring of hashes, and a session belongs to the next place after its own
+    hash: when a replica leaves, only its sessions move (Karger et al., 1997). O(log(replicas x points)).
+
+    Args:
+        points: places of one replica; more spread the sessions more evenly.
+        fallback: chooses for requests without a session.
+
+    Raises:
+        ValueError: `points` is less than 1.
+    """
+
+    def __init__(self, points: int = 64, fallback: Strategy | None = None) -> None:
+        if points < 1:
+            raise ValueError(f"ConsistentHash.points is {points}; it must be at least 1")
+        self._points = points
+        self._fallback = fallback or LeastLoaded()
+        self._places: list[int] = []  # sorted hashes
+        self._owners: list[Candidate] = []  # of the place at the same index
+
+    def admit(self, candidate: Candidate) -> None:
+        self._fallback.admit(candidate)
+        for point in range(self._points):
+            place = _hash(f"{candidate.name}\n{point}")
+            index = bisect.bisect(self._places, place)
+            self._places.insert(index, place)
+            self._owners.insert(index, candidate)
+
+    def withdraw(self, candidate: Candidate) -> None:
+        self._fallback.withdraw(candidate)
+        kept = [(p, owner) for p, owner in zip(self._places, self._owners, strict=True) if owner is not candidate]
+        self._places = [place for place, _ in kept]
+        self._owners = [owner for _, owner in kept]
+
+    def choose(self, session_id: str | None, cost: int) -> Candidate:
+        if session_id is None:
+            return self._fallback.choose(None, cost)
+        index = bisect.bisect(self._places, _hash(session_id))
+        return self._owners[index % len(self._owners)]
+
+    def released(self, candidate: Candidate) -> None:
+        self._fallback.released(candidate)
+
+
+class GroupAffinity(Strategy):
+    """The siblings of a group to one replica, because their first prompts are the same.
+
+    As the fallback of `StickySession` it places first turns only: `StickySession(fallback=GroupAffinity())`.
+    The group of session "g7/3" is "g7"; it is forgotten when its last session finishes.
+
+    Args:
+        fallback: chooses for the first sibling of a group, and for requests without a session.
+        max_groups: groups remembered; the least recently used is forgotten first.
+
+    Raises:
+        ValueError: `max_groups` is less than 1.
+    """
+
+    def __init__(self, fallback: Strategy | None = None, max_groups: int = 16384) -> None:
+        if max_groups < 1:
+            raise ValueError(f"GroupAffinity.max_groups is {max_groups}; it must be at least 1")
+        self._fallback = fallback or LeastLoaded()
+        self._max_groups = max_groups
+        self._groups: OrderedDict[str, tuple[Candidate, set[str]]] = OrderedDict()  # replica, open sessions
+
+    def admit(self, candidate: Candidate) -> None:
+        self._fallback.admit(candidate)
+
+    def withdraw(self, candidate: Candidate) -> None:
+        self._fallback.withdraw(candidate)
+
+    def choose(self, session_id: str | None, cost: int) -> Candidate:
+        if session_id is None:
+            return self._fallback.choose(None, cost)
+        group_id = session_id.rpartition("/")[0] or session_id
+        candidate, sessions = self._groups.get(group_id, (None, set[str]()))
+        if candidate is None or not candidate.serving:
+            candidate = self._fallback.choose(session_id, cost)
+            self._groups[group_id] = (candidate, sessions)
+            if len(self._groups) > self._max_groups:
+                self._groups.popitem(last=False)
+        sessions.add(session_id)
+        self._groups.move_to_end(group_id)
+        return candidate
+
+    def released(self, candidate: Candidate) -> None:
+        self._fallback.released(candidate)
+
+    def finish_session(self, session_id: str) -> None:
+        group_id = session_id.rpartition("/")[0] or session_id
+        if group_id in self._groups:
+            sessions = self._groups[group_id][1]
+            sessions.discard(session_id)
+            if not sessions:
+                del self._groups[group_id]
+        self._fallback.finish_session(session_id)
+
+
+def _hash(text: str) -> int:
+    """Stable over processes, unlike `hash`."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")

@@ -1,0 +1,138 @@
+"""Carrying one request to an answer: wait, choose, send, and send again elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+
+from titan_rl.calls import stopwatch
+from titan_rl.errors import EngineDeadError, EngineStalledError, GenerationError, NoReplicaError, RequestError
+from titan_rl.generation.continuation import aborted_late
+from titan_rl.generation.router.aborts import Aborts
+from titan_rl.generation.router.blame import Blame, Failure
+from titan_rl.generation.router.flight import Flight, Flights, NotResumedError
+from titan_rl.generation.router.health import Health
+from titan_rl.generation.router.job import Job
+from titan_rl.generation.router.limits import Limits
+from titan_rl.generation.router.member import Member
+from titan_rl.generation.router.pause import Pause
+from titan_rl.generation.router.pool import Pool, Reservation
+from titan_rl.generation.router.stall import StallWatch
+from titan_rl.types import Completion, SamplingParams
+
+
+class Dispatcher:
+    """What `GeneratorRouter.generate` does. An answer has one owner: the caller's own task."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        flights: Flights,
+        health: Health,
+        pause: Pause,
+        aborts: Aborts,
+        stalls: StallWatch,
+        limits: Limits,
+        *,
+        max_attempts: int,
+    ) -> None:
+        if max_attempts < 1:
+            raise ValueError(f"max_attempts is {max_attempts!r}; it must be at least 1")
+        self.closed: EngineDeadError | None = None
+        self._pool = pool
+        self._flights = flights
+        self._blame = Blame(health, limits.judge_s)
+        self._pause = pause
+        self._aborts = aborts
+        self._stalls = stalls
+        self._limits = limits
+        self._max_attempts = max_attempts
+
+    async def generate(
+        self, prompt_token_ids: Sequence[int], request_id: str, session_id: str | None, sampling: SamplingParams
+    ) -> Completion:
+        failures: list[Failure] = []
+        with self._flights.track(request_id) as flight:
+            flight.job = job = Job(request_id, prompt_token_ids, session_id, sampling)
+            while (reservation := await self._board(flight, session_id, job.cost)) is not None:
+                failure: Failure | None = None
+                with reservation as member:
+                    epoch = member.epoch
+                    flight.depart(member)
+                    try:
+                        return await self._send(flight, member, job)
+                    except (RequestError, NotResumedError):
+                        raise
+                    except Exception as error:
+                        job.keep_what_was_streamed()
+                        if not flight.interrupted:  # else aborted, or its replica was removed: nobody's failure
+                            failure = Failure(member, epoch, error, member.num_served)
+                    finally:
+                        flight.member = None
+                if failure is not None:
+                    failures.append(failure)
+                    await self._blame.lay(flight, failures if job.whole is None else [failure])
+                if not flight.aborted and (whole := job.whole) is not None:
+                    return whole  # the replica was lost between its last token and its answer
+                if len(failures) == self._max_attempts:
+                    last = failures[-1].error
+                    raise GenerationError(
+                        f"request {request_id!r} failed on {len(failures)} replicas; the last: {last!r}"
+                    ) from last
+            return job.aborted
+
+    async def _board(self, flight: Flight, session_id: str | None, cost: int) -> Reservation | None:
+        """Wait until requests may pass and a replica serves. None: the request is aborted."""
+        while True:
+            if self.closed is not None:
+                raise self.closed
+            if flight.aborted or self._pause.mode == "abort":
+                return None
+            try:
+                if self._pause.open.is_set() and self._pool.serving.is_set():
+                    return self._pool.choose(session_id, cost)
+                with stopwatch.held():
+                    if not self._pause.open.is_set():
+                        began = asyncio.get_running_loop().time()
+                        await flight.within(self._limits.paused_s, self._pause.open.wait())
+                        flight.interrupted_s += asyncio.get_running_loop().time() - began
+                    else:
+                        await flight.within(self._limits.no_replica_s, self._pool.serving.wait())
+            except TimeoutError:
+                if flight.interrupted:
+                    continue
+                if not self._pause.open.is_set():
+                    raise self._pause.not_resumed() from None
+                cause = self._pool.last_error
+                waited_s = self._limits.no_replica_s
+                raise NoReplicaError(f"no replica served within {waited_s:g} s; the last failed: {cause!r}") from cause
+
+    async def _send(self, flight: Flight, member: Member, job: Job) -> Completion:
+        """One attempt on one replica."""
+        began = asyncio.get_running_loop().time()
+        try:
+            with self._stalls.watching(member), stopwatch.moving_with_tokens(member.calls.streams) as on_sign:
+                completion = await flight.within(None, job.ask(member, flight.engine_id, on_sign))
+        except (TimeoutError, EngineStalledError, NotResumedError, asyncio.CancelledError):
+            self._aborts.tell_soon(member, flight.engine_id)  # the engine may be at it still
+            raise
+        member.hear(served=True)
+        member.failures = 0
+        completion = job.completed_by(_without_freezes(completion, flight, began))
+        if flight.interrupted_s:
+            metrics = {**completion.metrics, "interrupted_s": flight.interrupted_s}
+            completion = replace(completion, metrics=metrics)
+        if flight.aborted:
+            return aborted_late(completion)
+        return completion
+
+
+def _without_freezes(completion: Completion, flight: Flight, began: float) -> Completion:
+    """The answer of an attempt that began then. An engine counts in `queue_s` what it was paused for as well; that is
+    in `interrupted_s`, and no second is in both."""
+    queue_s = completion.metrics.get("queue_s", 0.0)
+    frozen_s = flight.frozen_s(began, began + queue_s)
+    return (
+        replace(completion, metrics={**completion.metrics, "queue_s": queue_s - frozen_s}) if frozen_s else completion
+    )

@@ -1,0 +1,130 @@
+"""Bringing new weights to every replica, while some of them always serve."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from titan_rl.calls.bounded import limited
+from titan_rl.errors import StateDictError
+from titan_rl.generation.router.flight import Flights
+from titan_rl.generation.router.limits import Limits
+from titan_rl.generation.router.member import Member
+from titan_rl.generation.router.pool import Pool
+
+logger = logging.getLogger(__name__)
+
+PullMode = Literal["hot_swap", "drain"]
+"""Pull between the tokens of running requests, or after a replica's requests have finished."""
+
+
+@dataclass(frozen=True, slots=True)
+class PullReport:
+    """Which replicas hold the version or a newer one: `PullReport(7, ("a",), {"b": StateDictError(...)})`."""
+
+    version: int
+    pulled: tuple[str, ...]
+    failed: Mapping[str, Exception]  # by name; out of service until they have pulled the current version
+    aborted: tuple[str, ...] = ()  # ids of requests that did not finish within `drain_s`
+
+
+class Puller:
+    """Holds the version that every member is brought to. Only ever the newest is pulled; older calls ride along.
+
+    Args:
+        quarantine, take_out, bring_up: of `Health`.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        flights: Flights,
+        limits: Limits,
+        *,
+        quarantine: Callable[[Member, Exception], None],
+        take_out: Callable[[Member], None],
+        bring_up: Callable[[Member], Awaitable[None]],
+    ) -> None:
+        self.target: int | None = None
+        self._pool = pool
+        self._flights = flights
+        self._limits = limits
+        self._quarantine = quarantine
+        self._take_out = take_out
+        self._bring_up = bring_up
+        self._draining = asyncio.Lock()
+
+    def applied(self, member: Member) -> bool:
+        return self.target is None or (member.version is not None and member.version >= self.target)
+
+    async def apply(self, member: Member) -> None:
+        """Bring one member to the newest version.
+
+        Raises:
+            OutOfTimeError: it takes longer than `pull_s`.
+            Exception: whatever the replica fails with.
+        """
+        async with member.pulling:
+            while self.target is not None and not self.applied(member):
+                version = self.target
+                async with limited(self._limits.pull_s, f"the pull of version {version}"):
+                    member.version = await member.calls.pull(version)
+                member.hear()
+
+    async def pull(self, version: int, mode: PullMode) -> PullReport:
+        if mode not in get_args(PullMode):
+            raise ValueError(f"pull mode is {mode!r}; it must be one of {', '.join(get_args(PullMode))}")
+        if self.target is None or version > self.target:
+            self.target = version
+        failed: dict[str, Exception] = {}
+        aborted: list[str] = []
+        if mode == "hot_swap":
+            await asyncio.gather(*(self._update(member, self.apply, failed) for member in self._pool if member.serving))
+        else:
+            async with self._draining:  # rolling: one replica at a time, the least busy first
+                while stale := [member for member in self._pool if member.serving and not self.applied(member)]:
+                    member = min(stale, key=lambda member: member.load)
+                    await self._update(member, lambda member: self._drain(member, aborted), failed)
+        if not any(member.serving and self.applied(member) for member in self._pool):
+            await self._wait_for_one(version, failed)
+        pulled = tuple(member.name for member in self._pool if member.serving and self.applied(member))
+        return PullReport(version, pulled, failed, tuple(aborted))
+
+    async def _update(
+        self, member: Member, update: Callable[[Member], Awaitable[None]], failed: dict[str, Exception]
+    ) -> None:
+        try:
+            await update(member)
+        except Exception as error:
+            failed[member.name] = error
+            self._quarantine(member, error)
+        except asyncio.CancelledError:
+            self._take_out(member)  # it may hold either version
+            raise
+
+    async def _drain(self, member: Member, aborted: list[str]) -> None:
+        self._pool.withdraw(member)
+        member.draining = True
+        try:
+            await self._flights.wait(self._limits.drain_s, member.idle.wait())
+        except TimeoutError:
+            late = self._flights.on(member)
+            logger.warning("replica %s did not drain; aborting %d requests", member.name, len(late))
+            aborted += [flight.request_id for flight in late]
+            await self._flights.end(late)
+        await self._bring_up(member)
+
+    async def _wait_for_one(self, version: int, failed: Mapping[str, Exception]) -> None:
+        """Replicas that recover or join enter service with the version; weights nobody can load are not waited for."""
+        cause = next((error for error in failed.values() if isinstance(error, StateDictError)), None)
+        if cause is None:
+            try:
+                async with asyncio.timeout(self._limits.no_replica_s):
+                    await self._pool.serving.wait()
+                return
+            except TimeoutError:
+                cause = self._pool.last_error
+        raise StateDictError(f"no replica serves with version {version}: {cause!r}") from cause

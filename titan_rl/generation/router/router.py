@@ -1,0 +1,291 @@
+"""One `generate` over many replicas: it outlives their failures, their weight updates and pauses."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import asynccontextmanager
+
+from titan_rl.calls import stopwatch
+from titan_rl.calls.bounded import limited
+from titan_rl.errors import EngineDeadError, EngineStalledError
+from titan_rl.generation.router.aborts import Aborts
+from titan_rl.generation.router.dispatch import Dispatcher
+from titan_rl.generation.router.flight import Flights
+from titan_rl.generation.router.health import Health, OnReplicaFailed
+from titan_rl.generation.router.limits import Limits
+from titan_rl.generation.router.member import Member, MemberStatus
+from titan_rl.generation.router.pause import Pause, PauseReport
+from titan_rl.generation.router.pool import Pool
+from titan_rl.generation.router.pull import Puller, PullMode, PullReport
+from titan_rl.generation.router.replica import Replica
+from titan_rl.generation.router.stall import StallWatch
+from titan_rl.generation.router.strategies import LeastLoaded, StickySession, Strategy
+from titan_rl.generation.router.tasks import TaskSet
+from titan_rl.generation.types import PauseMode
+from titan_rl.types import Completion, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+
+class GeneratorRouter:
+    """Sends each request to a replica and answers for it. `generate` is a `GenerateFn`.
+
+    Infrastructure failures are retried on other replicas; the failed one is out of service until it has pulled the
+    current weights again. While no replica serves, requests wait for one. Belongs to one event loop.
+
+    Example: a router over two replicas, new weights, and a pause that loses nothing:
+
+        router = GeneratorRouter([replica_0, replica_1], StickySession(fallback=LeastLoaded()), self._limits.cancel_s)
+        completion = await router.generate([1, 2, 3], request_id="g0/0/0", sampling=SamplingParams(max_tokens=64))
+        await router.pull_state_dict(1)
+        await router.pause("keep")
+        await router.resume()
+        await router.close()
+
+    Args:
+        strategy: by default `StickySession(fallback=LeastLoaded())`; not shared with another router.
+        stall_timeout_s: a replica that has requests and gives no sign of life for so long has failed, and they go on
+            elsewhere. Waiting in a queue that moves is no failure; time frozen by `pause("keep")` does not count.
+        max_attempts: replicas that may fail under one request before the request fails.
+        on_replica_failed: called once for each quarantine, so that a supervisor can respawn the replica.
+    """
+
+    def __init__(
+        self,
+        replicas: Iterable[Replica],
+        strategy: Strategy | None = None,
+        *,
+        stall_timeout_s: float = 300.0,
+        max_attempts: int = 3,
+        limits: Limits | None = None,
+        on_replica_failed: OnReplicaFailed | None = None,
+    ) -> None:
+        self._limits = limits or Limits()
+        self._closed: EngineDeadError | None = None
+        self._calls: set[asyncio.Timeout] = set()  # of the control calls under way
+        self._tasks = TaskSet(on_error=self._fail)
+        aborts = Aborts(self._tasks, self._limits.call_s)
+        stalls = StallWatch(stall_timeout_s, self._stalled)
+        self._flights = Flights(self._limits, aborts, stalls)
+        self._pool = Pool(replicas, strategy or StickySession(fallback=LeastLoaded()), self._limits.cancel_s)
+        self._health = Health(
+            self._pool,
+            self._tasks,
+            self._limits,
+            prepare=self._prepare,
+            prepared=self._is_prepared,
+            on_failed=on_replica_failed,
+        )
+        self._pause = Pause(self._pool, self._flights, self._limits, self._health.quarantine)
+        self._puller = Puller(
+            self._pool,
+            self._flights,
+            self._limits,
+            quarantine=self._health.quarantine,
+            take_out=self._health.take_out,
+            bring_up=self._health.bring_up,
+        )
+        self._dispatcher = Dispatcher(
+            self._pool,
+            self._flights,
+            self._health,
+            self._pause,
+            aborts,
+            stalls,
+            self._limits,
+            max_attempts=max_attempts,
+        )
+
+    @property
+    def members(self) -> tuple[MemberStatus, ...]:
+        """Every replica with its load, version and health, for metrics."""
+        return tuple(MemberStatus.of(member) for member in self._pool)
+
+    @property
+    def version(self) -> int | None:
+        """The newest version asked for; None before the first pull."""
+        return self._puller.target
+
+    @property
+    def paused(self) -> PauseMode | None:
+        """The mode of the present pause."""
+        return self._pause.mode
+
+    async def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        request_id: str,
+        session_id: str | None = None,
+        sampling: SamplingParams,
+    ) -> Completion:
+        """The replica's completion, or what is left of it by an abort or by the end of its rollout's time, with
+        `FinishReason.ABORT`.
+
+        Raises:
+            RequestError: the request can never succeed, its id is in flight, or replicas that serve others failed it in
+                the same way.
+            NoReplicaError: no replica came into service within the limit; the last failure is the cause.
+            GenerationError: it failed on `max_attempts` replicas, or waited too long for a resume.
+            EngineDeadError: the router is closed.
+        """
+        with stopwatch.ending_with(lambda: self._tasks.start(self._end(request_id), f"end {request_id}")):
+            return await self._dispatcher.generate(prompt_token_ids, request_id, session_id, sampling)
+
+    async def pull_state_dict(self, version: int, mode: PullMode = "hot_swap") -> PullReport:
+        """Bring every replica to `version`, or to a newer one that was asked for meanwhile.
+
+        "hot_swap" pulls while requests run. "drain" takes one replica at a time out of service and lets its requests
+        finish first. A replica that cannot pull stays out of service until it can; the others go on.
+
+        Raises:
+            StateDictError: no replica serves with the version.
+            RuntimeError: "drain" while paused: frozen requests cannot finish.
+        """
+        if mode == "drain" and self.paused is not None:
+            raise RuntimeError(f"cannot drain while paused in mode '{self.paused}'; resume first, or use 'hot_swap'")
+        async with self._until_closed():
+            return await self._puller.pull(version, mode)
+
+    async def pause(self, mode: PauseMode | str = PauseMode.KEEP) -> PauseReport:
+        """Stop generating on every replica: "keep" freezes requests, "wait" lets them finish, "abort" ends them.
+
+        New requests wait for `resume`; in mode "abort" they return aborted at once, and never reach a replica.
+        Returns within the limits whatever the replicas do; the report says what it gave up on.
+
+        Raises:
+            RuntimeError: paused already.
+            ValueError: there is no such mode.
+        """
+        async with self._until_closed():
+            return await self._pause.pause(PauseMode(mode))
+
+    async def resume(self) -> None:
+        """Go on after `pause`; frozen requests continue where they were.
+
+        Raises:
+            RuntimeError: not paused.
+        """
+        async with self._until_closed():
+            await self._pause.resume()
+
+    async def wait_resumed(self) -> None:
+        """Return when the router is not paused.
+
+        Raises:
+            GenerationError: it was not resumed within the limit.
+        """
+        async with self._until_closed():
+            await self._pause.wait_open()
+
+    async def abort(self, request_ids: Iterable[str] | None = None) -> tuple[str, ...]:
+        """End requests with the tokens they have, by default all that are in flight. Later ones are not affected.
+
+        Returns:
+            Ids of requests that did not return in time and were cancelled. Unknown ids are ignored.
+        """
+        async with self._until_closed():
+            flights = list(self._flights) if request_ids is None else self._flights.find(request_ids)
+            return await self._flights.end(flights)
+
+    def tokens_so_far(self) -> dict[str, Completion]:
+        """What requests in flight have got, by id, as aborted completions: all that their replicas have streamed."""
+        return {flight.request_id: flight.job.so_far for flight in self._flights if flight.job is not None}
+
+    def finish_session(self, session_id: str) -> None:
+        """Free what the strategy keeps of a session: no further request of it comes."""
+        self._pool.strategy.finish_session(session_id)
+
+    async def add_replica(self, replica: Replica) -> bool:
+        """Let a replica join once it has the current version and pause state.
+
+        Returns:
+            Whether it serves; one that failed is in quarantine and is tried again.
+
+        Raises:
+            ValueError: its name is taken.
+        """
+        async with self._until_closed():
+            member = self._pool.add(replica)
+            try:
+                await self._health.bring_up(member)
+            except Exception as error:
+                self._health.quarantine(member, error)
+            except asyncio.CancelledError:
+                self._pool.remove(member.name)
+                raise
+            return member.serving
+
+    def remove_replica(self, name: str) -> None:
+        """Let a replica go; its requests are sent to others in full. Closing it is the caller's.
+
+        Raises:
+            ValueError: there is no replica of that name.
+        """
+        member = self._pool.remove(name)
+        for flight in self._flights.on(member):
+            flight.interrupt()
+
+    async def close(self) -> None:
+        """Fail what is in flight with `EngineDeadError` and close every replica. Closing again does nothing."""
+        self._shut(EngineDeadError("the router is closed"))
+        if landing := [flight.landed for flight in self._flights]:
+            await asyncio.wait(landing, timeout=self._limits.cancel_s)
+        await self._tasks.close(self._limits.cancel_s)
+        await asyncio.gather(*(self._close_replica(self._pool.remove(member.name)) for member in self._pool))
+
+    def _stalled(self, member: Member, error: EngineStalledError) -> None:
+        self._health.quarantine(member, error)
+        for flight in self._flights.on(member):
+            flight.fail(error)
+
+    async def _end(self, request_id: str) -> None:
+        await self._flights.end(self._flights.find([request_id]))
+
+    async def _prepare(self, member: Member) -> None:
+        await self._puller.apply(member)
+        await self._pause.apply(member)
+
+    def _is_prepared(self, member: Member) -> bool:
+        return self._puller.applied(member) and self._pause.applied(member)
+
+    @asynccontextmanager
+    async def _until_closed(self) -> AsyncGenerator[None]:
+        """The block ends with `EngineDeadError` when the router is closed meanwhile."""
+        if self._closed is not None:
+            raise self._closed
+        async with asyncio.timeout(None) as scope:
+            self._calls.add(scope)
+            try:
+                yield
+            except asyncio.CancelledError:
+                if scope.expired() and self._closed is not None:
+                    raise self._closed from None
+                raise
+            finally:
+                self._calls.discard(scope)
+
+    def _shut(self, reason: EngineDeadError) -> None:
+        """From now on everything fails with `reason`; the first one stands."""
+        if self._closed is not None:
+            return
+        self._closed = self._dispatcher.closed = reason
+        for flight in self._flights:
+            flight.interrupt()
+        for scope in self._calls:
+            scope.reschedule(asyncio.get_running_loop().time())
+
+    def _fail(self, error: BaseException) -> None:
+        logger.error("the router failed", exc_info=error)
+        reason = EngineDeadError(f"the router failed: {error!r}")
+        reason.__cause__ = error
+        self._shut(reason)
+
+    async def _close_replica(self, member: Member) -> None:
+        try:
+            async with limited(self._limits.call_s, "the close"):
+                await member.calls.close()
+        except Exception as error:
+            logger.warning("replica %s did not close: %r", member.name, error)

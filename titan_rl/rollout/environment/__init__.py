@@ -1,0 +1,1 @@
+"""What a policy acts in: environments of tokens, of chat messages, and of code that blocks."""

@@ -1,0 +1,159 @@
+"""Environments that may block: each in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import inspect
+import itertools
+import logging
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from queue import SimpleQueue
+from typing import Any
+
+from titan_rl.calls.user_code import describe
+
+logger = logging.getLogger(__name__)
+
+_numbers = itertools.count()
+
+
+class ThreadedEnv:
+    """A `TokenEnv` or `MessageEnv` whose every call, its making included, runs in one daemon thread of its own.
+
+    The environment's methods may be plain functions that block, or coroutines, which then run on an event loop of that
+    thread and can await nothing of another. A call that is cancelled, by a time limit for instance, is abandoned: its
+    late result is ignored, and the environment is closed when it returns, if it ever does.
+
+    Example: a sync environment of chat messages:
+
+        MessageTokenEnv(ThreadedEnv(lambda: BrowserEnv(sample)), renderer)
+
+    `rollout.env_in_thread = true` does this for the whole environment of a task.
+
+    Args:
+        make_env: makes the environment; called in its thread, before `reset`.
+    """
+
+    def __init__(self, make_env: Callable[[], Any]) -> None:
+        self._make_env = make_env
+        self._env: Any = None
+        self._calls = _CallsInThread()
+
+    async def reset(self) -> Any:
+        def made() -> Any:
+            self._env = self._make_env()
+            return self._env.reset()
+
+        return await self._calls.run(made)
+
+    async def step(self, given: Any) -> Any:
+        return await self._calls.run(lambda: self._env.step(given))
+
+    async def close(self) -> None:
+        """Close the environment. Returns at once where an abandoned call is still at work; closing follows that."""
+
+        def closed() -> Any:
+            return None if self._env is None else self._env.close()
+
+        await self._calls.end_with(closed)
+
+
+class _Call:
+    """One call, from the event loop that waits for it."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self.answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._function = function
+        self._context = contextvars.copy_context()
+        self._task: asyncio.Task[Any] | None = None  # of the thread's own loop
+        self._waiting = asyncio.get_running_loop()
+
+    def abandon(self) -> None:
+        """Nobody waits any longer. A coroutine is cancelled; a function that blocks cannot be."""
+        if (task := self._task) is not None:
+            with suppress(RuntimeError):  # its loop is closed
+                task.get_loop().call_soon_threadsafe(task.cancel)
+
+    def run(self, runner: asyncio.Runner) -> None:
+        """In the thread."""
+        result, failure = None, None
+        try:
+            result = self._context.run(self._function)
+            if inspect.isawaitable(result):
+                result = runner.run(self._awaited(result), context=self._context)
+        except (StopIteration, GeneratorExit) as error:  # cannot travel through a future
+            failure = RuntimeError(f"{type(error).__name__}: {error}")
+            failure.__cause__ = error
+        except BaseException as error:  # such as SystemExit: the rollouter judges it
+            failure = error
+        with suppress(RuntimeError):  # the loop that waited is closed
+            self._waiting.call_soon_threadsafe(self._settle, result, failure)
+
+    async def _awaited(self, awaitable: Any) -> Any:
+        self._task = asyncio.current_task()
+        try:
+            return await awaitable
+        finally:
+            self._task = None
+
+    def _settle(self, result: Any, failure: BaseException | None) -> None:
+        if self.answer.done():
+            return
+        if failure is not None:
+            self.answer.set_exception(failure)
+        else:
+            self.answer.set_result(result)
+
+
+class _CallsInThread:
+    """Runs one call after the other in a thread that begins with the first. The process ends without waiting for it."""
+
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[_Call | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._gave_up = False
+
+    async def run(self, function: Callable[[], Any]) -> Any:
+        call = _Call(function)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name=f"env-{next(_numbers)}", daemon=True)
+            self._thread.start()
+        self._calls.put(call)
+        try:
+            return await call.answer
+        except asyncio.CancelledError:
+            if call.answer.cancelled():
+                call.abandon()
+                self._gave_up = True
+                logger.warning("gave up on a call in thread %s", self._thread.name)
+            raise
+
+    async def end_with(self, function: Callable[[], Any]) -> None:
+        """The last call."""
+        if self._thread is None:
+            return
+        try:
+            if not self._gave_up:
+                await self.run(function)
+            else:
+                last = _Call(function)
+                last.answer.add_done_callback(_tell_failure)
+                self._calls.put(last)
+        finally:
+            self._calls.put(None)
+
+    def _work(self) -> None:
+        runner = asyncio.Runner()  # makes its loop when a coroutine first needs it: a loop holds three descriptors
+        try:
+            while (call := self._calls.get()) is not None:
+                call.run(runner)
+        finally:
+            runner.close()
+
+
+def _tell_failure(answer: asyncio.Future[Any]) -> None:
+    if not answer.cancelled() and (error := answer.exception()) is not None:
+        logger.warning("closing an environment that had been given up failed: %s", describe(error))

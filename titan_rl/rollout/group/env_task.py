@@ -1,0 +1,190 @@
+"""The calls into one environment, in a task of their own that nobody has to wait for."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any
+
+from titan_rl.calls.interrupts import is_ctrl_c, passes
+from titan_rl.calls.user_code import summary
+from titan_rl.errors import StrayCancellationError
+from titan_rl.rollout.environment.types import TokenEnv
+from titan_rl.types import Completion
+
+CLEANUP_S = 5.0
+"""What a call that is cancelled has to end."""
+MAX_CLOSE_S = 10.0
+
+logger = logging.getLogger(__name__)
+
+_left_behind: set[asyncio.Task[None]] = set()  # asyncio itself holds tasks weakly
+
+
+class EnvTask:
+    """Makes one call after the other in one task, so that a scope of anyio or asyncio that `reset` enters may be left
+    in `close`.
+
+    A call whose caller is cancelled, by a time limit for instance, is cancelled and has `CLEANUP_S` seconds to end. One
+    that does not is left behind with a warning: the environment is closed when it ends, if it ever does.
+    """
+
+    def __init__(self, env: TokenEnv) -> None:
+        self._env = env
+        self._calls: deque[_Call] = deque()  # not begun
+        self._closes = False  # the last of them is to close
+        self._idle: asyncio.Future[None] | None = None  # what the task waits for while there is none
+        self._task: asyncio.Task[None] | None = None
+        self._left_behind = False
+
+    async def reset(self) -> Any:
+        return await self._run(self._env.reset)
+
+    async def step(self, completion: Completion) -> Any:
+        return await self._run(lambda: self._env.step(completion))
+
+    async def close(self, timeout_s: float) -> str | None:
+        """Close the environment; return what went wrong. Cancellation waits for that, but not longer than the time
+        limit, which is at most `MAX_CLOSE_S`. Returns at once where a call is left behind; closing follows that."""
+        timeout_s = min(timeout_s, MAX_CLOSE_S)
+        self._closes = True
+        call, task = self._begin(self._env.close)
+        if self._left_behind:
+            call.then = self._tell
+            return None
+        cancelled = await _settle(call, timeout_s)
+        if not call.is_over:
+            task.cancel()
+            cancelled = await _settle(call, 1.0) or cancelled
+            self._leave_behind_unless_over(call, task)
+            call.failure = TimeoutError(f"it took longer than {timeout_s:g} s")
+        self._tell(call.failure)
+        if call.failure is not None and is_ctrl_c(call.failure):
+            raise call.failure
+        if cancelled is not None:
+            raise cancelled
+        return None if call.failure is None else summary(call.failure)
+
+    async def _run(self, function: Callable[[], Awaitable[Any]]) -> Any:
+        call, task = self._begin(function)
+        try:
+            await call.wait()
+        except asyncio.CancelledError:
+            if call.begun and not call.is_over:
+                call.is_given_up = True
+                task.cancel()
+                await _settle(call, CLEANUP_S)
+                self._leave_behind_unless_over(call, task)
+            call.is_given_up = True
+            raise
+        if call.failure is not None:
+            raise call.failure
+        if not call.is_over:
+            raise StrayCancellationError("the environment's task was cancelled, though nobody had asked for that")
+        return call.result
+
+    def _begin(self, function: Callable[[], Awaitable[Any]]) -> tuple[_Call, asyncio.Task[None]]:
+        call = _Call(function)
+        self._calls.append(call)
+        if self._task is None or self._task.done():
+            self._task = asyncio.get_running_loop().create_task(self._work())
+            self._task.add_done_callback(lambda _: call.wake())  # where it is cancelled before it begins
+        elif self._idle is not None and not self._idle.done():
+            self._idle.set_result(None)
+        return call, self._task
+
+    def _leave_behind_unless_over(self, call: _Call, task: asyncio.Task[None]) -> None:
+        if not call.is_over:
+            self._left_behind = True
+            _left_behind.add(task)
+            task.add_done_callback(_left_behind.discard)
+            logger.warning("a call into %s does not end after it was cancelled, and is left behind", self._name)
+
+    async def _work(self) -> None:
+        while True:
+            if self._calls:
+                call = self._calls.popleft()
+                if not call.is_given_up:
+                    await call.make()
+            elif self._closes:
+                return
+            else:
+                self._idle = asyncio.get_running_loop().create_future()
+                with suppress(asyncio.CancelledError):  # by a scope that the environment has entered; `close` leaves it
+                    await self._idle
+
+    def _tell(self, failure: BaseException | None) -> None:
+        if failure is not None:
+            logger.warning("closing %s failed: %s", self._name, summary(failure))
+
+    @property
+    def _name(self) -> str:
+        return type(self._env).__name__
+
+
+class _Call:
+    """
+    Attributes:
+        is_over: the call has ended.
+        is_given_up: nobody waits for it.
+        then: called with its failure, if any, when it ends.
+    """
+
+    def __init__(self, function: Callable[[], Awaitable[Any]]) -> None:
+        self.begun = False
+        self.is_over = False
+        self.is_given_up = False
+        self.result: Any = None
+        self.failure: BaseException | None = None
+        self.then: Callable[[BaseException | None], object] | None = None
+        self._function = function
+        self._waiter: asyncio.Future[None] | None = None
+
+    async def wait(self) -> None:
+        """Return when the call has ended, or by `wake`."""
+        if not self.is_over:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+
+    def wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def make(self) -> None:
+        self.begun = True
+        task = asyncio.current_task()
+        try:
+            self.result = await self._function()
+        except BaseException as error:  # such as SystemExit, which would end the event loop
+            self.failure = error
+            if passes(error, task):
+                raise
+        finally:
+            self.is_over = True
+            self.wake()
+            if self.then is not None:
+                self.then(self.failure)
+        if self.is_given_up and task is not None:
+            task.uncancel()
+
+
+async def _settle(call: _Call, seconds: float) -> asyncio.CancelledError | None:
+    """Wait so long for the end of `call`, also if the caller is cancelled: that is returned."""
+    is_late, cancelled = False, None
+
+    def give_up() -> None:
+        nonlocal is_late
+        is_late = True
+        call.wake()
+
+    timer = asyncio.get_running_loop().call_later(seconds, give_up)
+    while not (call.is_over or is_late):
+        try:
+            await call.wait()
+        except asyncio.CancelledError as error:
+            cancelled = error
+    timer.cancel()
+    return cancelled

@@ -1,0 +1,300 @@
+"""Plays the sibling rollouts of one sample, scores them, and compares them with each other."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, cast
+
+from titan_rl.calls.stopwatch import Stopwatch
+from titan_rl.rollout.environment.threaded import ThreadedEnv
+from titan_rl.rollout.environment.types import TokenEnv, TokenObservation, TokenStep
+from titan_rl.rollout.group.boundary import EndsWith, RolloutEnded
+from titan_rl.rollout.group.callbacks import Callbacks
+from titan_rl.rollout.group.env_task import EnvTask
+from titan_rl.rollout.group.siblings import Siblings
+from titan_rl.rollout.group.timed import generate_within
+from titan_rl.rollout.records import completion_to_give, messages_of, token_advantages_of, token_ids_of
+from titan_rl.rollout.rewards.advantages import AdvantageFn, compare, standardized
+from titan_rl.rollout.rewards.judging import Judging
+from titan_rl.rollout.rewards.recess import Recess
+from titan_rl.rollout.rewards.rubric import Rubric
+from titan_rl.rollout.settings import RolloutConfig
+from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus, Turn
+from titan_rl.types import FinishReason, GenerateFn, SamplingParams
+
+LAST_CALL_S = 1.0
+"""What the environment has at least to see an answer that was finished in time."""
+
+
+class Rollouter:
+    """Runs groups of rollouts. It holds no state between groups: any number may run at once.
+
+    It does not know what generates, nor when weights change: those are the `GenerateFn`'s affair.
+
+    How a rollout ends:
+
+        the environment says so                     the environment's status
+        a completion used up its token budget       TRUNCATED_LENGTH, after the environment has seen it
+        no room for a token after the next prompt   TRUNCATED_PROMPT
+        `limits.max_turns` turns are played         TRUNCATED_TURNS
+        `limits.rollout_timeout_s` is used up       TRUNCATED_TIME, after the environment has seen what there is of the
+                                                    answer; without an answer ERROR_TIMEOUT
+        a completion was aborted                    ABORTED
+        the environment raised                      ERROR_ENV
+        generation raised                           ERROR_GENERATE
+        another time limit passed                   ERROR_TIMEOUT
+
+    In all of them the turns so far are kept, and the environment is closed once. Cancelling closes it too.
+
+    Example:
+
+        rollouter = Rollouter(SortEnv, Rubric([Reward(similarity)]), max_context=512)
+        group = await rollouter.run_group(
+            router.generate, sample, group_id="g17", group_size=8, sampling=SamplingParams(max_tokens=64)
+        )
+        group.rollouts[3].rollout_id                           # "g17/3", also its session id
+        group.rollouts[3].turns[1].completion.request_id       # "g17/3/1"
+
+    Args:
+        make_env: makes the single-use environment of one rollout from a sample.
+        rubric: scores a group. An aborted group, which has an aborted sibling, is not scored.
+        advantage: compares the rewards of the siblings that have one. One that ended in a fault which is not the
+            policy's (`RolloutStatus.is_fault`) takes no part.
+        limits: most turns, and seconds for a rollout in all and for each call of its environment.
+        max_context: most tokens of prompt and completion together.
+        seed: base of the sampling seeds where the `SamplingParams` have none.
+        finish_session: called once with the session id of each rollout, when it has ended, those that are played again
+            included. What it raises is logged once.
+    """
+
+    def __init__(
+        self,
+        make_env: Callable[[Any], TokenEnv],
+        rubric: Rubric,
+        *,
+        max_context: int,
+        advantage: AdvantageFn = standardized,
+        limits: RolloutConfig | None = None,
+        seed: int = 0,
+        finish_session: Callable[[str], object] | None = None,
+    ) -> None:
+        if max_context < 2:
+            raise ValueError(f"Rollouter max_context is {max_context}; it must hold a prompt and an answer: at least 2")
+        self.make_env = make_env
+        self.rubric = rubric
+        self.max_context = max_context
+        self.advantage = advantage
+        self.limits = limits or RolloutConfig()
+        self.seed = seed
+        self.finish_session = finish_session
+        self._callbacks = Callbacks()
+        self._recess = Recess(self.limits.judge_grace_s, self.limits.generate_timeout_s)
+
+    def pause_judging(self) -> None:
+        """Generation is paused: rewards being computed have `limits.judge_grace_s`, and begin anew after that."""
+        self._recess.begin()
+
+    def resume_judging(self) -> None:
+        self._recess.end()
+
+    async def run_group(
+        self,
+        generate: GenerateFn,
+        sample: Any,
+        *,
+        group_id: str,
+        group_size: int,
+        sampling: SamplingParams,
+        on_finished: Callable[[Rollout], None] | None = None,
+    ) -> RolloutGroup:
+        """Play `group_size` siblings at once, score each as it ends, and fill in their advantages.
+
+        A sibling that fails is data and leaves the others alone. One that ends in a fault that is not the policy's is
+        played again in a fresh environment, up to `limits.max_retries` times for the group.
+
+        A reward that fails for good ends the group at once: siblings that still play are stopped. What follows is for
+        its `FailurePolicy` to say: the group has a `failure` and neither rewards nor advantages, or the run ends.
+
+        Args:
+            on_finished: called with each sibling as it ends, before the group is scored. What it raises is logged once.
+
+        Raises:
+            RewardError: the advantage function failed, or a reward whose policy is to end the run.
+            StrayCancellationError: a sibling was cancelled by nobody here.
+        """
+        if group_size < 1:
+            raise ValueError(f"group_size is {group_size}; it must be at least 1")
+
+        def new(sibling: int, attempt: int) -> Rollout:
+            return new_rollout(group_id, sibling, sample, attempt)
+
+        def ended(rollout: Rollout) -> None:
+            if on_finished is not None:
+                self._callbacks.call("on_finished", on_finished, rollout)
+            judging.ended(rollout)
+
+        run = partial(self._run, generate, sampling)
+        siblings = Siblings(new, run, ended, group_size=group_size, max_retries=self.limits.max_retries)
+        async with asyncio.TaskGroup() as tasks:
+            judging = Judging(self.rubric, tasks, self._recess, siblings.stop)
+            siblings.start(tasks)
+        group = RolloutGroup(group_id, sample, list(siblings.rollouts()))
+        await judging.finish(group)
+        compare(group, self.advantage)
+        return group
+
+    async def run_rollout(
+        self,
+        generate: GenerateFn,
+        sample: Any,
+        *,
+        group_id: str,
+        sibling: int,
+        sampling: SamplingParams,
+        attempt: int = 0,
+    ) -> Rollout:
+        """Play one rollout to its end, unscored. Whatever goes wrong in it is in its status and `error`.
+
+        Args:
+            attempt: how often this sibling was played before. It draws anew, under an id such as "g17/3~1".
+        """
+        rollout = new_rollout(group_id, sibling, sample, attempt)
+        await self._run(generate, sampling, rollout)
+        return rollout
+
+    async def _run(self, generate: GenerateFn, sampling: SamplingParams, rollout: Rollout) -> None:
+        """Play a rollout, in place."""
+        loop = asyncio.get_running_loop()
+        start = loop.time()
+        watch = Stopwatch(self.limits.rollout_timeout_s)
+        env: EnvTask | None = None
+        try:
+            async with EndsWith(RolloutStatus.ERROR_ENV):
+                env = EnvTask(self._make_env(rollout.sample))
+            rollout.status = await self._play(env, generate, rollout, sampling, watch)
+        except RolloutEnded as end:
+            rollout.status, rollout.error, rollout.failure = end.status, end.error, end.failure
+        finally:
+            try:
+                if env is not None and (failure := await env.close(self.limits.env_timeout_s)):
+                    rollout.metrics["close_failed"] = 1.0
+                    rollout.error = rollout.error or f"close: {failure}"
+            finally:
+                rollout.metrics |= {"seconds": loop.time() - start, "own_seconds": watch.used_s}
+                if self.finish_session is not None:
+                    self._callbacks.call("finish_session", self.finish_session, rollout.rollout_id)
+
+    def _make_env(self, sample: Any) -> TokenEnv:
+        def made() -> TokenEnv:
+            env = self.make_env(sample)
+            if not all(callable(getattr(env, name, None)) for name in ("reset", "step", "close")):
+                kind = type(env).__name__
+                raise TypeError(f"make_env gave {kind}; it must give an environment, with reset, step and close")
+            return env
+
+        return cast("TokenEnv", ThreadedEnv(made)) if self.limits.env_in_thread else made()
+
+    async def _play(
+        self, env: EnvTask, generate: GenerateFn, rollout: Rollout, sampling: SamplingParams, watch: Stopwatch
+    ) -> RolloutStatus:
+        loop = asyncio.get_running_loop()
+        async with self._env_call(rollout, watch):
+            observation: Any = await env.reset()
+            if not isinstance(observation, TokenObservation):
+                raise TypeError(f"reset gave {type(observation).__name__}; it must give a TokenObservation")
+            rollout.messages.extend(messages_of(observation.messages))
+            prompt = token_ids_of(observation.prompt_token_ids, "the prompt")
+
+        for turn in range(self.limits.max_turns):
+            if watch.is_over:
+                raise self._time_is_up(rollout)
+            room = self.max_context - len(prompt)
+            if room < 1:
+                raise RolloutEnded(
+                    RolloutStatus.TRUNCATED_PROMPT,
+                    f"the prompt of turn {turn} has {len(prompt)} tokens, max_context is {self.max_context}",
+                )
+            async with EndsWith(RolloutStatus.ERROR_GENERATE, loop.time() + self.limits.generate_timeout_s):
+                completion = await generate_within(
+                    watch,
+                    generate,
+                    list(prompt),
+                    request_id=f"{rollout.rollout_id}/{turn}",
+                    session_id=rollout.rollout_id,
+                    sampling=self._turn_sampling(sampling, rollout, turn, room),
+                )
+            is_cut = completion.finish_reason is FinishReason.ABORT and watch.is_over
+            if is_cut and not completion.token_ids:
+                raise self._time_is_up(rollout)
+            if is_cut:
+                completion = replace(completion, finish_reason=completion.ended or FinishReason.LENGTH, ended=None)
+            rollout.turns.append(Turn(prompt, completion))
+            if completion.finish_reason is FinishReason.ABORT:
+                return RolloutStatus.ABORTED
+
+            async with self._env_call(rollout, watch):
+                step: Any = await env.step(completion_to_give(completion))
+                if not isinstance(step, TokenStep):
+                    raise TypeError(f"step gave {type(step).__name__}; it must give a TokenStep")
+                rollout.turns[-1] = Turn(
+                    rollout.turns[-1].prompt_token_ids,
+                    completion,
+                    {name: float(reward) for name, reward in step.rewards.items()},
+                    token_advantages_of(step.token_advantages, completion),
+                )
+                rollout.messages.extend(messages_of(step.messages))
+                prompt = token_ids_of(step.prompt_token_ids or (), "the next prompt")
+            if is_cut:
+                raise self._time_is_up(rollout)
+            if completion.finish_reason is FinishReason.LENGTH and step.status in (None, RolloutStatus.COMPLETED):
+                return RolloutStatus.TRUNCATED_LENGTH
+            if step.status is not None:
+                return step.status
+        return RolloutStatus.TRUNCATED_TURNS
+
+    def _env_call(self, rollout: Rollout, watch: Stopwatch) -> EndsWith:
+        """A call into the environment, within its limit and what the rollout has left. What a finished answer led to
+        is asked for also when next to nothing is left."""
+        own_s, limit_s = max(watch.left_s, LAST_CALL_S), self.limits.env_timeout_s
+        return EndsWith(
+            RolloutStatus.ERROR_ENV,
+            asyncio.get_running_loop().time() + min(own_s, limit_s),
+            watch=watch,
+            when_late=partial(self._time_is_up, rollout) if own_s < limit_s else None,
+        )
+
+    def _time_is_up(self, rollout: Rollout) -> RolloutEnded:
+        """Left out of training, the rollouts that take longest would bias it towards short ones: what is finished is
+        judged as truncated. Only where there is nothing to judge it is an error."""
+        status = RolloutStatus.TRUNCATED_TIME if rollout.turns else RolloutStatus.ERROR_TIMEOUT
+        return RolloutEnded(status, f"its own time is up: rollout_timeout_s is {self.limits.rollout_timeout_s:g}")
+
+    def _turn_sampling(self, sampling: SamplingParams, rollout: Rollout, turn: int, room: int) -> SamplingParams:
+        max_tokens = min(sampling.max_tokens, room)
+        base = self.seed if sampling.seed is None else sampling.seed
+        return replace(
+            sampling,
+            max_tokens=max_tokens,
+            min_tokens=min(sampling.min_tokens, max_tokens),
+            seed=turn_seed(base, rollout.rollout_id, turn),
+        )
+
+
+def new_rollout(group_id: str, sibling: int, sample: Any, attempt: int = 0) -> Rollout:
+    """One that has not begun: "g17/3", or "g17/3~1" where that was played before."""
+    rollout_id = f"{group_id}/{sibling}" + (f"~{attempt}" if attempt else "")
+    return Rollout(rollout_id, group_id, sibling, sample)
+
+
+def turn_seed(base: int, rollout_id: str, turn: int) -> int:
+    """A seed of 63 bits for one turn, the same in every process.
+
+    >>> turn_seed(0, "g0/0", 0) == turn_seed(0, "g0/0", 0) != turn_seed(0, "g0/0", 1)
+    True
+    """
+    digest = hashlib.blake2b(repr((base, rollout_id, turn)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1

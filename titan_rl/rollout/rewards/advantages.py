@@ -1,0 +1,125 @@
+"""How much better than its siblings a rollout was.
+
+An advantage is a function from the rewards of a group to as many advantages. `training.advantage` names one of these,
+or yours as "module:function"; in code pass it to `Rollouter`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from statistics import fmean
+
+from titan_rl.calls.interrupts import is_ctrl_c
+from titan_rl.calls.user_code import summary, where
+from titan_rl.errors import RewardError
+from titan_rl.rollout.types import RolloutGroup
+
+AdvantageFn = Callable[[Sequence[float]], Sequence[float]]
+
+
+def reward(rewards: Sequence[float]) -> list[float]:
+    """The reward itself, `A_i = r_i`: REINFORCE without a baseline (Williams, 1992).
+
+    >>> reward([1.0, 0.0])
+    [1.0, 0.0]
+    """
+    return list(rewards)
+
+
+def batch_mean(rewards: Sequence[float]) -> list[float]:
+    """The reward, from which training subtracts the mean reward of its batch: REINFORCE with a baseline.
+
+    What siblings alone can know of that is the reward; `subtract_batch_mean` does the rest.
+    """
+    return list(rewards)
+
+
+def group_mean(rewards: Sequence[float]) -> list[float]:
+    """Distance from the group's mean, `A_i = r_i - mean(r)`, as in Dr. GRPO (arXiv:2503.20783, section 3.2), which
+    also averages losses by a constant: `training.average = "constant"`.
+
+    >>> group_mean([1.0, 0.0, 0.5, 0.5])
+    [0.5, -0.5, 0.0, 0.0]
+    """
+    if not rewards or max(rewards) == min(rewards):
+        return [0.0] * len(rewards)
+    mean = fmean(rewards)
+    return [reward - mean for reward in rewards]
+
+
+def leave_one_out(rewards: Sequence[float]) -> list[float]:
+    """Distance from the mean of the others, `A_i = r_i - mean(r_j, j != i)`: RLOO (arXiv:2402.14740, eq. 8).
+
+    That is the distance from the group's mean times n / (n - 1). A single rollout has advantage 0.
+
+    >>> leave_one_out([1.0, 0.0, 0.0])
+    [1.0, -0.5, -0.5]
+    """
+    count = len(rewards)
+    return [distance * count / (count - 1) for distance in group_mean(rewards)] if count > 1 else [0.0] * count
+
+
+def standardized(rewards: Sequence[float], eps: float = 1e-6) -> list[float]:
+    """Distance from the group's mean in units of its standard deviation, as in GRPO (arXiv:2402.03300, section 4.1).
+
+    `A_i = (r_i - mean(r)) / (std(r) + eps)` with the population standard deviation. Siblings that all have the same
+    reward teach nothing: their advantages are 0.
+
+    >>> [round(advantage, 3) for advantage in standardized([1.0, 0.0, 1.0, 0.0])]
+    [1.0, -1.0, 1.0, -1.0]
+    """
+    distances = group_mean(rewards)
+    std = fmean(distance**2 for distance in distances) ** 0.5 if distances else 0.0
+    return [distance / (std + eps) for distance in distances]
+
+
+def compare(group: RolloutGroup, advantage: AdvantageFn) -> None:
+    """Fill in the advantages of the siblings that have a reward and did not end in a fault of others, in place.
+
+    Raises:
+        RewardError: the function raised, or gave something else than as many finite numbers. Its owner has to fix it.
+    """
+    compared = [rollout for rollout in group.rollouts if rollout.reward is not None and not rollout.status.is_fault]
+    rewards = [rollout.reward for rollout in compared if rollout.reward is not None]
+    if not rewards:
+        return
+    name = getattr(advantage, "__name__", type(advantage).__name__)
+    try:
+        given = list(advantage(list(rewards)))
+        values = [float(value) for value in given]
+    except BaseException as error:  # also a CancelledError: nothing is awaited here that could bring one
+        if is_ctrl_c(error):
+            raise
+        raise RewardError(
+            f"advantage {name!r} failed on the rewards {rewards} of group {group.group_id!r}: {summary(error)}",
+            where(error),
+        ) from error
+    if len(values) != len(compared) or not all(map(math.isfinite, values)):
+        raise RewardError(
+            f"advantage {name!r} gave {given} for the rewards {rewards} of group {group.group_id!r}; "
+            "it must give as many finite numbers"
+        )
+    for rollout, value in zip(compared, values, strict=True):
+        rollout.advantage = value
+
+
+def subtract_batch_mean(groups: Iterable[RolloutGroup]) -> None:
+    """Make rewards that stand as advantages distances from their mean over a whole batch, in place.
+
+    A baseline that includes the rollout itself scales the gradient by 1 - 1/n, n being the rollouts of the batch.
+    """
+    compared = [rollout for group in groups for rollout in group.rollouts if rollout.advantage is not None]
+    mean = fmean(rollout.advantage or 0.0 for rollout in compared) if compared else 0.0
+    for rollout in compared:
+        rollout.advantage = (rollout.advantage or 0.0) - mean
+
+
+BY_NAME: dict[str, AdvantageFn] = {
+    "standardized": standardized,
+    "group_mean": group_mean,
+    "leave_one_out": leave_one_out,
+    "reward": reward,
+    "batch_mean": batch_mean,
+}
+"""The advantages that `training.advantage` in a config names."""

@@ -1,0 +1,86 @@
+"""Judging the siblings of one group as they end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+
+from titan_rl.calls.user_code import Failure
+from titan_rl.errors import RewardError
+from titan_rl.rollout.rewards.recess import Recess
+from titan_rl.rollout.rewards.rubric import Rubric
+from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus
+
+logger = logging.getLogger(__name__)
+
+
+class Judging:
+    """Begins with each sibling when it ends, and stops with the first that was aborted: such a group has no reward.
+    Nor has one whose reward fails for good.
+
+    Args:
+        tasks: the group's own; judges end with it.
+        recess: where judges wait while generation is paused.
+        give_up: called once with the reason, when a reward has failed: no sibling is of use any more.
+
+    Attributes:
+        error: what failed; None as long as nothing has.
+    """
+
+    def __init__(
+        self, rubric: Rubric, tasks: asyncio.TaskGroup, recess: Recess, give_up: Callable[[str], None]
+    ) -> None:
+        self.error: RewardError | None = None
+        self._rubric = rubric
+        self._recess = recess
+        self._tasks = tasks
+        self._give_up = give_up
+        self._running: list[asyncio.Task[None]] = []
+        self._begun: dict[str, dict[str, float]] = {}  # what was judged ahead, by rollout id
+        self._stopped = False
+
+    def ended(self, rollout: Rollout) -> None:
+        if rollout.status is RolloutStatus.ABORTED:
+            self._stop()
+        elif not self._stopped:
+            self._running.append(self._tasks.create_task(self._begin(rollout), name=f"judge-{rollout.rollout_id}"))
+
+    async def finish(self, group: RolloutGroup) -> None:
+        """What needs all siblings. Called once the task group has ended.
+
+        Raises:
+            RewardError: a reward function failed, now or before, and its policy is to end the run. Where that is to
+                drop the group, it says so in `group.failure`.
+        """
+        if self.error is None and not group.is_aborted:
+            try:
+                # In a task of its own: a judge that cancels the current one cannot pass for whoever runs the group.
+                await asyncio.ensure_future(self._recess.judge(lambda: self._rubric.score(group, self._begun)))
+            except RewardError as error:
+                self.error = error
+        if self.error is None:
+            return
+        if self.error.ends_run:
+            raise self.error
+        failure = Failure.of(self.error, f"RewardError: {self.error.text}")
+        group.failure = replace(failure, where=self.error.where)
+        for rollout in group.rollouts:
+            if rollout.error is None:
+                rollout.error, rollout.failure = group.failure.error, group.failure
+        logger.warning("group %s is dropped: %s", group.group_id, self.error)
+
+    async def _begin(self, rollout: Rollout) -> None:
+        try:
+            self._begun[rollout.rollout_id] = await self._recess.judge(lambda: self._rubric.begin(rollout))
+        except RewardError as error:
+            if self.error is None:
+                self.error = error
+                self._stop()
+                self._give_up(f"stopped, for a sibling could not be judged: {error}")
+
+    def _stop(self) -> None:
+        self._stopped = True
+        for judge in self._running:
+            judge.cancel()

@@ -1,0 +1,146 @@
+"""When a run is saved, and how: the copy while training stands, the disk while it goes on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from titan_rl.config.sections import CheckpointConfig
+from titan_rl.errors import NoSpaceError
+from titan_rl.run.machine.disk_space import free_bytes, gigabytes, no_space, require_room, size_of
+from titan_rl.training.protocol import Trainer
+from titan_rl.training.state.checkpoint import keep_last, list_checkpoints, step_directory, step_of, temporary_of
+
+SHARE = 0.1
+"""Of the time, at most, that checkpoints by `checkpoint.interval_s` are being written."""
+
+TELL_EVERY_S = 30.0
+
+
+class CheckpointSaver:
+    """Saves one run, one checkpoint at a time. A checkpoint that does not fit on the disk is left out with a message,
+    and tried again when the next one is due; the last one has to fit.
+
+    Args:
+        root: the folder of checkpoints.
+        trainer: writes what was copied.
+        estimate: bytes of a checkpoint, where there is none to look at.
+        copy: fix the state of a version, which training may change after.
+        forget_before: told of the oldest version that is kept.
+        tell: shows the user a message.
+        version: that is saved already.
+    """
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        root: Path,
+        trainer: Trainer,
+        *,
+        estimate: int,
+        copy: Callable[[int], Awaitable[None]],
+        forget_before: Callable[[int], None],
+        tell: Callable[[str], None],
+        version: int,
+    ) -> None:
+        self._config = config
+        self._root = root
+        self._estimate = estimate
+        self._copy = copy
+        self._trainer = trainer
+        self._forget_before = forget_before
+        self._tell = tell
+        self._begun = self._whole = version
+        self._wait_s = config.interval_s  # from the end of one checkpoint to the next by time
+        self._began_at: float | None = None
+        self._ended_at: float | None = None
+
+    def is_due(self, step: int) -> bool:
+        """By steps, or by time. Time counts from the first call on."""
+        now = asyncio.get_running_loop().time()
+        if self._ended_at is None:
+            self._ended_at = now
+        by_steps = self._config.interval > 0 and step % self._config.interval == 0
+        by_time = self._config.interval_s > 0 and now - self._ended_at >= self._wait_s
+        return by_steps or (by_time and self._begun == self._whole)
+
+    async def begin(self, version: int) -> bool:
+        """Copy a version for `finish` to write. False where the disk has no room for it, which is told.
+
+        Raises:
+            CheckpointError: it cannot be copied.
+        """
+        try:
+            await self._begin(version)
+        except NoSpaceError as error:
+            self._leave_out(version, error)
+            return False
+        return True
+
+    async def finish(self) -> None:
+        """Returns once the version begun last is whole, or is left out because the disk is full, which is told.
+
+        Raises:
+            CheckpointError: it cannot be written for another reason.
+        """
+        try:
+            await self._finish()
+        except NoSpaceError as error:
+            self._leave_out(self._begun, error)
+            self._begun = self._whole
+
+    async def save_last(self, version: int) -> None:
+        """Save a version, if it is not saved yet, however long that takes, and tell of it.
+
+        Raises:
+            CheckpointError: it cannot be saved.
+        """
+        if self._whole == version:
+            return
+        path = step_directory(self._root, version)
+        size = self._size()
+        self._tell(f"saving step {version}, {gigabytes(size)}, to {path}")
+        writing = asyncio.ensure_future(self._begin_and_finish(version))
+        try:
+            while not (await asyncio.wait([writing], timeout=TELL_EVERY_S))[0]:
+                written = await asyncio.to_thread(size_of, temporary_of(path))
+                self._tell(f"saving step {version}: {gigabytes(written)} of {gigabytes(size)} are written")
+        finally:
+            writing.cancel()
+        await writing
+        self._tell(f"step {version} is saved")
+
+    async def _begin(self, version: int) -> None:
+        require_room(self._root, self._size())
+        self._began_at = asyncio.get_running_loop().time()
+        await self._copy(version)
+        self._begun = version
+
+    async def _begin_and_finish(self, version: int) -> None:
+        if self._begun != version:  # else the copy was made before the run was stopped
+            await self._begin(version)
+        await self._finish()
+
+    async def _finish(self) -> None:
+        try:
+            await self._trainer.finish_save()
+        except NoSpaceError as error:  # another process took the room meanwhile
+            raise NoSpaceError(no_space(self._root, self._size(), free_bytes(self._root))) from error
+        finally:
+            self._ended_at = asyncio.get_running_loop().time()
+        assert self._began_at is not None
+        self._wait_s = max(self._config.interval_s, (self._ended_at - self._began_at) * (1 / SHARE - 1))
+        self._whole = self._begun
+        keep_last(self._root, self._config.keep)
+        self._forget_before(min(map(step_of, list_checkpoints(self._root)), default=0))
+
+    def _leave_out(self, version: int, error: NoSpaceError) -> None:
+        self._ended_at = asyncio.get_running_loop().time()
+        kept = f"the last is that of step {self._whole}" if self._whole else "there is none yet"
+        self._tell(f"no checkpoint of step {version}: {error}; {kept}, and training goes on")
+
+    def _size(self) -> int:
+        """Bytes of a checkpoint: those of the newest."""
+        checkpoints = list_checkpoints(self._root)
+        return size_of(checkpoints[-1]) if checkpoints else self._estimate

@@ -1,0 +1,215 @@
+"""The folder of one run. Its files are an interface: reports, notebooks and people read them."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Generator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from titan_rl.config.load import dump_config
+from titan_rl.config.run import RunConfig
+from titan_rl.errors import CheckpointError, ConfigError
+from titan_rl.run.json_lines import JsonLines, cut_records
+
+
+class RunDirectory:
+    """Paths of a run's files, and the one writer of its JSON lines.
+
+        config.toml      the resolved settings, defaults included
+        metrics.jsonl    {"step": 3, "time_s": 12.5, "rollout/reward_mean": 0.41, ...}, one line a record
+        rollouts.jsonl   {"step": 3, "phase": "train", "messages": [...], "reward": 0.74, ...}, one line a rollout
+        logs/            one file a process
+        checkpoints/     one folder a saved step
+        run_state.json   the settings and the data position that the run began with, as checkpoints have theirs
+        journal/         what happened since, one file a checkpoint
+        export/          the policy as a Hugging Face folder
+        report.html      curves and transcripts, self-contained
+
+    Args:
+        path: the folder of a run; it is made, with `logs` and `checkpoints`, where it does not exist.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._started = time.monotonic()
+        self._lines = {path: JsonLines(path) for path in (self.metrics, self.rollouts)}
+        self.logs.mkdir(parents=True, exist_ok=True)
+        self.checkpoints.mkdir(exist_ok=True)
+
+    @classmethod
+    def create(cls, config: RunConfig) -> RunDirectory:
+        """Make a folder that no other run has, `<config.run_dir>/<date>-<time>-<model>`, and write the settings to it.
+
+        `<config.run_dir>/latest` links to it, where the file system has links.
+
+        Raises:
+            ConfigError: it cannot be made.
+        """
+        parent = Path(config.run_dir)
+        model = re.sub(r"[^\w.-]+", "-", Path(config.model.path).name) or "run"
+        stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{model}"
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+            path = _make_unique(parent, stem)
+            run_dir = cls(path)
+            run_dir.write_config(config)
+        except (FileExistsError, NotADirectoryError) as error:
+            raise ConfigError(
+                f"run_dir = {config.run_dir!r} is no folder: {error.filename} is a file; name a folder"
+            ) from None
+        except OSError as error:
+            raise ConfigError(
+                f"run_dir = {config.run_dir!r}: no run can be made there, {error.filename}: {error.strerror}; name a "
+                "folder that you may write to, on a disk with room"
+            ) from None
+        _link(parent / "latest", path.name)
+        return run_dir
+
+    @contextlib.contextmanager
+    def locked(self) -> Generator[None]:
+        """No other process runs this run within the block.
+
+        Raises:
+            CheckpointError: one does.
+        """
+        with (self.path / "lock").open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise CheckpointError(f"{self.path} is being run by another process; stop that one first") from None
+            yield
+
+    def write_config(self, config: RunConfig) -> None:
+        """Replace the settings, in one step."""
+        fresh = self.config.with_suffix(".tmp")
+        fresh.write_text(dump_config(config), encoding="utf-8")
+        fresh.replace(self.config)
+
+    def cut_records(self, step: int, is_settled: Callable[[str], bool]) -> None:
+        """Leave out the metrics and transcripts of steps after `step`, which are run again. A training group that was
+        dropped is played by no step again if it is settled, whichever step it was dropped in.
+
+        Args:
+            is_settled: whether the group of this id is not played again.
+        """
+
+        def stays(record: Mapping[str, Any]) -> bool:
+            if record.get("phase") == "train" and "dropped" in record:
+                return is_settled(record["group_id"])
+            return record["step"] <= step
+
+        cut_records(self.metrics, lambda record: record["step"] <= step)
+        cut_records(self.rollouts, stays)
+
+    @property
+    def run_id(self) -> str:
+        """In the names of what the processes of this run share."""
+        return self.path.name
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.toml"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def rollouts(self) -> Path:
+        return self.path / "rollouts.jsonl"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def journal(self) -> Path:
+        return self.path / "journal"
+
+    @property
+    def export(self) -> Path:
+        return self.path / "export"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+    def write_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append one record, with `elapsed_s` as `time_s`. NaN and infinities become null.
+
+        Raises:
+            OSError: it could not be written.
+        """
+        self._lines[self.metrics].append({"step": step, "time_s": round(self.elapsed_s, 3), **metrics})
+
+    def write_rollout(self, record: Mapping[str, Any]) -> None:
+        """Append one transcript.
+
+        Raises:
+            OSError: it could not be written.
+        """
+        self._lines[self.rollouts].append(record)
+
+    def metric(self, step: int, name: str) -> float | None:
+        """What a record of the step has as the metric; None where none has it."""
+        values = [record[name] for record in read_jsonl(self.metrics) if record.get("step") == step and name in record]
+        return next((float(value) for value in values if isinstance(value, int | float)), None)
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds that the run has taken, in earlier processes up to their last record."""
+        return self._elapsed_before_s + time.monotonic() - self._started
+
+    @cached_property
+    def _elapsed_before_s(self) -> float:
+        times = [record.get("time_s") for record in read_jsonl(self.metrics)[-1:]]
+        return next((float(seconds) for seconds in times if isinstance(seconds, int | float)), 0.0)
+
+    def close(self) -> None:
+        """Close the files. A later write opens them again."""
+        for lines in self._lines.values():
+            lines.close()
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """The records of a file, none where it does not exist. Lines that are no JSON object are left out: a full disk or
+    a killed process may have cut one short."""
+    records: list[dict[str, Any]] = []
+    if not path.exists():
+        return records
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            with contextlib.suppress(json.JSONDecodeError):
+                record = json.loads(line)
+                if isinstance(record, dict):
+                    records.append(record)  # pyright: ignore[reportUnknownArgumentType]
+    return records
+
+
+def _make_unique(parent: Path, stem: str) -> Path:
+    number = 1
+    while True:
+        path = parent / (stem if number == 1 else f"{stem}-{number}")
+        with contextlib.suppress(FileExistsError):
+            path.mkdir()
+            return path
+        number += 1
+
+
+def _link(link: Path, target: str) -> None:
+    """Point `link` to `target` in one step, so that it exists at every moment."""
+    fresh = link.with_name(f".{link.name}-{os.getpid()}")
+    with contextlib.suppress(OSError):
+        fresh.symlink_to(target, target_is_directory=True)
+        fresh.replace(link)

@@ -1,0 +1,200 @@
+"""Plays the groups of a run: those to train on, and the held-out ones."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any
+
+from titan_rl.config.run import RunConfig
+from titan_rl.errors import RewardError
+from titan_rl.generation.resume import resume_on_abort
+from titan_rl.generation.router.router import GeneratorRouter
+from titan_rl.generation.types import PauseMode
+from titan_rl.rollout.group.runner import GroupRunner
+from titan_rl.rollout.group.sessions import Sessions
+from titan_rl.rollout.task import Task, calling
+from titan_rl.rollout.types import Rollout, RolloutGroup
+from titan_rl.run.journal.run_journal import RunJournal
+from titan_rl.run.observability.peak import Peak
+from titan_rl.scheduling.lease import Lease
+from titan_rl.types import Completion, GenerateFn, SamplingParams
+
+
+class GroupPlayer:
+    """Joins the samples of a task with what plays and generates for them.
+
+    Args:
+        on_ended: called with each rollout as it ends, before it is scored.
+        on_lost: called with each group whose reward failed.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        task: Task,
+        *,
+        runner: GroupRunner,
+        router: GeneratorRouter,
+        journal: RunJournal,
+        stop_token_ids: Sequence[int],
+        on_ended: Callable[[Rollout], None],
+        on_lost: Callable[[RolloutGroup], None],
+    ) -> None:
+        self._config = config
+        self._task = task
+        self._runner = runner
+        self._router = router
+        self._journal = journal
+        self._stop_token_ids = tuple(stop_token_ids)
+        self._on_ended = on_ended
+        self._on_lost = on_lost
+        self.requests = Peak()  # in flight, for training and validation
+
+    def train_sample(self, index: int) -> Any:
+        seed = self._config.seed
+        with calling(f"train_sample({seed}, {index})"):
+            return self._task.train_sample(seed, index)
+
+    async def train_group(self, lease: Lease) -> RolloutGroup:
+        """The group that a lease of the scheduler is for."""
+        with Sessions(self._router.finish_session) as sessions:
+
+            def on_finished(rollout: Rollout) -> None:
+                lease.rollout_finished(rollout)
+                self._on_ended(rollout)
+                sessions.finish(rollout.rollout_id)
+
+            group = await self._runner.run_group(
+                sessions.track(self._generate_for(lease)),
+                self.train_sample(lease.index),
+                group_id=train_group_id(lease.index),
+                group_size=self._config.rollout.group_size,
+                sampling=self._sampling(
+                    self._config.sampling.temperature, routed_experts=self._config.generation.return_routed_experts
+                ),
+                on_finished=on_finished,
+            )
+        if group.failure is not None:
+            self._on_lost(group)
+        return group
+
+    @contextlib.asynccontextmanager
+    async def paused(self, mode: PauseMode | str) -> AsyncGenerator[None]:
+        """Rollouts in flight are interrupted for the length of the block; see `GeneratorRouter.pause`."""
+        await self._router.pause(mode)
+        try:
+            self._runner.pause_judging()
+            yield
+        finally:
+            self._runner.resume_judging()
+            await self._router.resume()
+
+    async def validation_groups(self, on_lost: Callable[[RolloutGroup], None]) -> list[RolloutGroup]:
+        """One group for each held-out sample. The seeds are the same each time, so that two validations differ by
+        their weights alone.
+
+        Args:
+            on_lost: called with each group whose reward failed, when it has; it is among those returned, too.
+
+        Raises:
+            RewardError: a reward failed on all of them, or on `scheduling.max_failed_groups` in a row.
+        """
+        count = self._config.validation.num_prompts
+        with calling(f"validation_samples({count})"):
+            samples = list(self._task.validation_samples(count))
+        lost = LostInARow(min(self._config.scheduling.max_failed_groups, len(samples)))
+        async with asyncio.TaskGroup() as tasks:
+            running = [
+                tasks.create_task(self._validation_group(index, sample, lost, on_lost))
+                for index, sample in enumerate(samples)
+            ]
+        return [task.result() for task in running]
+
+    async def _validation_group(
+        self, index: int, sample: Any, lost: LostInARow, on_lost: Callable[[RolloutGroup], None]
+    ) -> RolloutGroup:
+        settings = self._config.validation
+        with Sessions(self._router.finish_session) as sessions:
+
+            def on_finished(rollout: Rollout) -> None:
+                self._on_ended(rollout)
+                sessions.finish(rollout.rollout_id)
+
+            group = await self._runner.run_group(
+                sessions.track(self._generate),
+                sample,
+                group_id=f"validation-{index}",
+                group_size=settings.samples_per_prompt,
+                sampling=self._sampling(settings.temperature),
+                on_finished=on_finished,
+            )
+        if group.failure is not None:
+            self._on_lost(group)
+            on_lost(group)
+        lost.count(group)
+        return group
+
+    async def _generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        request_id: str,
+        session_id: str | None = None,
+        sampling: SamplingParams,
+    ) -> Completion:
+        with self.requests.one():
+            return await self._router.generate(
+                prompt_token_ids, request_id=request_id, session_id=session_id, sampling=sampling
+            )
+
+    def _generate_for(self, lease: Lease) -> GenerateFn:
+        """The router behind the group's gate and the journal. Pauses and suspensions only make it slow."""
+
+        async def both_open() -> None:
+            await lease.gate.wait()
+            await self._router.wait_resumed()
+
+        guarded = lease.gate.guard(self._generate, self._router.abort)
+        return resume_on_abort(
+            self._journal.record(guarded, lease.index),
+            wait_until_resumed=both_open,
+            resume_timeout_s=self._config.scheduling.suspend_timeout_s,
+            max_context=self._config.model.max_context,
+        )
+
+    def _sampling(self, temperature: float, *, routed_experts: bool = False) -> SamplingParams:
+        return SamplingParams(
+            max_tokens=self._config.sampling.max_tokens,
+            temperature=temperature,
+            stop_token_ids=self._stop_token_ids,
+            return_routed_experts=routed_experts,
+        )
+
+
+def train_group_id(index: int) -> str:
+    """Of the group at a position in the training data."""
+    return f"train-{index}"
+
+
+def train_index(group_id: str) -> int:
+    """The position of a `train_group_id`."""
+    return int(group_id.removeprefix("train-"))
+
+
+class LostInARow:
+    """Counts held-out groups whose reward failed, with none in between that was judged."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._count = 0
+
+    def count(self, group: RolloutGroup) -> None:
+        """
+        Raises:
+            RewardError: they are as many as may be.
+        """
+        self._count = 0 if group.failure is None else self._count + 1
+        if group.failure is not None and self._count == self._most:
+            raise RewardError(f"{self._count} held-out groups in a row were lost to rewards that fail: {group.failure}")

@@ -1,0 +1,1 @@
+"""What a run must not forget between two checkpoints."""

@@ -1,0 +1,217 @@
+"""What the records of a journal add up to."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from titan_rl.errors import CheckpointError
+from titan_rl.run.journal.log import read_log
+from titan_rl.run.journal.records import Batch, Dropped, Finished, Part, Record, Start, decode
+from titan_rl.run.journal.run_state import DataPosition
+
+
+@dataclass(slots=True)
+class JournalState:
+    """Everything since a checkpoint, as far as it still matters."""
+
+    next_index: int = 0
+    unsettled: set[int] = field(default_factory=set[int])
+    finished: dict[int, Finished] = field(default_factory=dict[int, Finished])
+    parts: dict[int, dict[tuple[str, bytes], Part]] = field(default_factory=dict[int, dict[tuple[str, bytes], Part]])
+    batches: dict[int, list[int]] = field(default_factory=dict[int, list[int]])  # version it starts from -> groups
+
+    @classmethod
+    def at(cls, position: DataPosition) -> JournalState:
+        return cls(position.next_index, set(position.unsettled))
+
+    def apply(self, record: Record) -> None:
+        """Take in one record. A record that is applied twice changes nothing, and neither does one of a group that is
+        settled."""
+        match record:
+            case Start():
+                pass  # says what is known already
+            case Batch():
+                self._admit(*record.indices)
+                if self.batches.get(record.version) != record.indices:
+                    for later in [version for version in self.batches if version > record.version]:
+                        del self.batches[later]  # of another course of events
+                    self.batches[record.version] = record.indices
+            case Dropped():
+                self._admit(record.index)
+                self._forget(record.index)
+            case Finished():
+                self._admit(record.index)
+                if record.index in self.unsettled:
+                    self.finished[record.index] = record
+                    self.parts.pop(record.index, None)
+            case Part():
+                self._admit(record.index)
+                if record.index in self.unsettled and record.index not in self.finished:
+                    key = (record.completion.request_id, record.prompt_digest)
+                    self.parts.setdefault(record.index, {})[key] = record
+
+    def settle_trained(self, version: int) -> None:
+        """Batches that led to `version` are in its checkpoint."""
+        for start in [start for start in self.batches if start < version]:
+            for index in self.batches.pop(start):
+                self._forget(index)
+
+    def is_settled(self, index: int) -> bool:
+        """Whether the group is in the weights, or was dropped: it is not played again."""
+        return index < self.next_index and index not in self.unsettled
+
+    def holds(self, record: Record) -> bool:
+        """Whether it still says something new."""
+        match record:
+            case Finished():
+                return self.finished.get(record.index) is record
+            case Part():
+                key = (record.completion.request_id, record.prompt_digest)
+                return self.parts.get(record.index, {}).get(key) is record
+            case _:
+                return True
+
+    def records(self) -> list[Record]:
+        """All that it holds."""
+        batches = [Batch(version, self.batches[version]) for version in sorted(self.batches)]
+        parts = [part for parts in self.parts.values() for part in parts.values()]
+        return [*self.finished.values(), *parts, *batches]
+
+    def batches_from(self, version: int) -> list[list[int]]:
+        """Those that can be handed out again as they were: one after another, of groups that are all recorded."""
+        found: list[list[int]] = []
+        used: set[int] = set()
+        while (batch := self.batches.get(version + len(found))) is not None:
+            if len(set(batch)) < len(batch) or used & set(batch) or not all(index in self.finished for index in batch):
+                break
+            used.update(batch)
+            found.append(batch)
+        return found
+
+    def _admit(self, *indices: int) -> None:
+        """Groups are admitted in data order: one that is known of implies those before it."""
+        if (newest := max(indices)) >= self.next_index:
+            self.unsettled.update(range(self.next_index, newest + 1))
+            self.next_index = newest + 1
+
+    def _forget(self, index: int) -> None:
+        self.unsettled.discard(index)
+        self.finished.pop(index, None)
+        self.parts.pop(index, None)
+
+
+def segment_name(version: int) -> str:
+    return f"step-{version:06d}.journal"
+
+
+def version_of(segment: Path) -> int:
+    return int(segment.stem.removeprefix("step-"))
+
+
+def list_segments(folder: Path) -> list[Path]:
+    """The oldest first. Other files of the folder are no concern of a journal.
+
+    Raises:
+        CheckpointError: the folder is there and cannot be read.
+    """
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder} cannot be read: {error.strerror}; it should be the folder of the journal. Mend it, or move it "
+            "away to go on from the checkpoint alone"
+        ) from error
+    return sorted((folder / name for name in names if re.fullmatch(r"step-\d+\.journal", name)), key=version_of)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    state: JournalState
+    begins: bool  # whether the segment of the position is there
+    losses: list[str]
+
+
+def read_segments(segments: Sequence[Path], position: DataPosition) -> Found:
+    """What segments know beyond a checkpoint's position, whichever of their records are left.
+
+    Raises:
+        CheckpointError: they are of another run, of another format, or one of them is no file that can be read.
+    """
+    state, losses, starts = JournalState.at(position), list[str](), list[Start]()
+    if position.version == 0 and segments and version_of(segments[0]) > 0:
+        raise CheckpointError(
+            f"{segments[0]} is of a checkpoint that is gone, and there is no other: put it back, or move the journal's "
+            "folder away to begin with the model as loaded"
+        )
+    for path in segments:
+        damages: list[int] = []
+        for data in _records(path, damages):
+            try:
+                record = decode(data)
+            except (msgspec.DecodeError, ValueError) as error:
+                raise CheckpointError(
+                    f"{path} has a record of another format: {error}; move the folder {path.parent} away to go on from "
+                    "the checkpoint alone"
+                ) from error
+            if isinstance(record, Start) and record.version == position.version:
+                starts.append(record)
+            state.apply(record)
+        if damages:
+            losses.append(f"{path}: {sum(damages)} bytes are no record and are passed over")
+    for start in [start for start in state.batches if start < position.version]:
+        del state.batches[start]  # trained, or of another course of events
+    agrees = any(
+        (start.next_index, tuple(start.unsettled)) == (position.next_index, position.unsettled) for start in starts
+    )
+    if starts and not agrees and not losses:
+        start = starts[-1]
+        raise CheckpointError(
+            f"the checkpoint of version {position.version} has data before {position.next_index}, without "
+            f"{ranges(position.unsettled)}, and its journal has data before {start.next_index}, without "
+            f"{ranges(start.unsettled)}: they are not of one run. Move the folder {segments[0].parent} away to go on "
+            "from the checkpoint alone"
+        )
+    if not agrees and (segments or position != DataPosition()):
+        losses.append(_without_beginning(position.version))
+    if losses and (again := sorted(state.unsettled - state.finished.keys())):
+        losses.append(f"generated again, as far as answers are not recorded: groups {ranges(again)}")
+    return Found(state, agrees, losses)
+
+
+def _records(path: Path, damages: list[int]) -> Iterator[bytes]:
+    """Those of one segment; the sizes of what is none go to `damages`."""
+    try:
+        yield from read_log(path, on_damage=lambda offset, size: damages.append(size))
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}, a segment of the journal, cannot be read: {error.strerror}; mend it, or move the folder "
+            f"{path.parent} away to go on from the checkpoint alone"
+        ) from error
+
+
+def _without_beginning(version: int) -> str:
+    whose = f"the checkpoint of step {version}" if version else "the run"
+    return (
+        f"{segment_name(version)}, the segment of the journal that {whose} begins with, is missing or damaged. The run "
+        "goes on all the same: no sample of the data is left out or trained twice, and rollouts that are not recorded "
+        "are generated again"
+    )
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """`ranges([1, 2, 3, 7])` is "1-3, 7"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs) or "none"

@@ -1,0 +1,189 @@
+"""What a run must not forget between two checkpoints, written down as it happens."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from titan_rl.errors import CheckpointError, NoSpaceError, means_no_space
+from titan_rl.rollout.types import RolloutGroup
+from titan_rl.run.journal.journal_state import Found, list_segments, read_segments, segment_name, version_of
+from titan_rl.run.journal.log import LogWriter, flush_entry
+from titan_rl.run.journal.recorder import Recorder
+from titan_rl.run.journal.records import Batch, Dropped, Record, Start, encode, finished, group_of
+from titan_rl.run.journal.run_state import DataPosition
+from titan_rl.scheduling.backlog import Backlog
+from titan_rl.types import Completion, GenerateFn, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+
+class RunJournal:
+    """The journal of one run: a `SchedulerObserver` that remembers. One segment a checkpoint, in a folder.
+
+    A segment begins with what the checkpoint of its version leaves open, and goes on with what happens after it. The
+    checkpoint itself says where it is in the data, so nothing is skipped or trained twice whatever becomes of the
+    journal; the journal saves generating again what was open then or came later. Batches that were trained after the
+    checkpoint are handed out again as they were, since the restored weights have not seen them.
+
+    Attributes:
+        losses: what of the journal is missing or damaged, and what is generated again therefore, for the user.
+
+    Args:
+        position: of the checkpoint to continue from; by default the model as loaded.
+        found: what `read_segments` has found in the folder for that position, where it was read before.
+
+    Raises:
+        CheckpointError: the journal is of another run than the checkpoint, a record is not of its format, a segment
+            or the folder is no such thing, or the disk failed; from every call after that.
+        NoSpaceError: there is no room for the folder.
+    """
+
+    def __init__(self, folder: Path, position: DataPosition = DataPosition(), found: Found | None = None) -> None:  # noqa: B008  it is frozen
+        self._folder = folder
+        _make(folder)
+        segments = list_segments(folder)
+        found = found or read_segments(segments, position)
+        self.state = found.state
+        self.losses = found.losses
+        for loss in self.losses:
+            logger.warning("%s", loss)
+        self._version = position.version
+        self._recorder = Recorder(self._append)
+        if found.begins:
+            self._writer = LogWriter(segments[-1])
+        else:
+            self._writer = LogWriter(self._segment(position.version))
+            self._append(Start(position.version, position.next_index, list(position.unsettled)))
+            for record in self.state.records():
+                self._append(record)
+
+    @property
+    def num_batches_again(self) -> int:
+        """Batches that were trained after the checkpoint, and are handed out again as they were."""
+        return len(self.state.batches_from(self._version))
+
+    def backlog(self, sample_of: Callable[[int], Any]) -> Backlog:
+        """Where a scheduler goes on.
+
+        Args:
+            sample_of: the training sample at a position in the data.
+        """
+        state = self.state
+        return Backlog(
+            next_index=state.next_index,
+            unsettled=sorted(state.unsettled),
+            finished={index: group_of(record, sample_of(index)) for index, record in state.finished.items()},
+            batches=state.batches_from(self._version),
+        )
+
+    def record(self, generate: GenerateFn, index: int) -> GenerateFn:
+        """`generate` for the rollouts of a group, which are answered again what they were answered before: by an
+        earlier process, or when a worker died and the group is played again."""
+
+        def known(request_id: str, prompt_digest: bytes) -> Completion | None:
+            part = self.state.parts.get(index, {}).get((request_id, prompt_digest))
+            return None if part is None else part.completion
+
+        recorded = self._recorder.record(generate, index, known)
+
+        async def recorded_at_the_disks_pace(
+            prompt_token_ids: Sequence[int],
+            *,
+            request_id: str,
+            session_id: str | None = None,
+            sampling: SamplingParams,
+        ) -> Completion:
+            await self._writer.room()
+            return await recorded(prompt_token_ids, request_id=request_id, session_id=session_id, sampling=sampling)
+
+        return recorded_at_the_disks_pace
+
+    def finished(self, index: int, group: RolloutGroup) -> None:
+        self._append(finished(index, group))
+
+    def dropped(self, index: int, reason: str, group: RolloutGroup | None = None) -> None:
+        self._append(Dropped(index, reason))
+
+    def batch(self, version: int, indices: Sequence[int]) -> None:
+        for start, trained in self.state.batches.items():
+            if start < version:  # in the weights by now: the file has these groups, memory need not
+                for index in trained:
+                    self.state.finished.pop(index, None)
+        self._append(Batch(version, list(indices)))
+
+    async def checkpoint(
+        self, version: int, next_index: int, tokens: Mapping[str, Completion] | None = None
+    ) -> DataPosition:
+        """Begin the segment of a checkpoint that is about to be written, with everything it leaves open. Returns once
+        that is on the disk: the checkpoint may appear.
+
+        Args:
+            version: the trainer's.
+            next_index: the data position; groups that have left no trace yet are before it too.
+            tokens: request id -> what requests in flight have got so far, as aborted completions.
+
+        Returns:
+            what the checkpoint is to say of the data.
+
+        Raises:
+            CheckpointError: the disk failed, or has taken nothing for a long time.
+        """
+        state = self.state
+        state.settle_trained(version)
+        if next_index > state.next_index:
+            state.unsettled.update(range(state.next_index, next_index))
+            state.next_index = next_index
+        position = DataPosition(version, state.next_index, tuple(sorted(state.unsettled)))
+        open_records = state.records()
+        self._writer.switch(self._segment(version))
+        self._append(Start(version, position.next_index, list(position.unsettled)))
+        for part in self._recorder.in_flight(tokens or {}):
+            self._append(part)
+        for record in open_records:  # what is superseded meanwhile is in the segment as well
+            await self._writer.room()
+            if state.holds(record):
+                self._writer.append(encode(record))
+            await asyncio.sleep(0)
+        await asyncio.to_thread(self._writer.drain)
+        return position
+
+    def forget_before(self, version: int) -> None:
+        """Delete the segments that no checkpoint from `version` on needs."""
+        segments = list_segments(self._folder)
+        for path, following in pairwise(segments):
+            if version_of(following) <= version:
+                try:
+                    path.unlink(missing_ok=True)
+                except OSError as error:  # it is in nobody's way
+                    logger.warning("%s is needed no more and cannot be deleted: %s", path, error.strerror)
+
+    def drain(self) -> None:
+        """Block until everything is on the disk."""
+        self._writer.drain()
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def _append(self, record: Record) -> None:
+        self.state.apply(record)
+        self._writer.append(encode(record))
+
+    def _segment(self, version: int) -> Path:
+        return self._folder / segment_name(version)
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        flush_entry(folder.parent)
+    except OSError as error:
+        if means_no_space(error):
+            raise NoSpaceError(f"no space left in {folder.parent} for the folder of the journal") from error
+        raise CheckpointError(
+            f"{folder}, the folder of the journal, cannot be made: {error.strerror}; move away what is in its place"
+        ) from error

@@ -1,0 +1,78 @@
+"""What a run borrows from the machine beside its run directory, and how what a killed run left is given back."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Generator
+from pathlib import Path
+
+from titan_rl.weights.segments.folder import clean_dead_segments
+from titan_rl.weights.segments.owned_folder import OwnedFolder, clean_dead_folders
+
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",  # engines and trainer share the cores; threads of their own would thrash
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",  # a model is a folder; nothing is fetched while a run starts
+}
+
+SCRATCH = "titan_rl-run-"
+LONGEST_TMPDIR = 28  # Monarch makes sockets below it, whose paths end at 107 characters
+
+
+@contextlib.contextmanager
+def run_environment() -> Generator[None]:
+    """Environment variables for this process and its children, where the user has not set them, and a scratch folder
+    that goes with the run."""
+    root = scratch_root()
+    clean_up_after_dead_runs(root)
+    folder = OwnedFolder(SCRATCH, root)
+    scratch = folder.path
+    ours = {name: value for name, value in ENVIRONMENT.items() if name not in os.environ}
+    variables = ours | {"TMPDIR": str(scratch), "MONARCH_LOG_SUFFIX": scratch.name}
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    tempfile.tempdir = None  # so that it is read from the environment again
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+        tempfile.tempdir = None
+        _remove_monarch_logs(scratch)
+        folder.remove()
+
+
+@contextlib.contextmanager
+def file_modes(*, share: bool) -> Generator[None]:
+    """What this process and its children make within the block is for this user alone, or with `share` for whom the
+    user's umask says."""
+    before = os.umask(0o077)
+    if share:
+        os.umask(before)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def scratch_root() -> Path:
+    root = Path(tempfile.gettempdir())
+    return root if len(str(root)) <= LONGEST_TMPDIR else Path("/tmp")
+
+
+def clean_up_after_dead_runs(root: Path) -> None:
+    """Remove the scratch folders in `root`, the logs of Monarch and the weights in shared memory of runs whose process
+    is gone."""
+    for scratch in clean_dead_folders(SCRATCH, root):
+        _remove_monarch_logs(scratch)
+    clean_dead_segments()
+
+
+def _remove_monarch_logs(scratch: Path) -> None:
+    for log in Path("/tmp").glob(f"*/monarch_log_{scratch.name}*"):  # there wherever TMPDIR points
+        log.unlink(missing_ok=True)

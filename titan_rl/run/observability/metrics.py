@@ -1,0 +1,99 @@
+"""Metrics of a step: a flat dict from names with slashes to floats."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import fmean, pstdev
+from typing import Any
+
+from titan_rl.rollout.types import RolloutGroup, RolloutStatus
+from titan_rl.training.data.sample_builder import count_branches
+
+
+def group_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+    """What a step's rollouts say about the policy and the environment.
+
+    A metric about rewards is absent where no rollout was scored; everything is where there is no rollout.
+
+    Example: two groups of two, with rewards (0, 1) and (1, 1), give among others
+
+        {"rollout/num_groups": 2.0, "rollout/reward_mean": 0.75, "rollout/reward_std": 0.433,
+         "rollout/zero_variance_groups": 0.5, "rollout/status/completed": 1.0, "rollout/turns_mean": 1.0}
+
+    Returns:
+        rollout/num_groups, rollout/num_rollouts.
+        rollout/reward_mean, reward_std (population), reward_min, reward_max: of all scored rollouts.
+        rollout/reward/<name>: mean of one reward of the breakdown over the rollouts that have it.
+        rollout/zero_variance_groups: share of the scored groups whose rewards are all equal, which teach nothing.
+        rollout/status/<status>: share of rollouts that ended so, one for each status.
+        rollout/completion_tokens_mean, completion_tokens_max: of a rollout, all turns together.
+        rollout/turns_mean; rollout/branches_per_rollout: mean number of samples that a rollout's turns make, which is 1
+        as long as each prompt extends the one before and its completion.
+        rollout/metrics/<name>: mean of a metric that rollouts carry.
+        completion/<name>: mean of a metric that completions carry.
+        rollout/values_left_out: rewards and metrics that are no finite number, and so are in no mean.
+    """
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    if not rollouts:
+        return {}
+    tokens = [rollout.num_completion_tokens for rollout in rollouts]
+    metrics = {
+        "rollout/num_groups": float(len(groups)),
+        "rollout/num_rollouts": float(len(rollouts)),
+        "rollout/completion_tokens_mean": fmean(tokens),
+        "rollout/completion_tokens_max": float(max(tokens)),
+        "rollout/turns_mean": fmean(len(rollout.turns) for rollout in rollouts),
+    }
+    if branches := [count_branches(rollout) for rollout in rollouts if rollout.turns]:
+        metrics["rollout/branches_per_rollout"] = fmean(branches)
+    for status in RolloutStatus:
+        metrics[f"rollout/status/{status}"] = fmean(rollout.status is status for rollout in rollouts)
+
+    given = [[rollout.reward for rollout in group.rollouts if rollout.reward is not None] for group in groups]
+    rewards = [[value for reward in group if (value := finite(reward)) is not None] for group in given]
+    left_out = sum(map(len, given)) - sum(map(len, rewards))
+    scored = [group for group in rewards if group]
+    if scored:
+        flat = [reward for group in scored for reward in group]
+        metrics["rollout/reward_mean"] = fmean(flat)
+        metrics["rollout/reward_std"] = pstdev(flat)
+        metrics["rollout/reward_min"] = min(flat)
+        metrics["rollout/reward_max"] = max(flat)
+        metrics["rollout/zero_variance_groups"] = fmean(min(group) == max(group) for group in scored)
+
+    completions = [turn.completion for rollout in rollouts for turn in rollout.turns]
+    for prefix, records in {
+        "rollout/reward/": [rollout.reward_breakdown for rollout in rollouts],
+        "rollout/metrics/": [rollout.metrics for rollout in rollouts],
+        "completion/": [completion.metrics for completion in completions],
+    }.items():
+        for name in sorted({name for record in records for name in record}):
+            values = [record[name] for record in records if name in record]
+            numbers = [number for value in values if (number := finite(value)) is not None]
+            left_out += len(values) - len(numbers)
+            if numbers:
+                metrics[f"{prefix}{name}"] = fmean(numbers)
+    metrics["rollout/values_left_out"] = float(left_out)
+    return metrics
+
+
+def validation_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+    """`group_metrics` of held-out groups, under names that begin with "validation/".
+
+    The mean reward is of the rollouts that have one; `validation/unscored` counts the others.
+    """
+    metrics = {f"validation/{name.removeprefix('rollout/')}": value for name, value in group_metrics(groups).items()}
+    unscored = sum(rollout.reward is None for group in groups for rollout in group.rollouts)
+    return metrics | {"validation/unscored": float(unscored)}
+
+
+def finite(value: Any) -> float | None:
+    """A number as a float, also one of numpy or torch; None where it is none, or not finite."""
+    if isinstance(value, str | bytes):
+        return None
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None

@@ -1,0 +1,218 @@
+"""What a person sees while a run goes on: a live display on a terminal, one plain line a step elsewhere."""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+from types import TracebackType
+from typing import TextIO
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from titan_rl.calls.output import silence
+from titan_rl.run.machine.stop_signals import tell_on_stderr
+
+logger = logging.getLogger(__name__)
+
+_BLOCKS = "▁▂▃▄▅▆▇█"
+_ETA_STEPS = 10  # the time left is estimated from this many last steps
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """One finished step, as the display shows it."""
+
+    step: int  # from 1
+    reward: float  # mean over the rollouts that it was trained on and those that were dropped
+    reward_trained: float  # mean over those that the step was trained on
+    tokens_per_second: float  # completion tokens
+    staleness: float  # mean over the trained tokens
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """A finished run. The rewards are of the same held-out samples; None where validation is off."""
+
+    reward_before: float | None
+    reward_after: float | None
+    steps: int
+    tokens: int  # completion tokens trained on
+    seconds: float
+    run_dir: Path
+
+
+class _Console(Console):
+    """Falls silent where nobody reads any more, or the disk is full: that ends no run."""
+
+    def _check_buffer(self) -> None:
+        try:
+            super()._check_buffer()
+        except OSError as error:
+            self._fall_silent(error)
+
+    def on_broken_pipe(self) -> None:
+        self._fall_silent(BrokenPipeError("nobody reads the output"))
+
+    def _fall_silent(self, error: OSError) -> None:
+        self.quiet = True
+        logger.warning("the output cannot be written, and the run goes on without it: %r", error)
+        if self.file is sys.stdout:
+            silence(sys.stdout)
+
+
+class Progress:
+    """Shows a run. A context manager; `message` and `summary` also work before and after.
+
+    Args:
+        total_steps: of the run.
+        file: where to write; by default standard output.
+
+    Example, elsewhere than on a terminal:
+
+        step   3/100  reward 0.512  tokens/s  21034  staleness 0.8  1.92 s
+    """
+
+    def __init__(self, total_steps: int, file: TextIO | None = None) -> None:
+        self._total = total_steps
+        self._console = _Console(file=file or sys.stdout, highlight=False, soft_wrap=True)
+        self._live: Live | None = None
+        self._last: StepReport | None = None
+        self._rewards: list[float] = []
+        self._durations: deque[float] = deque(maxlen=_ETA_STEPS)
+
+    def __enter__(self) -> Progress:
+        if self._console.is_terminal and not self._console.is_dumb_terminal:
+            self._live = Live(self._render(), console=self._console, refresh_per_second=4)
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def message(self, text: str) -> None:
+        """One line of text, above the live display."""
+        self._console.print(Text(text, style="dim" if self._live else ""))
+
+    def interrupt(self, text: str) -> None:
+        """One line on standard error, for which the live display ends. Callable from a signal handler."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+        tell_on_stderr(text)
+
+    def step(self, report: StepReport) -> None:
+        """Show a finished step."""
+        self._last = report
+        self._rewards.append(report.reward)
+        self._durations.append(report.seconds)
+        if self._live is not None:
+            self._live.update(self._render())
+            return
+        width = len(str(self._total))
+        self._console.print(
+            f"step {report.step:>{width}}/{self._total}  reward {report.reward:.3f}{_trained_on(report)}  "
+            f"tokens/s {report.tokens_per_second:6.0f}  staleness {report.staleness:.1f}  {report.seconds:.2f} s"
+        )
+
+    def summary(self, summary: RunSummary) -> None:
+        """The closing table."""
+        before, after = summary.reward_before, summary.reward_after
+        gain = 0.0 if before is None or after is None else after - before
+        rows = {
+            "validation reward": _validated(before, after, gain),
+            "steps": f"{summary.steps:,}",
+            "tokens": f"{summary.tokens:,}",
+            "time": format_seconds(summary.seconds),
+            "policy": f"{summary.run_dir / 'export'}",
+            "report": f"{summary.run_dir / 'report.html'}",
+        }
+        label_width = max(map(len, rows))
+        self._console.print()
+        for label, value in rows.items():
+            style = "bold green" if label == "validation reward" and gain > 0 else ""
+            self._console.print(Text.assemble((f"{label:<{label_width}}  ", "dim"), (value, style)))
+
+    def _render(self) -> Group:
+        done = self._last.step if self._last else 0
+        bar = Table.grid(padding=(0, 1), expand=False)
+        left = fmean(self._durations) * (self._total - done) if self._durations else math.nan
+        bar.add_row(
+            Text(f"step {done}/{self._total}", style="bold"),
+            ProgressBar(total=max(self._total, 1), completed=done, width=36),
+            Text(f"{format_seconds(left)} left" if math.isfinite(left) else "starting", style="dim"),
+        )
+        if self._last is None:
+            return Group(bar)
+        figures = Table.grid(padding=(0, 3), expand=False)
+        last = self._last
+        figures.add_row(
+            Text.assemble(
+                ("reward ", "dim"),
+                (f"{last.reward:.3f} ", "bold"),
+                (sparkline(self._rewards, 16), "green"),
+                (_trained_on(last), "dim"),
+            ),
+            Text.assemble(("tokens/s ", "dim"), f"{last.tokens_per_second:,.0f}"),
+            Text.assemble(("staleness ", "dim"), f"{last.staleness:.1f}"),
+            Text.assemble(f"{last.seconds:.2f}", (" s/step", "dim")),
+        )
+        return Group(bar, figures)
+
+
+def _trained_on(report: StepReport) -> str:
+    """The reward of what was trained on, where filters make it another."""
+    differs = abs(report.reward - report.reward_trained) >= 0.0005
+    return f" (trained on {report.reward_trained:.3f})" if differs else ""
+
+
+def _validated(before: float | None, after: float | None, gain: float) -> str:
+    if before is None or after is None:
+        measured = "" if before is None else f"{before:.3f} before; "
+        return f"{measured}off (validation.num_prompts = 0)"
+    return f"{before:.3f} before, {after:.3f} after ({gain:+.3f})"
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """The values as blocks of eight heights, averaged into at most `width` of them. What is not finite is a space.
+
+    Example: `sparkline([0, 1, 2, 3], 4)` is `"▁▃▆█"`.
+    """
+    if len(values) > width:
+        edges = [round(i * len(values) / width) for i in range(width + 1)]
+        buckets = [values[low:high] for low, high in pairwise(edges)]
+    else:
+        buckets = [[value] for value in values]
+    means = [fmean(bucket) for bucket in buckets]
+    finite = [mean for mean in means if math.isfinite(mean)]
+    low, high = min(finite, default=0.0), max(finite, default=0.0)
+    span = (high - low) or 1.0
+    return "".join(
+        _BLOCKS[math.floor((mean - low) / span * (len(_BLOCKS) - 1) + 0.5)] if math.isfinite(mean) else " "
+        for mean in means
+    )
+
+
+def format_seconds(seconds: float) -> str:
+    """`75.2` is `"1 min 15 s"`, `8.25` is `"8.2 s"`, `7260` is `"2 h 1 min"`."""
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    return f"{minutes // 60} h {minutes % 60} min"

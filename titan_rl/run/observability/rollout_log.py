@@ -1,0 +1,116 @@
+"""What is written and told of a run's rollouts: some of the good ones, and of the others the first of each kind."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from titan_rl.rollout.group.failures import ErrorCounts, error_kind, error_text
+from titan_rl.rollout.group.transcript import transcript
+from titan_rl.rollout.types import Rollout, RolloutGroup
+from titan_rl.run.observability.best_effort import BestEffort, Tell
+
+logger = logging.getLogger(__name__)
+
+FIRST_OF_A_KIND = 16  # transcripts a step of rollouts that share an error, or the reason why they are not trained on
+
+
+class RolloutLog:
+    """Lines of `rollouts.jsonl`, and the errors of rollouts by kind.
+
+    Each error is shown when it first hits a rollout, with its line in the user's code; its traceback goes to the log.
+    At the end it is told how many rollouts each has hit. An answer that cannot be parsed is the policy's own, and
+    counts as no error here.
+
+    Args:
+        write: appends a record to the file. What it raises is told of, and ends nothing.
+        groups_per_step: groups of a step and phase that are written in full.
+    """
+
+    def __init__(self, write: Callable[[Mapping[str, Any]], None], groups_per_step: int, tell: Tell) -> None:
+        self._write = write
+        self._groups_per_step = groups_per_step
+        self._tell = tell
+        self._writing = BestEffort("writing rollouts.jsonl", tell)
+        self._errors = ErrorCounts()
+        self._told: set[str] = set()
+        self._lost: Counter[str] = Counter()  # groups whose reward failed, by kind
+        self._lost_texts: dict[str, str] = {}
+        self._of_a_kind: Counter[tuple[int, str, str]] = Counter()  # by step, phase and kind
+        self._num_left_out = 0
+
+    def ended(self, rollout: Rollout) -> None:
+        """A rollout is over, perhaps long before its siblings."""
+        if not rollout.status.is_fault:
+            return
+        self._errors.add([rollout])
+        kind = error_kind(rollout)
+        if kind not in self._told:
+            self._told.add(kind)
+            trace = f"\n{rollout.failure.traceback}" if rollout.failure is not None else ""
+            logger.error("rollout %s ended in %s%s", rollout.rollout_id, error_text(rollout), trace)
+            self._tell(f"rollout {rollout.rollout_id} ended in {error_text(rollout)}")
+
+    def lost(self, group: RolloutGroup) -> None:
+        """A group whose reward failed, and that therefore has none."""
+        failure = group.failure
+        assert failure is not None, "only a group whose reward failed is lost"
+        self._lost[failure.kind] += 1
+        self._lost_texts.setdefault(failure.kind, str(failure))
+        if self._lost[failure.kind] == 1:
+            logger.error("group %s is dropped: %s\n%s", group.group_id, failure, failure.traceback)
+            self._tell(f"group {group.group_id} is dropped, as others will be: {failure}")
+
+    def finished(self, groups: Sequence[RolloutGroup], phase: str, step: int) -> None:
+        """Groups that a step was trained on, or of a validation. Siblings with an error are written of every group. One
+        whose reward failed is left out: it has been dropped."""
+        for position, group in enumerate(group for group in groups if group.failure is None):
+            for rollout in group.rollouts:
+                if position < self._groups_per_step:
+                    self._record(rollout, {"step": step, "phase": phase})
+                elif rollout.status.is_error:
+                    self._record_first(rollout, error_kind(rollout), {"step": step, "phase": phase})
+
+    def dropped(self, group: RolloutGroup, reason: str, step: int, phase: str = "train") -> None:
+        """A group that is not trained on, or does not count in a validation."""
+        for rollout in group.rollouts:
+            kind = error_kind(rollout) if rollout.status.is_error else reason
+            self._record_first(rollout, kind, {"step": step, "phase": phase, "dropped": reason})
+
+    def figures(self) -> dict[str, float]:
+        """transcripts/left_out: of rollouts with an error or of dropped groups, since it was last asked for;
+        transcripts/lost: that could not be written, in all."""
+        left_out, self._num_left_out = self._num_left_out, 0
+        return {"transcripts/left_out": float(left_out), "transcripts/lost": float(self._writing.num_lost)}
+
+    def close(self) -> None:
+        """Tell which errors there were, and how many rollouts each hit."""
+        for text, count in self._errors.most_common():
+            logger.warning("%d rollouts ended in %s", count, text)
+        if self._errors.num_errors:
+            text, count = self._errors.most_common()[0]
+            others = len(self._errors.most_common()) - 1
+            more = f", and others of {others} kinds" if others else ""
+            self._tell(f"{count} rollouts ended in {text}{more}; logs/controller.log has the tracebacks")
+        for kind, count in self._lost.most_common():
+            logger.warning("%d groups were dropped with %s", count, self._lost_texts[kind])
+        if self._lost:
+            kind = self._lost.most_common(1)[0][0]
+            text = self._lost_texts[kind]
+            self._tell(f"{self._lost.total()} groups were dropped for rewards that failed, most with {text}")
+        self._writing.close()
+
+    def _record_first(self, rollout: Rollout, kind: str, labels: Mapping[str, Any]) -> None:
+        key = (labels["step"], labels["phase"], kind)
+        self._of_a_kind[key] += 1
+        if self._of_a_kind[key] <= FIRST_OF_A_KIND:
+            self._record(rollout, labels)
+        else:
+            self._num_left_out += 1
+        for old in [key for key in self._of_a_kind if key[0] < labels["step"] - 1]:
+            del self._of_a_kind[old]
+
+    def _record(self, rollout: Rollout, labels: Mapping[str, Any]) -> None:
+        self._writing.attempt(lambda: self._write({**labels, **transcript(rollout)}))

@@ -1,0 +1,110 @@
+"""Where a stopped run goes on: the checkpoint, and its files cut back to it. Done before any process starts."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from titan_rl.config.changes import check_unchanged
+from titan_rl.config.run import RunConfig
+from titan_rl.errors import CheckpointError, DamagedCheckpointError
+from titan_rl.run.directory import RunDirectory
+from titan_rl.run.group_player import train_index
+from titan_rl.run.journal.journal_state import Found, list_segments, read_segments
+from titan_rl.run.journal.run_state import RunState
+from titan_rl.training.state.checkpoint import list_checkpoints, step_of
+from titan_rl.training.state.checksums import verify
+
+
+@dataclass(frozen=True, slots=True)
+class Resumption:
+    """What a run goes on from."""
+
+    checkpoint: Path | None  # None: there is none yet, and training begins anew with what the journal has
+    state: RunState
+    losses: tuple[str, ...] = ()  # what the user is to know
+    journal: Found | None = None  # what its journal holds; None of a run that begins
+
+
+def resume_from_newest(config: RunConfig, run_dir: RunDirectory) -> Resumption:
+    """Find the newest checkpoint that is whole, take what is played again out of metrics and transcripts, and keep the
+    config. Damaged checkpoints are set aside under another name. A run that cannot go on is left as it is.
+
+    Raises:
+        ConfigError: a setting that weights and rollouts come from has changed since.
+        CheckpointError: the run is finished, its state cannot be read, all its checkpoints are damaged, or its journal
+            is of another run.
+    """
+    checkpoint, damaged = newest_whole(run_dir.checkpoints)
+    state = RunState.read(checkpoint or run_dir.path)
+    check_unchanged(config, state.settings, source=run_dir.config)
+    if is_finished(config, run_dir, checkpoint):
+        raise CheckpointError(
+            f"{run_dir.path} has trained all its {state.step} steps; give it more with "
+            f"--training.steps {2 * state.step}"
+        )
+    journal = read_segments(list_segments(run_dir.journal), state.position)
+    losses = [_set_aside(path, complaint) for path, complaint in damaged.items()]
+    if checkpoint is None and not journal.begins and not journal.losses:
+        losses.append(f"{run_dir.path} has no checkpoint and no journal: the run begins anew")
+    # Without a checkpoint the first validation is made again, too.
+    run_dir.cut_records(
+        state.step if checkpoint is not None else -1,
+        is_settled=lambda group_id: journal.state.is_settled(train_index(group_id)),
+    )
+    run_dir.write_config(config)
+    return Resumption(checkpoint, state, tuple(losses), journal)
+
+
+def is_finished(config: RunConfig, run_dir: RunDirectory, newest: Path | None) -> bool:
+    """Whether nothing is left to do after a run's newest checkpoint: it has all steps, and the policy was exported.
+    A run may also be stopped in its last validation."""
+    if newest is None or step_of(newest) < config.training.steps:
+        return False
+    export = run_dir.export
+    return export.exists() and export.stat().st_mtime >= newest.stat().st_mtime
+
+
+def newest_whole(root: Path) -> tuple[Path | None, dict[Path, str]]:
+    """The newest checkpoint that is what was written, if there is any at all, and what is wrong with newer ones.
+
+    Raises:
+        DamagedCheckpointError: there are checkpoints, and all are damaged.
+    """
+    damaged: dict[Path, str] = {}
+    for checkpoint in reversed(list_checkpoints(root)):
+        try:
+            verify(checkpoint)
+            _check_step(checkpoint)
+        except DamagedCheckpointError as error:
+            damaged[checkpoint] = str(error)
+        else:
+            return checkpoint, damaged
+    if damaged:
+        raise DamagedCheckpointError(
+            f"no checkpoint in {root} is whole: {'; '.join(damaged.values())}; put one back, or begin a new run"
+        )
+    return None, damaged
+
+
+def _check_step(checkpoint: Path) -> None:
+    """
+    Raises:
+        DamagedCheckpointError: the folder has the name of another step than it holds.
+        CheckpointError: it does not say which it holds.
+    """
+    step = RunState.read(checkpoint).step
+    if step != step_of(checkpoint):
+        raise DamagedCheckpointError(f"{checkpoint} is damaged: it holds step {step}, and its name is of another")
+
+
+def _set_aside(checkpoint: Path, complaint: str) -> str:
+    """So that it is not counted among the newest that are kept."""
+    aside = checkpoint.with_name(f"{checkpoint.name}.damaged")
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        checkpoint.rename(aside)
+    except OSError as error:
+        return f"{complaint}; an older checkpoint takes its place ({checkpoint} cannot be renamed: {error.strerror})"
+    return f"{complaint}; an older checkpoint takes its place, and this one is now {aside}"

@@ -1,0 +1,65 @@
+"""The settings of the scheduling plane: the table [scheduling]."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from titan_rl.settings import Section
+
+
+class SchedulingConfig(Section):
+    """Which groups run now, how stale they may be, and what becomes of the long tail."""
+
+    groups_per_step: PositiveInt = 16
+    """Groups trained on in one optimizer step."""
+    max_staleness: NonNegativeInt = 1
+    """Optimizer steps between the weights that sampled a token and the step it is trained in. 0 is on-policy."""
+    oversample: NonNegativeFloat = 0.0
+    """Groups that run beyond those needed, as a share of groups_per_step, rounded up; the first to finish go first."""
+    window: PositiveInt | None = None
+    """A finished group overtakes an unfinished one by fewer places than this. By default 1, which is data order, or
+    with oversample as many as run for a step."""
+    on_batch_ready: Literal["continue", "keep", "abort"] = "continue"
+    """While a batch is trained and pulled, generation goes on, is frozen with its KV cache, or leaves the engines."""
+    tail: Literal["carry_over", "tail_batch", "drop"] = "carry_over"
+    """Unfinished groups that a batch overtook run on, wait until groups_per_step of them do, or are dropped by age."""
+    tail_age: PositiveInt = 1
+    """With tail = "drop": versions pulled since its admission at which an unfinished group is dropped."""
+    max_token_age: NonNegativeInt | None = None
+    """Tokens older than so many versions are context and not trained. By default all are trained."""
+    max_running_rollouts: PositiveInt | None = None
+    """Most rollouts in flight; a group starts when all its siblings fit. By default as many as the groups have."""
+    suspend_timeout_s: PositiveFloat = 3600.0
+    """Longest time that a rollout waits while its group or all generation is interrupted."""
+    filters: tuple[Literal["zero_variance"], ...] = Field(default=(), strict=False)
+    """Finished groups that are not trained on, beside those with fewer than two siblings left."""
+    max_refills: PositiveInt = 4
+    """A step whose groups are all filtered is refilled this often before the run stops."""
+    max_failed_groups: PositiveInt = 8
+    """Groups in a row that may be lost to errors before the run stops with the most frequent."""
+
+    @property
+    def num_oversampled(self) -> int:
+        """Groups that run beyond those needed."""
+        return math.ceil(self.oversample * self.groups_per_step)
+
+    @property
+    def num_slots(self) -> int:
+        """Groups admitted and not yet trained on, at most: (S+1)P and the oversampled."""
+        return (self.max_staleness + 1) * self.groups_per_step + self.num_oversampled
+
+    @property
+    def overtaking_window(self) -> int:
+        return self.window or (self.groups_per_step + self.num_oversampled if self.num_oversampled else 1)
+
+    @property
+    def age_bound(self) -> int:
+        """Most versions between the one that sampled a token and the one that the step on it starts from.
+
+        With B slots and a window of W places, at most B - 1 groups hold a slot before a group that is admitted, and at
+        most W - 1 overtake it: it is trained at most (B + W - 2) // P steps after the version it was admitted at.
+        """
+        return (self.num_slots + self.overtaking_window - 2) // self.groups_per_step

@@ -1,0 +1,1 @@
+"""Attention inside the documents of a packed row."""

@@ -1,0 +1,1 @@
+"""What a step minimizes, and what its tokens say about the policy."""

@@ -1,0 +1,140 @@
+"""The optimizers that `training.optimizer` names, and the one interface to those of a run.
+
+An optimizer is made by a function from the named parameters of the model and the settings. With several ranks the
+parameters are DTensors, of which torch's optimizers update each rank's part.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+import titan_rl.training.device  # noqa: F401  before torchtitan
+from titan_rl.calls.imports import find_function
+from titan_rl.errors import ConfigError
+from titan_rl.training.settings import TrainingConfig
+
+# isort: split
+from torchtitan.components.checkpointer.utils import canonical_fqn
+
+NamedParameters = Sequence[tuple[str, nn.Parameter]]
+"""torchtitan's names, such as "layers.0.attention.wo.weight". torch's optimizers take such pairs as they are."""
+
+OptimizerFn = Callable[[NamedParameters, TrainingConfig], Optimizer | list[Optimizer]]
+"""Every parameter goes to one of the optimizers. The learning rates of their groups stay in the proportion that they
+have to `training.lr`, and follow its schedule."""
+
+
+def adamw(parameters: NamedParameters, training: TrainingConfig) -> Optimizer:
+    """Adam with decoupled weight decay (arXiv:1711.05101)."""
+    return _fused(torch.optim.AdamW, parameters, training)
+
+
+def adam(parameters: NamedParameters, training: TrainingConfig) -> Optimizer:
+    """Adam (arXiv:1412.6980). Weight decay is added to the gradient."""
+    return _fused(torch.optim.Adam, parameters, training)
+
+
+def sgd(parameters: NamedParameters, training: TrainingConfig) -> Optimizer:
+    """Gradient descent with the momentum `betas[0]`. Weight decay is added to the gradient."""
+    return torch.optim.SGD(
+        _tensors(parameters),
+        lr=training.lr,
+        momentum=training.betas[0],
+        weight_decay=training.weight_decay,
+        foreach=True,  # fused, it does not take DTensors
+    )
+
+
+def muon(parameters: NamedParameters, training: TrainingConfig) -> list[Optimizer]:
+    """Muon with the momentum `betas[0]` for the matrices of the layers, and AdamW for the rest: embeddings, the head,
+    norms, and experts, which are stacks of matrices.
+
+    A matrix moves by about as much as with AdamW at the same learning rate (arXiv:2502.16982, eq. 4).
+    """
+    matrices = [(name, p) for name, p in parameters if name.startswith("layers.") and p.ndim == 2]
+    names = {name for name, _ in matrices}
+    return [
+        torch.optim.Muon(
+            _tensors(matrices),
+            lr=training.lr,
+            momentum=training.betas[0],
+            weight_decay=training.weight_decay,
+            adjust_lr_fn="match_rms_adamw",
+        ),
+        adamw([(name, p) for name, p in parameters if name not in names], training),
+    ]
+
+
+BY_NAME: dict[str, OptimizerFn] = {"adamw": adamw, "adam": adam, "sgd": sgd, "muon": muon}
+"""The optimizers that `training.optimizer` in a config names."""
+
+
+class Optimizers:
+    """The optimizers of one model, stepped together.
+
+    Raises:
+        ConfigError: there is no such `training.optimizer`, it makes something else than optimizers, or they do not
+            have every parameter once.
+    """
+
+    def __init__(self, model: nn.Module, training: TrainingConfig) -> None:
+        parameters = [(canonical_fqn(name), parameter) for name, parameter in model.named_parameters()]
+        made = find_function("training.optimizer", training.optimizer, BY_NAME)(parameters, training)
+        self.parts = _optimizers(training.optimizer, made)
+        _check_parameters(training.optimizer, self.parts, parameters)
+        self._proportions = [float(group["lr"]) / training.lr for group in self._groups()]
+
+    def zero_grad(self) -> None:
+        for part in self.parts:
+            part.zero_grad()
+
+    def step(self, lr: float) -> None:
+        """Update the parameters, at the learning rate `lr` in place of `training.lr`."""
+        for group, proportion in zip(self._groups(), self._proportions, strict=True):
+            group["lr"] = lr * proportion
+        for part in self.parts:
+            part.step()
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """As they are now: loading a checkpoint replaces them."""
+        return [group for part in self.parts for group in part.param_groups]
+
+
+def _fused(
+    optimizer: type[torch.optim.Adam | torch.optim.AdamW], parameters: NamedParameters, training: TrainingConfig
+) -> Optimizer:
+    return optimizer(
+        _tensors(parameters),
+        lr=training.lr,
+        betas=training.betas,
+        eps=training.eps,
+        weight_decay=training.weight_decay,
+        fused=True,
+    )
+
+
+def _tensors(parameters: NamedParameters) -> list[nn.Parameter]:
+    return [parameter for _, parameter in parameters]
+
+
+def _optimizers(name: str, made: Any) -> list[Optimizer]:
+    parts = made if isinstance(made, list | tuple) else [made]
+    if (other := next((part for part in parts if not isinstance(part, Optimizer)), None)) is not None:
+        raise ConfigError(f"training.optimizer = {name!r} returns {other!r}; it must return torch.optim.Optimizer")
+    return list(parts)
+
+
+def _check_parameters(name: str, parts: Sequence[Optimizer], parameters: NamedParameters) -> None:
+    counts = Counter(id(p) for part in parts for group in part.param_groups for p in group["params"])
+    for parameter_name, parameter in parameters:
+        if (count := counts[id(parameter)]) != 1:
+            raise ConfigError(
+                f"training.optimizer = {name!r} has {parameter_name} {count} times; it must give every parameter to "
+                "one optimizer. In a group with lr = 0 a parameter stays as it is"
+            )

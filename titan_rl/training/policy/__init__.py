@@ -1,0 +1,1 @@
+"""A model that scores tokens, and a batch as tensors."""

@@ -1,0 +1,91 @@
+"""A model that scores tokens: the policy itself, or the reference it is held to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+
+from titan_rl.training.attention.attention import layout_documents
+from titan_rl.training.attention.flex_attention import layout_blocks
+from titan_rl.training.device import local_device
+from titan_rl.training.models.experts import replay, routers
+from titan_rl.training.models.folder import HFModel, read_hf_config
+from titan_rl.training.parallel.parallel import local, parallelize, whole
+from titan_rl.training.parallel.world import World
+from titan_rl.training.policy.batch import Batch, LayOut
+from titan_rl.training.policy.logprobs import selected_logprobs
+from titan_rl.training.settings import ModelConfig, TrainingConfig
+from titan_rl.weights.types import TensorSlice
+
+_LAY_OUT: dict[str, LayOut] = {"document": layout_documents, "flex": layout_blocks}
+
+
+class Policy:
+    """torchtitan's model of a Hugging Face folder, on this process's device. Weights are float32; with
+    `dtype = "bfloat16"` the forward pass runs in bfloat16.
+
+    Batches for it are made with its `lay_out`. In a world of several ranks each holds a part, and all of them call
+    every method at the same time.
+
+    Raises:
+        ModelError: the folder lacks a file, or its config and weights do not fit together.
+    """
+
+    def __init__(self, config: ModelConfig, training: TrainingConfig, world: World) -> None:
+        folder = Path(config.path)
+        self.device = local_device()
+        self.lay_out = _LAY_OUT[training.attention]
+        self.dtype: torch.dtype = getattr(torch, config.dtype)
+        # Positions restart with every sample, so rows may be longer than what the model can attend to.
+        positions = read_hf_config(folder).get("max_position_embeddings", training.row_tokens)
+        self._longest = max(config.max_context, min(training.row_tokens, positions))
+        self._hf = HFModel(folder, self.device, world, max_context=self._longest)
+        self.model = self._hf.decoder
+        self._routers = routers(self.model)
+        parallelize(self.model, world, training)
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this."""
+        return self.model.config.vocab_size
+
+    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `HFModel.named_tensors`; here in the policy's dtype."""
+        for name, tensor in self._hf.named_tensors():
+            yield name, tensor.to(self.dtype)
+
+    def held_slices(self) -> list[tuple[str, TensorSlice]]:
+        """See `HFModel.held_slices`."""
+        return self._hf.held_slices(self.dtype)
+
+    def logprobs(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logprobs and entropies of the trained tokens at their temperatures.  # [N], [N]"""
+        return selected_logprobs(self.logits(batch), batch.targets_N, batch.temperatures_N)
+
+    def logits(self, batch: Batch) -> torch.Tensor:
+        """What the model predicts in place of each trained token.  # [N, V]
+
+        A mixture of experts takes the experts that the batch brings, until the next call: backward may run it again.
+        """
+        replay(self._routers, batch.experts_BLRK)
+        autocast = self.dtype is not torch.float32
+        with torch.autocast(self.device.type, self.dtype) if autocast else nullcontext():
+            hidden_BLD = local(self.model(batch.token_ids_BL, batch.positions_BL, batch.layout))
+            return whole(self.model.lm_head(hidden_BLD.flatten(0, 1).index_select(0, batch.predictors_N)))
+
+    def complaint(self, batch: Batch) -> str | None:
+        """Why this batch cannot be scored: a token id outside the vocabulary, or more positions than the model has."""
+        if not 0 <= int(batch.token_ids_BL.min()) <= int(batch.token_ids_BL.max()) < self.vocab_size:
+            return f"a sample has token id {int(batch.token_ids_BL.max())}; the vocabulary is {self.vocab_size}"
+        if (length := int(batch.positions_BL.max()) + 1) > self._longest:
+            return f"a sample has {length} tokens; the model has {self._longest} positions"
+        if batch.experts_BLRK is not None:
+            has = {(len(self._routers), router.top_k) for router in self._routers}
+            if (given := tuple(batch.experts_BLRK.shape[2:])) not in has:
+                return f"a sample has routed experts of {given} (layers, experts); the model has {has or 'none'}"
+            if (highest := int(batch.experts_BLRK.max())) >= self._routers[0].num_experts:
+                return f"a sample was routed to expert {highest}; the model has {self._routers[0].num_experts}"
+        return None

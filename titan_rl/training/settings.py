@@ -1,0 +1,139 @@
+"""The settings of the tables [training] and [correction]: the optimizer, the loss, and what older tokens are due."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import (
+    AfterValidator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from titan_rl.settings import Section
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+OPTIMIZERS = ("adamw", "adam", "sgd", "muon")
+LOSSES = ("grpo", "gspo", "cispo", "reinforce")
+ADVANTAGES = ("standardized", "group_mean", "leave_one_out", "reward", "batch_mean")
+FUNCTIONS: dict[str, tuple[str, ...]] = {"optimizer": OPTIMIZERS, "loss": LOSSES, "advantage": ADVANTAGES}
+"""The library's own, by the setting of [training] that names one. Known here without torch."""
+
+
+def _function_of(setting: str) -> AfterValidator:
+    """One of those names, or "module:function", which `load_config` imports."""
+    names = FUNCTIONS[setting]
+    about = {"names": ", ".join(names)}
+
+    def check(value: str) -> str:
+        if value not in names and not all(value.partition(":")):
+            raise PydanticCustomError("function", 'must be one of {names}, or your own as "module:function"', about)
+        return value
+
+    return AfterValidator(check)
+
+
+class ModelConfig(Section):
+    """The policy."""
+
+    path: str
+    """Hugging Face folder: config.json, safetensors, tokenizer and chat template."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the weights, in the trainer and in the engines."""
+    max_context: PositiveInt = 512
+    """Most tokens of prompt and completion together."""
+
+
+class TrainingConfig(Section):
+    """The optimizer and the loss."""
+
+    steps: PositiveInt = 100
+    """Optimizer steps of the run."""
+    lr: PositiveFloat = 3e-4
+    """Highest learning rate."""
+    warmup_steps: NonNegativeInt = 0
+    """Steps over which the learning rate rises linearly to `lr`."""
+    min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
+    """Learning rate at the last step relative to `lr`; the decay from one to the other is `lr_decay`."""
+    lr_decay: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the learning rate after the warm-up, over the run's own steps."""
+    optimizer: Annotated[str, _function_of("optimizer")] = "adamw"
+    """One of adamw, adam, sgd, muon (with adamw for what is no matrix), or a function as "module:function"."""
+    betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), strict=False)  # TOML has lists, no tuples
+    """Decay rates of the first and second moment; for sgd and muon the first is the momentum."""
+    eps: PositiveFloat = 1e-8
+    """Added to the root of the second moment in adamw and adam."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Weight decay, decoupled in adamw and muon, and added to the gradient in adam and sgd."""
+    max_grad_norm: PositiveFloat = 1.0
+    """Gradients with a larger norm are scaled down to it."""
+    minibatches: PositiveInt = 1
+    """Optimizer steps that one batch is split into, siblings together."""
+    loss: Annotated[str, _function_of("loss")] = "grpo"
+    """One of grpo, gspo, cispo, reinforce, or a function of your own as "module:function"."""
+    average: Literal["token", "sequence", "constant"] = "token"
+    """All tokens of the batch count alike, all sequences do, or a sequence's sum is divided by model.max_context."""
+    kl_coef: NonNegativeFloat = 0.0
+    """Weight of the KL to the model as loaded, which is then kept beside the policy; 0 leaves both out."""
+    kl: Literal["k2", "k3"] = "k3"
+    """Estimate of that KL."""
+    clip_low: float = Field(default=0.2, gt=0, le=1)
+    """The policy ratio is clipped below 1 - clip_low."""
+    clip_high: PositiveFloat = 0.28
+    """The policy ratio is clipped above 1 + clip_high."""
+    advantage: Annotated[str, _function_of("advantage")] = "standardized"
+    """One of standardized, group_mean, leave_one_out, reward, batch_mean, or a function as "module:function"."""
+    share_prompts: bool = True
+    """What the siblings of a group have in common is passed through the model once, not once for each."""
+    data_parallel: PositiveInt = 1
+    """Trainer processes, or groups of them, that have rows of their own; they share parameters and optimizer (FSDP)."""
+    tensor_parallel: PositiveInt = 1
+    """Trainer processes that compute each row together, every one with a part of each matrix."""
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    """What the backward pass computes again instead of keeping it."""
+    attention: Literal["document", "flex"] = "document"
+    """Documents of similar length are gathered and attended together, or one kernel goes over all rows, on GPUs."""
+    compile: bool = False
+    """Transformer blocks are compiled by torch, which takes a while in the first steps, and on CPUs a C++ compiler."""
+    row_tokens: PositiveInt = 1024
+    """Tokens in one packed row; at least `model.max_context`, so that every sample fits."""
+    rows_per_micro_batch: PositiveInt = 8
+    """Packed rows in one forward and backward pass."""
+
+    @model_validator(mode="after")
+    def _compiles_whole_matrices(self) -> Self:
+        if self.compile and self.tensor_parallel > 1:
+            raise ValueError(
+                f"compile = true with tensor_parallel = {self.tensor_parallel}: torch cannot compile a block whose "
+                "matrices are split; set compile = false, or use data_parallel"
+            )
+        return self
+
+
+class CorrectionConfig(Section):
+    """What is done about tokens that older weights, or another engine, sampled. By default the clip alone."""
+
+    proximal: Literal["behaviour", "recomputed", "interpolated"] = "behaviour"
+    """Ratios are clipped against what the generator sampled from, the policy at the start of the step, or a mean."""
+    weight: Literal["none", "token", "sequence"] = "none"
+    """Losses are weighed by proximal over behaviour probability, of the token or of the whole sequence."""
+    cap: PositiveFloat | None = None
+    """Largest such weight. By default there is no limit."""
+    mask: Literal["none", "token", "sequence", "geometric"] = "none"
+    """Tokens or sequences are left out whose proximal over behaviour probability is out of `bounds`."""
+    bounds: tuple[PositiveFloat, PositiveFloat] = Field(default=(0.5, 5.0), strict=False)
+    """Lowest and highest ratio that `mask` keeps."""
+    veto: PositiveFloat | None = None
+    """Sequences are left out in which any token's ratio is below this. By default none are."""
+
+    @model_validator(mode="after")
+    def _bounds_in_order(self) -> Self:
+        if self.bounds[0] > self.bounds[1]:
+            raise ValueError(f"bounds = {list(self.bounds)}: the lowest ratio comes first")
+        return self

@@ -1,0 +1,40 @@
+"""Writes weights as a Hugging Face folder that transformers and vLLM load."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from titan_rl.training.state.checkpoint import atomic_directory
+from titan_rl.training.state.tensor_file import write_tensors
+
+_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
+
+
+def export_hf(directory: Path, named_tensors: Iterable[tuple[str, torch.Tensor]], *, source: Path, dtype: str) -> None:
+    """Write `named_tensors` beside the config, tokenizer and chat template of `source`. All or nothing.
+
+    Args:
+        named_tensors: Hugging Face names.
+        source: the folder the model came from; every file of it that holds no weights is copied.
+        dtype: recorded in config.json, so that readers load the weights as they are: "float32".
+
+    Raises:
+        NoSpaceError: the disk is full.
+        CheckpointError: it could not be written; what was at `directory` is unchanged.
+    """
+    with atomic_directory(directory) as temporary:
+        for file in source.iterdir():
+            if file.is_file() and not file.name.endswith(_WEIGHTS):
+                shutil.copyfile(file, temporary / file.name)
+        config: dict[str, Any] = json.loads((source / "config.json").read_text())
+        config.pop("torch_dtype", None)
+        config["dtype"] = dtype
+        (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in named_tensors}
+        write_tensors(temporary / "model.safetensors", tensors, {"format": "pt"})

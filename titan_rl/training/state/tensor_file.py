@@ -1,0 +1,160 @@
+"""A rank's tensors on disk: a safetensors file, which says of each slice where it lies in its tensor.
+
+Reading one executes nothing, and reads no more than the slices that are asked for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from titan_rl.errors import DamagedCheckpointError
+from titan_rl.training.state.checksums import Checksum, SummingWriter
+from titan_rl.weights.types import Place, TensorSlice
+
+SUFFIX = ".safetensors"
+
+
+def _nothing(num_bytes: int) -> None: ...
+
+
+_PLACES = "places"
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+def write_slices(path: Path, slices: Mapping[str, TensorSlice], took: Callable[[int], None] = _nothing) -> Checksum:
+    """Write slices of tensors for `TensorFiles` to read. See `write_tensors`."""
+    places = {name: [each.place.start, each.place.whole_shape] for name, each in slices.items()}
+    return write_tensors(
+        path, {name: each.tensor for name, each in slices.items()}, {_PLACES: json.dumps(places)}, took
+    )
+
+
+def write_tensors(
+    path: Path,
+    tensors: Mapping[str, torch.Tensor],
+    metadata: Mapping[str, str],
+    took: Callable[[int], None] = _nothing,
+) -> Checksum:
+    """Write a safetensors file of tensors on the CPU, one after the other: no second copy of all of them is made.
+
+    Args:
+        took: told of the bytes that the disk has taken.
+
+    Raises:
+        OSError: the disk is full, or cannot be written.
+        TypeError: a tensor has a dtype that the format does not know.
+    """
+    header: dict[str, Any] = {}
+    position = 0
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _NAMES:
+            raise TypeError(f"{name} is {tensor.dtype}, which a checkpoint cannot hold")
+        end = position + tensor.numel() * tensor.itemsize
+        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": [*tensor.shape], "data_offsets": [position, end]}
+        position = end
+    text = json.dumps({"__metadata__": metadata, **header}).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        writer = SummingWriter(file, took)
+        writer.write(memoryview(len(text).to_bytes(8, "little") + text))
+        for tensor in tensors.values():
+            if tensor.numel():
+                data: Any = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+                writer.write(memoryview(data))
+        return writer.close()
+
+
+@dataclass(frozen=True, slots=True)
+class StoredSlice:
+    """A slice that a file has."""
+
+    path: Path
+    shape: tuple[int, ...]
+    place: Place
+
+
+class TensorFiles:
+    """The tensors of several files together, as if each were in one piece.
+
+    Raises:
+        DamagedCheckpointError: one is not a file of `write_slices`.
+    """
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._slices: dict[str, list[StoredSlice]] = {}
+        for path in paths:
+            try:
+                with safe_open(path, framework="pt") as file:
+                    places = json.loads(file.metadata()[_PLACES])
+                    for name, (start, whole_shape) in places.items():
+                        place = Place(tuple(start), tuple(whole_shape))
+                        stored = StoredSlice(path, tuple(file.get_slice(name).get_shape()), place)
+                        self._slices.setdefault(name, []).append(stored)
+            except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+                raise DamagedCheckpointError(f"{path} is damaged: {error!r}") from error
+
+    @property
+    def names(self) -> set[str]:
+        return set(self._slices)
+
+    def read(self, wanted: Mapping[str, TensorSlice]) -> None:
+        """Fill slices in place, however the tensors are cut here and there.
+
+        Raises:
+            ValueError: a tensor has another shape or dtype than is wanted, or is not there in full.
+        """
+        by_path: dict[Path, list[tuple[str, StoredSlice]]] = {}
+        for name, target in wanted.items():
+            covered = 0
+            for stored in self._slices.get(name, []):
+                if stored.place.whole_shape != target.place.whole_shape:
+                    raise ValueError(
+                        f"{name} has shape {stored.place.whole_shape}; this trainer's has {target.place.whole_shape}"
+                    )
+                if size := _common(stored, target)[2]:
+                    covered += size
+                    by_path.setdefault(stored.path, []).append((name, stored))
+            if covered != target.tensor.numel():
+                raise ValueError(f"{covered} of the {target.tensor.numel()} elements of {name} are there")
+        for path, parts in by_path.items():
+            with safe_open(path, framework="pt") as file:
+                for name, stored in parts:
+                    target = wanted[name]
+                    there, here, _ = _common(stored, target)
+                    piece = file.get_slice(name)[there] if there else file.get_tensor(name)
+                    if piece.dtype != target.tensor.dtype:
+                        raise ValueError(f"{name} is {piece.dtype}; this trainer's is {target.tensor.dtype}")
+                    target.tensor[here].copy_(piece)
+
+
+def _common(stored: StoredSlice, target: TensorSlice) -> tuple[tuple[slice, ...], tuple[slice, ...], int]:
+    """What both have of a tensor: where that is in the one, where in the other, and how many elements it has."""
+    there: list[slice] = []
+    here: list[slice] = []
+    count = 1
+    for start, size, wanted_start, wanted_size in zip(
+        stored.place.start, stored.shape, target.place.start, target.tensor.shape, strict=True
+    ):
+        first, end = max(start, wanted_start), min(start + size, wanted_start + wanted_size)
+        there.append(slice(first - start, end - start))
+        here.append(slice(first - wanted_start, end - wanted_start))
+        count *= max(0, end - first)
+    return tuple(there), tuple(here), count

@@ -1,0 +1,217 @@
+"""The full training state on disk, written while training goes on, and read back on any number of ranks.
+
+A checkpoint's folder:
+
+    rank-0.safetensors   what that rank answers for: slices of parameters, optimizer state and random state
+    state.json           the version, and what of the optimizers' state is no tensor
+    checksums.json       of all other files
+
+Reading one executes nothing.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import json
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.optim import Optimizer
+
+from titan_rl.errors import CheckpointError, DamagedCheckpointError, NoSpaceError
+from titan_rl.training.parallel.parallel import held, placed
+from titan_rl.training.parallel.world import World
+from titan_rl.training.state.checkpoint import atomic_directory, temporary_of, unwritten
+from titan_rl.training.state.checksums import read_checksums, verify, write_checksums, write_summed
+from titan_rl.training.state.state_tree import fill, flatten
+from titan_rl.training.state.tensor_file import SUFFIX, TensorFiles, write_slices
+from titan_rl.weights.types import TensorSlice
+
+STALL_S = 1800.0
+"""Longest time in which the disk takes nothing."""
+
+STATE = "state.json"
+FORMAT = 1
+
+
+class TrainStateWriter:
+    """Writes model, optimizers, version and torch's random state, every rank its part. One at a time.
+
+    All ranks call `begin` and then `finish` at the same time. The disk is written in a thread of its own, where the
+    ranks meet in a group of their own.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world.apart()
+        on_gpu = torch.cuda.is_available()
+        # The copies' memory serves the next checkpoint again.
+        self._stager = DefaultStager(
+            StagingOptions(
+                use_pinned_memory=on_gpu, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=on_gpu
+            )
+        )
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing: Future[None] | None = None
+        self._taken = 0  # bytes, by the disk
+        self._with_others = False  # waiting for ranks whose disks are not done
+
+    def begin(
+        self,
+        directory: Path,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        version: int,
+        files: Mapping[str, str],
+    ) -> None:
+        """Copy the state, so that the next step may change it, and begin to write. Waits for the one before, whose
+        `finish` tells how it ended.
+
+        Args:
+            files: what else the folder is to hold: name -> text.
+
+        Raises:
+            CheckpointError: the disk takes nothing of the one before. Or an optimizer keeps what a checkpoint cannot
+                hold.
+        """
+        self._wait()
+        try:
+            tensors, values = flatten(_state(model, optimizers))
+        except TypeError as error:
+            raise CheckpointError(str(error)) from error
+        mine = {name: own for name, tensor in tensors.items() if (own := held(tensor, self._world)) is not None}
+        copies = self._stager.stage({name: each.tensor for name, each in mine.items()})
+        assert not isinstance(copies, Future), "staging is synchronous"
+        slices = {name: TensorSlice(copies[name], each.place) for name, each in mine.items()}
+        state = json.dumps({"format": FORMAT, "version": version, "values": values})
+        # Monarch keeps the actor that calls in the context.
+        write = contextvars.copy_context().run
+        self._writing = self._thread.submit(write, self._write, directory, slices, {**files, STATE: state})
+
+    def finish(self) -> None:
+        """Returns once the folder is whole.
+
+        Raises:
+            NoSpaceError: the disk is full; what was there is unchanged.
+            CheckpointError: it could not be written, or the disk takes nothing any more.
+        """
+        self._wait()
+        if self._writing is not None:
+            self._writing.result()
+
+    def _wait(self) -> None:
+        while self._writing is not None:
+            taken = self._taken
+            if wait([self._writing], timeout=STALL_S).done:
+                return
+            if self._taken == taken and not self._with_others:
+                raise CheckpointError(f"the disk has taken nothing of a checkpoint for {STALL_S:g} s")
+
+    def _write(self, directory: Path, slices: Mapping[str, TensorSlice], files: Mapping[str, str]) -> None:
+        problem: Exception | None = None
+        try:
+            self._write_part(directory, slices, files)
+        except Exception as error:
+            problem = error
+        try:
+            self._agree(problem)
+        except CheckpointError as error:
+            raise error from problem
+
+    def _write_part(self, directory: Path, slices: Mapping[str, TensorSlice], files: Mapping[str, str]) -> None:
+        with ExitStack() as stack:
+            problem = None
+            try:
+                if self._world.is_first:
+                    stack.enter_context(atomic_directory(directory))
+            except CheckpointError as error:
+                problem = error
+            self._agree(problem)
+            folder = temporary_of(directory)
+            name = f"rank-{self._world.rank}{SUFFIX}"
+            checksum = None
+            try:
+                checksum = write_slices(folder / name, slices, self._took)
+            except (OSError, TypeError) as error:
+                problem = unwritten(directory, error)
+            self._agree(problem)
+            checksums = dict(self._world.gather((name, checksum)))
+            if self._world.is_first:
+                checksums |= {name: write_summed(folder / name, text) for name, text in files.items()}
+                write_checksums(folder, {name: each for name, each in checksums.items() if each is not None})
+
+    def _took(self, num_bytes: int) -> None:
+        self._taken += num_bytes
+
+    def _agree(self, problem: Exception | None) -> None:
+        """All ranks fail if one does, and alike."""
+        self._with_others = True
+        self._world.agree(str(problem) if isinstance(problem, NoSpaceError) else None, NoSpaceError)
+        self._world.agree(None if problem is None else str(problem), CheckpointError)
+        self._with_others = False
+
+
+def load_train_state(directory: Path, model: nn.Module, optimizers: Sequence[Optimizer], world: World) -> int:
+    """Read what a `TrainStateWriter` wrote, in place. It may have been written by another number of ranks, all of which
+    call this at the same time. Nothing is changed before every file is verified.
+
+    Returns:
+        the version.
+
+    Raises:
+        DamagedCheckpointError: its bytes are not those that were written.
+        CheckpointError: there is none, or it is of another model or optimizer.
+    """
+    if not directory.is_dir():
+        raise CheckpointError(f"there is no checkpoint at {directory}")
+    problem = None
+    try:
+        verify(directory, share=world.rank, of=world.size)
+    except DamagedCheckpointError as error:
+        problem = str(error)
+    world.agree(problem, DamagedCheckpointError)
+    try:
+        version = _read(directory, model, optimizers)
+    except Exception as error:
+        problem = f"{directory} could not be read: {error}"
+    world.agree(problem, CheckpointError)
+    return version
+
+
+def _read(directory: Path, model: nn.Module, optimizers: Sequence[Optimizer]) -> int:
+    stored = json.loads((directory / STATE).read_text())
+    if stored["format"] != FORMAT:
+        raise ValueError(f"it has format {stored['format']}; this titan_rl reads {FORMAT}")
+    files = TensorFiles([directory / name for name in read_checksums(directory) if name.endswith(SUFFIX)])
+    state = _state(model, optimizers)
+    tensors, values = flatten(state)
+    _compare(files.names | stored["values"].keys(), tensors.keys() | values.keys())
+    files.read({name: placed(tensor) for name, tensor in tensors.items()})
+    state = fill(state, stored["values"])
+    set_state_dict(model, optimizers, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    torch.set_rng_state(state["rng"])
+    return stored["version"]
+
+
+def _compare(found: set[str], expected: set[str]) -> None:
+    if lacking := sorted(expected - found):
+        raise ValueError(f"it lacks {lacking[0]} and {len(lacking) - 1} more: it is of another model or optimizer")
+    if strange := sorted(found - expected):
+        raise ValueError(f"it has {strange[0]} and {len(strange) - 1} more, which this trainer has no place for")
+
+
+def _state(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+    fresh = [optimizer for optimizer in optimizers if not optimizer.state]
+    model_state, optimizer_state = get_state_dict(model, optimizers)
+    for optimizer in fresh:
+        # Their state was just made by a step without gradients, which they must not count.
+        for state in optimizer.state.values():
+            if isinstance(step := state.get("step"), torch.Tensor):
+                step.zero_()
+    return {"model": model_state, "optimizer": optimizer_state, "rng": torch.get_rng_state()}

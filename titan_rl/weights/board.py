@@ -1,0 +1,46 @@
+"""Where the controller posts what was published and readers post what they pulled. Standard library only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from titan_rl.errors import StateDictError
+from titan_rl.weights.types import Manifest
+
+
+class VersionBoard:
+    """The newest manifest, and what each reader measured when it last pulled.
+
+    Example:
+
+        board.announce(manifest)                      # version 7
+        board.manifest_of(7)                          # found by the replica that is told to pull version 7
+        board.note_pull("generator-0", {"stall_s": 0.02, "probe_diff": 3e-7})
+        board.worst()                                 # {"stall_s": 0.02, "probe_diff": 3e-7}
+    """
+
+    def __init__(self) -> None:
+        self._manifest: Manifest | None = None
+        self._figures: dict[str, Mapping[str, float]] = {}
+
+    def announce(self, manifest: Manifest) -> None:
+        self._manifest = manifest
+
+    def manifest_of(self, version: int) -> Manifest:
+        """The manifest of a version that is still to be had.
+
+        Raises:
+            StateDictError: the version is not the newest.
+        """
+        if self._manifest is None or self._manifest.version != version:
+            newest = "none" if self._manifest is None else self._manifest.version
+            raise StateDictError(f"version {version} is not published; the newest is {newest}")
+        return self._manifest
+
+    def note_pull(self, reader: str, figures: Mapping[str, float]) -> None:
+        self._figures[reader] = figures
+
+    def worst(self) -> dict[str, float]:
+        """The largest value of each figure over the readers."""
+        names = {name for figures in self._figures.values() for name in figures}
+        return {name: max(f[name] for f in self._figures.values() if name in f) for name in sorted(names)}

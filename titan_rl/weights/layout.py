@@ -1,0 +1,94 @@
+"""Where the tensors of a part lie in its bytes, and how they get there."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from titan_rl.errors import StateDictError
+from titan_rl.weights.segments.segment import ALIGNMENT
+from titan_rl.weights.types import TensorEntry, TensorSlice
+
+PIECE = 1 << 20  # bytes copied before `fill` tells of them: few enough to be in the cache still
+
+Buffer = NDArray[np.uint8] | torch.Tensor
+Named = Sequence[tuple[str, torch.Tensor | TensorSlice]]
+
+with warnings.catch_warnings():  # torch says once a process that it cannot guard read-only memory, which is understood
+    warnings.simplefilter("ignore")
+    torch.frombuffer(b"\0", dtype=torch.uint8)
+
+
+def lay_out(named: Named) -> tuple[TensorEntry, ...]:
+    """The tensors one after the other, each at a multiple of `ALIGNMENT`.
+
+    Raises:
+        StateDictError: a tensor or a slice of it appears twice.
+    """
+    entries: dict[tuple[str, tuple[int, ...] | None], TensorEntry] = {}
+    offset = 0
+    for name, value in named:
+        tensor, place = (value.tensor, value.place) if isinstance(value, TensorSlice) else (value, None)
+        shape = tuple(tensor.shape)
+        if place is not None and shape == place.whole_shape and not any(place.start):
+            place = None
+        key = (name, None if place is None else place.start)
+        if key in entries:
+            raise StateDictError(f"{name!r} appears twice in the state dict")
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        entries[key] = TensorEntry(name, dtype, shape, offset, tensor.numel() * tensor.itemsize, place)
+        offset = _align(offset + entries[key].num_bytes)
+    return tuple(entries.values())
+
+
+def size_of(entries: Sequence[TensorEntry]) -> int:
+    """Bytes, a multiple of `ALIGNMENT`."""
+    return _align(entries[-1].offset + entries[-1].num_bytes) if entries else 0
+
+
+@torch.no_grad()
+def fill(
+    buffer: NDArray[np.uint8] | torch.Tensor,
+    named: Named,
+    entries: Sequence[TensorEntry],
+    written: Callable[[int], None] = lambda num_bytes: None,
+) -> None:
+    """Copy the tensors, from whatever device, to their places. Every byte is written.
+
+    Args:
+        written: told now and then how many bytes from the start are written.
+    """
+    for (_, value), entry in zip(named, entries, strict=True):
+        tensor = value.tensor if isinstance(value, TensorSlice) else value
+        end = entry.offset + entry.num_bytes
+        if entry.num_bytes:
+            if isinstance(buffer, np.ndarray) and tensor.device.type == "cpu" and tensor.is_contiguous():
+                source = tensor.detach().view(-1).view(torch.uint8).numpy()
+                for at in range(entry.offset, end, PIECE):
+                    upto = min(at + PIECE, end)
+                    buffer[at:upto] = source[at - entry.offset : upto - entry.offset]
+                    written(upto)
+            else:
+                view(buffer, entry).copy_(tensor)
+        buffer[end : _align(end)] = 0  # a used segment has old bytes there, which the checksum would see
+        written(_align(end))
+
+
+def view(buffer: Buffer, entry: TensorEntry) -> torch.Tensor:
+    """The entry's bytes as a tensor that shares them."""
+    dtype = getattr(torch, entry.dtype)
+    numel = math.prod(entry.shape)
+    if numel == 0:
+        return torch.empty(entry.shape, dtype=dtype)
+    if isinstance(buffer, torch.Tensor):
+        return buffer[entry.offset : entry.offset + entry.num_bytes].view(dtype).view(entry.shape)
+    return torch.frombuffer(buffer, dtype=dtype, count=numel, offset=entry.offset).view(entry.shape)
+
+
+def _align(offset: int) -> int:
+    return -(-offset // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,1 @@
+"""Versions as files in shared memory, which die with their writer."""

@@ -1,0 +1,1 @@
+"""The ways a version can take: shared memory, GPU memory, RDMA."""

@@ -1,0 +1,290 @@
+"""Weights from one process to the others of its host, through GPU memory."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import threading
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from titan_rl.errors import StateDictError
+from titan_rl.weights.assembly import assemble
+from titan_rl.weights.layout import fill, lay_out, size_of
+from titan_rl.weights.segments.segment import BLOCK_WORDS, Segment, lock_published
+from titan_rl.weights.segments.segment_store import SegmentStore
+from titan_rl.weights.types import Manifest, Part, Probe, TensorSlice
+
+DEVICE_INDEX = 6  # of the arguments by which torch rebuilds a tensor of another process
+
+
+class SharedDeviceMemory(Protocol):
+    """Memory of a device that another process can open."""
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        """uint8 [num_bytes].
+
+        Raises:
+            torch.OutOfMemoryError: there is no room.
+        """
+        ...
+
+    def export(self, buffer: torch.Tensor) -> Any:
+        """What another process opens it by. Can be pickled and hashed."""
+        ...
+
+    def open(self, handle: Any) -> torch.Tensor:
+        """The memory of another process. Opened once: later calls give the same tensor."""
+        ...
+
+    def synchronize(self) -> None:
+        """Return when all copies that this thread has issued are done."""
+        ...
+
+
+class CudaMemory:
+    """`SharedDeviceMemory` of this process's current GPU, by the exports that vLLM's IPC weight transfer uses, too:
+    torch's, over cudaIpcGetMemHandle. The other process may see other GPUs than this one.
+
+    Raises:
+        StateDictError: there is none.
+    """
+
+    def __init__(self) -> None:
+        if not torch.cuda.is_available():
+            raise StateDictError("this process has no GPU; set statedict.transport to shared_memory")
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
+
+    def export(self, buffer: torch.Tensor) -> Any:
+        from torch.multiprocessing.reductions import reduce_tensor
+
+        _, arguments = reduce_tensor(buffer)
+        return arguments
+
+    def open(self, handle: Any) -> torch.Tensor:
+        arguments = list(handle)
+        arguments[DEVICE_INDEX] = torch.cuda.current_device()  # the writer counts its GPUs for itself
+        return _open(tuple(arguments))
+
+    def synchronize(self) -> None:
+        torch.cuda.current_stream().synchronize()
+
+
+@lru_cache(maxsize=8)
+def _open(arguments: tuple[Any, ...]) -> torch.Tensor:
+    # torch counts how often an export is given up, and expects once: it is kept for the versions to come.
+    from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+    return rebuild_cuda_tensor(*arguments)
+
+
+class Orphans:
+    """Buffers of segments that were given up while a reader had them. They go when it lets go."""
+
+    def __init__(self) -> None:
+        self._buffers: list[tuple[int, torch.Tensor]] = []
+        self._lock = threading.Lock()
+
+    def add(self, file: int, buffer: torch.Tensor) -> None:
+        """Takes over the descriptor, on which readers have their locks."""
+        with self._lock:
+            self._buffers.append((file, buffer))
+
+    def collect(self) -> None:
+        with self._lock:
+            self._buffers = [(file, buffer) for file, buffer in self._buffers if not self._is_free(file)]
+
+    @staticmethod
+    def _is_free(file: int) -> bool:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        os.close(file)
+        return True
+
+
+class DeviceSegment(Segment):
+    """A segment whose bytes lie on a device. Its file has the name and the locks.
+
+    Raises:
+        OSError: as `Segment`, or the device has no room.
+    """
+
+    def __init__(self, path: Path, num_bytes: int, memory: SharedDeviceMemory, orphans: Orphans) -> None:
+        self._memory = memory
+        self._orphans = orphans
+        self.buffer = torch.empty(0, dtype=torch.uint8)
+        self.handle: Any = None
+        super().__init__(path, num_bytes)
+
+    def resize(self, num_bytes: int) -> None:
+        super().resize(0)
+        if num_bytes == len(self.buffer):
+            return
+        self._orphans.collect()
+        self.buffer = torch.empty(0, dtype=torch.uint8)  # there may be no room for old and new
+        try:
+            self.buffer = self._memory.allocate(num_bytes)
+        except torch.OutOfMemoryError as error:
+            raise OSError(errno.ENOMEM, str(error)) from error
+        self.handle = self._memory.export(self.buffer)
+
+    def reclaim(self) -> bool:
+        self._orphans.collect()
+        return super().reclaim()
+
+    def unlink(self) -> None:
+        self._orphans.add(os.dup(self._file), self.buffer)
+        super().unlink()
+        self._orphans.collect()
+
+
+class ReadLock:
+    """Keeps a published segment from being written, until it is closed or forgotten.
+
+    Raises:
+        StateDictError: it is gone.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file: int | None = None
+        self._file = lock_published(path)
+
+    def close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    __del__ = close
+
+
+class CudaIPCTransport:
+    """`StateDictTransport` for readers on GPUs of the writer's host: weights never pass through the host's memory.
+
+    A writer keeps `keep` versions on its GPU, of its own slices and in the dtype that is published. A reader copies one
+    tensor at a time, from the writer's memory to its own GPU, and holds the version until it has the last one.
+
+    Args:
+        run_id, keep, root: as of `SegmentStore`.
+        memory: by default that of the GPU which is current when it is used.
+
+    Raises:
+        StateDictError: this process has no GPU.
+        ValueError: as `SegmentStore`.
+    """
+
+    def __init__(
+        self, run_id: str, *, keep: int = 2, root: Path | None = None, memory: SharedDeviceMemory | None = None
+    ) -> None:
+        self._memory = memory or CudaMemory()
+        orphans = Orphans()
+
+        def make(path: Path, num_bytes: int) -> DeviceSegment:
+            return DeviceSegment(path, num_bytes, self._memory, orphans)
+
+        self._store = SegmentStore(run_id, make, keep=keep, root=root)
+
+    def publish(
+        self,
+        version: int,
+        named_tensors: Iterable[tuple[str, torch.Tensor | TensorSlice]],
+        *,
+        probes: Sequence[Probe] = (),
+        tolerance: float = 1e-5,
+    ) -> Manifest:
+        """Copy the tensors into a segment on the GPU and make it visible.
+
+        Raises:
+            StateDictError: the version is published already, a tensor or a slice of it appears twice, there is no
+                room, or the transport is closed. Nothing of the version is left then.
+        """
+        named = list(named_tensors)
+        entries = lay_out(named)
+        num_bytes = size_of(entries)
+
+        def write(segment: DeviceSegment) -> tuple[int, Any]:
+            fill(segment.buffer, named, entries)
+            found = checksum(segment.buffer)  # has waited for the copies
+            return found, segment.handle
+
+        path, (found, handle) = self._store.write(version, num_bytes, write)
+        return Manifest(version, (Part(str(path), num_bytes, found, entries, remote=handle),), tuple(probes), tolerance)
+
+    def pull(self, manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
+        """Verify every part, then give (name, tensor) pairs, each a copy on this process's GPU.
+
+        Raises:
+            StateDictError: a part of the version is gone, its size, layout or checksum differ from the manifest's, or
+                the slices of a tensor do not make it up.
+        """
+        locks: list[ReadLock] = []
+
+        def open_part(part: Part) -> torch.Tensor:
+            if not part.num_bytes:
+                return torch.empty(0, dtype=torch.uint8)
+            locks.append(ReadLock(Path(part.location)))
+            return self._open(part)
+
+        try:
+            pairs = assemble(manifest, open_part, copy=True)
+        except BaseException:
+            _close(locks)  # who keeps the error would keep them
+            raise
+        return self._until_read(pairs, locks)
+
+    def release(self, version: int) -> None:
+        """Withdraw a version. Its memory serves the next one, or is freed once its readers are done."""
+        self._store.release(version)
+
+    def close(self) -> None:
+        """Free everything that no reader has; later calls of `publish` fail."""
+        self._store.close()
+
+    def _open(self, part: Part) -> torch.Tensor:
+        try:
+            buffer = self._memory.open(part.remote)
+            found = checksum(buffer) if len(buffer) == part.num_bytes else None
+        except RuntimeError as error:  # of CUDA
+            raise StateDictError(f"the GPU memory of {part.location} cannot be read: {error}") from error
+        if found is None:
+            raise StateDictError(f"{part.location} has {len(buffer)} bytes, its manifest says {part.num_bytes}")
+        if found != part.checksum:
+            raise StateDictError(f"{part.location} has checksum {found:#010x}, its manifest says {part.checksum:#010x}")
+        return buffer
+
+    def _until_read(
+        self, pairs: Iterator[tuple[str, torch.Tensor]], locks: list[ReadLock]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        try:
+            yield from pairs
+        finally:
+            self._memory.synchronize()
+            _close(locks)
+
+
+def _close(locks: Iterable[ReadLock]) -> None:
+    for lock in locks:
+        lock.close()
+
+
+def checksum(buffer: torch.Tensor) -> int:
+    """As `titan_rl.weights.segments.segment.checksum`, computed where the bytes are.
+
+    Args:
+        buffer: uint8 [num_bytes], a multiple of 8.
+    """
+    if not len(buffer):
+        return zlib.crc32(b"")
+    words = buffer.view(torch.int64)
+    end = len(words) - len(words) % BLOCK_WORDS
+    sums = torch.cat([words[:end].view(-1, BLOCK_WORDS).sum(1), words[end:].sum().view(-1)[: len(words) - end]])
+    return zlib.crc32(sums.cpu().numpy().tobytes())
