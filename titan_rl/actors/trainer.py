@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from monarch.actor import concurrent_endpoint
 
+from titan_rl.actors.processes.garbage import growing_heap
 from titan_rl.actors.processes.gpus import use_gpus
 from titan_rl.actors.processes.process import ProcessActor
 from titan_rl.actors.processes.remote_process import RemoteProcess
@@ -74,12 +75,13 @@ class TrainerActor(ProcessActor):
         await self._run(self._load)
 
     def _load(self) -> None:
-        from titan_rl.training.publishing import WeightPublisher
-        from titan_rl.training.trainer import TrainerCore
-        from titan_rl.weights.transports.registry import make_transport
-
         settings = self._settings
-        self._trainer = TrainerCore(settings.model, settings.training, settings.correction, seed=settings.seed)
+        with growing_heap():
+            from titan_rl.training.publishing import WeightPublisher
+            from titan_rl.training.trainer import TrainerCore
+            from titan_rl.weights.transports.registry import make_transport
+
+            self._trainer = TrainerCore(settings.model, settings.training, settings.correction, seed=settings.seed)
         self._publisher = WeightPublisher(
             self._trainer,
             make_transport(settings.statedict, settings.run_id),
