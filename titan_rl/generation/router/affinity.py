@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import bisect
 import hashlib
-from collections import OrderedDict
+
+from cachetools import LRUCache
 
 from titan_rl.generation.router.strategies import Candidate, LeastLoaded, Strategy
 
@@ -73,8 +74,7 @@ class GroupAffinity(Strategy):
         if max_groups < 1:
             raise ValueError(f"GroupAffinity.max_groups is {max_groups}; it must be at least 1")
         self._fallback = fallback or LeastLoaded()
-        self._max_groups = max_groups
-        self._groups: OrderedDict[str, tuple[Candidate, set[str]]] = OrderedDict()  # replica, open sessions
+        self._groups: LRUCache[str, tuple[Candidate, set[str]]] = LRUCache(max_groups)  # replica, open sessions
 
     def admit(self, candidate: Candidate) -> None:
         self._fallback.admit(candidate)
@@ -90,10 +90,7 @@ class GroupAffinity(Strategy):
         if candidate is None or not candidate.serving:
             candidate = self._fallback.choose(session_id, cost)
             self._groups[group_id] = (candidate, sessions)
-            if len(self._groups) > self._max_groups:
-                self._groups.popitem(last=False)
         sessions.add(session_id)
-        self._groups.move_to_end(group_id)
         return candidate
 
     def released(self, candidate: Candidate) -> None:

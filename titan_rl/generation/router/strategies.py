@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import heapq
 from abc import ABC, abstractmethod
-from collections import OrderedDict, deque
+from collections import deque
 from typing import Protocol
+
+from cachetools import LRUCache
 
 
 class Candidate(Protocol):
@@ -134,8 +136,7 @@ class StickySession(Strategy):
         if max_sessions < 1:
             raise ValueError(f"StickySession.max_sessions is {max_sessions}; it must be at least 1")
         self._fallback = fallback or LeastLoaded()
-        self._max_sessions = max_sessions
-        self._pins: OrderedDict[str, Candidate] = OrderedDict()
+        self._pins: LRUCache[str, Candidate] = LRUCache(max_sessions)
 
     def admit(self, candidate: Candidate) -> None:
         self._fallback.admit(candidate)
@@ -146,13 +147,9 @@ class StickySession(Strategy):
     def choose(self, session_id: str | None, cost: int) -> Candidate:
         if session_id is None:
             return self._fallback.choose(None, cost)
-        pins = self._pins
-        pinned = pins.get(session_id)
+        pinned = self._pins.get(session_id)
         if pinned is None or not pinned.serving:
-            pins[session_id] = pinned = self._fallback.choose(session_id, cost)
-            if len(pins) > self._max_sessions:
-                pins.popitem(last=False)
-        pins.move_to_end(session_id)
+            self._pins[session_id] = pinned = self._fallback.choose(session_id, cost)
         return pinned
 
     def released(self, candidate: Candidate) -> None:
