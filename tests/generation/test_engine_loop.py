@@ -73,7 +73,7 @@ async def test_a_swap_loses_no_token_and_stamps_each() -> None:
         call = request(loop, "a", 8)
         await blocked(engine)
         pull = asyncio.create_task(loop.pull(5, lambda: WEIGHTS))
-        await in_state(loop, lambda: loop._state.pulls)
+        await in_state(loop, lambda: loop._state._pulls)
         engine.release.set()
         completion, result = await call, await pull
         assert loop.version == 5
@@ -98,7 +98,7 @@ async def test_pulls_that_wait_together_become_the_newest() -> None:
         call = request(loop, "a")
         await blocked(engine)
         pulls = [asyncio.create_task(loop.pull(version, lambda: WEIGHTS)) for version in (1, 3, 2)]
-        await in_state(loop, lambda: len(loop._state.pulls) == 3)
+        await in_state(loop, lambda: len(loop._state._pulls) == 3)
         engine.release.set()
         assert [(await pull).version for pull in pulls] == [3, 3, 3]
         await call
@@ -141,7 +141,7 @@ async def test_a_pull_that_comes_while_a_newer_one_is_verified_is_answered_with_
         newer = asyncio.create_task(loop.pull(7, lambda: WEIGHTS, verify))
         assert await asyncio.to_thread(verifying.wait, 10)
         late = asyncio.create_task(loop.pull(6, lambda: WEIGHTS))
-        await in_state(loop, lambda: len(loop._state.pulls) == 2)
+        await in_state(loop, lambda: len(loop._state._pulls) == 2)
         go.set()
         assert [(await newer).version, (await late).version] == [7, 7]
     assert engine.versions == [0, 7]
@@ -276,9 +276,9 @@ async def test_close_resolves_everything() -> None:
     calls.append(request(loop, "queued"))
     pull = asyncio.create_task(loop.pull(1, lambda: WEIGHTS))
     pause = asyncio.create_task(loop.pause("wait"))
-    await in_state(loop, lambda: loop._state.pulls)
+    await in_state(loop, lambda: loop._state._pulls)
     closing = asyncio.create_task(loop.close())
-    await in_state(loop, lambda: loop._state.closing)
+    await in_state(loop, lambda: loop._state._closing)
     engine.release.set()
     outcomes = await asyncio.gather(*calls, pull, pause, return_exceptions=True)
     assert all(isinstance(outcome, EngineDeadError) for outcome in outcomes)
@@ -376,6 +376,24 @@ async def test_pause_keep_freezes_and_still_pulls() -> None:
         assert (await late).version_spans == (VersionSpan(1, 6),)
 
 
+async def test_a_state_of_pause_that_is_set_again_stays() -> None:
+    engine = ScriptedEngine(block_at_step=2)
+    async with serving(engine) as loop:
+        call = request(loop, "a", 6)
+        await blocked(engine)
+        keep = [asyncio.create_task(loop.set_paused(PauseMode.KEEP)) for _ in range(2)]
+        await asyncio.sleep(0)
+        engine.release.set()
+        await asyncio.gather(*keep)
+        assert loop.paused is PauseMode.KEEP
+        await loop.set_paused(PauseMode.ABORT)
+        assert (await call).finish_reason is FinishReason.ABORT
+        for _ in range(2):
+            await loop.set_paused(None)
+        assert loop.paused is None
+        assert len((await request(loop, "b")).token_ids) == 8
+
+
 async def test_a_pause_mode_that_does_not_exist_is_refused() -> None:
     async with serving(ScriptedEngine()) as loop:
         with pytest.raises(ValueError, match="pause mode is 'sleep'; it must be one of keep, abort, wait"):
@@ -431,7 +449,7 @@ async def test_nothing_is_served_from_unverified_weights() -> None:
         call = request(loop, "a", 6)
         await blocked(engine)
         pull = asyncio.create_task(loop.pull(1, lambda: WEIGHTS, reject))
-        await in_state(loop, lambda: loop._state.pulls)
+        await in_state(loop, lambda: loop._state._pulls)
         engine.release.set()
         with pytest.raises(VerificationError, match=r"3\.2"):
             await pull
@@ -525,7 +543,7 @@ async def test_a_source_that_fails_to_close_is_told_of_and_ends_nothing(
         await blocked(engine)
         late = asyncio.create_task(loop.pull(1, open_late))
         pulls = [asyncio.create_task(loop.pull(version, lambda: Source(error))) for version in (1, 2)]
-        await in_state(loop, lambda: len(loop._state.pulls) == 2)
+        await in_state(loop, lambda: len(loop._state._pulls) == 2)
         engine.release.set()
         assert [pulled.version for pulled in await asyncio.gather(*pulls)] == [2, 2]
         is_loaded.set()

@@ -21,7 +21,6 @@ from titan_rl.config.sections import GenerationConfig
 from titan_rl.generation.engine import Engine
 from titan_rl.generation.loop.engine_loop import EngineLoop
 from titan_rl.generation.loop.engine_rank import Items, Weights, follow_leader
-from titan_rl.generation.loop.local_replica import pause_anew, resume_if_paused
 from titan_rl.generation.loop.ranks import GlooRanks, OneRank
 from titan_rl.generation.types import KVPolicy, PauseMode
 from titan_rl.training.settings import ModelConfig
@@ -164,11 +163,11 @@ class GeneratorActor(ProcessActor):
 
     @concurrent_endpoint
     async def pause(self, mode: PauseMode) -> None:
-        await pause_anew(self._loop, mode)
+        await self._loop.set_paused(mode)
 
     @concurrent_endpoint
     async def resume(self) -> None:
-        await resume_if_paused(self._loop)
+        await self._loop.set_paused(None)
 
     @concurrent_endpoint
     async def abort(self, request_ids: Sequence[str] | None) -> None:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 
 from titan_rl.calls.user_code import summary
-from titan_rl.errors import GenerationError, StateDictError
-from titan_rl.generation.engine import Engine, TokenDelta, problem_of
+from titan_rl.errors import StateDictError
+from titan_rl.generation.engine import Engine, EngineRequest
 from titan_rl.generation.loop.engine_rank import EngineRank, Weights
 from titan_rl.generation.loop.loop_decision import LoopAction, LoopDecision
-from titan_rl.generation.loop.loop_state import LoopState, PendingPull
-from titan_rl.generation.loop.pending import Outbox, PendingCall
+from titan_rl.generation.loop.loop_state import LoopState
+from titan_rl.generation.loop.pending import Outbox, PendingPull
 from titan_rl.generation.loop.ranks import Ranks
 from titan_rl.generation.types import KVPolicy, PullResult
-from titan_rl.types import FinishReason
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +29,14 @@ def run_engine(
     kv_policy: KVPolicy,
     stream_interval: int,
 ) -> None:
-    """The whole life of an engine, in the thread that alone touches it. Raises nothing: the reason goes to `state`."""
+    """The whole life of an engine, in the thread that alone touches it. Raises nothing: the reason goes to `state`.
+
+    Consumes: decisions, one at a time, which `state` makes of what callers have asked for.
+    Waits for: the next decision, and the engine while it steps or loads. Callers are told, and never waited for.
+    Produces: completions, chunks of tokens and outcomes of pulls, in an outbox that is sent after each decision.
+    Unblocked by: any caller's request, abort, pull, pause, resume or close.
+    Ends: by `close`, or a failure of the engine. Whatever is outstanding then fails, and later calls fail at once.
+    """
     engine, ranks, reason, cause = None, None, "the engine loop is closed", None
     outbox = Outbox()
     try:
@@ -76,35 +82,16 @@ class EngineDriver:
                 self._rank.abort(decision.request_ids)
                 self._state.aborted(decision.request_ids, self._outbox)
             case _:
-                if len(decision.requests) == len(self._state.running):
-                    self._told_at = self._state.clock()  # it was idle
-                began = self._state.clock()
-                rejected, deltas = self._rank.step(decision.requests)
-                for request_id, error in rejected.items():
-                    self._state.reject(request_id, error, self._outbox)
-                self._absorb(deltas, began)
-                self._stream()
+                self._step(decision.requests)
 
-    def _absorb(self, deltas: Iterable[TokenDelta], began: float) -> None:
-        """Hand what the engine produced in the step that began then to the calls it is for."""
-        state, finished, failed = self._state, list[tuple[PendingCall, FinishReason]](), dict[str, str]()
-        with state.lock:
-            now = state.clock()
-            for delta in deltas:
-                call = state.running.get(delta.request_id)
-                if call is None:  # its caller no longer waits
-                    continue
-                if (problem := problem_of(delta, call.request)) is not None:
-                    failed[delta.request_id] = problem
-                    continue
-                call.extend(delta, began, now)
-                if delta.finish_reason is not None:
-                    finished.append((call, delta.finish_reason))
-            state.finish(finished, self._outbox)
-            for request_id, problem in failed.items():
-                state.reject(request_id, GenerationError(f"request {request_id!r} {problem}"), self._outbox)
-        if failed:
-            self._abort(tuple(failed))
+    def _step(self, joining: Sequence[EngineRequest]) -> None:
+        began = self._state.clock()
+        if len(joining) == self._state.num_running:
+            self._told_at = began  # it was idle
+        rejected, deltas = self._rank.step(joining)
+        if failed := self._state.absorb(rejected, deltas, began, self._outbox):
+            self._abort(failed)
+        self._stream()
 
     def _stream(self) -> None:
         """Every `stream_interval` steps tell of the tokens since. All requests at once, because a message costs more
@@ -117,15 +104,11 @@ class EngineDriver:
         self._unstreamed_steps = 0
         if is_sign:
             self._told_at = now
-        with self._state.lock:
-            for call in self._state.running.values():
-                if call.on_tokens is not None and (call.num_unstreamed or is_sign):
-                    self._outbox.call(call.future.get_loop(), call.on_tokens, call.take_chunk())
+        self._state.stream(self._outbox, also_empty=is_sign)
 
     def _pull(self, version: int) -> None:
         """Load the newest of the pulls that wait; those of older versions share its outcome."""
-        with self._state.lock:
-            newest = next(pull for pull in self._state.pulls if pull.version == version)
+        newest = self._state.pull_of(version)
         outcome: PullResult | StateDictError
         try:
             weights = self._rank.open(lambda: Weights(newest.items, newest.verify))

@@ -25,8 +25,8 @@ from titan_rl.errors import RequestError, StateDictError
 from titan_rl.generation.engine import Engine, EngineRequest
 from titan_rl.generation.loop.engine_driver import run_engine
 from titan_rl.generation.loop.engine_rank import Items, Verify
-from titan_rl.generation.loop.loop_state import LoopState, PendingPull
-from titan_rl.generation.loop.pending import PendingCall
+from titan_rl.generation.loop.loop_state import LoopState
+from titan_rl.generation.loop.pending import PendingCall, PendingPull
 from titan_rl.generation.loop.ranks import OneRank, Ranks
 from titan_rl.generation.types import KVPolicy, OnTokens, PauseMode, PullResult
 from titan_rl.types import Completion, SamplingParams
@@ -81,7 +81,7 @@ class EngineLoop:
     @property
     def num_in_flight(self) -> int:
         """Requests accepted and not yet resolved."""
-        return len(self._state.inbox) + len(self._state.running)
+        return self._state.num_in_flight
 
     @property
     def paused(self) -> PauseMode | None:
@@ -174,7 +174,7 @@ class EngineLoop:
             async with asyncio.timeout(timeout_s):
                 await drained
         except TimeoutError:
-            running = tuple(self._state.running)
+            running = self._state.running_ids
             logger.warning("pause('wait') gave up on %d requests after %g s and aborts them", len(running), timeout_s)
             await self.abort(running)
         else:
@@ -188,6 +188,20 @@ class EngineLoop:
             EngineDeadError: the loop has ended.
         """
         self._state.resume()
+
+    async def set_paused(self, mode: PauseMode | None) -> None:
+        """Pause in this mode, or with None go on, whatever the present state is. Doing it again changes nothing: a
+        router repeats a call whose answer was lost.
+
+        Raises:
+            EngineDeadError: the loop has ended.
+        """
+        if self.paused == mode:
+            return
+        if self.paused is not None:
+            await self.resume()
+        if mode is not None:
+            await self.pause(mode)
 
     async def pull(
         self,

@@ -53,25 +53,13 @@ class LocalReplica:
         return (await self.loop.pull(version, lambda: self._items_of(version))).version
 
     async def pause(self, mode: PauseMode) -> None:
-        await pause_anew(self.loop, mode)
+        await self.loop.set_paused(mode)
 
     async def resume(self) -> None:
-        await resume_if_paused(self.loop)
+        await self.loop.set_paused(None)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         await self.loop.abort(request_ids)
 
     async def close(self) -> None:
         await self.loop.close()
-
-
-async def pause_anew(loop: EngineLoop, mode: PauseMode) -> None:
-    """Pause in this mode, whatever the present one is: a router repeats a call whose answer was lost."""
-    if loop.paused != mode:
-        await resume_if_paused(loop)
-        await loop.pause(mode)
-
-
-async def resume_if_paused(loop: EngineLoop) -> None:
-    if loop.paused is not None:
-        await loop.resume()

@@ -3,149 +3,134 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
 
-from titan_rl.errors import EngineDeadError, GenerationError, RequestError, StateDictError
-from titan_rl.generation.continuation import aborted_late
-from titan_rl.generation.engine import Engine, EngineRequest
+from titan_rl.errors import EngineDeadError, GenerationError, StateDictError
+from titan_rl.generation.engine import TokenDelta
+from titan_rl.generation.loop.calls import Calls
 from titan_rl.generation.loop.loop_decision import LoopAction, LoopDecision
-from titan_rl.generation.loop.pending import Outbox, PendingCall, with_cause
+from titan_rl.generation.loop.pending import Outbox, PendingCall, PendingPull, with_cause
 from titan_rl.generation.types import PauseMode, PullResult
 from titan_rl.types import FinishReason
-
-logger = logging.getLogger(__name__)
 
 Waiters = list[asyncio.Future[None]]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PendingPull:
-    """One `pull` call."""
-
-    version: int
-    items: Iterable[tuple[str, Any]]
-    source: Iterator[tuple[str, Any]]  # what `items` reads from; closed if nobody does
-    verify: Callable[[Engine], object] | None
-    manifest: Any
-    future: asyncio.Future[PullResult]
-
-    def close(self) -> None:
-        """Let go of what was opened. What that raises is told of in the log: it is no reason to serve no more, and says
-        nothing against weights that were loaded and found right."""
-        try:
-            if (close := getattr(self.source, "close", None)) is not None:
-                close()
-        except BaseException:  # a transport's own, whatever it is
-            logger.exception("the source of version %d failed to close", self.version)
-
-
 class LoopState:
-    """Every method takes the lock, and none holds it longer than a few dictionary operations.
+    """A monitor: the one object that both sides touch, by its methods alone. Each of them takes the lock, which is seen
+    nowhere else, and none holds it longer than a few dictionary operations; only `decide` sleeps, and lets go of it.
 
-    A call is in `inbox` until the decision that lets it join, then in `running` until it is resolved.
+    Futures are resolved by way of an `Outbox`: the callers' methods send theirs once they have let go of the lock, and
+    the engine's thread sends its own once a turn.
     """
 
     def __init__(self, version: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
-        self.version = version  # the newest weights that were loaded and found right; never goes back
-        self.inbox: dict[str, PendingCall] = {}
-        self.running: dict[str, PendingCall] = {}
-        self.aborting: set[str] = set()  # running requests that the engine is to forget
-        self.pulls: list[PendingPull] = []
-        self.barriers: Waiters = []  # resolved between two steps, once nothing is being aborted
-        self.drained: Waiters = []  # resolved once nothing runs
-        self.paused: PauseMode | None = None
-        self.closing = False
-        self.distrusted: Exception | None = None  # why nobody knows which weights are loaded
-        self.ended: tuple[str, BaseException | None] | None = None
-        self.lock = threading.RLock()
-        self._wake = threading.Condition(self.lock)
+        self._lock = threading.Condition()  # reentrant; the engine's thread sleeps on it
+        self._version = version  # the newest weights that were loaded and found right; never goes back
+        self._calls = Calls()
+        self._pulls: list[PendingPull] = []
+        self._barriers: Waiters = []  # resolved between two steps, once nothing is being aborted
+        self._drained: Waiters = []  # resolved once nothing runs
+        self._paused: PauseMode | None = None
+        self._closing = False
+        self._distrusted: Exception | None = None  # why nobody knows which weights are loaded
+        self._ended: tuple[str, BaseException | None] | None = None
 
     # The callers' side.
 
+    @property
+    def version(self) -> int:
+        with self._lock:
+            return self._version
+
+    @property
+    def paused(self) -> PauseMode | None:
+        with self._lock:
+            return self._paused
+
+    @property
+    def num_in_flight(self) -> int:
+        with self._lock:
+            return len(self._calls)
+
+    @property
+    def num_running(self) -> int:
+        with self._lock:
+            return len(self._calls.running)
+
+    @property
+    def running_ids(self) -> tuple[str, ...]:
+        with self._lock:
+            return tuple(self._calls.running)
+
     def require_alive(self) -> None:
-        if self.ended is not None:
-            reason, cause = self.ended
-            raise EngineDeadError(reason) from cause
+        with self._lock:
+            if self._ended is not None:
+                reason, cause = self._ended
+                raise EngineDeadError(reason) from cause
 
     def submit(self, call: PendingCall) -> None:
         """Queue a call, or resolve it at once."""
-        request_id = call.request.request_id
-        with self._wake:
+        with self._lock:
             self.require_alive()
-            if self.distrusted is not None:
-                raise self.distrust_error()
-            if self.paused is PauseMode.ABORT:
+            if self._distrusted is not None:
+                raise self._distrust_error()
+            if self._paused is PauseMode.ABORT:
                 call.future.set_result(call.completion(FinishReason.ABORT))
                 return
-            being_freed = request_id in self.aborting
-            if request_id in self.inbox or (request_id in self.running and not being_freed):
-                raise RequestError(f"request_id {request_id!r} is already in flight; ids must be unique")
-            self.inbox[request_id] = call
-            self._wake.notify()
+            self._calls.add(call)
+            self._lock.notify()
 
     def forget(self, call: PendingCall) -> None:
         """Free a request whose caller is gone."""
-        request_id = call.request.request_id
-        with self._wake:
-            if self.inbox.get(request_id) is call:
-                del self.inbox[request_id]
-            elif self.running.get(request_id) is call:
-                self.aborting.add(request_id)
-                self._wake.notify()
+        with self._lock:
+            self._calls.forget(call)
+            self._lock.notify()
 
     def abort(self, request_ids: Iterable[str] | None, barrier: asyncio.Future[None]) -> None:
         """Resolve what the engine has not seen, and have it forget the rest before `barrier` resolves."""
         outbox = Outbox()
-        with self._wake:
-            for request_id in [*self.inbox, *self.running] if request_ids is None else request_ids:
-                if (call := self.inbox.pop(request_id, None)) is not None:
-                    outbox.resolve(call.future, call.completion(FinishReason.ABORT))
-                if request_id in self.running:
-                    self.aborting.add(request_id)
-            if self.ended is None:
-                self.barriers.append(barrier)
+        with self._lock:
+            self._calls.abort(request_ids, outbox)
+            if self._ended is None:
+                self._barriers.append(barrier)
             else:
                 outbox.resolve(barrier, None)
-            self._wake.notify()
+            self._lock.notify()
         outbox.send()
 
     def give_up(self) -> int:
         """Resolve calls whose abort the engine does not get round to, and return how many."""
         outbox = Outbox()
-        with self._wake:
-            calls = [self.running.pop(request_id) for request_id in self.aborting if request_id in self.running]
-            for call in calls:
-                outbox.resolve(call.future, call.completion(FinishReason.ABORT))
+        with self._lock:
+            count = self._calls.give_up(outbox)
         outbox.send()
-        return len(calls)
+        return count
 
     def pause(self, mode: PauseMode, drained: asyncio.Future[None]) -> None:
-        with self._wake:
+        with self._lock:
             self.require_alive()
-            if self.paused is not None:
-                raise RuntimeError(f"already paused ({self.paused}); resume() before pausing again")
-            self.paused = mode
+            if self._paused is not None:
+                raise RuntimeError(f"already paused ({self._paused}); resume() before pausing again")
+            self._paused = mode
             if mode is PauseMode.WAIT:
-                self.drained.append(drained)
+                self._drained.append(drained)
             else:
                 drained.set_result(None)
-            self._wake.notify()
+            self._lock.notify()
 
     def resume(self) -> None:
         outbox = Outbox()
-        with self._wake:
+        with self._lock:
             self.require_alive()
-            if self.paused is None:
+            if self._paused is None:
                 raise RuntimeError("not paused; pause() comes first")
-            self.paused = None
-            self._release(self.drained, outbox)
-            self._wake.notify()
+            self._paused = None
+            _release(self._drained, outbox)
+            self._lock.notify()
         outbox.send()
 
     def outdated(self, version: int) -> PullResult | None:
@@ -154,141 +139,127 @@ class LoopState:
         Raises:
             StateDictError: nothing is served, and a version so old cannot cure it.
         """
-        with self._wake:
+        with self._lock:
             self.require_alive()
-            if version >= self.version:
+            if version >= self._version:
                 return None
-            if self.distrusted is not None:
+            if self._distrusted is not None:
                 raise StateDictError(
-                    f"version {version} is older than version {self.version}, which was served, and is not loaded; the "
-                    f"weights loaded are unknown ({self.distrusted}), so pull version {self.version} or a newer one"
+                    f"version {version} is older than version {self._version}, which was served, and is not loaded; the"
+                    f" weights loaded are unknown ({self._distrusted}), so pull version {self._version} or a newer one"
                 )
-            return PullResult(self.version, load_s=0.0, verify_s=0.0, stall_s=0.0)
+            return PullResult(self._version, load_s=0.0, verify_s=0.0, stall_s=0.0)
 
     def add_pull(self, pull: PendingPull) -> PullResult | None:
         """Queue a pull, or answer it at once, as `outdated` does."""
-        with self._wake:
+        with self._lock:
             if (answer := self.outdated(pull.version)) is None:
-                self.pulls.append(pull)
-                self._wake.notify()
+                self._pulls.append(pull)
+                self._lock.notify()
             return answer
 
     def close(self) -> None:
-        with self._wake:
-            self.closing = True
-            self._wake.notify()
+        with self._lock:
+            self._closing = True
+            self._lock.notify()
 
     # The engine thread's side.
 
     def decide(self) -> LoopDecision:
         """Sleep until there is something to do: CLOSE before PULL before ABORT before STEP."""
-        with self._wake:
+        with self._lock:
+            calls = self._calls
             while True:
-                if self.closing:
+                if self._closing:
                     return LoopDecision(LoopAction.CLOSE)
-                if self.pulls:
-                    newest = max(self.pulls, key=lambda pull: pull.version)
+                if self._pulls:
+                    newest = max(self._pulls, key=lambda pull: pull.version)
                     return LoopDecision(LoopAction.PULL, version=newest.version, manifest=newest.manifest)
-                if self.aborting or self.barriers:
-                    return LoopDecision(LoopAction.ABORT, request_ids=tuple(self.aborting))
-                if self.paused is None and (self.inbox or self.running):
-                    return LoopDecision(LoopAction.STEP, requests=self._admit())
-                if self.paused is PauseMode.WAIT and self.running:
+                if calls.aborting or self._barriers:
+                    return LoopDecision(LoopAction.ABORT, request_ids=tuple(calls.aborting))
+                if self._paused is None and len(calls):
+                    return LoopDecision(LoopAction.STEP, requests=calls.admit(self._version))
+                if self._paused is PauseMode.WAIT and calls.running:
                     return LoopDecision(LoopAction.STEP)
-                if self.drained:
+                if self._drained:
                     outbox = Outbox()
-                    self._release(self.drained, outbox)
+                    _release(self._drained, outbox)
                     outbox.send()
-                self._wake.wait()
+                self._lock.wait()
 
-    def finish(self, finished: Iterable[tuple[PendingCall, FinishReason]], outbox: Outbox) -> None:
-        """Resolve calls with their last token."""
-        with self._wake:
-            for call, finish_reason in finished:
-                request_id = call.request.request_id
-                if self.running.pop(request_id, None) is None:
-                    continue
-                completion = call.completion(finish_reason)
-                if request_id in self.aborting:
-                    self.aborting.discard(request_id)
-                    completion = aborted_late(completion)
-                outbox.resolve(call.future, completion)
+    def absorb(
+        self, rejected: Mapping[str, Exception], deltas: Iterable[TokenDelta], began: float, outbox: Outbox
+    ) -> tuple[str, ...]:
+        """What came of the step that began then.
 
-    def reject(self, request_id: str, error: Exception, outbox: Outbox) -> None:
-        """Fail one running call."""
-        with self._wake:
-            self.aborting.discard(request_id)
-            if (call := self.running.pop(request_id, None)) is not None:
-                outbox.resolve(call.future, error)
+        Returns:
+            the requests that failed by it, which the engine is to forget.
+        """
+        with self._lock:
+            self._calls.reject(rejected, outbox)
+            return self._calls.absorb(deltas, began, self.clock(), outbox)
+
+    def stream(self, outbox: Outbox, *, also_empty: bool) -> None:
+        """Tell every request of its tokens since this was called last, or also of none."""
+        with self._lock:
+            self._calls.stream(outbox, also_empty=also_empty)
 
     def aborted(self, request_ids: Iterable[str], outbox: Outbox) -> None:
         """The engine has forgotten these."""
-        with self._wake:
-            for request_id in request_ids:
-                self.aborting.discard(request_id)
-                if (call := self.running.pop(request_id, None)) is not None:
-                    outbox.resolve(call.future, call.completion(FinishReason.ABORT))
-            if not self.aborting:
-                self._release(self.barriers, outbox)
+        with self._lock:
+            self._calls.aborted(request_ids, outbox)
+            if not self._calls.aborting:
+                _release(self._barriers, outbox)
+
+    def pull_of(self, version: int) -> PendingPull:
+        """One that waits for this version."""
+        with self._lock:
+            return next(pull for pull in self._pulls if pull.version == version)
 
     def pulled(self, version: int, outcome: PullResult | Exception, outbox: Outbox) -> None:
         """Answer the pull of this version, and those of older ones that have come by now."""
-        with self._wake:
-            answered = [pull for pull in self.pulls if pull.version <= version]
-            self.pulls = [pull for pull in self.pulls if pull.version > version]
+        with self._lock:
+            answered = [pull for pull in self._pulls if pull.version <= version]
+            self._pulls = [pull for pull in self._pulls if pull.version > version]
         for pull in answered:
             pull.close()
             outbox.resolve(pull.future, outcome)
 
     def loaded(self, version: int) -> None:
         """The engine has these weights, and they are right: tokens from here on are theirs."""
-        with self._wake:
-            self.version, self.distrusted = version, None
-            for call in self.running.values():
-                call.mark(version)
+        with self._lock:
+            self._version, self._distrusted = version, None
+            self._calls.mark(version)
 
     def distrust(self, cause: Exception, outbox: Outbox) -> tuple[str, ...]:
         """Serve nothing until a pull succeeds. Returns the requests that the engine is to forget."""
-        with self._wake:
-            self.distrusted = cause
-            running = tuple(self.running)
-            for call in (*self.inbox.values(), *self.running.values()):
-                outbox.resolve(call.future, self.distrust_error())
-            self.inbox.clear()
-            self.running.clear()
-            self.aborting.clear()
+        with self._lock:
+            self._distrusted = cause
+            calls, running = self._calls.clear()
+            for call in calls:
+                outbox.resolve(call.future, self._distrust_error())
         return running
-
-    def distrust_error(self) -> GenerationError:
-        error = GenerationError(f"the weights loaded are unknown, since a pull failed ({self.distrusted}); pull again")
-        return with_cause(error, self.distrusted)
 
     def end(self, reason: str, cause: BaseException | None) -> None:
         """Refuse later calls, and fail everything outstanding. The first reason stays."""
         outbox = Outbox()
-        with self._wake:
-            if self.ended is None:
-                self.ended = (reason, cause)
-            calls = (*self.inbox.values(), *self.running.values(), *self.pulls)
-            for future in [*(call.future for call in calls), *self.drained]:
+        with self._lock:
+            if self._ended is None:
+                self._ended = (reason, cause)
+            calls, _ = self._calls.clear()
+            for future in [*(call.future for call in (*calls, *self._pulls)), *self._drained]:
                 outbox.resolve(future, with_cause(EngineDeadError(reason), cause))
-            self._release(self.barriers, outbox)  # there is nothing left to abort
-            for outstanding in (self.inbox, self.running, self.aborting, self.pulls, self.drained):
-                outstanding.clear()
+            _release(self._barriers, outbox)  # there is nothing left to abort
+            self._pulls.clear()
+            self._drained.clear()
         outbox.send()
 
-    def _admit(self) -> tuple[EngineRequest, ...]:
-        if not self.inbox:
-            return ()
-        admitted = tuple(self.inbox.values())
-        self.running.update(self.inbox)
-        self.inbox.clear()
-        for call in admitted:
-            call.admit(self.version, len(self.running))
-        return tuple(call.request for call in admitted)
+    def _distrust_error(self) -> GenerationError:
+        error = GenerationError(f"the weights loaded are unknown, since a pull failed ({self._distrusted}); pull again")
+        return with_cause(error, self._distrusted)
 
-    @staticmethod
-    def _release(waiters: Waiters, outbox: Outbox) -> None:
-        for waiter in waiters:
-            outbox.resolve(waiter, None)
-        waiters.clear()
+
+def _release(waiters: Waiters, outbox: Outbox) -> None:
+    for waiter in waiters:
+        outbox.resolve(waiter, None)
+    waiters.clear()

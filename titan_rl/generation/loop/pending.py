@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from titan_rl.generation.engine import EngineRequest, TokenDelta
-from titan_rl.generation.types import OnTokens
+from titan_rl.generation.engine import Engine, EngineRequest, TokenDelta
+from titan_rl.generation.types import OnTokens, PullResult
 from titan_rl.types import Completion, FinishReason, VersionSpan
+
+logger = logging.getLogger(__name__)
 
 ErrorT = TypeVar("ErrorT", bound=Exception)
 
@@ -112,6 +116,27 @@ class PendingCall:
                 spans.append(VersionSpan(version, count))
             end = min(end, index)
         return tuple(reversed(spans))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PendingPull:
+    """One `pull` call."""
+
+    version: int
+    items: Iterable[tuple[str, Any]]
+    source: Iterator[tuple[str, Any]]  # what `items` reads from; closed if nobody does
+    verify: Callable[[Engine], object] | None
+    manifest: Any
+    future: asyncio.Future[PullResult]
+
+    def close(self) -> None:
+        """Let go of what was opened. What that raises is told of in the log: it is no reason to serve no more, and says
+        nothing against weights that were loaded and found right."""
+        try:
+            if (close := getattr(self.source, "close", None)) is not None:
+                close()
+        except BaseException:  # a transport's own, whatever it is
+            logger.exception("the source of version %d failed to close", self.version)
 
 
 class Outbox:
