@@ -25,7 +25,7 @@ from titan_rl.calls.watchdog import LoopWatchdog
 from titan_rl.config.load import load_config
 from titan_rl.rollout.group.rollouter import Rollouter
 from titan_rl.rollout.task import drop_reason
-from titan_rl.run.group_player import GroupPlayer
+from titan_rl.run.stages.task_groups import TaskGroups
 
 IN_THREADS = {
     "environment": "rollout.env_in_thread = true",
@@ -142,12 +142,12 @@ async def test_of_a_tasks_own_functions(where: str) -> None:
     task: Any = Data(block)
     unused = cast("Any", None)
     config = load_config(Path(__file__).parents[2] / "examples/alphabet_sort/cpu.toml", check_files=False)
-    player = GroupPlayer(
+    groups = TaskGroups(
         config, task, runner=unused, router=unused, journal=unused, stop_token_ids=(), on_ended=unused, on_lost=unused
     )
     with LoopWatchdog(block.tell, blocked_after_s=0.05):
-        player.train_sample(3)
-        await player.validation_groups(on_lost=unused)
+        groups.train_sample(3)
+        groups.validation_samples()
         drop_reason(task, RolloutGroup("g", None, []))
     assert f"in {where} blocks it" in block.told[0] or "in __call__ blocks it" in block.told[0]
     assert IN_THREADS["task"] in block.told[0]

@@ -13,8 +13,8 @@ import pytest
 from titan_rl.config.run import RunConfig
 from titan_rl.config.sections import CheckpointConfig
 from titan_rl.errors import CheckpointError, ConfigError, NoSpaceError
-from titan_rl.run import checkpoint_saver
-from titan_rl.run.checkpoint_saver import CheckpointSaver
+from titan_rl.run.checkpoints import saver
+from titan_rl.run.checkpoints.saver import CheckpointSaver
 from titan_rl.run.machine import disk_space
 from titan_rl.run.machine.disk_space import check_room, checkpoint_bytes
 from titan_rl.training.state.checkpoint import step_directory
@@ -140,7 +140,7 @@ async def test_the_last_one_says_what_it_does_for_as_long_as_it_takes(disk: Disk
     assert disk.saved == [(5, 7200.0)]
     assert disk.said[0] == f"saving step 5, 100.0 MB, to {step_directory(disk.root, 5)}"
     assert disk.said[-1] == "step 5 is saved"
-    assert len(disk.said) == 2 + 7200 / checkpoint_saver.TELL_EVERY_S - 1
+    assert len(disk.said) == 2 + 7200 / saver.TELL_EVERY_S - 1
 
 
 @pytest.mark.looptime

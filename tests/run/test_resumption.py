@@ -14,12 +14,12 @@ from user_project import project
 from titan_rl.config.changes import settings_of
 from titan_rl.config.load import load_config
 from titan_rl.errors import CheckpointError, ConfigError, DamagedCheckpointError
+from titan_rl.run.checkpoints.resumption import resume_from_newest
 from titan_rl.run.directory import RunDirectory, read_jsonl
-from titan_rl.run.farewell import Farewell
+from titan_rl.run.end_messages import EndMessages
 from titan_rl.run.journal.run_journal import RunJournal
 from titan_rl.run.journal.run_state import DataPosition, RunState
 from titan_rl.run.json_lines import cut_records
-from titan_rl.run.resumption import resume_from_newest
 from titan_rl.training.state.checkpoint import list_checkpoints, step_directory
 from titan_rl.training.state.checksums import write_checksums, write_summed
 
@@ -133,31 +133,31 @@ def test_a_run_that_was_stopped_after_its_last_step_is_brought_to_its_end(run_di
 def test_a_stopped_run_says_what_is_saved_and_how_it_goes_on(run_dir):
     config = load_config(run_dir.config, [("training.steps", "3")])
     command = f"titan-rl train --resume {run_dir.path}"
-    farewell = Farewell(config, run_dir, step=3)
-    assert farewell.stopped() == f"stopped with step 3 saved; to go on: {command}"
-    assert farewell.failed() == f"step 3 is saved; once it is mended, go on with: {command}"
-    assert farewell.cut_short().endswith(f"to go on: {command}")
+    messages = EndMessages(config, run_dir, step=3)
+    assert messages.stopped() == f"stopped with step 3 saved; to go on: {command}"
+    assert messages.failed() == f"step 3 is saved; once it is mended, go on with: {command}"
+    assert messages.cut_short().endswith(f"to go on: {command}")
     run_dir.export.mkdir()
-    for finished in (farewell.stopped(), farewell.failed()):
+    for finished in (messages.stopped(), messages.failed()):
         assert "go on" not in finished
         assert f"the run is finished, its policy is {run_dir.export}" in finished
 
 
 def test_a_stopped_run_whose_last_save_failed_says_where_it_stands_and_what_a_resume_starts_from(run_dir):
     command = f"titan-rl train --resume {run_dir.path}"
-    farewell = Farewell(load_config(run_dir.config), run_dir, step=1)
-    farewell.stands_at(4)
+    messages = EndMessages(load_config(run_dir.config), run_dir, step=1)
+    messages.stands_at(4)
     newest = step_directory(run_dir.checkpoints, 3)
     stands = "step 4, which is not saved"
-    assert farewell.stopped() == f"stopped at {stands}; to go on from step 3, {newest}: {command}"
-    assert farewell.failed().startswith(
+    assert messages.stopped() == f"stopped at {stands}; to go on from step 3, {newest}: {command}"
+    assert messages.failed().startswith(
         f"the run stands at {stands}; once it is mended, go on from step 3, {newest} with"
     )
     for step in (1, 3):
         shutil.rmtree(step_directory(run_dir.checkpoints, step))
-    assert farewell.stopped().startswith("stopped at step 4, which is not saved; to go on from step 0")
-    farewell.stands_at(0)
-    assert farewell.stopped() == f"stopped before a step was trained; to go on: {command}"
+    assert messages.stopped().startswith("stopped at step 4, which is not saved; to go on from step 0")
+    messages.stands_at(0)
+    assert messages.stopped() == f"stopped before a step was trained; to go on: {command}"
 
 
 def test_a_run_without_a_checkpoint_goes_on_with_its_journal(run_dir):

@@ -27,9 +27,10 @@ from titan_rl.generation.router.limits import Limits
 from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.generation.router.strategies import LeastLoaded, RoundRobin, StickySession, Strategy
 from titan_rl.rollout.renderer import ChatTemplateRenderer
+from titan_rl.run.checkpoints.resumption import Resumption, resume_from_newest
 from titan_rl.run.controller import Controller
 from titan_rl.run.directory import RunDirectory
-from titan_rl.run.farewell import Farewell
+from titan_rl.run.end_messages import EndMessages
 from titan_rl.run.journal.run_journal import RunJournal
 from titan_rl.run.journal.run_state import RunState
 from titan_rl.run.machine.disk_space import check_room, size_of
@@ -41,7 +42,6 @@ from titan_rl.run.observability.progress import Progress
 from titan_rl.run.observability.report import write_report
 from titan_rl.run.observability.sinks import open_sinks
 from titan_rl.run.observability.standstill import Standstill
-from titan_rl.run.resumption import Resumption, resume_from_newest
 
 logger = logging.getLogger(__name__)
 
@@ -95,28 +95,28 @@ def _run_in(run_dir: RunDirectory, config: RunConfig, *, begins: bool) -> int:
         logging.raiseExceptions = False  # a log that has no room on the disk is no news for the screen at every line
         for warning in throttles(config):
             logger.warning("%s", warning)
-        farewell = Farewell(config, run_dir, start.state.step)
+        messages = EndMessages(config, run_dir, start.state.step)
         with (
-            StopSignals(STOPPING_EARLY, f"ended at once; {farewell.cut_short()}") as signals,
-            guarded(scratch_root(), run_dir.run_id, farewell.cut_short()),
+            StopSignals(STOPPING_EARLY, f"ended at once; {messages.cut_short()}") as signals,
+            guarded(scratch_root(), run_dir.run_id, messages.cut_short()),
             run_environment(),
         ):
             try:
-                code = run_to_its_end(_run_until_signal(config, run_dir, start, signals, farewell))
+                code = run_to_its_end(_run_until_signal(config, run_dir, start, signals, messages))
             except (SystemExit, KeyboardInterrupt) as error:  # of what user code has begun: no signal raises here
                 failure = TrainingError(f"an environment, a reward or the task exits Python: {describe(error)}")
-                failure.add_note(farewell.failed())
+                failure.add_note(messages.failed())
                 raise failure from None
         if code:
-            tell_on_stderr(farewell.stopped())
+            tell_on_stderr(messages.stopped())
         return code
 
 
 async def _run_until_signal(
-    config: RunConfig, run_dir: RunDirectory, start: Resumption, signals: StopSignals, farewell: Farewell
+    config: RunConfig, run_dir: RunDirectory, start: Resumption, signals: StopSignals, messages: EndMessages
 ) -> int:
     """A signal cancels the run, which then ends as on a failure: a checkpoint, and no process left."""
-    run = asyncio.ensure_future(_run(config, run_dir, start, signals, farewell))
+    run = asyncio.ensure_future(_run(config, run_dir, start, signals, messages))
     loop = asyncio.get_running_loop()
 
     def stop() -> None:
@@ -138,13 +138,13 @@ async def _run_until_signal(
         logger.error("the run ended", exc_info=error)
         failure = error
     if failure is not None:  # outside the handlers, so that its cause stays its own
-        failure.add_note(farewell.failed())
+        failure.add_note(messages.failed())
         raise failure
     return 0
 
 
 async def _run(
-    config: RunConfig, run_dir: RunDirectory, start: Resumption, signals: StopSignals, farewell: Farewell
+    config: RunConfig, run_dir: RunDirectory, start: Resumption, signals: StopSignals, messages: EndMessages
 ) -> None:
     # Monarch writes to the terminal and opens sockets in TMPDIR when it is first used.
     from titan_rl.actors.generate_service import listening
@@ -204,7 +204,7 @@ async def _run(
                 start=start.state,
             )
             resources.callback(controller.close)
-            resources.callback(lambda: farewell.stands_at(controller.version))
+            resources.callback(lambda: messages.stands_at(controller.version))
             async with asyncio.TaskGroup() as background:
                 watch = background.create_task(processes.watch(router), name="watch")
                 standstill = Standstill(controller.progress, controller.waits_for, progress.message)

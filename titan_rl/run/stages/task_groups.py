@@ -1,14 +1,12 @@
-"""Plays the groups of a run: those to train on, and the held-out ones."""
+"""The groups of a run, from the samples of its task: those to train on, and the held-out ones."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 from titan_rl.config.run import RunConfig
-from titan_rl.errors import RewardError
 from titan_rl.generation.resume import resume_on_abort
 from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.generation.types import PauseMode
@@ -22,8 +20,8 @@ from titan_rl.scheduling.lease import Lease
 from titan_rl.types import Completion, GenerateFn, SamplingParams
 
 
-class GroupPlayer:
-    """Joins the samples of a task with what plays and generates for them.
+class TaskGroups:
+    """Joins the samples of a task with what runs groups and what generates for them.
 
     Args:
         on_ended: called with each rollout as it ends, before it is scored.
@@ -57,83 +55,84 @@ class GroupPlayer:
         with calling(f"train_sample({seed}, {index})"):
             return self._task.train_sample(seed, index)
 
-    async def train_group(self, lease: Lease) -> RolloutGroup:
+    def validation_samples(self) -> list[Any]:
+        """The held-out samples, the same each time."""
+        count = self._config.validation.num_prompts
+        with calling(f"validation_samples({count})"):
+            return list(self._task.validation_samples(count))
+
+    async def run_training_group(self, lease: Lease) -> RolloutGroup:
         """The group that a lease of the scheduler is for."""
-        with Sessions(self._router.finish_session) as sessions:
+        return await self._run_group(
+            self._generate_for(lease),
+            self.train_sample(lease.index),
+            group_id=train_group_id(lease.index),
+            group_size=self._config.rollout.group_size,
+            sampling=self._sampling(
+                self._config.sampling.temperature, routed_experts=self._config.generation.return_routed_experts
+            ),
+            on_finished=lease.rollout_finished,
+        )
 
-            def on_finished(rollout: Rollout) -> None:
-                lease.rollout_finished(rollout)
-                self._on_ended(rollout)
-                sessions.finish(rollout.rollout_id)
-
-            group = await self._runner.run_group(
-                sessions.track(self._generate_for(lease)),
-                self.train_sample(lease.index),
-                group_id=train_group_id(lease.index),
-                group_size=self._config.rollout.group_size,
-                sampling=self._sampling(
-                    self._config.sampling.temperature, routed_experts=self._config.generation.return_routed_experts
-                ),
-                on_finished=on_finished,
-            )
-        if group.failure is not None:
-            self._on_lost(group)
-        return group
+    async def run_validation_group(self, index: int, sample: Any) -> RolloutGroup:
+        """The group of a held-out sample. Its seeds are the same each time, so that two validations differ by their
+        weights alone."""
+        return await self._run_group(
+            self._generate,
+            sample,
+            group_id=f"validation-{index}",
+            group_size=self._config.validation.samples_per_prompt,
+            sampling=self._sampling(self._config.validation.temperature),
+        )
 
     @contextlib.asynccontextmanager
-    async def paused(self, mode: PauseMode | str) -> AsyncGenerator[None]:
-        """Rollouts in flight are interrupted for the length of the block; see `GeneratorRouter.pause`."""
+    async def interrupted(self, mode: PauseMode | str) -> AsyncGenerator[bool]:
+        """Rollouts in flight wait for the length of the block, or end with what they have; see `GeneratorRouter.pause`.
+
+        Args:
+            mode: as `scheduling.on_batch_ready`: with "continue" they go on.
+
+        Yields:
+            whether they are interrupted.
+        """
+        if mode == "continue":
+            yield False
+            return
         await self._router.pause(mode)
         try:
             self._runner.pause_judging()
-            yield
+            yield True
         finally:
             self._runner.resume_judging()
             await self._router.resume()
 
-    async def validation_groups(self, on_lost: Callable[[RolloutGroup], None]) -> list[RolloutGroup]:
-        """One group for each held-out sample. The seeds are the same each time, so that two validations differ by
-        their weights alone.
-
-        Args:
-            on_lost: called with each group whose reward failed, when it has; it is among those returned, too.
-
-        Raises:
-            RewardError: a reward failed on all of them, or on `scheduling.max_failed_groups` in a row.
-        """
-        count = self._config.validation.num_prompts
-        with calling(f"validation_samples({count})"):
-            samples = list(self._task.validation_samples(count))
-        lost = LostInARow(min(self._config.scheduling.max_failed_groups, len(samples)))
-        async with asyncio.TaskGroup() as tasks:
-            running = [
-                tasks.create_task(self._validation_group(index, sample, lost, on_lost))
-                for index, sample in enumerate(samples)
-            ]
-        return [task.result() for task in running]
-
-    async def _validation_group(
-        self, index: int, sample: Any, lost: LostInARow, on_lost: Callable[[RolloutGroup], None]
+    async def _run_group(
+        self,
+        generate: GenerateFn,
+        sample: Any,
+        *,
+        group_id: str,
+        group_size: int,
+        sampling: SamplingParams,
+        on_finished: Callable[[Rollout], None] = lambda rollout: None,
     ) -> RolloutGroup:
-        settings = self._config.validation
         with Sessions(self._router.finish_session) as sessions:
 
-            def on_finished(rollout: Rollout) -> None:
+            def finish(rollout: Rollout) -> None:
+                on_finished(rollout)
                 self._on_ended(rollout)
                 sessions.finish(rollout.rollout_id)
 
             group = await self._runner.run_group(
-                sessions.track(self._generate),
+                sessions.track(generate),
                 sample,
-                group_id=f"validation-{index}",
-                group_size=settings.samples_per_prompt,
-                sampling=self._sampling(settings.temperature),
-                on_finished=on_finished,
+                group_id=group_id,
+                group_size=group_size,
+                sampling=sampling,
+                on_finished=finish,
             )
         if group.failure is not None:
             self._on_lost(group)
-            on_lost(group)
-        lost.count(group)
         return group
 
     async def _generate(
@@ -181,20 +180,3 @@ def train_group_id(index: int) -> str:
 def train_index(group_id: str) -> int:
     """The position of a `train_group_id`."""
     return int(group_id.removeprefix("train-"))
-
-
-class LostInARow:
-    """Counts held-out groups whose reward failed, with none in between that was judged."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._count = 0
-
-    def count(self, group: RolloutGroup) -> None:
-        """
-        Raises:
-            RewardError: they are as many as may be.
-        """
-        self._count = 0 if group.failure is None else self._count + 1
-        if group.failure is not None and self._count == self._most:
-            raise RewardError(f"{self._count} held-out groups in a row were lost to rewards that fail: {group.failure}")

@@ -1,16 +1,15 @@
-"""What a run remembers of its groups as the scheduler settles them: the journal, the transcripts, what was dropped."""
+"""What a run notes of its groups as the scheduler settles them: the journal, the transcripts, what was dropped."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import fmean
 
 from titan_rl.rollout.types import RolloutGroup
 from titan_rl.run.journal.run_journal import RunJournal
 from titan_rl.run.observability.rollout_log import RolloutLog
 
 
-class RunObserver:
+class GroupRecords:
     """The `SchedulerObserver` of a run.
 
     Args:
@@ -40,21 +39,3 @@ class RunObserver:
     def take_dropped(self, version: int) -> list[RolloutGroup]:
         """The groups that finished and were dropped before the batch trained from `version` was found; once."""
         return self._dropped.pop(version, [])
-
-
-def finished_figures(trained: Sequence[RolloutGroup], dropped: Sequence[RolloutGroup]) -> dict[str, float]:
-    """Of groups as they finished, before any is left out: what the policy earns. A mean over those that are trained on
-    says what the filters leave. Each group counts once, in the step that it is trained in or that it made room for.
-
-    Returns:
-        rollout/finished_groups; rollout/finished_reward_mean, of all rollouts with a reward, absent where there is
-        none; rollout/finished_errors, rollouts that ended in an error.
-    """
-    groups = [*trained, *dropped]
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
-    figures = {
-        "rollout/finished_groups": float(len(groups)),
-        "rollout/finished_errors": float(sum(rollout.status.is_error for rollout in rollouts)),
-    }
-    return figures | ({"rollout/finished_reward_mean": fmean(rewards)} if rewards else {})

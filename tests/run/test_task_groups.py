@@ -1,4 +1,4 @@
-"""Groups as the controller plays them: every session that the router has seen is finished."""
+"""Groups as the controller runs them: every session that the router has seen is finished."""
 
 import asyncio
 from collections import Counter
@@ -13,8 +13,8 @@ from titan_rl.config.run import RunConfig
 from titan_rl.config.sections import SamplingConfig, ValidationConfig
 from titan_rl.generation.router.strategies import LeastLoaded
 from titan_rl.rollout.settings import RolloutConfig
-from titan_rl.run.group_player import GroupPlayer
 from titan_rl.run.journal.run_journal import RunJournal
+from titan_rl.run.stages.task_groups import TaskGroups
 from titan_rl.training.settings import ModelConfig
 
 
@@ -63,7 +63,7 @@ async def test_sessions_of_retried_rollouts_are_finished_too(tmp_path: Path) -> 
     )
     router = GeneratorRouter([FakeReplica()], noting)
     await router.pull_state_dict(0)
-    player = GroupPlayer(
+    groups = TaskGroups(
         config,
         task,  # pyright: ignore[reportArgumentType]
         runner=Rollouter(Flaky, task.rubric(), max_context=16, limits=limits),
@@ -73,7 +73,7 @@ async def test_sessions_of_retried_rollouts_are_finished_too(tmp_path: Path) -> 
         on_ended=lambda rollout: None,
         on_lost=lambda group: None,
     )
-    (group,) = await asyncio.wait_for(player.validation_groups(on_lost=lambda group: None), 10)
+    group = await asyncio.wait_for(groups.run_validation_group(0, 4), 10)
     assert any(rollout.metrics["retries"] for rollout in group.rollouts)
     assert any("~" in session_id for session_id in noting.begun)
     assert noting.finished == Counter(noting.begun)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import shlex
 
 from titan_rl.config.run import RunConfig
+from titan_rl.run.checkpoints.resumption import is_finished
 from titan_rl.run.directory import RunDirectory
-from titan_rl.run.resumption import is_finished
 from titan_rl.training.state.checkpoint import latest, step_of
 
 
-class Farewell:
+class EndMessages:
     """What to say when a run ends before its time.
 
     Args:

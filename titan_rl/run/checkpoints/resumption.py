@@ -10,9 +10,9 @@ from titan_rl.config.changes import check_unchanged
 from titan_rl.config.run import RunConfig
 from titan_rl.errors import CheckpointError, DamagedCheckpointError
 from titan_rl.run.directory import RunDirectory
-from titan_rl.run.group_player import train_index
 from titan_rl.run.journal.journal_state import Found, list_segments, read_segments
 from titan_rl.run.journal.run_state import RunState
+from titan_rl.run.stages.task_groups import train_index
 from titan_rl.training.state.checkpoint import list_checkpoints, step_of
 from titan_rl.training.state.checksums import verify
 

@@ -1,0 +1,35 @@
+"""Whether anything happens in a run, and what it waits for."""
+
+from __future__ import annotations
+
+from titan_rl.generation.router.router import GeneratorRouter
+from titan_rl.run.observability.peak import Peak
+
+
+class Activity:
+    """What a `Standstill` looks at.
+
+    Args:
+        requests: in flight.
+        num_generators: of the run, whether or not they serve.
+    """
+
+    def __init__(self, router: GeneratorRouter, requests: Peak, num_generators: int) -> None:
+        self._router = router
+        self._requests = requests
+        self._num_generators = num_generators
+
+    def progress(self) -> object:
+        """Differs once a token or an answer has come."""
+        tokens = sum(len(answer.token_ids) for answer in self._router.tokens_so_far().values())
+        return self._requests.num_done, tokens
+
+    def waits_for(self) -> list[str]:
+        """What generation has to do, as far as that is known."""
+        serving = [member.name for member in self._router.members if member.serving]
+        errors = [f"{member.name}: {member.last_error}" for member in self._router.members if member.last_error]
+        return [
+            f"{self._requests.now} requests are in flight",
+            f"{len(serving)} of {self._num_generators} generators serve",
+            *errors,
+        ]

@@ -1,0 +1,90 @@
+"""What is told of the steps of a run: their metrics, transcripts, and a line on the screen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
+
+from titan_rl.rollout.types import RolloutGroup
+from titan_rl.run.observability.metrics import group_metrics
+from titan_rl.run.observability.progress import Progress, StepReport
+from titan_rl.run.observability.rollout_log import RolloutLog
+from titan_rl.scheduling.batch import GroupBatch
+
+
+class StepReports:
+    """Gathers the metrics of a step from when it is trained until it is reported.
+
+    Args:
+        log: called with (step, metrics) for every record.
+    """
+
+    def __init__(
+        self, log: Callable[[int, dict[str, float]], None], progress: Progress, transcripts: RolloutLog
+    ) -> None:
+        self._log = log
+        self._progress = progress
+        self._transcripts = transcripts
+        self._trained: dict[int, tuple[GroupBatch, dict[str, float]]] = {}  # steps that are not reported
+
+    def trained(
+        self, step: int, batch: GroupBatch, dropped: Sequence[RolloutGroup], metrics: Mapping[str, float]
+    ) -> None:
+        """A step was made of a batch.
+
+        Args:
+            dropped: the groups that made room for those of the batch.
+            metrics: of the trainer.
+        """
+        scheduling = prefixed("scheduling", batch.metrics) | finished_figures(batch.groups, dropped)
+        self._trained[step] = batch, prefixed("train", metrics) | scheduling
+
+    def add(self, step: int, metrics: Mapping[str, float]) -> None:
+        """More of a step that is not reported yet, by full names, `time/step_s` among them."""
+        self._trained[step][1].update(metrics)
+
+    @property
+    def unreported(self) -> list[int]:
+        """Steps, ascending."""
+        return sorted(self._trained)
+
+    def report(self, step: int) -> None:
+        """Write and show what there is of a step, once."""
+        batch, metrics = self._trained.pop(step)
+        metrics = group_metrics(batch.groups) | metrics
+        metrics["throughput/tokens_per_s"] = batch.num_tokens / metrics["time/step_s"]
+        self._transcripts.finished(batch.groups, "train", step)
+        self._log(step, metrics | self._transcripts.figures())
+        trained = metrics["rollout/reward_mean"]
+        self._progress.step(
+            StepReport(
+                step=step,
+                reward=metrics.get("rollout/finished_reward_mean", trained),
+                reward_trained=trained,
+                tokens_per_second=metrics["throughput/tokens_per_s"],
+                staleness=metrics["train/staleness_mean"],
+                seconds=metrics["time/step_s"],
+            )
+        )
+
+
+def finished_figures(trained: Sequence[RolloutGroup], dropped: Sequence[RolloutGroup]) -> dict[str, float]:
+    """Of groups as they finished, before any is left out: what the policy earns. A mean over those that are trained on
+    says what the filters leave. Each group counts once, in the step that it is trained in or that it made room for.
+
+    Returns:
+        rollout/finished_groups; rollout/finished_reward_mean, of all rollouts with a reward, absent where there is
+        none; rollout/finished_errors, rollouts that ended in an error.
+    """
+    groups = [*trained, *dropped]
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
+    figures = {
+        "rollout/finished_groups": float(len(groups)),
+        "rollout/finished_errors": float(sum(rollout.status.is_error for rollout in rollouts)),
+    }
+    return figures | ({"rollout/finished_reward_mean": fmean(rewards)} if rewards else {})
+
+
+def prefixed(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:
+    return {f"{prefix}/{name}": value for name, value in metrics.items()}

@@ -1,0 +1,45 @@
+"""Calls that change the trainer or save it: they are finished also where the run is stopped meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from titan_rl.calls.cancellation import stray_cancellation_fails
+
+logger = logging.getLogger(__name__)
+
+R = TypeVar("R")
+
+
+class TrainerCalls:
+    """One at a time. The trainer goes on with a call whose caller is cancelled, and so does what awaits it here: only
+    when it has ended the version is known."""
+
+    def __init__(self) -> None:
+        self.num_done = 0
+        self._call: asyncio.Future[Any] | None = None
+
+    @property
+    def running(self) -> bool:
+        return self._call is not None and not self._call.done()
+
+    async def finish(self, call: Coroutine[Any, Any, R]) -> R:
+        """What the call returns. Cancelling this leaves the call running; `wait` is its end then."""
+        self._call = asyncio.ensure_future(call)
+        with stray_cancellation_fails("a call of the trainer"):
+            result = await asyncio.shield(self._call)
+        self.num_done += 1
+        return result
+
+    async def wait(self) -> None:
+        """On the way out: returns once nothing runs. An error of what ran is logged."""
+        if self._call is None:
+            return
+        if self.running:
+            logger.info("stopped with the trainer at work: waiting for it to finish")
+        await asyncio.wait([self._call])
+        if not self._call.cancelled() and (error := self._call.exception()) is not None:
+            logger.warning("what the trainer was at work on failed: %r", error)

@@ -1,0 +1,54 @@
+"""How a version gets from the trainer to all generators."""
+
+from __future__ import annotations
+
+import time
+
+from titan_rl.errors import TrainingError
+from titan_rl.generation.router.pull import PullMode
+from titan_rl.generation.router.router import GeneratorRouter
+from titan_rl.training.protocol import Trainer
+from titan_rl.weights.board import VersionBoard
+
+
+class WeightSync:
+    """Has versions published and pulled, one after the other.
+
+    Args:
+        board: where the router's replicas find the manifests of published versions.
+        pull_mode: what becomes of requests in flight, see `GeneratorRouter.pull_state_dict`.
+    """
+
+    def __init__(self, trainer: Trainer, board: VersionBoard, router: GeneratorRouter, pull_mode: PullMode) -> None:
+        self._trainer = trainer
+        self._board = board
+        self._router = router
+        self._pull_mode = pull_mode
+
+    async def begin(self) -> None:
+        """Fix the trainer's version as the one to publish. The next step may begin; it waits for the copy before it
+        changes a weight."""
+        await self._trainer.begin_publish()
+
+    async def finish(self, version: int) -> dict[str, float]:
+        """Returns once every generator that serves has pulled and verified what was begun last.
+
+        Args:
+            version: that the trainer said it has.
+
+        Returns:
+            publish_s, pull_s, and the worst of what the generators measured.
+
+        Raises:
+            TrainingError: what the trainer publishes is another version.
+            StateDictError: it cannot be published, or nobody can load it.
+        """
+        began = time.monotonic()
+        manifest = await self._trainer.finish_publish()
+        if manifest.version != version:
+            raise TrainingError(f"the trainer publishes version {manifest.version} where the run is at {version}")
+        published = time.monotonic()
+        self._board.announce(manifest)
+        await self._router.pull_state_dict(manifest.version, self._pull_mode)
+        pulled = time.monotonic()
+        return self._board.worst() | {"publish_s": published - began, "pull_s": pulled - published}
