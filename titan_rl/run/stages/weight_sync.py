@@ -23,7 +23,7 @@ class WeightSync:
         self._trainer = trainer
         self._board = board
         self._router = router
-        self._pull_mode = pull_mode
+        self._pull_mode: PullMode = pull_mode
 
     async def begin(self) -> None:
         """Fix the trainer's version as the one to publish. The next step may begin; it waits for the copy before it
