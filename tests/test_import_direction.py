@@ -24,6 +24,7 @@ MAY_IMPORT = {
     "scheduling": "calls errors rollout settings types",
     "training": "calls errors rollout settings weights",
     "config": "calls errors rollout scheduling settings training weights",
+    "serving": "calls errors rollout types",
     "simulate": "errors generation rollout scheduling types",
     "actors": "calls config errors generation rollout training types weights",
     "run": "actors calls config errors generation rollout scheduling training types weights",

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 from titan_rl.calls.plain import snapshot
 from titan_rl.errors import DataError
 from titan_rl.rollout.environment.types import MessageEnv, MessageObservation, MessageStep, TokenObservation, TokenStep
-from titan_rl.rollout.renderer.types import ParsedResponse, Renderer
+from titan_rl.rollout.renderer.messages import message_of, renderable
+from titan_rl.rollout.renderer.types import Renderer
 from titan_rl.rollout.types import Message, RolloutStatus
 from titan_rl.types import Completion, FinishReason
 
@@ -40,7 +40,7 @@ class MessageTokenEnv:
         observation: MessageObservation = await _awaited(self._env.reset())
         self._tools = None if observation.tools is None else list(observation.tools)
         prompt = self._renderer.render_ids(
-            _renderable(observation.messages), tools=self._tools, add_generation_prompt=True
+            renderable(observation.messages), tools=self._tools, add_generation_prompt=True
         )
         self._prompt_token_ids = list(prompt)
         return TokenObservation(list(prompt), observation.messages)
@@ -53,7 +53,7 @@ class MessageTokenEnv:
             )
         except Exception:  # the model's doing: a parser may raise anything on malformed output
             return TokenStep(status=RolloutStatus.TRUNCATED_LENGTH if cut_off else RolloutStatus.ERROR_PARSE)
-        answer = _message(parsed)
+        answer = message_of(parsed)
         if cut_off:
             return TokenStep(status=RolloutStatus.TRUNCATED_LENGTH, messages=[answer])
         if parsed.reasoning_complete is False or any(call.status != "ok" for call in parsed.tool_calls):
@@ -74,7 +74,7 @@ class MessageTokenEnv:
         bridged = self._renderer.bridge_to_next_turn(
             list(self._prompt_token_ids),
             list(completion.token_ids),
-            _renderable(new_messages),
+            renderable(new_messages),
             tools=self._tools,
         )
         if bridged is None or list(bridged.token_ids[: len(so_far)]) != so_far:
@@ -88,32 +88,3 @@ class MessageTokenEnv:
 async def _awaited(answer: Any) -> Any:
     """The methods of an environment that runs in a thread may be plain functions."""
     return await answer if inspect.isawaitable(answer) else answer
-
-
-def _renderable(messages: Sequence[Message]) -> list[Any]:
-    """Copies, in which a replacement character stands for what tokenizers refuse: half of a surrogate pair."""
-    return [_without_surrogates(snapshot(message)) for message in messages]
-
-
-def _without_surrogates(value: Any) -> Any:
-    if isinstance(value, str):
-        return value if value.isascii() else _SURROGATE.sub("\ufffd", value)
-    if isinstance(value, dict):
-        items = cast("dict[Any, Any]", value).items()
-        return {_without_surrogates(key): _without_surrogates(item) for key, item in items}
-    return [_without_surrogates(item) for item in cast("list[Any]", value)] if isinstance(value, list) else value
-
-
-_SURROGATE = re.compile("[\ud800-\udfff]")
-
-
-def _message(parsed: ParsedResponse) -> Message:
-    message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
-    if parsed.reasoning_content:
-        message["reasoning_content"] = parsed.reasoning_content
-    if parsed.tool_calls:
-        message["tool_calls"] = [
-            {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": call.arguments}}
-            for call in parsed.tool_calls
-        ]
-    return message

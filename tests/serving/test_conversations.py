@@ -1,0 +1,222 @@
+"""What a conversation that comes back as messages is matched to, and what of it is tokenized."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from titan_rl.errors import RequestError
+from titan_rl.rollout.renderer import ChatTemplateRenderer
+from titan_rl.serving.conversations import ConversationTree, TurnNode
+from titan_rl.types import Completion, FinishReason, VersionSpan
+
+BASE = Path(__file__).parents[2] / "examples" / "alphabet_sort" / "base"
+SYSTEM = {"role": "system", "content": "Sort."}
+
+
+@pytest.fixture(scope="module")
+def renderer() -> ChatTemplateRenderer:
+    return ChatTemplateRenderer.from_pretrained(BASE)
+
+
+@pytest.fixture
+def tree(renderer: ChatTemplateRenderer) -> ConversationTree:
+    return ConversationTree(renderer)
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def reply(text: str | None, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, **more}
+
+
+def call(arguments: Any, call_id: str = "c1") -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": "look", "arguments": arguments}}
+
+
+def say(
+    tree: ConversationTree,
+    messages: list[Any],
+    message: dict[str, Any],
+    token_ids: tuple[int, ...] = (5, 6, 7),
+    **more: Any,
+) -> TurnNode:
+    completion = Completion(
+        "r", list(token_ids), [-0.5] * len(token_ids), FinishReason.STOP, [VersionSpan(0, len(token_ids))]
+    )
+    return tree.add(tree.prompt(messages, **more), completion, message)
+
+
+def test_only_what_is_new_is_tokenized(tree: ConversationTree, renderer: ChatTemplateRenderer) -> None:
+    opening = [SYSTEM, user("Bo Al")]
+    first = say(tree, opening, reply("Al Bo"))
+    assert first.prompt_token_ids == renderer.render_ids(opening, add_generation_prompt=True)
+
+    prompt = tree.prompt([*opening, reply("Al Bo"), user("Cy")])
+    assert prompt.parent is first
+    bridged = renderer.bridge_to_next_turn(first.prompt_token_ids, first.completion.token_ids, [user("Cy")])
+    assert prompt.token_ids == bridged.token_ids == [*first.token_ids, *prompt.added_token_ids]
+
+    second = say(tree, [*opening, reply("Al Bo"), user("Cy")], reply("Al Bo Cy"), (8, 9))
+    third = tree.prompt([*opening, reply("Al Bo"), user("Cy"), reply("Al Bo Cy"), user("Di"), user("Ed")])
+    assert third.parent is second
+    assert third.token_ids[: len(second.token_ids)] == second.token_ids == [*prompt.token_ids, 8, 9]
+    assert first.children == [second]
+
+
+def test_asking_for_a_prompt_changes_nothing(tree: ConversationTree) -> None:
+    first = say(tree, [user("a")], reply("b"))
+    follow = [user("a"), reply("b"), user("c")]
+    assert tree.prompt(follow).token_ids == tree.prompt(follow).token_ids
+    assert tree.turns == [first]
+    assert not first.children
+    assert tree.prompt([*follow, reply("d"), user("e")]).parent is first
+
+
+def test_an_edit_begins_a_branch_at_the_last_turn_before_it(
+    tree: ConversationTree, renderer: ChatTemplateRenderer
+) -> None:
+    one = [user("a"), reply("b"), user("c")]
+    first = say(tree, one[:1], reply("b"))
+    second = say(tree, one, reply("d"))
+    edited = [*one, reply("not d"), user("e")]
+    branch = tree.prompt(edited)
+    assert branch.parent is first
+    bridged = renderer.bridge_to_next_turn(first.prompt_token_ids, first.completion.token_ids, edited[2:])
+    assert branch.token_ids == bridged.token_ids
+    third = say(tree, edited, reply("f"))
+    assert first.children == [second, third]
+    assert tree.prompt([*edited, reply("f"), user("g")]).parent is third
+    assert tree.prompt([*one, reply("d"), user("g")]).parent is second
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [[user("A"), reply("b"), user("c")], [SYSTEM, user("a"), reply("b"), user("c")], [user("summary of a and b")]],
+    ids=["edited from the start", "another system prompt", "compacted"],
+)
+def test_another_beginning_is_a_conversation_of_its_own(
+    tree: ConversationTree, renderer: ChatTemplateRenderer, messages: list[Any]
+) -> None:
+    say(tree, [user("a")], reply("b"))
+    prompt = tree.prompt(messages)
+    assert prompt.parent is None
+    assert prompt.token_ids == prompt.added_token_ids == renderer.render_ids(messages, add_generation_prompt=True)
+
+
+def test_siblings_share_a_prompt_and_go_their_own_ways(tree: ConversationTree) -> None:
+    prompt = tree.prompt([user("a")])
+    completions = [Completion(f"r{n}", [5, n], [-0.5, -0.5], FinishReason.STOP, [VersionSpan(0, 2)]) for n in range(3)]
+    turns = [tree.add(prompt, each, reply(f"b{n}")) for n, each in enumerate(completions)]
+    for n, turn in enumerate(turns):
+        assert tree.prompt([user("a"), reply(f"b{n}"), user("c")]).parent is turn
+
+
+def test_of_turns_that_say_the_same_the_least_continued_is_gone_on_from_and_then_the_latest(
+    tree: ConversationTree,
+) -> None:
+    one, other = say(tree, [user("a")], reply("b"), (5,)), say(tree, [user("a")], reply("b"), (6,))
+    follow = [user("a"), reply("b"), user("c")]
+    assert [say(tree, follow, reply(text)).parent for text in "xyz"] == [other, one, other]
+
+
+def test_tools_are_part_of_the_beginning(tree: ConversationTree) -> None:
+    look = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "x": 1}}}
+    same = {"function": {"parameters": {"x": 1, "type": "object"}, "name": "look"}, "type": "function", "strict": None}
+    turn = say(tree, [user("a")], reply("b"), tools=[look])
+    follow = [user("a"), reply("b"), user("c")]
+    assert tree.prompt(follow, tools=[same]).parent is turn
+    assert tree.prompt(follow).parent is None
+    assert tree.prompt(follow, tools=[look, look]).parent is None
+
+
+@pytest.mark.parametrize(
+    ("given", "comes_back"),
+    [
+        (reply(" b\n"), reply("b")),
+        (reply("b"), reply("b", tool_calls=None, refusal=None, annotations=[], audio=None, name="helper")),
+        (reply("b"), reply([{"type": "text", "text": "b", "cache_control": {"type": "ephemeral"}}])),
+        (reply("bb"), reply([{"type": "output_text", "text": "b"}, {"type": "output_text", "text": "b"}])),
+        (reply("", tool_calls=[call('{"x": 1, "y": [2.0]}')]), reply(None, tool_calls=[call('{"y":[2],"x":1.0}')])),
+        (reply("", tool_calls=[call({"x": 1})]), reply("\n", tool_calls=[{**call('{ "x": 1 }'), "index": 0}])),
+        (reply("", tool_calls=[call("{broken")]), reply("", tool_calls=[call("{broken")])),
+        (reply("b", reasoning_content="hm"), reply("b")),
+        (reply("b", reasoning_content="hm"), reply("b", reasoning=" hm ")),
+    ],
+)
+def test_what_clients_do_to_a_reply_leaves_it_the_same(
+    tree: ConversationTree, given: dict[str, Any], comes_back: dict[str, Any]
+) -> None:
+    turn = say(tree, [user("a")], given)
+    assert tree.prompt([user("a"), comes_back, user("c")]).parent is turn
+
+
+@pytest.mark.parametrize(
+    ("given", "comes_back"),
+    [
+        (reply("b"), reply("B")),
+        (reply("b"), user("b")),
+        (reply("b c"), reply("b  c")),
+        (reply("", tool_calls=[call('{"x": 1}')]), reply("")),
+        (reply("", tool_calls=[call('{"x": 1}')]), reply("", tool_calls=[call('{"x": 2}')])),
+        (reply("", tool_calls=[call('{"x": ""}')]), reply("", tool_calls=[call("{}")])),
+        (reply("", tool_calls=[call('{"x": 1}')]), reply("", tool_calls=[call('{"x": 1}', "c2")])),
+        (reply("b", reasoning_content="hm"), reply("b", reasoning_content="ah")),
+        (reply("b"), reply("b", reasoning_content="ah")),
+    ],
+)
+def test_what_is_an_edit(tree: ConversationTree, given: dict[str, Any], comes_back: dict[str, Any]) -> None:
+    say(tree, [user("a")], given)
+    comes_back = {**comes_back, "content": comes_back["content"] or ""}
+    assert tree.prompt([user("a"), comes_back, user("c")]).parent is None
+
+
+def test_replies_that_differ_in_reasoning_are_told_apart_by_it_or_by_what_follows(tree: ConversationTree) -> None:
+    ah, hm = (say(tree, [user("a")], reply("b", reasoning_content=thought)) for thought in ("ah", "hm"))
+    assert tree.prompt([user("a"), reply("b", reasoning_content="ah"), user("c")]).parent is ah
+    after_ah = say(tree, [user("a"), reply("b", reasoning_content="ah"), user("c")], reply("d"))
+    assert tree.prompt([user("a"), reply("b"), user("c"), reply("d"), user("e")]).parent is after_ah
+    assert tree.prompt([user("a"), reply("b"), user("other")]).parent is hm
+
+
+def test_a_user_s_white_space_is_the_user_s(tree: ConversationTree) -> None:
+    say(tree, [user("a")], reply("b"))
+    assert tree.prompt([user("a "), reply("b"), user("c")]).parent is None
+
+
+def test_a_conversation_that_ends_with_a_reply_is_gone_on_from(tree: ConversationTree) -> None:
+    turn = say(tree, [user("a")], reply("b"))
+    prompt = tree.prompt([user("a"), reply("b")])
+    assert prompt.parent is turn
+    assert prompt.added_token_ids
+
+
+def test_what_no_template_can_render_is_the_request_s_fault(tree: ConversationTree) -> None:
+    with pytest.raises(RequestError, match="at least one"):
+        tree.prompt([])
+    with pytest.raises(RequestError, match="cannot be rendered"):
+        tree.prompt([{"role": "user"}])
+    assert tree.prompt([user("\ud83d")]).token_ids
+
+
+def test_a_long_history_costs_one_look_at_each_message(tree: ConversationTree, monkeypatch: pytest.MonkeyPatch) -> None:
+    messages: list[Any] = [SYSTEM]
+    for n in range(100):
+        messages.append(user(f"q{n}"))
+        say(tree, messages, reply(f"a{n}"))
+        messages.append(reply(f"a{n}"))
+    looks = 0
+    goes_on_with = type(tree.prompt([SYSTEM]).after).goes_on_with
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal looks
+        looks += 1
+        return goes_on_with(*arguments)
+
+    monkeypatch.setattr("titan_rl.serving.conversations.Place.goes_on_with", counted)
+    assert tree.prompt([*messages, user("last")]).parent is tree.turns[-1]
+    assert looks == len(messages) + 1

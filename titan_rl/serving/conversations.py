@@ -1,0 +1,202 @@
+"""Which turn a conversation extends, so that what was sampled is never tokenized again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from titan_rl.calls.user_code import summary
+from titan_rl.errors import RequestError
+from titan_rl.rollout.renderer.messages import renderable
+from titan_rl.rollout.renderer.types import Renderer, Tools
+from titan_rl.rollout.types import Message
+from titan_rl.serving.identity import Identity, identity_of, identity_of_tools
+from titan_rl.types import Completion
+
+
+@dataclass(slots=True, eq=False)
+class TurnNode:
+    """One completion and where it stands.
+
+    Attributes:
+        index: how many turns of the tree were added before it.
+        parent: the turn with whose prompt and completion its prompt begins; None where the prompt was rendered whole.
+        message: what the completion says, as the client was given it.
+    """
+
+    index: int
+    parent: TurnNode | None
+    added_token_ids: Sequence[int]  # what its prompt adds to the parent's prompt and completion
+    completion: Completion
+    message: Message
+    children: list[TurnNode] = field(default_factory=list["TurnNode"], repr=False)
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        """The whole prompt.  # [num_prompt_tokens]"""
+        line: list[TurnNode] = [self]
+        while (parent := line[-1].parent) is not None:
+            line.append(parent)
+        token_ids = list(line.pop().added_token_ids)
+        for node in reversed(line):
+            assert node.parent is not None
+            token_ids += node.parent.completion.token_ids
+            token_ids += node.added_token_ids
+        return token_ids
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Prompt and completion.  # [num_tokens]"""
+        return [*self.prompt_token_ids, *self.completion.token_ids]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prompt:
+    """What to generate from, and where `ConversationTree.add` puts what comes of it.
+
+    Attributes:
+        parent: the turn with whose prompt and completion `token_ids` begin, to the bit; None where all of it was
+            rendered.
+    """
+
+    token_ids: Sequence[int]  # [num_prompt_tokens]
+    parent: TurnNode | None
+    added_token_ids: Sequence[int] = field(repr=False)  # those behind the parent's, or all
+    after: Place = field(repr=False)  # how far the tree knows the conversation
+    new_messages: Sequence[tuple[Identity, Message]] = field(repr=False)  # the rest of it
+
+
+class Place:
+    """A message and what came before it. `turns` are those that said it: several, where they say the same."""
+
+    __slots__ = ("message", "next", "turns")
+
+    def __init__(self, message: Message | None = None) -> None:
+        self.message = message
+        self.turns: list[TurnNode] = []
+        self.next: dict[bytes, dict[bytes | None, Place]] = {}  # by digest and reasoning of the next message
+
+    def goes_on_with(self, identity: Identity) -> Iterable[Place]:
+        """Places of the same message. One without reasoning is the same as any that only has reasoning besides."""
+        if (same := self.next.get(identity.digest)) is None:
+            return ()
+        if identity.reasoning is None:
+            return same.values()
+        return (same[identity.reasoning],) if identity.reasoning in same else ()
+
+    def enter(self, identity: Identity, message: Message) -> Place:
+        same = self.next.setdefault(identity.digest, {})
+        if identity.reasoning not in same:
+            same[identity.reasoning] = Place(message)
+        return same[identity.reasoning]
+
+
+class ConversationTree:
+    """The conversations of one episode, by their messages, and the turns in them.
+
+    A client sends the whole history with each request. `prompt` finds the longest recorded conversation that it goes on
+    from (what is the same message: `titan_rl.serving.identity`), and tokenizes what is new. A history that differs
+    somewhere goes on from the last turn before that, and is a branch of it.
+
+    Where two turns have the same history and say the same, as retries and siblings may, a client goes on from the one
+    that was gone on from least, and of these from the latest.
+
+    The tree belongs to one event loop. Finding a place costs one look at each message.
+
+    Example:
+
+        tree = ConversationTree(renderer)
+        prompt = tree.prompt([{"role": "user", "content": "Sort: b a"}])
+        turn = tree.add(prompt, completion, {"role": "assistant", "content": "a b"})
+        more = tree.prompt([{"role": "user", "content": "Sort: b a"}, turn.message, {"role": "user", "content": "c?"}])
+        more.parent is turn                                                 # True
+        more.token_ids[: len(turn.token_ids)] == turn.token_ids             # True
+
+    Args:
+        renderer: where its `bridge_to_next_turn` cannot extend a turn, the conversation is rendered whole.
+    """
+
+    def __init__(self, renderer: Renderer) -> None:
+        self._renderer = renderer
+        self._roots: dict[bytes, Place] = {}  # by the tools offered, which are part of what a prompt begins with
+        self._turns: list[TurnNode] = []
+
+    @property
+    def turns(self) -> Sequence[TurnNode]:
+        """In the order in which they were added."""
+        return self._turns
+
+    def prompt(self, messages: Sequence[Message], tools: Tools | None = None) -> Prompt:
+        """The prompt for the next message. The tree is as before: any number may be asked for, and used or not.
+
+        Args:
+            messages: the whole conversation. What is new in it is rendered as it stands here.
+
+        Raises:
+            RequestError: there is no message, or the renderer refuses them.
+        """
+        if not messages:
+            raise RequestError("messages is empty; a conversation has at least one")
+        identities = [identity_of(message) for message in messages]
+        root = self._roots.setdefault(identity_of_tools(tools), Place())
+        turn, after, known = self._find(root, identities)
+        rest = list(zip(identities[known:], messages[known:], strict=True))
+        if turn is not None:
+            so_far = turn.token_ids
+            token_ids = self._extend(turn, messages[known:], tools)
+            if token_ids[: len(so_far)] == so_far:
+                return Prompt(token_ids, turn, token_ids[len(so_far) :], after, rest)
+        token_ids = self._render(messages, tools)
+        return Prompt(token_ids, None, token_ids, after, rest)
+
+    def add(self, prompt: Prompt, completion: Completion, message: Message) -> TurnNode:
+        """Record what was sampled from a prompt. One prompt may be added to often: siblings.
+
+        Args:
+            message: the completion as the client is given it, with all that a client may send back: ids of tool calls.
+        """
+        turn = TurnNode(len(self._turns), prompt.parent, prompt.added_token_ids, completion, message)
+        self._turns.append(turn)
+        if prompt.parent is not None:
+            prompt.parent.children.append(turn)
+        place = prompt.after
+        for identity, said in [*prompt.new_messages, (identity_of(message), message)]:
+            place = place.enter(identity, said)
+        place.turns.append(turn)
+        return turn
+
+    def _find(self, root: Place, identities: Sequence[Identity]) -> tuple[TurnNode | None, Place, int]:
+        """The last turn of the longest recorded conversation that these messages go on from, its place, and how many
+        messages lead there."""
+        found: tuple[TurnNode | None, Place, int] = None, root, 0
+        places = [root]
+        for number, identity in enumerate(identities, 1):
+            places = [after for place in places for after in place.goes_on_with(identity)]
+            if not places:
+                break
+            if turns := [(turn, place) for place in places for turn in place.turns]:
+                found = (*min(turns, key=lambda pair: (len(pair[0].children), -pair[0].index)), number)
+        return found
+
+    def _extend(self, turn: TurnNode, new_messages: Sequence[Message], tools: Tools | None) -> list[int]:
+        """The tokens of a turn and of what comes after it; none where the renderer cannot extend it."""
+        try:
+            bridged = self._renderer.bridge_to_next_turn(
+                turn.prompt_token_ids,
+                list(turn.completion.token_ids),
+                renderable(new_messages),
+                tools=None if tools is None else list(tools),
+            )
+        except Exception:  # a template may refuse these messages alone, and take the conversation
+            return []
+        return [] if bridged is None else list(bridged.token_ids)
+
+    def _render(self, messages: Sequence[Message], tools: Tools | None) -> list[int]:
+        try:
+            return list(
+                self._renderer.render_ids(
+                    renderable(messages), tools=None if tools is None else list(tools), add_generation_prompt=True
+                )
+            )
+        except Exception as error:  # a template may raise anything
+            raise RequestError(f"messages cannot be rendered for this model: {summary(error)}") from error

@@ -1,0 +1,105 @@
+"""When a message that a client sends back is the one it was given.
+
+Clients keep the history, not the server, and what they send back is seldom the same bytes. What is the same:
+
+    any message     keys whose value is null, "", [] or {} are as if absent; the order of keys; `cache_control`, which
+                    clients move from message to message; a list of text parts is the text of them all
+    a reply         only its text, its tool calls and its reasoning count, whatever else a client hangs on to it;
+                    white space around the text; `index` and `type` of a tool call
+    its tool calls  arguments are the same where they are equal as JSON, as text or as an object; 1.0 is 1, which is
+                    how JavaScript writes it back
+    its reasoning   a reply without any is every reply that has the same text and tool calls: most clients have no
+                    field to send reasoning back in, so that its absence says nothing
+
+All else is another message: a changed word, another id or order of tool calls, other reasoning.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from titan_rl.calls.plain import plain_json
+from titan_rl.rollout.renderer.types import Tools
+from titan_rl.rollout.types import Message
+
+_EMPTY = (None, "", [], {}, ())
+_TEXT_PARTS = ("text", "input_text", "output_text")
+_LARGEST_EXACT = 2**53
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """
+    Attributes:
+        digest: equal for messages that are the same but for their reasoning.
+        reasoning: of a reply's reasoning; None where it has none.
+    """
+
+    digest: bytes
+    reasoning: bytes | None = None
+
+
+def identity_of(message: Message) -> Identity:
+    if message.get("role") != "assistant":
+        return Identity(_digest(_without_empty({**message, "content": _content(message.get("content"))})))
+    content = _content(message.get("content"))
+    said = {
+        "content": content.strip() if isinstance(content, str) else content,
+        "tool_calls": [_tool_call(call) for call in message.get("tool_calls") or ()],
+    }
+    reasoning = message.get("reasoning_content") or message.get("reasoning")
+    text = reasoning.strip() if isinstance(reasoning, str) else reasoning
+    return Identity(_digest({"role": "assistant", **_without_empty(said)}), _digest(text) if text else None)
+
+
+def identity_of_tools(tools: Tools | None) -> bytes:
+    """Equal for the same tools in the same order. None offered and an empty list are the same."""
+    return _digest([_without_empty(tool) for tool in tools or ()])
+
+
+def _content(content: Any) -> Any:
+    if not isinstance(content, Sequence) or isinstance(content, str):
+        return content
+    parts = [_without_empty(part) if isinstance(part, Mapping) else part for part in cast("Sequence[Any]", content)]
+    texts = [part.get("text", "") for part in parts if isinstance(part, Mapping) and part.get("type") in _TEXT_PARTS]
+    return "".join(map(str, texts)) if len(texts) == len(parts) else parts
+
+
+def _tool_call(call: Any) -> Any:
+    if not isinstance(call, Mapping):
+        return call
+    call = cast("Mapping[str, Any]", call)
+    function = call.get("function")
+    if isinstance(function, Mapping):
+        function = cast("Mapping[str, Any]", function)
+        function = _without_empty({**function, "arguments": _arguments(function.get("arguments"))})
+    return _without_empty({"id": call.get("id"), "function": function})
+
+
+def _arguments(arguments: Any) -> Any:
+    try:
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+        return json.loads(text, parse_float=_number)
+    except (ValueError, TypeError, RecursionError):  # not JSON, as a policy may well write it
+        return arguments
+
+
+def _number(text: str) -> float | int:
+    value = float(text)
+    return int(value) if value.is_integer() and abs(value) < _LARGEST_EXACT else value
+
+
+def _without_empty(value: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: item for key, item in value.items() if item not in _EMPTY and key != "cache_control"}
+
+
+def _digest(value: Any) -> bytes:
+    try:
+        text = json.dumps(value, sort_keys=True)
+    except (TypeError, ValueError, RecursionError):  # an object of the caller's own, or one that holds itself
+        text = json.dumps(plain_json(value), sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()
