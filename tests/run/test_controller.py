@@ -39,7 +39,7 @@ from titan_rl.run.controller import Controller
 from titan_rl.run.directory import RunDirectory
 from titan_rl.run.journal.run_journal import RunJournal
 from titan_rl.run.observability.progress import Progress
-from titan_rl.run.observability.report import render_report
+from titan_rl.run.observability.report import Tile, make_report
 from titan_rl.scheduling.settings import SchedulingConfig
 from titan_rl.settings import Section
 from titan_rl.training.protocol import StepResult
@@ -224,8 +224,8 @@ async def test_a_run_without_validation_says_so(tmp_path):
     shown = (tmp_path / "progress.txt").read_text()
     assert shown.count("validation is off: validation.num_prompts = 0") == 1
     assert "off (validation.num_prompts = 0)" in shown
-    report = render_report("run", [{"step": s, **m} for s, m in rig.records], [], "[validation]\nnum_prompts = 0\n")
-    assert "validation.num_prompts = 0</div>" in report
+    report = make_report("run", [{"step": s, **m} for s, m in rig.records], [], "[validation]\nnum_prompts = 0\n")
+    assert report.tiles[0] == Tile("validation reward, held out", "off", "validation.num_prompts = 0", wide=True)
 
 
 async def test_training_asks_for_routed_experts_and_validation_does_not(tmp_path):

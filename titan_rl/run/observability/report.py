@@ -5,20 +5,61 @@ from __future__ import annotations
 import math
 import os
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal
 
 from titan_rl.calls.plain import printable
 from titan_rl.run.directory import RunDirectory, read_jsonl
-from titan_rl.run.observability.chart import Point, Series, format_number, line_chart
-from titan_rl.run.observability.page import details, figure, page, tile
+from titan_rl.run.observability.page import render_page
 from titan_rl.run.observability.progress import format_seconds
 
 Record = dict[str, Any]
+Point = tuple[float, float | None]  # step, value; None leaves a gap
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """A figure with its name and a note to it."""
+
+    name: str
+    value: str
+    note: str = ""
+    wide: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One curve: a line, a faint one in the background, or large marks joined by a dashed line."""
+
+    label: str
+    points: Sequence[Point]  # [num_points], in order of the step
+    style: Literal["line", "faint", "dots"] = "line"
+    colour: Literal[1, 2] = 1  # of those that the page has for curves
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """Curves over the steps of a run."""
+
+    title: str
+    y_label: str
+    series: Sequence[Series]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What the page says of a run."""
+
+    name: str
+    tiles: Sequence[Tile]
+    reward: Chart
+    panels: Sequence[Chart]
+    pairs_are_of: str
+    pairs: Sequence[Sequence[Record]]  # rollouts, of the first and of the last step
+    config: str  # the settings as TOML
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,37 +108,40 @@ def write_report(run_dir: RunDirectory | str | Path) -> Path:
     records, rollouts = read_jsonl(run_dir.metrics), read_jsonl(run_dir.rollouts)
     config = run_dir.config.read_text(encoding="utf-8") if run_dir.config.exists() else ""
     fresh = run_dir.report.with_suffix(".part")
-    text = render_report(run_dir.path.resolve().name, records, rollouts, config)
-    fresh.write_text(printable(text), encoding="utf-8")
+    report = make_report(run_dir.path.resolve().name, records, rollouts, config)
+    fresh.write_text(printable(render_page("report.html", report=report)), encoding="utf-8")
     os.replace(fresh, run_dir.report)
     return run_dir.report
 
 
-def render_report(name: str, records: Sequence[Record], rollouts: Sequence[Record], config: str) -> str:
-    """The page as text.
+def make_report(name: str, records: Sequence[Record], rollouts: Sequence[Record], config: str) -> Report:
+    """What there is to say of a run.
 
     Args:
-        name: of the run.
         records: lines of `metrics.jsonl`.
         rollouts: lines of `rollouts.jsonl`.
         config: the settings as TOML.
     """
-    sections = [f"<h1>{escape(name)}</h1>", _tiles(records, config), _reward_figure(records)]
-    panels = [rendered for panel in PANELS if (rendered := _panel(panel, records))]
-    if panels:
-        sections += ["<h2>Step by step</h2>", f'<div class="charts">{"".join(panels)}</div>']
-    sections += _transcripts(rollouts)
-    if config:
-        sections += ["<h2>Settings</h2>", details("config.toml", config)]
-    return page(name, "\n".join(sections))
+    panels = [_panel(panel, records) for panel in PANELS]
+    pairs_are_of, pairs = _transcripts(rollouts)
+    return Report(
+        name=name,
+        tiles=list(_tiles(records, config)),
+        reward=_reward(records),
+        panels=[panel for panel in panels if panel.series],
+        pairs_are_of=pairs_are_of,
+        pairs=pairs,
+        config=config,
+    )
 
 
 def curve(records: Iterable[Record], metric: str) -> list[Point]:
-    """(step, value) of the records that have the metric; what is null there is NaN here.
+    """(step, value) of the records that have the metric.
 
     Example: `curve([{"step": 1, "train/loss": 0.5}, {"step": 2}], "train/loss")` is `[(1.0, 0.5)]`.
     """
-    return [(_number(record.get("step")), _number(record[metric])) for record in records if metric in record]
+    points = [(_number(record.get("step")), _number(record[metric])) for record in records if metric in record]
+    return [(x, y if math.isfinite(y) else None) for x, y in points if math.isfinite(x)]
 
 
 def _number(value: Any) -> float:
@@ -111,41 +155,38 @@ def _is_validated(config: str) -> bool:
         return True
 
 
-def _tiles(records: Sequence[Record], config: str) -> str:
-    validation = [y for _, y in curve(records, "validation/reward_mean") if math.isfinite(y)]
+def _tiles(records: Sequence[Record], config: str) -> Iterator[Tile]:
+    validation = _values(records, "validation/reward_mean")
     steps = [record for record in records if "time/step_s" in record]
-    speeds = [y for _, y in curve(steps, "throughput/tokens_per_s") if math.isfinite(y)]
+    speeds = _values(steps, "throughput/tokens_per_s")
     tokens = [_number(r.get("throughput/tokens_per_s")) * _number(r.get("time/step_s")) for r in steps]
-    tiles: list[str] = []
     if len(validation) > 1:
         before, after = validation[0], validation[-1]
-        tiles.append(
-            tile("validation reward, held out", f"{before:.3f} → {after:.3f}", f"{after - before:+.3f}", "wide")
-        )
+        yield Tile("validation reward, held out", f"{before:.3f} → {after:.3f}", f"{after - before:+.3f}", wide=True)
     elif validation:
-        tiles.append(tile("validation reward, held out", f"{validation[0]:.3f}", "measured once", "wide"))
+        yield Tile("validation reward, held out", f"{validation[0]:.3f}", "measured once", wide=True)
     elif not _is_validated(config):
-        tiles.append(tile("validation reward, held out", "off", "validation.num_prompts = 0", "wide"))
-    tiles.append(tile("steps", f"{len(steps):,}"))
+        yield Tile("validation reward, held out", "off", "validation.num_prompts = 0", wide=True)
+    yield Tile("steps", f"{len(steps):,}")
     if records:
-        tiles.append(tile("time", format_seconds(_number(records[-1].get("time_s", 0)))))
+        yield Tile("time", format_seconds(_number(records[-1].get("time_s", 0))))
     if speeds:
         trained = sum(count for count in tokens if math.isfinite(count))
-        tiles.append(tile("tokens trained on", format_number(round(trained)), f"{fmean(speeds):,.0f} tokens/s"))
-    return f'<div class="tiles">{"".join(tiles)}</div>'
+        yield Tile("tokens trained on", f"{trained:,.0f}", f"{fmean(speeds):,.0f} tokens/s")
 
 
-def _reward_figure(records: Sequence[Record]) -> str:
+def _values(records: Iterable[Record], metric: str) -> list[float]:
+    return [y for _, y in curve(records, metric) if y is not None]
+
+
+def _reward(records: Sequence[Record]) -> Chart:
     train = [point for record in records for point in curve([record], _reward_metric(record))]
-    validation = curve(records, "validation/reward_mean")
-    series = [
+    series = (
         Series("train, smoothed", _smooth(train)),
-        Series("validation", validation, "dots"),
+        Series("validation", curve(records, "validation/reward_mean"), "dots", colour=2),
         Series("train", train, "faint"),
-    ]
-    chart = line_chart(series, y_label="mean reward", width=1060, height=340)
-    chart = chart.replace('"s3 faint', '"s1 faint')  # the same thing, unsmoothed
-    return figure("Reward", chart, {"train": "--s1", "validation": "--s2"})
+    )
+    return _chart("Reward", "mean reward", series)
 
 
 def _reward_metric(record: Record) -> str:
@@ -159,24 +200,29 @@ def _smooth(points: Sequence[Point]) -> list[Point]:
     smoothed: list[Point] = []
     total = weight = 0.0
     for x, y in points:
-        if math.isfinite(y):
+        if y is not None:
             total = _SMOOTHING * total + (1 - _SMOOTHING) * y
             weight = _SMOOTHING * weight + (1 - _SMOOTHING)
             smoothed.append((x, total / weight))
     return smoothed
 
 
-def _panel(panel: Panel, records: Sequence[Record]) -> str:
-    series = [Series(label, points) for name, label in panel.metrics.items() if (points := curve(records, name))]
-    if not series:
-        return ""
-    legend = {one.label: f"--s{number}" for number, one in enumerate(series, 1)} if len(series) > 1 else None
-    return figure(panel.title, line_chart(series, y_label=panel.unit), legend)
+def _panel(panel: Panel, records: Sequence[Record]) -> Chart:
+    series = [
+        Series(label, curve(records, name), colour=colour)
+        for colour, (name, label) in zip((1, 2), panel.metrics.items(), strict=False)
+    ]
+    return _chart(panel.title, panel.unit, series)
 
 
-def _transcripts(rollouts: Sequence[Record]) -> list[str]:
-    """Rollouts of the first and the last step side by side; of the same prompts where there are such. Those of dropped
-    groups only where there are no others."""
+def _chart(title: str, y_label: str, series: Iterable[Series]) -> Chart:
+    """Of the curves that have a value."""
+    return Chart(title, y_label, [one for one in series if any(y is not None for _, y in one.points)])
+
+
+def _transcripts(rollouts: Sequence[Record]) -> tuple[str, Sequence[Sequence[Record]]]:
+    """Rollouts of the first and the last step side by side, and words for which they are. They are of the same prompts
+    where there are such, and of dropped groups only where there are no others."""
     rollouts = [rollout for rollout in rollouts if not rollout.get("dropped")] or rollouts
     for phase in ("validation", "train"):
         of_phase = [rollout for rollout in rollouts if rollout.get("phase") == phase]
@@ -184,20 +230,15 @@ def _transcripts(rollouts: Sequence[Record]) -> list[str]:
         if len(steps) > 1 or (steps and phase == "train"):
             break
     else:
-        return []
+        return "", []
     first, last = ([r for r in of_phase if r.get("step") == step] for step in (steps[0], steps[-1]))
-    pairs = _pair(first, last)[:_PAIRS] if len(steps) > 1 else [(one, None) for one in first[:_PAIRS]]
-    cards = [
-        f'<div class="pair">{"".join(_rollout(rollout) for rollout in pair if rollout is not None)}</div>'
-        for pair in pairs
-    ]
-    hint = f"{phase.capitalize()} rollouts of step {steps[0]}" + (
-        f", and of step {steps[-1]}" if len(steps) > 1 else ""
-    )
-    return ["<h2>Transcripts</h2>", f'<p class="hint">{hint}.</p>', "<br>", *cards]
+    if len(steps) == 1:
+        return f"{phase.capitalize()} rollouts of step {steps[0]}.", [[rollout] for rollout in first[:_PAIRS]]
+    which = f"{phase.capitalize()} rollouts of step {steps[0]}, and of step {steps[-1]}."
+    return which, _pair(first, last)[:_PAIRS]
 
 
-def _pair(first: Sequence[Record], last: Sequence[Record]) -> list[tuple[Record, Record | None]]:
+def _pair(first: Sequence[Record], last: Sequence[Record]) -> list[tuple[Record, Record]]:
     """One rollout of each prompt, with one of the same prompt later; else with whichever comes next."""
 
     def by_prompt(rollouts: Sequence[Record]) -> dict[str, Record]:
@@ -208,28 +249,9 @@ def _pair(first: Sequence[Record], last: Sequence[Record]) -> list[tuple[Record,
 
     before, after = by_prompt(first), by_prompt(last)
     same = [(rollout, after[prompt]) for prompt, rollout in before.items() if prompt in after]
-    return [*same] or list(zip(before.values(), after.values(), strict=False))
+    return same or list(zip(before.values(), after.values(), strict=False))
 
 
 def _prompt(rollout: Record) -> str:
     users = [message for message in rollout.get("messages") or [] if message.get("role") == "user"]
     return str(users[0].get("content")) if users else str(rollout.get("rollout_id"))
-
-
-def _rollout(rollout: Record) -> str:
-    reward, status = rollout.get("reward"), str(rollout.get("status", ""))
-    meta = [
-        f"<b>step {escape(str(rollout.get('step', '?')))}</b>",
-        f"reward <b>{reward:.3f}</b>" if isinstance(reward, int | float) else "not scored",
-        f'<span class="{"good" if status == "completed" else "bad"}">{escape(status.replace("_", " "))}</span>',
-        f"{escape(str(rollout.get('num_completion_tokens', 0)))} tokens",
-    ]
-    messages = "".join(
-        f'<div class="message {"assistant" if message.get("role") == "assistant" else ""}">'
-        f'<div class="role">{escape(str(message.get("role", "")))}</div>'
-        f"<pre>{escape(str(message.get('content') or ''))}</pre></div>"
-        for message in rollout.get("messages") or []
-    )
-    error = f'<p class="bad">{escape(str(rollout["error"]))}</p>' if rollout.get("error") else ""
-    joined = "".join(f"<span>{item}</span>" for item in meta)
-    return f'<div class="card"><div class="meta">{joined}</div>{messages}{error}</div>'
