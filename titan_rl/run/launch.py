@@ -1,4 +1,9 @@
-"""From a checked config to a finished run: environment, processes, signals, and giving everything back."""
+"""The story of a run, from a checked config to its end.
+
+run_training   what the run needs is installed, and its folder is there
+_run_in        the folder is this process's; where the run begins is found; signals, guard and environment are set
+_run           outputs are open, processes are started and wired, the controller trains; all of it is given back
+"""
 
 from __future__ import annotations
 
@@ -8,10 +13,9 @@ import importlib.util
 import logging
 import os
 import tempfile
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, Any
 
 from titan_rl.actors.processes.garbage import settled_heap
 from titan_rl.calls.event_loop import run_to_its_end
@@ -21,7 +25,7 @@ from titan_rl.config.changes import settings_of
 from titan_rl.config.concurrency import throttles
 from titan_rl.config.make_rollouter import make_rollouter
 from titan_rl.config.run import RunConfig
-from titan_rl.errors import ConfigError, MissingExtraError, TitanRLError, TrainingError
+from titan_rl.errors import ConfigError, MissingExtraError, TrainingError
 from titan_rl.generation.router.affinity import ConsistentHash, GroupAffinity
 from titan_rl.generation.router.limits import Limits
 from titan_rl.generation.router.router import GeneratorRouter
@@ -37,21 +41,15 @@ from titan_rl.run.machine.disk_space import check_room, size_of
 from titan_rl.run.machine.environment import file_modes, run_environment, scratch_root
 from titan_rl.run.machine.guard import guarded
 from titan_rl.run.machine.stop_signals import StopSignals, tell_on_stderr
-from titan_rl.run.observability.best_effort import BestEffort
-from titan_rl.run.observability.progress import Progress
-from titan_rl.run.observability.report import write_report
-from titan_rl.run.observability.sinks import open_sinks
+from titan_rl.run.observability.outputs import open_outputs
 from titan_rl.run.observability.standstill import Standstill
+from titan_rl.run.stopping import STOPPING, STOPPING_EARLY, run_until_signal
+
+if TYPE_CHECKING:
+    from titan_rl.actors.run_processes import RunProcesses
 
 logger = logging.getLogger(__name__)
 
-STOPPING = (
-    "stopping: a step that is being trained is finished, and what is trained is saved; once more ends the run at once, "
-    "without saving"
-)
-STOPPING_EARLY = (
-    "stopping: the run is still being set up, and has trained nothing that is not saved; once more ends it at once"
-)
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
@@ -91,8 +89,7 @@ def _run_in(run_dir: RunDirectory, config: RunConfig, *, begins: bool) -> int:
             start.state.write(run_dir.path)
         else:
             start = resume_from_newest(config, run_dir)
-        logging.basicConfig(filename=run_dir.logs / "controller.log", level=logging.INFO, format=LOG_FORMAT, force=True)
-        logging.raiseExceptions = False  # a log that has no room on the disk is no news for the screen at every line
+        _log_to(run_dir.logs / "controller.log")
         for warning in throttles(config):
             logger.warning("%s", warning)
         messages = EndMessages(config, run_dir, start.state.step)
@@ -102,7 +99,8 @@ def _run_in(run_dir: RunDirectory, config: RunConfig, *, begins: bool) -> int:
             run_environment(),
         ):
             try:
-                code = run_to_its_end(_run_until_signal(config, run_dir, start, signals, messages))
+                run = _run(config, run_dir, start, signals, messages)
+                code = run_to_its_end(run_until_signal(run, signals, messages))
             except (SystemExit, KeyboardInterrupt) as error:  # of what user code has begun: no signal raises here
                 failure = TrainingError(f"an environment, a reward or the task exits Python: {describe(error)}")
                 failure.add_note(messages.failed())
@@ -110,37 +108,6 @@ def _run_in(run_dir: RunDirectory, config: RunConfig, *, begins: bool) -> int:
         if code:
             tell_on_stderr(messages.stopped())
         return code
-
-
-async def _run_until_signal(
-    config: RunConfig, run_dir: RunDirectory, start: Resumption, signals: StopSignals, messages: EndMessages
-) -> int:
-    """A signal cancels the run, which then ends as on a failure: a checkpoint, and no process left."""
-    run = asyncio.ensure_future(_run(config, run_dir, start, signals, messages))
-    loop = asyncio.get_running_loop()
-
-    def stop() -> None:
-        run.cancel()
-        signals.reacted()
-
-    failure: BaseException | None = None
-    try:
-        with signals.stopping_with(lambda: loop.call_soon_threadsafe(stop)):
-            await run
-    except asyncio.CancelledError:
-        if signals.received is None:
-            raise
-        return 128 + signals.received
-    except BaseExceptionGroup as group:
-        logger.error("the run ended", exc_info=group)
-        failure = first_cause(group)
-    except Exception as error:
-        logger.error("the run ended", exc_info=error)
-        failure = error
-    if failure is not None:  # outside the handlers, so that its cause stays its own
-        failure.add_note(messages.failed())
-        raise failure
-    return 0
 
 
 async def _run(
@@ -154,26 +121,14 @@ async def _run(
     from titan_rl.weights.segments.folder import clean_dead_segments
 
     await asyncio.sleep(0)  # a signal that came during those imports stops the run here
-    task = config.task
     renderer = ChatTemplateRenderer.from_pretrained(config.model.path)
-    with contextlib.ExitStack() as resources:
-        progress = resources.enter_context(Progress(config.training.steps))
+    with open_outputs(config, run_dir) as (progress, sinks), contextlib.ExitStack() as resources:
         signals.tell = progress.interrupt
-        reporting = BestEffort("writing report.html", progress.message)
-        resources.callback(reporting.attempt, partial(write_report, run_dir))
-        sinks = resources.enter_context(open_sinks(config.logging, run_dir, progress.message))
         resources.callback(clean_dead_segments)  # of a trainer that was killed
         progress.message(f"run directory: {run_dir.path}")
         progress.message(f"starting {describe_processes(config)}")
         board = VersionBoard()
-        journal = RunJournal(run_dir.journal, start.state.position, start.journal)
-        resources.callback(journal.close)
-        for loss in (*start.losses, *journal.losses):
-            progress.message(loss)
-        if journal.num_batches_again:
-            progress.message(
-                f"{journal.num_batches_again} steps after the checkpoint are trained again, on what they had"
-            )
+        journal = resources.enter_context(_journal(run_dir, start, progress.message))
         resources.enter_context(LoopWatchdog(progress.message))
         resources.enter_context(listening(progress.message))
         listen_below(Path(tempfile.gettempdir()))
@@ -182,16 +137,10 @@ async def _run(
             if start.checkpoint is not None:
                 await processes.trainer.load(start.checkpoint)
                 progress.message(f"continuing from {start.checkpoint}")
-            router = GeneratorRouter(
-                processes.replicas,
-                make_strategy(config),
-                stall_timeout_s=config.generation.stall_timeout_s,
-                on_replica_failed=processes.on_replica_failed,
-                limits=Limits(pull_s=config.statedict.pull_timeout_s, no_replica_s=config.generation.start_timeout_s),
-            )
+            router = make_router(config, processes)
             controller = Controller(
                 config,
-                task,
+                config.task,
                 rollouter=processes.workers if config.rollout.num_workers else make_rollouter(config, renderer),
                 router=router,
                 trainer=processes.trainer,
@@ -205,17 +154,40 @@ async def _run(
             )
             resources.callback(controller.close)
             resources.callback(lambda: messages.stands_at(controller.version))
-            async with asyncio.TaskGroup() as background:
-                watch = background.create_task(processes.watch(router), name="watch")
-                standstill = Standstill(controller.progress, controller.waits_for, progress.message)
-                silence = background.create_task(standstill.watch(), name="standstill")
+            standstill = Standstill(controller.progress, controller.waits_for, progress.message)
+            async with _beside(watch=processes.watch(router), standstill=standstill.watch()):
                 signals.stopping = STOPPING
                 summary = await controller.run()
-                watch.cancel()
-                silence.cancel()
             await router.close()
             await processes.trainer.close()
     progress.summary(summary)
+
+
+def _log_to(path: Path) -> None:
+    logging.basicConfig(filename=path, level=logging.INFO, format=LOG_FORMAT, force=True)
+    logging.raiseExceptions = False  # a log that has no room on the disk is no news for the screen at every line
+
+
+@contextlib.contextmanager
+def _journal(run_dir: RunDirectory, start: Resumption, tell: Callable[[str], None]) -> Generator[RunJournal]:
+    """The run's journal, with what is to be known of what it lost or has again."""
+    journal = RunJournal(run_dir.journal, start.state.position, start.journal)
+    with contextlib.closing(journal):
+        for loss in (*start.losses, *journal.losses):
+            tell(loss)
+        if journal.num_batches_again:
+            tell(f"{journal.num_batches_again} steps after the checkpoint are trained again, on what they had")
+        yield journal
+
+
+@contextlib.asynccontextmanager
+async def _beside(**coroutines: Coroutine[Any, Any, object]) -> AsyncGenerator[None]:
+    """Tasks for the length of the block, by name. One that fails ends the block."""
+    async with asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(coroutine, name=name) for name, coroutine in coroutines.items()]
+        yield
+        for task in running:
+            task.cancel()
 
 
 def describe_processes(config: RunConfig) -> str:
@@ -223,6 +195,16 @@ def describe_processes(config: RunConfig) -> str:
     counts = {"generator": config.generation.num_generators, "rollout worker": config.rollout.num_workers}
     named = [f"{count} {name}{'' if count == 1 else 's'}" for name, count in counts.items() if count]
     return f"{', '.join(named)} and a trainer"
+
+
+def make_router(config: RunConfig, processes: RunProcesses) -> GeneratorRouter:
+    return GeneratorRouter(
+        processes.replicas,
+        make_strategy(config),
+        stall_timeout_s=config.generation.stall_timeout_s,
+        on_replica_failed=processes.on_replica_failed,
+        limits=Limits(pull_s=config.statedict.pull_timeout_s, no_replica_s=config.generation.start_timeout_s),
+    )
 
 
 def make_strategy(config: RunConfig) -> Strategy:
@@ -238,17 +220,3 @@ def make_strategy(config: RunConfig) -> Strategy:
             return LeastLoaded()
         case "round_robin":
             return RoundRobin()
-
-
-def first_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The error that ended the run: titan_rl's own before others, and the first of several."""
-    leaves = list(_leaves(group))
-    return next((error for error in leaves if isinstance(error, TitanRLError)), leaves[0])
-
-
-def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
-    for error in group.exceptions:
-        if isinstance(error, BaseExceptionGroup):
-            yield from _leaves(cast("BaseExceptionGroup[BaseException]", error))
-        else:
-            yield error
