@@ -28,8 +28,9 @@ from titan_rl import (
     VersionSpan,
 )
 from titan_rl.actors.processes.garbage import settled_heap
+from titan_rl.generation.request import EngineRequest, OnChunk
 from titan_rl.generation.router import GeneratorRouter
-from titan_rl.generation.types import OnTokens
+from titan_rl.types import TokenChunk
 
 GROUPS, SIBLINGS, PROMPT_TOKENS, CHUNK = 16, 8, 24, 32
 TARGETS = {64: 10.4, 256: 5.2}  # by length of the completions
@@ -42,7 +43,7 @@ class Replica:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._running: list[tuple[str, int, OnTokens, asyncio.Future[Completion]]] = []
+        self._running: list[tuple[EngineRequest, OnChunk, asyncio.Future[Completion]]] = []
         self._lengths: dict[str, int] = {}
 
     async def generate(
@@ -55,34 +56,27 @@ class Replica:
     ) -> Completion:
         raise NotImplementedError("it streams")
 
-    async def stream(
-        self,
-        prompt_token_ids: Sequence[int],
-        *,
-        request_id: str,
-        session_id: str | None = None,
-        sampling: SamplingParams,
-        on_tokens: OnTokens,
-    ) -> Completion:
+    async def stream(self, request: EngineRequest, on_chunk: OnChunk) -> Completion:
         loop = asyncio.get_running_loop()
         if not self._running:
             loop.call_soon(self._advance)
         future: asyncio.Future[Completion] = loop.create_future()
-        self._running.append((request_id, sampling.max_tokens, on_tokens, future))
-        self._lengths[request_id] = 0
+        self._running.append((request, on_chunk, future))
+        self._lengths[request.request_id] = 0
         return await future
 
     def _advance(self) -> None:
         running, self._running = self._running, []
-        for request in running:
-            request_id, most, on_tokens, future = request
+        for entry in running:
+            request, on_chunk, future = entry
+            request_id, most = request.request_id, request.sampling.max_tokens
             length = self._lengths[request_id] = self._lengths[request_id] + CHUNK
             if length >= most:
                 del self._lengths[request_id]
-                future.set_result(_completion(request_id, most, FinishReason.LENGTH))
+                future.set_result(_completion(request_id, most))
             else:
-                on_tokens(_completion(request_id, CHUNK, FinishReason.ABORT))
-                self._running.append(request)
+                on_chunk(TokenChunk(request_id, TOKENS[:CHUNK], LOGPROBS[:CHUNK], (VersionSpan(0, CHUNK),)))
+                self._running.append(entry)
         if self._running:
             asyncio.get_running_loop().call_soon(self._advance)
 
@@ -97,10 +91,9 @@ class Replica:
     async def close(self) -> None: ...
 
 
-def _completion(request_id: str, length: int, reason: FinishReason) -> Completion:
-    metrics = {} if reason is FinishReason.ABORT else {"queue_s": 0.0, "inter_token_s": 1e-4}
-    spans = (VersionSpan(0, length),)
-    return Completion(request_id, TOKENS[:length], LOGPROBS[:length], reason, spans, metrics=metrics)
+def _completion(request_id: str, length: int) -> Completion:
+    spans, metrics = (VersionSpan(0, length),), {"queue_s": 0.0, "inter_token_s": 1e-4}
+    return Completion(request_id, TOKENS[:length], LOGPROBS[:length], FinishReason.LENGTH, spans, metrics=metrics)
 
 
 class OneAnswer:
@@ -131,7 +124,7 @@ async def measure(rounds: int) -> None:
     async def bare(sampling: SamplingParams) -> None:
         requests = [
             replicas[sibling % len(replicas)].stream(
-                prompt, request_id=f"g{group}/{sibling}", sampling=sampling, on_tokens=lambda _: None
+                EngineRequest(f"g{group}/{sibling}", prompt, sampling), lambda _: None
             )
             for group, prompt in enumerate(prompts())
             for sibling in range(SIBLINGS)

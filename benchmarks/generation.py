@@ -31,7 +31,7 @@ from titan_rl.actors.processes.remote_process import RemoteProcess, call
 from titan_rl.actors.processes.supervisor import Supervisor
 from titan_rl.actors.replica import ActorReplica
 from titan_rl.config.sections import GenerationConfig
-from titan_rl.generation.engine import EngineRequest
+from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.router import GeneratorRouter
 from titan_rl.rollout.group.rollouter import turn_seed
 from titan_rl.run.machine.environment import run_environment
@@ -260,7 +260,7 @@ class Crowd:
         while True:
             name = self._names[place] = f"{id(self)}-{place}-{next(self._numbers)}"
             prompt, sampling = prompts()[place % GROUPS], SamplingParams(max_tokens=150, min_tokens=150)
-            await self._replica.stream(prompt, request_id=name, sampling=sampling, on_tokens=lambda _: advancing.set())
+            await self._replica.stream(EngineRequest(name, prompt, sampling), lambda _: advancing.set())
 
 
 async def measure_stalls(engines: Engines, folder: Path, rounds: int, tensors: dict[str, Any]) -> None:

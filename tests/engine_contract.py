@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from titan_rl.errors import RequestError
-from titan_rl.generation.engine import Engine, EngineRequest, TokenDelta
+from titan_rl.generation.engine import Engine, TokenDelta
 from titan_rl.generation.loop.engine_loop import EngineLoop
+from titan_rl.generation.request import EngineRequest
 from titan_rl.types import FinishReason, SamplingParams
 
 PLACES = 4

@@ -29,9 +29,10 @@ from titan_rl.errors import (
     TrainingError,
     VerificationError,
 )
-from titan_rl.generation.engine import Engine, EngineRequest, TokenDelta
+from titan_rl.generation.engine import Engine, TokenDelta
 from titan_rl.generation.loop.engine_loop import EngineLoop
 from titan_rl.generation.loop.local_replica import LocalReplica
+from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.resume import resume_on_abort
 from titan_rl.generation.router import (
     GeneratorRouter,

@@ -6,8 +6,9 @@ Every plane of titan_rl shares these types, so importing them must never need to
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Protocol, runtime_checkable
 
@@ -78,6 +79,29 @@ class SamplingParams:
         require(0 <= self.min_tokens <= self.max_tokens, "min_tokens", "between 0 and max_tokens")
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
 
+    def within(self, room: int) -> SamplingParams:
+        """The same with a budget of `room` tokens at most, which is at least 1.
+
+        Example: `SamplingParams(max_tokens=64, min_tokens=8)` within 6 is `SamplingParams(max_tokens=6, min_tokens=6)`.
+        """
+        if self.max_tokens <= room:
+            return self
+        return replace(self, max_tokens=room, min_tokens=min(self.min_tokens, room))
+
+    def after(self, num_tokens: int) -> SamplingParams:
+        """What is left of them for the rest of a completion that has so many tokens. A seed becomes another one, since
+        repeating it would repeat its draws.
+
+        Example: `SamplingParams(max_tokens=8, min_tokens=4)` after 6 tokens is `SamplingParams(max_tokens=2)`.
+        """
+        seed = self.seed
+        return replace(
+            self,
+            max_tokens=self.max_tokens - num_tokens,
+            min_tokens=max(0, self.min_tokens - num_tokens),
+            seed=None if seed is None else zlib.crc32(f"{seed}/{num_tokens}".encode()),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
@@ -115,22 +139,49 @@ class Completion:
         require_member(self, "finish_reason", FinishReason)
         if not isinstance(self.metrics, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(f"Completion.metrics is {self.metrics!r}; it must map names to numbers")
-        spanned = sum(span.num_tokens for span in self.version_spans)
-        if not len(self.token_ids) == len(self.logprobs) == spanned:
-            raise ValueError(
-                f"Completion {self.request_id!r} has {len(self.token_ids)} token_ids, {len(self.logprobs)} logprobs "
-                f"and {spanned} tokens in version_spans; the three must be equal"
-            )
-        if self.routed_experts is not None and len(self.routed_experts) != len(self.token_ids):
-            raise ValueError(
-                f"Completion {self.request_id!r} has {len(self.token_ids)} token_ids and {len(self.routed_experts)} "
-                "rows in routed_experts; each token has its row, or routed_experts is None"
-            )
+        require_aligned(self)
 
     @property
     def versions(self) -> list[int]:
         """The policy version of each token.  # [num_tokens]"""
         return [span.version for span in self.version_spans for _ in range(span.num_tokens)]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenChunk:
+    """The tokens that a request has gained since its last chunk, streamed ahead of its completion. One without tokens
+    says that the engine steps.
+
+    Raises:
+        ValueError: the lengths disagree.
+    """
+
+    request_id: str
+    token_ids: Sequence[int]  # [num_tokens]
+    logprobs: Sequence[float]  # [num_tokens]
+    version_spans: Sequence[VersionSpan]
+    routed_experts: Any = None  # [num_tokens, num_layers, top_k], or None
+
+    def __post_init__(self) -> None:
+        require_aligned(self)
+
+
+def require_aligned(tokens: TokenChunk | Completion) -> None:
+    """
+    Raises:
+        ValueError: a token lacks its logprob, version or routed experts, or there are more of these.
+    """
+    spanned = sum(span.num_tokens for span in tokens.version_spans)
+    if not len(tokens.token_ids) == len(tokens.logprobs) == spanned:
+        raise ValueError(
+            f"{type(tokens).__name__} {tokens.request_id!r} has {len(tokens.token_ids)} token_ids, "
+            f"{len(tokens.logprobs)} logprobs and {spanned} tokens in version_spans; the three must be equal"
+        )
+    if tokens.routed_experts is not None and len(tokens.routed_experts) != len(tokens.token_ids):
+        raise ValueError(
+            f"{type(tokens).__name__} {tokens.request_id!r} has {len(tokens.token_ids)} token_ids and "
+            f"{len(tokens.routed_experts)} rows in routed_experts; each token has its row, or routed_experts is None"
+        )
 
 
 @runtime_checkable

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 
-from titan_rl import Completion, FinishReason, Rollout, RolloutGroup, SamplingParams, VersionSpan
+from titan_rl import Completion, EngineRequest, FinishReason, Rollout, RolloutGroup, SamplingParams, VersionSpan
 from titan_rl.actors.generate_service import GroupDesk
 from titan_rl.actors.worker_pool import WorkerPool
 from titan_rl.calls import stopwatch
@@ -73,7 +73,7 @@ async def test_a_workers_request_is_timed_where_it_is_known_whether_it_waits() -
         return Completion(request_id, [5], [-0.5], FinishReason.STOP, (VersionSpan(0, 1),))
 
     desk, sampling = GroupDesk(generate, None), SamplingParams(max_tokens=4)
-    whole, own_s = await desk.generate([1], "g/0/0", "g/0", sampling, 10.0)
+    whole, own_s = await desk.generate(EngineRequest("g/0/0", [1], sampling, "g/0"), 10.0)
     assert (whole.finish_reason, own_s) == (FinishReason.STOP, pytest.approx(3.0))
-    cut, own_s = await desk.generate([1], "g/0/1", "g/0", sampling, 2.0)
+    cut, own_s = await desk.generate(EngineRequest("g/0/1", [1], sampling, "g/0"), 2.0)
     assert (cut.finish_reason, own_s) == (FinishReason.ABORT, pytest.approx(2.0))

@@ -24,11 +24,12 @@ from titan_rl.actors.replica import ActorReplica
 from titan_rl.actors.run_processes import RunProcesses, start_processes
 from titan_rl.config.load import load_config
 from titan_rl.errors import EngineDeadError, GenerationError
+from titan_rl.generation.request import EngineRequest, OnChunk
 from titan_rl.generation.resume import resume_on_abort
 from titan_rl.generation.router import GeneratorRouter
 from titan_rl.run.directory import RunDirectory
 from titan_rl.training.data.sample import TrainingSample
-from titan_rl.types import Completion, FinishReason, GenerateFn, SamplingParams
+from titan_rl.types import Completion, FinishReason, GenerateFn, SamplingParams, TokenChunk
 from titan_rl.weights.board import VersionBoard
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -210,16 +211,16 @@ async def test_sigkill_loses_no_request_and_at_most_the_interval_of_tokens(
     enough = asyncio.Event()
     stream = ActorReplica.stream
 
-    async def spy(replica: ActorReplica, prompt, *, request_id: str, on_tokens, **arguments) -> Completion:
-        def tell(part: Completion) -> None:
-            tokens = streamed.setdefault(request_id, [])
-            far[replica.name] += len(tokens) < 32 <= len(tokens) + len(part.token_ids)
-            tokens.extend(part.token_ids)
+    async def spy(replica: ActorReplica, request: EngineRequest, on_chunk: OnChunk) -> Completion:
+        def tell(chunk: TokenChunk) -> None:
+            tokens = streamed.setdefault(request.request_id, [])
+            far[replica.name] += len(tokens) < 32 <= len(tokens) + len(chunk.token_ids)
+            tokens.extend(chunk.token_ids)
             if max(far.values()) == 2:
                 enough.set()
-            on_tokens(part)
+            on_chunk(chunk)
 
-        return await stream(replica, prompt, request_id=request_id, on_tokens=tell, **arguments)
+        return await stream(replica, request, tell)
 
     monkeypatch.setattr(ActorReplica, "stream", spy)
     requests = stage.ask(8)

@@ -18,9 +18,10 @@ from titan_rl.actors.processes.process import ProcessActor
 from titan_rl.actors.processes.remote_process import RemoteProcess, call
 from titan_rl.actors.processes.supervisor import Supervisor
 from titan_rl.actors.replica import ActorReplica
-from titan_rl.actors.request_stream import Request, RequestOutlet
+from titan_rl.actors.request_stream import RequestOutlet
 from titan_rl.errors import GenerationError, RequestError
-from titan_rl.types import Completion, FinishReason, SamplingParams, VersionSpan
+from titan_rl.generation.request import EngineRequest
+from titan_rl.types import Completion, FinishReason, SamplingParams, TokenChunk, VersionSpan
 from titan_rl.weights.board import VersionBoard
 
 from monarch.actor import concurrent_endpoint, this_proc  # isort: skip
@@ -31,9 +32,13 @@ LIMIT_S = 30
 SAMPLING = SamplingParams(max_tokens=8)
 
 
-def completion(request: Request, tokens: list[int]) -> Completion:
+def completion(request: EngineRequest, tokens: list[int]) -> Completion:
     spans = [VersionSpan(0, len(tokens))]
     return Completion(request.request_id, tokens, [0.0] * len(tokens), FinishReason.STOP, spans)
+
+
+def chunk(request: EngineRequest, tokens: list[int]) -> TokenChunk:
+    return TokenChunk(request.request_id, tokens, [0.0] * len(tokens), [VersionSpan(0, len(tokens))])
 
 
 class Parrot(ProcessActor):
@@ -45,20 +50,20 @@ class Parrot(ProcessActor):
         self._outlet = RequestOutlet(port)
 
     @concurrent_endpoint
-    async def generate(self, requests: list[Request]) -> None:
+    async def generate(self, requests: list[EngineRequest]) -> None:
         for request in requests:
             match request.prompt_token_ids:
-                case [0]:
+                case (0,):
                     self._outlet.answer(request.request_id, RequestError("too long"))
-                case [1]:
+                case (1,):
                     self._outlet.answer(request.request_id, KeyError("wires crossed"))
-                case [2]:
-                    self._outlet.tell(completion(request, [len(requests)]))
-                case [3]:
+                case (2,):
+                    self._outlet.tell(chunk(request, [len(requests)]))
+                case (3,):
                     lock: Any = threading.Lock()
                     self._outlet.answer(request.request_id, replace(completion(request, [3]), routed_experts=[lock]))
                 case prompt:
-                    self._outlet.tell(completion(request, list(prompt)))
+                    self._outlet.tell(chunk(request, list(prompt)))
                     self._outlet.answer(request.request_id, completion(request, [*prompt, len(requests)]))
 
 
@@ -89,9 +94,9 @@ async def test_what_is_asked_in_one_turn_arrives_together_and_each_has_its_answe
 
 
 async def test_tokens_come_before_the_answer(replica) -> None:
-    told: list[Completion] = []
+    told: list[TokenChunk] = []
     async with asyncio.timeout(LIMIT_S):
-        answer = await replica.stream([5, 6], request_id="a", sampling=SAMPLING, on_tokens=told.append)
+        answer = await replica.stream(EngineRequest("a", [5, 6], SAMPLING), told.append)
     assert [list(part.token_ids) for part in told] == [[5, 6]]
     assert list(answer.token_ids) == [5, 6, 1]
 
@@ -128,7 +133,7 @@ async def test_the_end_of_the_process_fails_all_requests_at_once(replica) -> Non
 
     async def unanswered(name: str) -> Completion:
         async with asyncio.timeout(LIMIT_S):
-            return await replica.stream([2], request_id=name, sampling=SAMPLING, on_tokens=lambda _: told.set())
+            return await replica.stream(EngineRequest(name, [2], SAMPLING), lambda _: told.set())
 
     requests = [asyncio.ensure_future(unanswered(f"r{n}")) for n in range(3)]
     await asyncio.wait_for(told.wait(), LIMIT_S)
@@ -150,9 +155,7 @@ async def test_an_answer_that_cannot_be_sent_is_a_failure_and_the_next_arrives(r
 
 async def test_requests_do_not_outlast_the_listening(replica) -> None:
     told = asyncio.Event()
-    request = asyncio.ensure_future(
-        replica.stream([2], request_id="a", sampling=SAMPLING, on_tokens=lambda _: told.set())
-    )
+    request = asyncio.ensure_future(replica.stream(EngineRequest("a", [2], SAMPLING), lambda _: told.set()))
     await asyncio.wait_for(told.wait(), LIMIT_S)
     replica.hang_up()
     for unanswered in (request, ask(replica, "late", 4)):

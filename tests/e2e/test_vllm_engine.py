@@ -16,8 +16,9 @@ from engine_contract import PLACES, EngineContract
 from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
 from titan_rl.errors import EngineDeadError, GenerationError, ModelError, RequestError, VerificationError
-from titan_rl.generation.engine import Engine, EngineRequest, TokenDelta
+from titan_rl.generation.engine import Engine, TokenDelta
 from titan_rl.generation.loop.engine_loop import EngineLoop
+from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.vllm_engine import VLLMEngine
 from titan_rl.types import Completion, FinishReason, SamplingParams, VersionSpan
 

@@ -10,11 +10,12 @@ from typing import Self
 import pytest
 
 from titan_rl.errors import EngineDeadError, GenerationError, RequestError, StateDictError, VerificationError
-from titan_rl.generation.engine import EngineRequest, TokenDelta
+from titan_rl.generation.engine import TokenDelta
 from titan_rl.generation.loop.engine_loop import EngineLoop
+from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.scripted_engine import ScriptedEngine, scripted_logprobs
 from titan_rl.generation.types import KVPolicy, PauseMode
-from titan_rl.types import Completion, FinishReason, GenerateFn, SamplingParams, VersionSpan
+from titan_rl.types import Completion, FinishReason, GenerateFn, SamplingParams, TokenChunk, VersionSpan
 
 WEIGHTS = [("w", 1)]
 
@@ -580,10 +581,9 @@ def test_a_kv_policy_that_cannot_be_right_is_refused() -> None:
 
 
 async def test_tokens_are_streamed_at_an_interval() -> None:
-    chunks: list[Completion] = []
+    chunks: list[TokenChunk] = []
     async with serving(ScriptedEngine(), stream_interval=4) as loop:
-        sampling = SamplingParams(max_tokens=10)
-        whole = await loop.generate([1], request_id="a", sampling=sampling, on_tokens=chunks.append)
+        whole = await loop.stream(EngineRequest("a", [1], SamplingParams(max_tokens=10)), chunks.append)
     assert [len(chunk.token_ids) for chunk in chunks] == [4, 4]
     assert [*chunks[0].token_ids, *chunks[1].token_ids] == list(whole.token_ids)[:8]
     assert chunks[1].version_spans == (VersionSpan(0, 4),)
@@ -606,11 +606,10 @@ async def test_while_the_engine_steps_every_request_is_told_of_it() -> None:
     told: dict[str, list[list[int]]] = {"a": [], "b": []}
 
     async def ask(name: str) -> Completion:
-        def on_tokens(part: Completion) -> None:
-            told[name].append(list(part.token_ids))
+        def on_chunk(chunk: TokenChunk) -> None:
+            told[name].append(list(chunk.token_ids))
 
-        sampling = SamplingParams(max_tokens=8)
-        return await loop.generate([1], request_id=name, sampling=sampling, on_tokens=on_tokens)
+        return await loop.stream(EngineRequest(name, [1], SamplingParams(max_tokens=8)), on_chunk)
 
     whole, second = await asyncio.gather(ask("a"), ask("b"))
     await loop.close()

@@ -19,7 +19,7 @@ from titan_rl.errors import GenerationError
 from titan_rl.generation.loop.engine_loop import EngineLoop
 from titan_rl.generation.router import GeneratorRouter, Limits
 from titan_rl.generation.scripted_engine import ScriptedEngine
-from titan_rl.types import Completion, FinishReason, SamplingParams
+from titan_rl.types import Completion, FinishReason, SamplingParams, TokenChunk
 
 INTERVAL = 4
 
@@ -34,22 +34,20 @@ class LoopReplica:
         self._die_at = die_at
         self._dead: asyncio.Event = asyncio.Event()
 
-    async def stream(self, prompt_token_ids, *, request_id, session_id=None, sampling, on_tokens) -> Completion:
-        self.asked.append((len(prompt_token_ids), sampling.max_tokens))
+    async def stream(self, request, on_chunk) -> Completion:
+        self.asked.append((len(request.prompt_token_ids), request.sampling.max_tokens))
         streamed = 0
 
-        def tell(part: Completion) -> None:
+        def tell(chunk: TokenChunk) -> None:
             nonlocal streamed
             if self._dead.is_set():
                 return
-            on_tokens(part)
-            streamed += len(part.token_ids)
+            on_chunk(chunk)
+            streamed += len(chunk.token_ids)
             if self._die_at is not None and streamed >= self._die_at:
                 self._dead.set()
 
-        answer = asyncio.ensure_future(
-            self.loop.generate(prompt_token_ids, request_id=request_id, sampling=sampling, on_tokens=tell)
-        )
+        answer = asyncio.ensure_future(self.loop.stream(request, tell))
         death = asyncio.ensure_future(self._dead.wait())
         await asyncio.wait([answer, death], return_when=asyncio.FIRST_COMPLETED)
         if self._dead.is_set():

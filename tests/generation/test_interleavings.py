@@ -32,7 +32,7 @@ def sampling(max_tokens: int) -> SamplingParams:
 
 def undisturbed(prompt: list[int], max_tokens: int) -> tuple[list[int], FinishReason]:
     """What the engine gives when it runs alone."""
-    from titan_rl.generation.engine import EngineRequest
+    from titan_rl.generation.request import EngineRequest
 
     engine, tokens = ScriptedEngine(mean_tokens=20), list[int]()
     engine.add(EngineRequest("-", prompt, sampling(max_tokens)))

@@ -14,11 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titan_rl.errors import EngineDeadError, GenerationError, RequestError, StateDictError
-from titan_rl.generation.engine import EngineRequest, TokenDelta
+from titan_rl.generation.engine import TokenDelta
 from titan_rl.generation.loop.engine_loop import EngineLoop
 from titan_rl.generation.loop.engine_rank import Weights, follow_leader
 from titan_rl.generation.loop.loop_decision import LoopAction, LoopDecision
 from titan_rl.generation.loop.ranks import ThreadRanks
+from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.scripted_engine import ScriptedEngine
 from titan_rl.types import FinishReason, SamplingParams
 

@@ -36,16 +36,14 @@ class Touchy(SimulatedReplica):
         self.served: list[str] = []
         self.is_broken = False
 
-    async def stream(self, prompt_token_ids, *, request_id, session_id=None, sampling, on_tokens) -> Completion:
-        self.served.append(request_id)
-        if request_id.startswith("poison"):
-            await asyncio.sleep(float(request_id.split("/")[1].partition("~")[0]))
+    async def stream(self, request, on_chunk=None) -> Completion:
+        self.served.append(request.request_id)
+        if request.request_id.startswith("poison"):
+            await asyncio.sleep(float(request.request_id.split("/")[1].partition("~")[0]))
             raise RuntimeError("division by zero")
         if self.is_broken:
             raise RuntimeError("device lost")
-        return await super().stream(
-            prompt_token_ids, request_id=request_id, session_id=session_id, sampling=sampling, on_tokens=on_tokens
-        )
+        return await super().stream(request, on_chunk)
 
 
 class Stage:

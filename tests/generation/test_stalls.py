@@ -22,7 +22,7 @@ from titan_rl.generation.router.member import Member
 from titan_rl.generation.router.stall import StallWatch
 from titan_rl.generation.scripted_engine import CostModel
 from titan_rl.simulate.replica import SimulatedReplica
-from titan_rl.types import Completion, FinishReason, SamplingParams
+from titan_rl.types import Completion, FinishReason, SamplingParams, TokenChunk
 
 pytestmark = pytest.mark.looptime
 
@@ -161,10 +161,10 @@ async def test_steps_without_tokens_are_signs_of_life_and_silence_is_none() -> N
     class Prefills(FakeReplica):
         stepping = True
 
-        async def stream(self, prompt_token_ids, *, request_id, session_id=None, sampling, on_tokens) -> Completion:
+        async def stream(self, request, on_chunk) -> Completion:
             while self.stepping:
                 await asyncio.sleep(5)
-                on_tokens(Completion(request_id, [], [], FinishReason.ABORT, ()))
+                on_chunk(TokenChunk(request.request_id, [], [], ()))
             await asyncio.sleep(1000)
             raise AssertionError("it is given up by then")
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titan_rl import FinishReason, SamplingParams
-from titan_rl.generation.engine import EngineRequest
+from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.scripted_engine import CostModel, ScriptedEngine
 from titan_rl.simulate.replica import SimulatedReplica
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Generator, Sequence
+from collections.abc import Callable, Coroutine, Generator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 from monarch.actor import Actor, concurrent_endpoint
 
 from titan_rl.calls.stopwatch import Stopwatch
 from titan_rl.errors import RequestError
+from titan_rl.generation.request import EngineRequest
 from titan_rl.rollout.group.timed import generate_within
 from titan_rl.rollout.types import Rollout
-from titan_rl.types import Completion, GenerateFn, SamplingParams
+from titan_rl.types import Completion, GenerateFn
 
 T = TypeVar("T")
 
@@ -27,14 +29,7 @@ class GroupDesk:
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[Completion]] = set()
 
-    async def generate(
-        self,
-        prompt_token_ids: Sequence[int],
-        request_id: str,
-        session_id: str | None,
-        sampling: SamplingParams,
-        time_left_s: float,
-    ) -> tuple[Completion, float]:
+    async def generate(self, request: EngineRequest, time_left_s: float) -> tuple[Completion, float]:
         """From any event loop: have this one's loop generate, within the time that the rollout has left.
 
         Returns:
@@ -43,16 +38,7 @@ class GroupDesk:
 
         async def on_loop() -> tuple[Completion, float]:
             watch = Stopwatch(time_left_s)
-            task = asyncio.ensure_future(
-                generate_within(
-                    watch,
-                    self._generate,
-                    prompt_token_ids,
-                    request_id=request_id,
-                    session_id=session_id,
-                    sampling=sampling,
-                )
-            )
+            task = asyncio.ensure_future(request.sent_to(partial(generate_within, watch, self._generate)))
             self._tasks.add(task)
             try:
                 return await task, watch.used_s
@@ -109,17 +95,9 @@ class GenerateService(Actor):
     """Spawned in the controller's own process."""
 
     @concurrent_endpoint
-    async def generate(
-        self,
-        group_id: str,
-        prompt_token_ids: Sequence[int],
-        request_id: str,
-        session_id: str | None,
-        sampling: SamplingParams,
-        time_left_s: float,
-    ) -> tuple[Completion, float]:
+    async def generate(self, group_id: str, request: EngineRequest, time_left_s: float) -> tuple[Completion, float]:
         """As `GroupDesk.generate`."""
-        return await _desk(group_id).generate(prompt_token_ids, request_id, session_id, sampling, time_left_s)
+        return await _desk(group_id).generate(request, time_left_s)
 
     @concurrent_endpoint
     async def say(self, text: str) -> None:

@@ -15,13 +15,14 @@ from monarch.actor import Port, concurrent_endpoint
 from titan_rl.actors.processes.garbage import growing_heap, settle_heap
 from titan_rl.actors.processes.gpus import use_gpus
 from titan_rl.actors.processes.process import ProcessActor
-from titan_rl.actors.request_stream import Request, RequestOutlet, Said
+from titan_rl.actors.request_stream import RequestOutlet, Said
 from titan_rl.calls.cancellation import stray_cancellation_fails
 from titan_rl.config.sections import GenerationConfig
 from titan_rl.generation.engine import Engine
 from titan_rl.generation.loop.engine_loop import EngineLoop
 from titan_rl.generation.loop.engine_rank import Items, Weights, follow_leader
 from titan_rl.generation.loop.ranks import GlooRanks, OneRank
+from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.types import KVPolicy, PauseMode
 from titan_rl.training.settings import ModelConfig
 from titan_rl.types import Completion
@@ -105,24 +106,18 @@ class GeneratorActor(ProcessActor):
         self._outlet = RequestOutlet(port)
 
     @concurrent_endpoint
-    async def generate(self, requests: Sequence[Request]) -> None:
+    async def generate(self, requests: Sequence[EngineRequest]) -> None:
         """Returns at once."""
         for request in requests:
             task = asyncio.ensure_future(self._generate(request))
             self._requests.add(task)
             task.add_done_callback(self._requests.discard)
 
-    async def _generate(self, request: Request) -> None:
+    async def _generate(self, request: EngineRequest) -> None:
         outcome: Completion | Exception
         try:
             with stray_cancellation_fails(f"request {request.request_id!r}"):
-                outcome = await self._loop.generate(
-                    request.prompt_token_ids,
-                    request_id=request.request_id,
-                    session_id=request.session_id,
-                    sampling=request.sampling,
-                    on_tokens=self._outlet.tell,
-                )
+                outcome = await self._loop.stream(request, self._outlet.tell)
         except Exception as error:
             outcome = error
         self._outlet.answer(request.request_id, outcome)

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from titan_rl.actors.processes.remote_process import RemoteProcess
-from titan_rl.actors.request_stream import Request, RequestInlet
+from titan_rl.actors.request_stream import RequestInlet
 from titan_rl.errors import ActorDiedError, GenerationError
-from titan_rl.generation.types import OnTokens, PauseMode
+from titan_rl.generation.request import EngineRequest, OnChunk
+from titan_rl.generation.types import PauseMode
 from titan_rl.types import Completion, SamplingParams
 from titan_rl.weights.board import VersionBoard
 
@@ -46,18 +47,10 @@ class ActorReplica:
         session_id: str | None = None,
         sampling: SamplingParams,
     ) -> Completion:
-        return await self._inlet.ask(Request(request_id, prompt_token_ids, session_id, sampling))
+        return await self._inlet.ask(EngineRequest(request_id, prompt_token_ids, sampling, session_id))
 
-    async def stream(
-        self,
-        prompt_token_ids: Sequence[int],
-        *,
-        request_id: str,
-        session_id: str | None = None,
-        sampling: SamplingParams,
-        on_tokens: OnTokens,
-    ) -> Completion:
-        return await self._inlet.ask(Request(request_id, prompt_token_ids, session_id, sampling), on_tokens)
+    async def stream(self, request: EngineRequest, on_chunk: OnChunk) -> Completion:
+        return await self._inlet.ask(request, on_chunk)
 
     async def pull(self, version: int) -> int:
         loaded, figures = await self._call(self._actor.pull, self._board.manifest_of(version))

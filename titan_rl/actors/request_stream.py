@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -15,22 +15,12 @@ from monarch.actor import Channel, Port
 from titan_rl.actors.processes.remote_process import RemoteProcess
 from titan_rl.calls.user_code import summary
 from titan_rl.errors import ActorDiedError, GenerationError, RequestError, TitanRLError
-from titan_rl.generation.types import OnTokens
-from titan_rl.types import Completion, SamplingParams
+from titan_rl.generation.request import EngineRequest, OnChunk
+from titan_rl.types import Completion, TokenChunk
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """What a generator is asked for."""
-
-    request_id: str
-    prompt_token_ids: Sequence[int]
-    session_id: str | None
-    sampling: SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +31,8 @@ class Answer:
     outcome: Completion | TitanRLError
 
 
-Said = Completion | Answer
-"""By a generator. A bare completion has the tokens that a request has gained since the last one."""
+Said = TokenChunk | Answer
+"""By a generator."""
 
 
 class Batch(Generic[T]):
@@ -69,9 +59,8 @@ class RequestOutlet:
         self._port = port
         self._said = Batch(self._send)
 
-    def tell(self, part: Completion) -> None:
-        """Of tokens ahead of the answer."""
-        self._said.add(part)
+    def tell(self, chunk: TokenChunk) -> None:
+        self._said.add(chunk)
 
     def answer(self, request_id: str, outcome: Completion | Exception) -> None:
         if isinstance(outcome, Exception) and not isinstance(outcome, TitanRLError):  # which pickles
@@ -101,17 +90,17 @@ class RequestInlet:
         send: passes requests on to the generator.
     """
 
-    def __init__(self, remote: RemoteProcess, send: Callable[[list[Request]], None]) -> None:
+    def __init__(self, remote: RemoteProcess, send: Callable[[list[EngineRequest]], None]) -> None:
         self.port: Port[list[Said]]
         self._receiver: Any
         self.port, self._receiver = Channel[list[Said]].open()
         self._remote = remote
         self._pass_on = send
         self._requests = Batch(self._send)
-        self._waiting: dict[str, tuple[asyncio.Future[Completion], OnTokens | None]] = {}
+        self._waiting: dict[str, tuple[asyncio.Future[Completion], OnChunk | None]] = {}
         self._ended: str | None = None  # why no answer comes any more
 
-    async def ask(self, request: Request, on_tokens: OnTokens | None = None) -> Completion:
+    async def ask(self, request: EngineRequest, on_chunk: OnChunk | None = None) -> Completion:
         """The answer. What comes after the caller was cancelled is dropped.
 
         Raises:
@@ -123,7 +112,7 @@ class RequestInlet:
         if self._ended is not None:
             raise GenerationError(self._ended)
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self._waiting[request.request_id] = future, on_tokens
+        self._waiting[request.request_id] = future, on_chunk
         self._requests.add(request)
         try:
             return await future
@@ -151,10 +140,10 @@ class RequestInlet:
     def _take(self, said: Said) -> None:
         if isinstance(said, Answer):
             self._settle(said.request_id, said.outcome)
-        elif (waiting := self._waiting.get(said.request_id)) is not None and (on_tokens := waiting[1]) is not None:
-            on_tokens(said)
+        elif (waiting := self._waiting.get(said.request_id)) is not None and (on_chunk := waiting[1]) is not None:
+            on_chunk(said)
 
-    def _send(self, requests: list[Request]) -> None:
+    def _send(self, requests: list[EngineRequest]) -> None:
         wanted = [request for request in requests if self._is_wanted(request)]
         if not wanted:
             return
@@ -169,7 +158,7 @@ class RequestInlet:
             problem = f"request {wanted[0].request_id!r} could not be sent to {self._remote.name}: {error!r}"
             self._settle(wanted[0].request_id, RequestError(problem) if unsendable else GenerationError(problem))
 
-    def _is_wanted(self, request: Request) -> bool:
+    def _is_wanted(self, request: EngineRequest) -> bool:
         waiting = self._waiting.get(request.request_id)
         return waiting is not None and not waiting[0].done()
 

@@ -16,6 +16,7 @@ from titan_rl.actors.processes.process import ProcessActor
 from titan_rl.actors.processes.remote_process import call
 from titan_rl.calls import stopwatch
 from titan_rl.calls.watchdog import LoopWatchdog
+from titan_rl.generation.request import EngineRequest
 from titan_rl.rollout.records import portable
 from titan_rl.rollout.types import Rollout, RolloutGroup
 from titan_rl.types import Completion, SamplingParams
@@ -108,8 +109,8 @@ class RolloutWorkerActor(ProcessActor):
     ) -> Completion:
         watch = stopwatch.current()
         assert watch is not None, "the rollouter times every request"
-        endpoint, request = self._service.generate, (prompt_token_ids, request_id, session_id, sampling)
+        request = EngineRequest(request_id, prompt_token_ids, sampling, session_id)
         with stopwatch.held():  # the controller, where it is known whether the request waits, counts
-            completion, own_s = await call(endpoint, group_id, *request, watch.left_s, who="controller")
+            completion, own_s = await call(self._service.generate, group_id, request, watch.left_s, who="controller")
         watch.charge(own_s)
         return completion

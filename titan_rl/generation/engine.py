@@ -6,16 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from titan_rl.types import FinishReason, SamplingParams
-
-
-@dataclass(frozen=True, slots=True)
-class EngineRequest:
-    """One prompt to continue. `sampling.max_tokens` counts new tokens only."""
-
-    request_id: str
-    prompt_token_ids: Sequence[int]  # [num_prompt_tokens]
-    sampling: SamplingParams
+from titan_rl.generation.request import EngineRequest
+from titan_rl.types import FinishReason
 
 
 @dataclass(frozen=True, slots=True)

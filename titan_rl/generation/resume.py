@@ -9,7 +9,8 @@ from itertools import count
 
 from titan_rl.calls import stopwatch
 from titan_rl.errors import GenerationError
-from titan_rl.generation.continuation import ending, merge_completions, remaining_sampling
+from titan_rl.generation.partial import Partial
+from titan_rl.generation.request import EngineRequest
 from titan_rl.types import Completion, FinishReason, GenerateFn, SamplingParams
 
 
@@ -54,7 +55,9 @@ def resume_on_abort(
         session_id: str | None = None,
         sampling: SamplingParams,
     ) -> Completion:
-        whole: Completion | None = None
+        if max_context is not None:
+            sampling = sampling.within(max(1, max_context - len(prompt_token_ids)))
+        partial = Partial(EngineRequest(request_id, prompt_token_ids, sampling, session_id))
         loop, interrupted_s = asyncio.get_running_loop(), 0.0
 
         def timed(completion: Completion) -> Completion:
@@ -66,21 +69,16 @@ def resume_on_abort(
         turned_away = _TurnedAway(resume_timeout_s)
         for attempt in count(1):
             began = loop.time()
-            part = await generate(
-                [*prompt_token_ids, *(() if whole is None else whole.token_ids)],  # its own to change
-                request_id=request_id,
-                session_id=session_id,
-                sampling=sampling if whole is None else remaining_sampling(sampling, len(whole.token_ids)),
-            )
+            part = await partial.rest.sent_to(generate)
             if not isinstance(part, Completion):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise TypeError(f"generate gave {type(part).__name__}; it must give a Completion")
             if sampling.return_routed_experts and part.token_ids and part.routed_experts is None:
                 raise GenerationError(f"request {request_id!r} asked for routed experts and got none")
-            whole = part if whole is None else merge_completions(whole, part)
+            whole = partial.add(part)
             if whole.finish_reason is not FinishReason.ABORT:
                 return timed(whole)
-            if (end := ending(whole, sampling, len(prompt_token_ids), max_context)) is not None:
-                return timed(replace(whole, finish_reason=end, ended=None))
+            if (ended := partial.ended) is not None:
+                return timed(ended)
             if stopwatch.time_is_up():
                 return timed(whole)
             aborted = loop.time()

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from titan_rl.errors import RequestError
-from titan_rl.generation.engine import EngineRequest, TokenDelta
+from titan_rl.generation.engine import TokenDelta
+from titan_rl.generation.request import EngineRequest
 from titan_rl.types import FinishReason
 
 _MASK = (1 << 64) - 1

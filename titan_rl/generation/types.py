@@ -1,16 +1,10 @@
-"""The values that the engine loop and the router share: pauses, streamed tokens, KV policies, pull results."""
+"""The values that the engine loop and the router share: pauses, KV policies, pull results."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
-
-from titan_rl.types import Completion
-
-OnTokens = Callable[[Completion], None]
-"""Told of the tokens since it was last told, as a completion that is aborted where they end."""
 
 
 class PauseMode(StrEnum):

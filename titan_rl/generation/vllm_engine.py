@@ -11,7 +11,8 @@ from typing import Any
 
 from titan_rl.calls.extras import require
 from titan_rl.errors import ModelError, RequestError
-from titan_rl.generation.engine import EngineRequest, TokenDelta
+from titan_rl.generation.engine import TokenDelta
+from titan_rl.generation.request import EngineRequest
 from titan_rl.types import FinishReason, SamplingParams
 
 ENVIRONMENT = {
@@ -145,7 +146,7 @@ class VLLMEngine:
                 f"{self._max_context - 1} leave room for a completion. Shorten the prompt or raise max_context, "
                 f"which is {self._max_context}"
             )
-        params = self._params(request.request_id, request.sampling, room)
+        params = self._params(request.request_id, request.sampling.within(room))
         core_id = self._submit(prompt, params)
         self._internal[request.request_id] = core_id
         self._external[core_id] = request.request_id
@@ -239,18 +240,17 @@ class VLLMEngine:
             deltas.append(TokenDelta(request_id, tokens, logprobs, finish_reason, experts, metrics, failure))
         return deltas
 
-    def _params(self, request_id: str, sampling: SamplingParams, room: int) -> Any:
-        max_tokens = min(sampling.max_tokens, room)
+    def _params(self, request_id: str, sampling: SamplingParams) -> Any:
         if sampling.seed is not None and not -(2**63) <= sampling.seed < 2**63:
             raise RequestError(f"request {request_id!r} has seed {sampling.seed}; it must fit into 64 bits")
         try:
             return self._sampling_type(
-                max_tokens=max_tokens,
+                max_tokens=sampling.max_tokens,
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,
                 top_k=sampling.top_k,
                 min_p=sampling.min_p,
-                min_tokens=min(sampling.min_tokens, max_tokens),
+                min_tokens=sampling.min_tokens,
                 seed=sampling.seed,
                 # A stop token that the model does not have is never sampled, and vLLM would look for its logit.
                 stop_token_ids=[token for token in sampling.stop_token_ids if 0 <= token < self._vocab_size],

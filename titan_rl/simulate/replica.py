@@ -8,10 +8,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from titan_rl.generation.request import EngineRequest, OnChunk
 from titan_rl.generation.scripted_engine import CostModel
-from titan_rl.generation.types import OnTokens, PauseMode
+from titan_rl.generation.types import PauseMode
 from titan_rl.simulate.tokens import Repeated
-from titan_rl.types import Completion, FinishReason, SamplingParams, VersionSpan
+from titan_rl.types import Completion, FinishReason, SamplingParams, TokenChunk, VersionSpan
 
 CLOCK_TICK_S = 1e-6  # what virtual time is rounded to
 
@@ -27,7 +28,7 @@ class _Sequence:
     reason: FinishReason
     future: asyncio.Future[Completion]
     created_at: float
-    on_tokens: OnTokens | None = None
+    on_chunk: OnChunk | None = None
     queue_s: float | None = None  # until it first ran
     generated: int = 0
     spans: list[VersionSpan] = field(default_factory=list[VersionSpan])
@@ -40,10 +41,9 @@ class _Sequence:
         self.spans.append(VersionSpan(version, count))
 
     def tell(self, count: int, version: int) -> None:
-        if self.on_tokens is not None:
+        if self.on_chunk is not None:
             tokens, logprobs = Repeated(0, count), Repeated(0.0, count)
-            span = VersionSpan(version, count)
-            self.on_tokens(Completion(self.request_id, tokens, logprobs, FinishReason.ABORT, (span,)))
+            self.on_chunk(TokenChunk(self.request_id, tokens, logprobs, (VersionSpan(version, count),)))
 
     def resolve(self, reason: FinishReason) -> None:
         if not self.future.done():
@@ -106,28 +106,15 @@ class SimulatedReplica:
         session_id: str | None = None,
         sampling: SamplingParams,
     ) -> Completion:
-        return await self._generate(prompt_token_ids, request_id, sampling, None)
+        return await self.stream(EngineRequest(request_id, prompt_token_ids, sampling, session_id))
 
-    async def stream(
-        self,
-        prompt_token_ids: Sequence[int],
-        *,
-        request_id: str,
-        session_id: str | None = None,
-        sampling: SamplingParams,
-        on_tokens: OnTokens,
-    ) -> Completion:
-        return await self._generate(prompt_token_ids, request_id, sampling, on_tokens)
-
-    async def _generate(
-        self, prompt_token_ids: Sequence[int], request_id: str, sampling: SamplingParams, on_tokens: OnTokens | None
-    ) -> Completion:
-        left = self._length_of(request_id, len(prompt_token_ids))
-        reason = FinishReason.STOP if left < sampling.max_tokens else FinishReason.LENGTH
+    async def stream(self, request: EngineRequest, on_chunk: OnChunk | None = None) -> Completion:
+        request_id, num_prompt_tokens = request.request_id, len(request.prompt_token_ids)
+        left, most = self._length_of(request_id, num_prompt_tokens), request.sampling.max_tokens
+        reason = FinishReason.STOP if left < most else FinishReason.LENGTH
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Completion] = loop.create_future()
-        left = min(left, sampling.max_tokens)
-        sequence = _Sequence(request_id, len(prompt_token_ids), left, reason, future, loop.time(), on_tokens)
+        sequence = _Sequence(request_id, num_prompt_tokens, min(left, most), reason, future, loop.time(), on_chunk)
         self._waiting.append(sequence)
         self._changed.set()
         try:

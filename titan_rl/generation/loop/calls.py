@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from titan_rl.errors import GenerationError, RequestError
-from titan_rl.generation.continuation import aborted_late
-from titan_rl.generation.engine import EngineRequest, TokenDelta, problem_of
+from titan_rl.generation.engine import TokenDelta, problem_of
 from titan_rl.generation.loop.pending import Outbox, PendingCall
+from titan_rl.generation.partial import aborted_late
+from titan_rl.generation.request import EngineRequest
 from titan_rl.types import FinishReason
 
 
@@ -100,8 +101,8 @@ class Calls:
     def stream(self, outbox: Outbox, *, also_empty: bool) -> None:
         """Tell of the tokens since this was called last, or also of none."""
         for call in self.running.values():
-            if call.on_tokens is not None and (call.num_unstreamed or also_empty):
-                outbox.call(call.future.get_loop(), call.on_tokens, call.take_chunk())
+            if call.on_chunk is not None and (call.num_unstreamed or also_empty):
+                outbox.call(call.future.get_loop(), call.on_chunk, call.take_chunk())
 
     def aborted(self, request_ids: Iterable[str], outbox: Outbox) -> None:
         """The engine has forgotten these."""

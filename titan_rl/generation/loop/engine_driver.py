@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 
 from titan_rl.calls.user_code import summary
 from titan_rl.errors import StateDictError
-from titan_rl.generation.engine import Engine, EngineRequest
+from titan_rl.generation.engine import Engine
 from titan_rl.generation.loop.engine_rank import EngineRank, Weights
 from titan_rl.generation.loop.loop_decision import LoopAction, LoopDecision
 from titan_rl.generation.loop.loop_state import LoopState
 from titan_rl.generation.loop.pending import Outbox, PendingPull
 from titan_rl.generation.loop.ranks import Ranks
+from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.types import KVPolicy, PullResult
 
 logger = logging.getLogger(__name__)

@@ -22,13 +22,14 @@ from typing import Any
 
 from titan_rl.calls.user_code import summary
 from titan_rl.errors import RequestError, StateDictError
-from titan_rl.generation.engine import Engine, EngineRequest
+from titan_rl.generation.engine import Engine
 from titan_rl.generation.loop.engine_driver import run_engine
 from titan_rl.generation.loop.engine_rank import Items, Verify
 from titan_rl.generation.loop.loop_state import LoopState
 from titan_rl.generation.loop.pending import PendingCall, PendingPull
 from titan_rl.generation.loop.ranks import OneRank, Ranks
-from titan_rl.generation.types import KVPolicy, OnTokens, PauseMode, PullResult
+from titan_rl.generation.request import EngineRequest, OnChunk
+from titan_rl.generation.types import KVPolicy, PauseMode, PullResult
 from titan_rl.types import Completion, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ class EngineLoop:
     Args:
         make_engine: called in the loop's own thread, which alone touches the engine.
         version: of the weights that the engine starts with.
-        stream_interval: engine steps between two calls of `on_tokens`; a step gives a request at most one token.
+        stream_interval: engine steps between two chunks of a request; a step gives a request at most one token.
         routed_experts: the engine returns the experts that each token took. Else a request that asks is refused.
         make_ranks: called after `make_engine` in the same thread: the link to the other ranks of the replica, each of
             which runs `follow_leader`. By default there are none.
@@ -105,13 +106,15 @@ class EngineLoop:
         request_id: str,
         session_id: str | None = None,
         sampling: SamplingParams,
-        on_tokens: OnTokens | None = None,
     ) -> Completion:
+        """Continue a prompt, as a `GenerateFn`; see `stream`."""
+        return await self.stream(EngineRequest(request_id, prompt_token_ids, sampling, session_id))
+
+    async def stream(self, request: EngineRequest, on_chunk: OnChunk | None = None) -> Completion:
         """Continue a prompt. Cancelling the caller frees the request.
 
         Args:
-            session_id: of no use to a single engine; part of the `GenerateFn` protocol.
-            on_tokens: called on this event loop every `stream_interval` steps with the tokens since the last call, and
+            on_chunk: called on this event loop every `stream_interval` steps with the tokens since the last call, and
                 after a step in any case when it has not been for a second, perhaps with none.
 
         Returns:
@@ -125,14 +128,13 @@ class EngineLoop:
             EngineDeadError: the loop has ended, or ends before the completion.
         """
         self._require_started()
-        if sampling.return_routed_experts and not self._routed_experts:
+        if request.sampling.return_routed_experts and not self._routed_experts:
             raise RequestError(
-                f"request {request_id!r} asks for routed experts, which this run does not return; set "
+                f"request {request.request_id!r} asks for routed experts, which this run does not return; set "
                 "generation.return_routed_experts = true, or sampling.return_routed_experts = False"
             )
-        request = EngineRequest(request_id, prompt_token_ids, sampling)
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        call = PendingCall(request, future, on_tokens, self._state.clock)
+        call = PendingCall(request, future, on_chunk, self._state.clock)
         self._state.submit(call)
         try:
             return await future

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from titan_rl.generation.loop.engine_loop import EngineLoop
-from titan_rl.generation.types import OnTokens, PauseMode
+from titan_rl.generation.request import EngineRequest, OnChunk
+from titan_rl.generation.types import PauseMode
 from titan_rl.types import Completion, SamplingParams
 
 
@@ -36,18 +37,12 @@ class LocalReplica:
         session_id: str | None = None,
         sampling: SamplingParams,
     ) -> Completion:
-        return await self.loop.generate(prompt_token_ids, request_id=request_id, sampling=sampling)
+        return await self.loop.generate(
+            prompt_token_ids, request_id=request_id, session_id=session_id, sampling=sampling
+        )
 
-    async def stream(
-        self,
-        prompt_token_ids: Sequence[int],
-        *,
-        request_id: str,
-        session_id: str | None = None,
-        sampling: SamplingParams,
-        on_tokens: OnTokens,
-    ) -> Completion:
-        return await self.loop.generate(prompt_token_ids, request_id=request_id, sampling=sampling, on_tokens=on_tokens)
+    async def stream(self, request: EngineRequest, on_chunk: OnChunk) -> Completion:
+        return await self.loop.stream(request, on_chunk)
 
     async def pull(self, version: int) -> int:
         return (await self.loop.pull(version, lambda: self._items_of(version))).version

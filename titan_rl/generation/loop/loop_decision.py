@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from titan_rl.generation.engine import EngineRequest
+from titan_rl.generation.request import EngineRequest
 
 
 class LoopAction(StrEnum):

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from titan_rl.generation.engine import Engine, EngineRequest, TokenDelta
-from titan_rl.generation.types import OnTokens, PullResult
-from titan_rl.types import Completion, FinishReason, VersionSpan
+from titan_rl.generation.engine import Engine, TokenDelta
+from titan_rl.generation.request import EngineRequest, OnChunk
+from titan_rl.generation.types import PullResult
+from titan_rl.types import Completion, FinishReason, TokenChunk, VersionSpan
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +32,7 @@ class PendingCall:
         "created_at",
         "future",
         "logprobs",
-        "on_tokens",
+        "on_chunk",
         "request",
         "token_ids",
     )
@@ -40,12 +41,12 @@ class PendingCall:
         self,
         request: EngineRequest,
         future: asyncio.Future[Completion],
-        on_tokens: OnTokens | None,
+        on_chunk: OnChunk | None,
         clock: Callable[[], float],
     ) -> None:
         self.request = request
         self.future = future
-        self.on_tokens = on_tokens
+        self.on_chunk = on_chunk
         self.created_at = clock()
         self._clock = clock
         self.token_ids: list[int] = []
@@ -82,10 +83,16 @@ class PendingCall:
     def num_unstreamed(self) -> int:
         return len(self.token_ids) - self._streamed
 
-    def take_chunk(self) -> Completion:
+    def take_chunk(self) -> TokenChunk:
         """The tokens since the last chunk."""
         start, self._streamed = self._streamed, len(self.token_ids)
-        return self._completion(FinishReason.ABORT, start, {})
+        return TokenChunk(
+            self.request.request_id,
+            self.token_ids[start:],
+            self.logprobs[start:],
+            self._spans(start),
+            self._routed_experts[start:] or None,
+        )
 
     def completion(self, finish_reason: FinishReason) -> Completion:
         """Everything so far."""
@@ -95,17 +102,13 @@ class PendingCall:
             metrics["time_to_first_token_s"] = self._first_token_at - self.created_at
             gaps = max(1, len(self.token_ids) - 1)
             metrics["inter_token_s"] = (self._last_token_at - self._first_token_at) / gaps
-        return self._completion(finish_reason, 0, metrics)
-
-    def _completion(self, finish_reason: FinishReason, start: int, metrics: dict[str, float]) -> Completion:
-        whole = start == 0
         return Completion(
             self.request.request_id,
-            self.token_ids if whole and finish_reason is not FinishReason.ABORT else self.token_ids[start:],
-            self.logprobs if whole and finish_reason is not FinishReason.ABORT else self.logprobs[start:],
+            self.token_ids[:],
+            self.logprobs[:],
             finish_reason,
-            self._spans(start),
-            self._routed_experts[start:] or None,
+            self._spans(0),
+            self._routed_experts[:] or None,
             metrics,
         )
 

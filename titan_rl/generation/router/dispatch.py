@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import replace
 
 from titan_rl.calls import stopwatch
 from titan_rl.errors import EngineDeadError, EngineStalledError, GenerationError, NoReplicaError, RequestError
-from titan_rl.generation.continuation import aborted_late
+from titan_rl.generation.partial import Partial, aborted_late
+from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.router.aborts import Aborts
 from titan_rl.generation.router.blame import Blame, Failure
 from titan_rl.generation.router.flight import Flight, Flights, NotResumedError
 from titan_rl.generation.router.health import Health
-from titan_rl.generation.router.job import Job
 from titan_rl.generation.router.limits import Limits
 from titan_rl.generation.router.member import Member
 from titan_rl.generation.router.pause import Pause
 from titan_rl.generation.router.pool import Pool, Reservation
 from titan_rl.generation.router.stall import StallWatch
-from titan_rl.types import Completion, SamplingParams
+from titan_rl.types import Completion, TokenChunk
 
 
 class Dispatcher:
@@ -49,40 +48,39 @@ class Dispatcher:
         self._limits = limits
         self._max_attempts = max_attempts
 
-    async def generate(
-        self, prompt_token_ids: Sequence[int], request_id: str, session_id: str | None, sampling: SamplingParams
-    ) -> Completion:
+    async def generate(self, request: EngineRequest) -> Completion:
         failures: list[Failure] = []
-        with self._flights.track(request_id) as flight:
-            flight.job = job = Job(request_id, prompt_token_ids, session_id, sampling)
-            while (reservation := await self._board(flight, session_id, job.cost)) is not None:
+        with self._flights.track(request) as flight:
+            assert flight.partial is not None
+            partial = flight.partial
+            while (reservation := await self._board(flight, request)) is not None:
                 failure: Failure | None = None
                 with reservation as member:
                     epoch = member.epoch
                     flight.depart(member)
                     try:
-                        return await self._send(flight, member, job)
+                        return await self._send(flight, member, partial)
                     except (RequestError, NotResumedError):
                         raise
                     except Exception as error:
-                        job.keep_what_was_streamed()
+                        partial.keep_chunks()
                         if not flight.interrupted:  # else aborted, or its replica was removed: nobody's failure
                             failure = Failure(member, epoch, error, member.num_served)
                     finally:
                         flight.member = None
                 if failure is not None:
                     failures.append(failure)
-                    await self._blame.lay(flight, failures if job.whole is None else [failure])
-                if not flight.aborted and (whole := job.whole) is not None:
-                    return whole  # the replica was lost between its last token and its answer
+                    await self._blame.lay(flight, failures if partial.ended is None else [failure])
+                if not flight.aborted and (ended := partial.ended) is not None:
+                    return ended  # the replica was lost between its last token and its answer
                 if len(failures) == self._max_attempts:
                     last = failures[-1].error
                     raise GenerationError(
-                        f"request {request_id!r} failed on {len(failures)} replicas; the last: {last!r}"
+                        f"request {request.request_id!r} failed on {len(failures)} replicas; the last: {last!r}"
                     ) from last
-            return job.aborted
+            return partial.so_far
 
-    async def _board(self, flight: Flight, session_id: str | None, cost: int) -> Reservation | None:
+    async def _board(self, flight: Flight, request: EngineRequest) -> Reservation | None:
         """Wait until requests may pass and a replica serves. None: the request is aborted."""
         while True:
             if self.closed is not None:
@@ -91,7 +89,7 @@ class Dispatcher:
                 return None
             try:
                 if self._pause.open.is_set() and self._pool.serving.is_set():
-                    return self._pool.choose(session_id, cost)
+                    return self._pool.choose(request)
                 with stopwatch.held():
                     if not self._pause.open.is_set():
                         began = asyncio.get_running_loop().time()
@@ -108,18 +106,27 @@ class Dispatcher:
                 waited_s = self._limits.no_replica_s
                 raise NoReplicaError(f"no replica served within {waited_s:g} s; the last failed: {cause!r}") from cause
 
-    async def _send(self, flight: Flight, member: Member, job: Job) -> Completion:
+    async def _send(self, flight: Flight, member: Member, partial: Partial) -> Completion:
         """One attempt on one replica."""
         began = asyncio.get_running_loop().time()
+        request, keep = replace(partial.rest, request_id=flight.engine_id), partial.begin()
         try:
             with self._stalls.watching(member), stopwatch.moving_with_tokens(member.calls.streams) as on_sign:
-                completion = await flight.within(None, job.ask(member, flight.engine_id, on_sign))
+
+                def on_chunk(chunk: TokenChunk) -> None:
+                    has_tokens = bool(chunk.token_ids)
+                    member.hear(served=has_tokens)
+                    on_sign(has_tokens)
+                    if has_tokens:
+                        keep(chunk)
+
+                completion = await flight.within(None, member.calls.generate(request, on_chunk))
         except (TimeoutError, EngineStalledError, NotResumedError, asyncio.CancelledError):
             self._aborts.tell_soon(member, flight.engine_id)  # the engine may be at it still
             raise
         member.hear(served=True)
         member.failures = 0
-        completion = job.completed_by(_without_freezes(completion, flight, began))
+        completion = partial.add(_without_freezes(completion, flight, began))
         if flight.interrupted_s:
             metrics = {**completion.metrics, "interrupted_s": flight.interrupted_s}
             completion = replace(completion, metrics=metrics)

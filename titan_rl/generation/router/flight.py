@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 from titan_rl.calls import stopwatch
 from titan_rl.calls.bounded import BoundedCall
 from titan_rl.errors import GenerationError, RequestError
+from titan_rl.generation.partial import Partial
+from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.router.aborts import Aborts
-from titan_rl.generation.router.job import Job
 from titan_rl.generation.router.limits import Limits
 from titan_rl.generation.router.member import Member
 from titan_rl.generation.router.stall import StallWatch
@@ -32,8 +33,8 @@ class Flight:
     def __init__(self, request_id: str, cancel_s: float) -> None:
         self.request_id = request_id
         self.engine_id = request_id  # differs for each attempt, so that an orphan is never a duplicate
-        self.job: Job | None = None  # what it has got so far
         self.member: Member | None = None  # where it runs; None while it waits for a replica
+        self.partial: Partial | None = None  # what it has got so far
         self.aborted = False  # its answer is an aborted completion, with the tokens that come back
         self.interrupted = False  # its present wait was cut short by the router, and by nobody's failure
         self.landed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -189,15 +190,17 @@ class Flights:
         return iter(tuple(self._flights.values()))
 
     @contextmanager
-    def track(self, request_id: str) -> Generator[Flight]:
+    def track(self, request: EngineRequest) -> Generator[Flight]:
         """A flight that is known until the block is left.
 
         Raises:
             RequestError: a request of that id is in flight.
         """
+        request_id = request.request_id
         if request_id in self._flights:
             raise RequestError(f"request id {request_id!r} is in flight already; request ids must be unique")
         flight = self._flights[request_id] = Flight(request_id, self._limits.cancel_s)
+        flight.partial = Partial(request)
         try:
             yield flight
         finally:

@@ -7,9 +7,10 @@ from typing import Any, TypeVar
 
 from titan_rl.calls.bounded import bounded
 from titan_rl.errors import GenerationError, StateDictError
+from titan_rl.generation.request import EngineRequest, OnChunk
 from titan_rl.generation.router.replica import Replica, StreamingReplica
-from titan_rl.generation.types import OnTokens, PauseMode
-from titan_rl.types import Completion, SamplingParams
+from titan_rl.generation.types import PauseMode
+from titan_rl.types import Completion
 
 T = TypeVar("T")
 
@@ -35,29 +36,15 @@ class GuardedReplica:
 
     @property
     def streams(self) -> bool:
-        """`generate` calls its `on_tokens`."""
+        """`generate` calls its `on_chunk`."""
         return self._streaming is not None
 
-    async def generate(
-        self,
-        prompt_token_ids: Sequence[int],
-        *,
-        request_id: str,
-        session_id: str | None,
-        sampling: SamplingParams,
-        on_tokens: OnTokens,
-    ) -> Completion:
-        """By `stream` where the replica has it; else `on_tokens` is never called. In the caller's task, which sees to
+    async def generate(self, request: EngineRequest, on_chunk: OnChunk) -> Completion:
+        """By `stream` where the replica has it; else `on_chunk` is never called. In the caller's task, which sees to
         its end: see `Flight.within`."""
         if self._streaming is None:
-            answer = self._replica.generate(
-                prompt_token_ids, request_id=request_id, session_id=session_id, sampling=sampling
-            )
-        else:
-            answer = self._streaming.stream(
-                prompt_token_ids, request_id=request_id, session_id=session_id, sampling=sampling, on_tokens=on_tokens
-            )
-        return await answer
+            return await request.sent_to(self._replica.generate)
+        return await self._streaming.stream(request, on_chunk)
 
     async def pull(self, version: int) -> int:
         """The version that the replica has then: this or a newer one.

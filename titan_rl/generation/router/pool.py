@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterable, Iterator
 from types import TracebackType
 
+from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.router.member import Member
 from titan_rl.generation.router.replica import Replica
 from titan_rl.generation.router.strategies import Strategy
@@ -71,12 +72,12 @@ class Pool:
         if not self._num_serving:
             self.serving.clear()
 
-    def choose(self, session_id: str | None, cost: int) -> Reservation:
-        """A reservation of `cost` tokens on the member the strategy prefers. At least one serves."""
-        member = self.strategy.choose(session_id, cost)
+    def choose(self, request: EngineRequest) -> Reservation:
+        """A reservation of what the request may come to on the member the strategy prefers. At least one serves."""
+        member = self.strategy.choose(request.session_id, request.cost)
         assert isinstance(member, Member)
         assert member.serving
-        return Reservation(member, cost, self.strategy)
+        return Reservation(member, request.cost, self.strategy)
 
 
 class Reservation:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
-from titan_rl.generation.types import OnTokens, PauseMode
+from titan_rl.generation.request import EngineRequest, OnChunk
+from titan_rl.generation.types import PauseMode
 from titan_rl.types import Completion, SamplingParams
 
 
@@ -77,20 +78,12 @@ class Replica(Protocol):
 
 @runtime_checkable
 class StreamingReplica(Replica, Protocol):
-    """A replica that tells of tokens before a request is answered. Should it die, the router goes on from those.
+    """A replica that streams tokens ahead of the completion. Should it die, the router goes on from those.
 
-    While requests wait and no token comes of any, as in prefills of long prompts, it tells of no tokens now and then,
-    if and only if its engine steps: that is how the router knows a busy engine from one that hangs.
+    While requests wait and no token comes of any, as in prefills of long prompts, it sends a chunk without tokens now
+    and then, if and only if its engine steps: that is how the router knows a busy engine from one that hangs.
     """
 
-    async def stream(
-        self,
-        prompt_token_ids: Sequence[int],
-        *,
-        request_id: str,
-        session_id: str | None = None,
-        sampling: SamplingParams,
-        on_tokens: OnTokens,
-    ) -> Completion:
-        """As `generate`, which the router then does not call. The completion holds all tokens, told or not."""
+    async def stream(self, request: EngineRequest, on_chunk: OnChunk) -> Completion:
+        """As `generate`, which the router then does not call. The completion holds all tokens, streamed or not."""
         ...

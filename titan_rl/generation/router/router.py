@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from titan_rl.calls import stopwatch
 from titan_rl.calls.bounded import limited
 from titan_rl.errors import EngineDeadError, EngineStalledError
+from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.router.aborts import Aborts
 from titan_rl.generation.router.dispatch import Dispatcher
 from titan_rl.generation.router.flight import Flights
@@ -132,7 +133,7 @@ class GeneratorRouter:
             EngineDeadError: the router is closed.
         """
         with stopwatch.ending_with(lambda: self._tasks.start(self._end(request_id), f"end {request_id}")):
-            return await self._dispatcher.generate(prompt_token_ids, request_id, session_id, sampling)
+            return await self._dispatcher.generate(EngineRequest(request_id, prompt_token_ids, sampling, session_id))
 
     async def pull_state_dict(self, version: int, mode: PullMode = "hot_swap") -> PullReport:
         """Bring every replica to `version`, or to a newer one that was asked for meanwhile.
@@ -192,7 +193,7 @@ class GeneratorRouter:
 
     def tokens_so_far(self) -> dict[str, Completion]:
         """What requests in flight have got, by id, as aborted completions: all that their replicas have streamed."""
-        return {flight.request_id: flight.job.so_far for flight in self._flights if flight.job is not None}
+        return {flight.request_id: flight.partial.so_far for flight in self._flights if flight.partial is not None}
 
     def finish_session(self, session_id: str) -> None:
         """Free what the strategy keeps of a session: no further request of it comes."""

@@ -274,14 +274,8 @@ class Rollouter:
         return RolloutEnded(status, f"its own time is up: rollout_timeout_s is {self.limits.rollout_timeout_s:g}")
 
     def _turn_sampling(self, sampling: SamplingParams, rollout: Rollout, turn: int, room: int) -> SamplingParams:
-        max_tokens = min(sampling.max_tokens, room)
         base = self.seed if sampling.seed is None else sampling.seed
-        return replace(
-            sampling,
-            max_tokens=max_tokens,
-            min_tokens=min(sampling.min_tokens, max_tokens),
-            seed=turn_seed(base, rollout.rollout_id, turn),
-        )
+        return replace(sampling.within(room), seed=turn_seed(base, rollout.rollout_id, turn))
 
 
 def new_rollout(group_id: str, sibling: int, sample: Any, attempt: int = 0) -> Rollout:

@@ -22,7 +22,7 @@ async def generate_within(
     prompt_token_ids: Sequence[int],
     *,
     request_id: str,
-    session_id: str | None,
+    session_id: str | None = None,
     sampling: SamplingParams,
 ) -> Completion:
     """The answer of `generate`, or what there is of it when the time is used up, as an aborted completion.
