@@ -271,7 +271,7 @@ async def measure_stalls(engines: Engines, folder: Path, rounds: int, tensors: d
     board = VersionBoard()
     (actor,) = await engines.start("crowded", GeneratorActor, generation, PLACES)
     replica = ActorReplica(RemoteProcess("crowded"), actor, board)
-    await replica.open()
+    await replica.connect()
     probes = tuple(Probe(tuple(range(place, place + 32)), (0.0,) * 31) for place in range(4))
     with SharedMemoryTransport("benchmark-stalls") as transport:
         versions = itertools.count(1)
@@ -323,7 +323,7 @@ async def measure_throughput(engines: Engines, folder: Path, rounds: int, tensor
     actors = await engines.start("generator", GeneratorActor, generation, MAX_RUNNING)
     replicas = [ActorReplica(RemoteProcess(f"generator-{index}"), actor, board) for index, actor in enumerate(actors)]
     for replica in replicas:
-        await replica.open()
+        await replica.connect()
     stack = Stack(replicas)
     settle_heap()  # as a run does
     with SharedMemoryTransport("benchmark") as transport:

@@ -18,7 +18,7 @@ from titan_rl.actors.processes.process import ProcessActor
 from titan_rl.actors.processes.remote_process import RemoteProcess, call
 from titan_rl.actors.processes.supervisor import Supervisor
 from titan_rl.actors.replica import ActorReplica
-from titan_rl.actors.request_stream import RequestOutlet
+from titan_rl.actors.request_stream import RequestServer
 from titan_rl.errors import GenerationError, RequestError
 from titan_rl.generation.request import EngineRequest
 from titan_rl.types import Completion, FinishReason, SamplingParams, TokenChunk, VersionSpan
@@ -46,25 +46,25 @@ class Parrot(ProcessActor):
     [1] fails, [2] is told of and never answered, and the answer to [3] cannot be sent."""
 
     @concurrent_endpoint
-    async def answer_into(self, port: Any) -> None:
-        self._outlet = RequestOutlet(port)
+    async def reply_to(self, port: Any) -> None:
+        self._server = RequestServer(port)
 
     @concurrent_endpoint
     async def generate(self, requests: list[EngineRequest]) -> None:
         for request in requests:
             match request.prompt_token_ids:
                 case (0,):
-                    self._outlet.answer(request.request_id, RequestError("too long"))
+                    self._server.fail(request.request_id, RequestError("too long"))
                 case (1,):
-                    self._outlet.answer(request.request_id, KeyError("wires crossed"))
+                    self._server.fail(request.request_id, KeyError("wires crossed"))
                 case (2,):
-                    self._outlet.tell(chunk(request, [len(requests)]))
+                    self._server.send(chunk(request, [len(requests)]))
                 case (3,):
                     lock: Any = threading.Lock()
-                    self._outlet.answer(request.request_id, replace(completion(request, [3]), routed_experts=[lock]))
+                    self._server.send(replace(completion(request, [3]), routed_experts=[lock]))
                 case prompt:
-                    self._outlet.tell(chunk(request, list(prompt)))
-                    self._outlet.answer(request.request_id, completion(request, [*prompt, len(requests)]))
+                    self._server.send(chunk(request, list(prompt)))
+                    self._server.send(completion(request, [*prompt, len(requests)]))
 
 
 @pytest.fixture
@@ -74,10 +74,10 @@ async def replica(tmp_path) -> AsyncIterator[ActorReplica]:
     remote = RemoteProcess("parrot")
     remote.watch([await remote.call(actor.pid, timeout_s=LIMIT_S)])
     replica = ActorReplica(remote, actor, VersionBoard())
-    await replica.open()
+    await replica.connect()
     replica.pid = await remote.call(actor.pid)  # pyright: ignore[reportAttributeAccessIssue]
     yield replica
-    replica.hang_up()
+    replica.disconnect()
     remote.close()
     await call(supervisor.terminate, who="supervisor", timeout_s=LIMIT_S)
 
@@ -157,7 +157,7 @@ async def test_requests_do_not_outlast_the_listening(replica) -> None:
     told = asyncio.Event()
     request = asyncio.ensure_future(replica.stream(EngineRequest("a", [2], SAMPLING), lambda _: told.set()))
     await asyncio.wait_for(told.wait(), LIMIT_S)
-    replica.hang_up()
+    replica.disconnect()
     for unanswered in (request, ask(replica, "late", 4)):
         with pytest.raises(GenerationError, match="nobody listens to parrot"):
             await asyncio.wait_for(unanswered, LIMIT_S)

@@ -15,7 +15,8 @@ from monarch.actor import Port, concurrent_endpoint
 from titan_rl.actors.processes.garbage import growing_heap, settle_heap
 from titan_rl.actors.processes.gpus import use_gpus
 from titan_rl.actors.processes.process import ProcessActor
-from titan_rl.actors.request_stream import RequestOutlet, Said
+from titan_rl.actors.request_stream import RequestServer
+from titan_rl.actors.wire import Packed
 from titan_rl.calls.cancellation import stray_cancellation_fails
 from titan_rl.config.sections import GenerationConfig
 from titan_rl.generation.engine import Engine
@@ -25,7 +26,6 @@ from titan_rl.generation.loop.ranks import GlooRanks, OneRank
 from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.types import KVPolicy, PauseMode
 from titan_rl.training.settings import ModelConfig
-from titan_rl.types import Completion
 from titan_rl.weights.probes import verify
 from titan_rl.weights.settings import StateDictConfig
 from titan_rl.weights.types import Manifest, StateDictTransport
@@ -64,7 +64,7 @@ class GeneratorActor(ProcessActor):
             routed_experts=generation.return_routed_experts,
             make_ranks=GlooRanks if generation.tensor_parallel_size > 1 else OneRank,
         )
-        self._outlet: RequestOutlet
+        self._server: RequestServer
         self._requests: set[asyncio.Task[None]] = set()
 
     def _make_engine(self) -> Engine:
@@ -101,9 +101,9 @@ class GeneratorActor(ProcessActor):
             os._exit(1)
 
     @concurrent_endpoint
-    async def answer_into(self, port: Port[list[Said]]) -> None:
-        """Requests are answered there, and tell of their tokens every `generation.stream_interval` tokens."""
-        self._outlet = RequestOutlet(port)
+    async def reply_to(self, port: Port[list[Packed]]) -> None:
+        """Completions are sent there, and ahead of them a chunk every `generation.stream_interval` tokens."""
+        self._server = RequestServer(port)
 
     @concurrent_endpoint
     async def generate(self, requests: Sequence[EngineRequest]) -> None:
@@ -114,13 +114,11 @@ class GeneratorActor(ProcessActor):
             task.add_done_callback(self._requests.discard)
 
     async def _generate(self, request: EngineRequest) -> None:
-        outcome: Completion | Exception
         try:
             with stray_cancellation_fails(f"request {request.request_id!r}"):
-                outcome = await self._loop.stream(request, self._outlet.tell)
+                self._server.send(await self._loop.stream(request, self._server.send))
         except Exception as error:
-            outcome = error
-        self._outlet.answer(request.request_id, outcome)
+            self._server.fail(request.request_id, error)
 
     @concurrent_endpoint
     async def pull(self, manifest: Manifest) -> tuple[int, dict[str, float]]:

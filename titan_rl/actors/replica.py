@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from titan_rl.actors.processes.remote_process import RemoteProcess
-from titan_rl.actors.request_stream import RequestInlet
+from titan_rl.actors.request_stream import RequestClient
 from titan_rl.errors import ActorDiedError, GenerationError
 from titan_rl.generation.request import EngineRequest, OnChunk
 from titan_rl.generation.types import PauseMode
@@ -18,26 +18,26 @@ from titan_rl.weights.board import VersionBoard
 class ActorReplica:
     """The `StreamingReplica` of one `GeneratorActor`.
 
-    It finds manifests on the board, and posts there what a pull measured. It serves from `open` to `hang_up`.
+    It finds manifests on the board, and posts there what a pull measured. It serves from `connect` to `disconnect`.
     """
 
     def __init__(self, remote: RemoteProcess, actor: Any, board: VersionBoard) -> None:
         self.name = remote.name
         self.remote = remote
-        self._inlet = RequestInlet(remote, actor.generate.broadcast)
-        self._listening: asyncio.Task[None] | None = None
+        self._client = RequestClient(remote, actor.generate.broadcast)
+        self._receiving: asyncio.Task[None] | None = None
         self._actor = actor
         self._board = board
 
-    async def open(self) -> None:
-        """Have the actor answer here."""
-        await self._call(self._actor.answer_into, self._inlet.port)
-        self._listening = asyncio.ensure_future(self._inlet.run())
+    async def connect(self) -> None:
+        """Have the actor send its completions here."""
+        await self._call(self._actor.reply_to, self._client.port)
+        self._receiving = asyncio.ensure_future(self._client.run())
 
-    def hang_up(self) -> None:
-        """Listen no more."""
-        if self._listening is not None:
-            self._listening.cancel()
+    def disconnect(self) -> None:
+        """Requests that have no completion yet fail."""
+        if self._receiving is not None:
+            self._receiving.cancel()
 
     async def generate(
         self,
@@ -47,10 +47,10 @@ class ActorReplica:
         session_id: str | None = None,
         sampling: SamplingParams,
     ) -> Completion:
-        return await self._inlet.ask(EngineRequest(request_id, prompt_token_ids, sampling, session_id))
+        return await self._client.generate(EngineRequest(request_id, prompt_token_ids, sampling, session_id))
 
     async def stream(self, request: EngineRequest, on_chunk: OnChunk) -> Completion:
-        return await self._inlet.ask(request, on_chunk)
+        return await self._client.generate(request, on_chunk)
 
     async def pull(self, version: int) -> int:
         loaded, figures = await self._call(self._actor.pull, self._board.manifest_of(version))

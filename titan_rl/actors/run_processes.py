@@ -191,7 +191,7 @@ class RunProcesses:
         remote, ranks = await self._spawn(name, GeneratorActor, settings, num_ranks=num_ranks)
         replica = ActorReplica(remote, ranks.slice(procs=0), self._board)
         self._opened.append(replica)
-        await replica.open()
+        await replica.connect()
         return replica
 
     async def _start_worker(self, name: str) -> None:
@@ -224,7 +224,7 @@ class RunProcesses:
         for remote in self._remotes.values():
             remote.close()
         for replica in self._opened:
-            replica.hang_up()
+            replica.disconnect()
         with contextlib.suppress(ActorDiedError):
             await call(self._supervisor.terminate, who="supervisor", timeout_s=STOP_TIMEOUT_S)
 
