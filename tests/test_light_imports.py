@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[1]
 
 HEAVY = ("torch", "vllm", "torchtitan", "monarch", "transformers")
 
-LIGHT = ("calls", "cli", "config", "rollout", "generation.router", "scheduling", "simulate")
+LIGHT = ("calls", "cli", "config", "rollout", "generation.router", "scheduling", "serving", "simulate")
 
 IMPORT_ALL = f"""
 import importlib, pkgutil, sys

@@ -10,14 +10,12 @@ from titan_rl.config.load import load_config
 from titan_rl.config.run import RunConfig
 from titan_rl.errors import (
     ActorDiedError,
-    BusyError,
     CheckpointError,
     ConfigError,
     DamagedCheckpointError,
     DataError,
     EngineDeadError,
     EngineStalledError,
-    EpisodeEndedError,
     GenerationError,
     MissingExtraError,
     ModelError,
@@ -76,7 +74,6 @@ from titan_rl.weights.types import StateDictTransport
 __all__ = [
     "ActorDiedError",
     "Backlog",
-    "BusyError",
     "ChatTemplateRenderer",
     "CheckpointError",
     "Completion",
@@ -88,7 +85,6 @@ __all__ = [
     "EngineLoop",
     "EngineRequest",
     "EngineStalledError",
-    "EpisodeEndedError",
     "FailurePolicy",
     "FinishReason",
     "GenerateFn",

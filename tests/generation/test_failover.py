@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from titan_rl.errors import GenerationError
 from titan_rl.generation.loop.engine_loop import EngineLoop
+from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.router import GeneratorRouter, Limits
 from titan_rl.generation.scripted_engine import ScriptedEngine
 from titan_rl.types import Completion, FinishReason, SamplingParams, TokenChunk
@@ -102,9 +103,13 @@ def test_tokens_equal_those_of_an_undisturbed_run(die_at: list[int], budget: int
         sampling = SamplingParams(max_tokens=budget)
         whole = await undisturbed([3, 1, 4], sampling)
         replicas = [LoopReplica(f"mortal-{index}", tokens) for index, tokens in enumerate(die_at)]
+        told: list[int] = []
         async with routed(*replicas, LoopReplica("survivor")) as router:
-            completion = await router.generate([3, 1, 4], request_id="r", sampling=sampling)
+            request = EngineRequest("r", [3, 1, 4], sampling)
+            completion = await router.stream(request, lambda chunk: told.extend(chunk.token_ids))
             assert all(member.load == 0 for member in router.members)
+        assert told == list(completion.token_ids[: len(told)])
+        assert len(told) >= budget - INTERVAL
         assert list(completion.token_ids) == list(whole.token_ids)
         assert list(completion.logprobs) == list(whole.logprobs)
         assert completion.finish_reason is whole.finish_reason

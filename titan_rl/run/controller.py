@@ -55,7 +55,7 @@ from titan_rl.run.stages.trainer_calls import TrainerCalls
 from titan_rl.run.stages.validation import Validation
 from titan_rl.run.stages.weight_sync import WeightSync
 from titan_rl.scheduling.batch import GroupBatch
-from titan_rl.scheduling.filters import GroupFilter, find_filters, too_few_siblings, too_long
+from titan_rl.scheduling.filters import BY_NAME, GroupFilter, too_few_siblings, too_long
 from titan_rl.scheduling.scheduler import GroupScheduler
 from titan_rl.training.data.sample import TrainingSample
 from titan_rl.training.data.sample_builder import build_samples
@@ -260,9 +260,9 @@ class Controller:
     def _samples(self, batch: GroupBatch) -> list[TrainingSample]:
         if self._config.training.advantage == "batch_mean":
             subtract_batch_mean(batch.groups)
-        max_age = self._config.scheduling.max_token_age
+        temperature, max_age = self._config.sampling.temperature, self._config.scheduling.max_token_age
         oldest = 0 if max_age is None else batch.version - max_age
-        return [s for group in batch.groups for s in build_samples(group, oldest_version=oldest)]
+        return [s for group in batch.groups for s in build_samples(group, temperature, oldest_version=oldest)]
 
     def _report(self, step: int) -> None:
         self._reports.add(step, {"generation/requests_in_flight_max": float(self._groups.requests.take())})
@@ -284,7 +284,7 @@ class Controller:
 
 def make_filters(config: RunConfig, task: Task) -> list[GroupFilter]:
     """What always makes a group unfit for training, then the config's filters, then the task's own."""
-    named = find_filters(config.scheduling.filters)
+    named = [BY_NAME[name] for name in config.scheduling.filters]
     own = [partial(drop_reason, task)] if isinstance(task, FilteringTask) else []
     return [too_few_siblings, too_long(config.training.row_tokens), *named, *own]
 

@@ -1,1 +1,5 @@
-"""A policy behind the protocols that agents speak: conversations that keep their tokens, episodes, endpoints."""
+"""A policy behind the protocols that agents speak: conversations that keep their tokens, episodes, endpoints.
+
+`app.make_app` makes the ASGI application, `server.serve` runs it, and `client.HttpGenerateFn` makes any server of
+`/inference/v1/generate` a `GenerateFn`.
+"""

@@ -8,7 +8,7 @@ from dataclasses import replace
 from titan_rl.calls import stopwatch
 from titan_rl.errors import EngineDeadError, EngineStalledError, GenerationError, NoReplicaError, RequestError
 from titan_rl.generation.partial import Partial, aborted_late
-from titan_rl.generation.request import EngineRequest
+from titan_rl.generation.request import EngineRequest, OnChunk
 from titan_rl.generation.router.aborts import Aborts
 from titan_rl.generation.router.blame import Blame, Failure
 from titan_rl.generation.router.flight import Flight, Flights, NotResumedError
@@ -48,7 +48,7 @@ class Dispatcher:
         self._limits = limits
         self._max_attempts = max_attempts
 
-    async def generate(self, request: EngineRequest) -> Completion:
+    async def generate(self, request: EngineRequest, tell: OnChunk | None = None) -> Completion:
         failures: list[Failure] = []
         with self._flights.track(request) as flight:
             assert flight.partial is not None
@@ -59,7 +59,7 @@ class Dispatcher:
                     epoch = member.epoch
                     flight.depart(member)
                     try:
-                        return await self._send(flight, member, partial)
+                        return await self._send(flight, member, partial, tell)
                     except (RequestError, NotResumedError):
                         raise
                     except Exception as error:
@@ -106,9 +106,9 @@ class Dispatcher:
                 waited_s = self._limits.no_replica_s
                 raise NoReplicaError(f"no replica served within {waited_s:g} s; the last failed: {cause!r}") from cause
 
-    async def _send(self, flight: Flight, member: Member, partial: Partial) -> Completion:
-        """One attempt on one replica."""
-        began = asyncio.get_running_loop().time()
+    async def _send(self, flight: Flight, member: Member, partial: Partial, tell: OnChunk | None) -> Completion:
+        """One attempt on one replica. What is kept of it is told, and nothing else."""
+        began, is_over = asyncio.get_running_loop().time(), False
         request, keep = replace(partial.rest, request_id=flight.engine_id), partial.begin()
         try:
             with self._stalls.watching(member), stopwatch.moving_with_tokens(member.calls.streams) as on_sign:
@@ -117,13 +117,17 @@ class Dispatcher:
                     has_tokens = bool(chunk.token_ids)
                     member.hear(served=has_tokens)
                     on_sign(has_tokens)
-                    if has_tokens:
+                    if has_tokens and not is_over:
                         keep(chunk)
+                        if tell is not None:
+                            tell(chunk)
 
                 completion = await flight.within(None, member.calls.generate(request, on_chunk))
         except (TimeoutError, EngineStalledError, NotResumedError, asyncio.CancelledError):
             self._aborts.tell_soon(member, flight.engine_id)  # the engine may be at it still
             raise
+        finally:
+            is_over = True
         member.hear(served=True)
         member.failures = 0
         completion = partial.add(_without_freezes(completion, flight, began))

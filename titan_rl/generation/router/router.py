@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from titan_rl.calls import stopwatch
 from titan_rl.calls.bounded import limited
 from titan_rl.errors import EngineDeadError, EngineStalledError
-from titan_rl.generation.request import EngineRequest
+from titan_rl.generation.request import EngineRequest, OnChunk
 from titan_rl.generation.router.aborts import Aborts
 from titan_rl.generation.router.dispatch import Dispatcher
 from titan_rl.generation.router.flight import Flights
@@ -132,8 +132,18 @@ class GeneratorRouter:
             GenerationError: it failed on `max_attempts` replicas, or waited too long for a resume.
             EngineDeadError: the router is closed.
         """
+        return await self.stream(EngineRequest(request_id, prompt_token_ids, sampling, session_id))
+
+    async def stream(self, request: EngineRequest, on_chunk: OnChunk | None = None) -> Completion:
+        """As `generate`, and tells of tokens before it ends, as far as replicas stream. What it has told is part of the
+        completion, whichever replicas it went through; the completion may have more behind it.
+
+        Args:
+            on_chunk: called in the event loop. What it raises is laid to the replica, so it raises nothing.
+        """
+        request_id = request.request_id
         with stopwatch.ending_with(lambda: self._tasks.start(self._end(request_id), f"end {request_id}")):
-            return await self._dispatcher.generate(EngineRequest(request_id, prompt_token_ids, sampling, session_id))
+            return await self._dispatcher.generate(request, on_chunk)
 
     async def pull_state_dict(self, version: int, mode: PullMode = "hot_swap") -> PullReport:
         """Bring every replica to `version`, or to a newer one that was asked for meanwhile.

@@ -1,0 +1,179 @@
+"""What a request passes before anybody reads it, and what the server tells of itself."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+from served import client_of, served
+
+from titan_rl.errors import ConfigError
+from titan_rl.serving.app import make_app
+from titan_rl.serving.keys import Keys
+from titan_rl.serving.limits import ServerLimits
+from titan_rl.serving.server import serve
+from titan_rl.serving.stream import in_one_piece
+from titan_rl.types import Completion
+
+GENERATE = "/inference/v1/generate"
+ASK = {"token_ids": [1, 2], "sampling_params": {"max_tokens": 2}}
+
+
+async def nobody(*_: Any, **__: Any) -> Completion:
+    raise RuntimeError("secret /root/of/the/matter")
+
+
+def app(**settings: Any) -> Any:
+    return make_app(in_one_piece(nobody), model="policy", max_context=16, **settings)
+
+
+async def test_a_key_opens_what_it_is_for() -> None:
+    async with served(keys=Keys(["one", "two"], admin="root")) as stage:
+        stage.app = make_app(
+            stage.router.stream,
+            model="policy",
+            max_context=64,
+            keys=Keys(["one", "two"], admin="root"),
+            control=stage.router,
+        )
+        async with client_of(stage.app) as client:
+
+            async def status(path: str, body: Any, **headers: str) -> int:
+                return (await client.post(path, json=body, headers=headers)).status_code
+
+            assert (await client.get("/health")).status_code == 200
+            for path in ("/metrics", "/v1/models", "/nowhere"):
+                assert (await client.get(path)).status_code == 401
+            assert await status(GENERATE, ASK) == 401
+            assert await status(GENERATE, ASK, authorization="Bearer wrong") == 401
+            assert await status(GENERATE, ASK, authorization="Bearer root") == 401
+            assert await status(GENERATE, ASK, authorization="Bearer two") == 200
+            assert await status(GENERATE, ASK, **{"x-api-key": "one"}) == 200
+            assert await status("/admin/pause", {}, authorization="Bearer one") == 401
+            root = {"authorization": "Bearer root"}
+            assert await status("/admin/pull", {"version": 3}, **root) == 204
+            assert await status("/admin/pause", {"mode": "wait"}, **root) == 204
+            assert stage.router.paused == "wait"
+            assert await status("/admin/pause", {}, **root) == 409
+            assert await status("/admin/resume", {}, **root) == 204
+            assert await status("/admin/abort", {}, **root) == 204
+            assert await status("/admin/pause", {"mode": "hard"}, **root) == 400
+            assert stage.router.version == 3
+
+
+async def test_without_an_admin_key_there_are_no_admin_calls() -> None:
+    async with served() as stage:
+        stage.app = make_app(stage.router.stream, model="policy", max_context=64, control=stage.router)
+        async with client_of(stage.app, authorization="Bearer ") as client:
+            assert (await client.post("/admin/pause", json={})).status_code == 401
+        assert stage.router.paused is None
+
+
+@pytest.mark.parametrize("keys", [{"api": [""]}, {"api": ["a b"]}, {"api": ["ä"]}, {"api": ["a"], "admin": "a"}])
+def test_keys_that_protect_nothing_are_refused(keys: Any) -> None:
+    with pytest.raises(ConfigError, match="key"):
+        Keys(**keys)
+
+
+def test_keys_are_not_shown() -> None:
+    assert repr(Keys(["hush"], admin="quiet")) == "Keys(1 of clients, an admin key)"
+
+
+async def test_others_than_this_machine_need_a_key() -> None:
+    with pytest.raises(ConfigError, match="no key"):
+        async with serve(app(), host="0.0.0.0"):
+            raise AssertionError("served")
+    async with serve(app(keys=Keys(["one"])), host="0.0.0.0") as url, httpx.AsyncClient() as client:
+        assert (await client.get(url + "/health")).status_code == 200
+
+
+async def test_an_address_that_is_taken_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=str(port)):
+            async with serve(app(), port=port):
+                raise AssertionError("served")
+
+
+async def test_a_body_that_is_too_long_is_not_read() -> None:
+    async def endless() -> AsyncIterator[bytes]:
+        while True:
+            yield b" " * 1000
+
+    async with client_of(app(limits=ServerLimits(body_bytes=10_000))) as client:
+        headers = {"content-type": "application/json"}
+        assert (await client.post(GENERATE, content=b"[" * 10_001, headers=headers)).status_code == 413
+        assert (await client.post(GENERATE, content=endless(), headers=headers)).status_code == 413
+
+
+async def test_a_body_that_does_not_come_is_not_waited_for() -> None:
+    async def stuck() -> AsyncIterator[bytes]:
+        yield b"{"
+        await asyncio.Event().wait()
+
+    async with client_of(app(limits=ServerLimits(body_s=0.05))) as client:
+        answer = await client.post(GENERATE, content=stuck(), headers={"content-type": "application/json"})
+        assert answer.status_code == 408
+
+
+@pytest.mark.parametrize(
+    ("content", "kind", "status"),
+    [
+        (b"{", "application/json", 400),
+        (b"[]", "application/json; charset=utf-8", 400),
+        (b"\xff", "application/json", 400),
+        (b'{"token_ids": [1], "model": "\\ud800"}', "application/json", 400),
+        (b"[" * 5000, "application/json", 400),
+        (b'{"token_ids": [1e400]}', "application/json", 400),
+        (b"{}", "text/plain", 415),
+    ],
+)
+async def test_what_is_no_request_is_refused(content: bytes, kind: str, status: int) -> None:
+    async with client_of(app()) as client:
+        answer = await client.post(GENERATE, content=content, headers={"content-type": kind})
+    assert answer.status_code == status
+    assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+
+async def test_paths_and_methods_that_there_are_not() -> None:
+    async with client_of(app()) as client:
+        assert (await client.get("/v1/nothing")).status_code == 404
+        assert (await client.get(GENERATE)).status_code == 405
+        assert (await client.get("/v1/models/other")).json()["error"]["code"] == "model_not_found"
+        assert (await client.get("/v1/models/policy")).json()["max_model_len"] == 16
+        (card,) = (await client.get("/v1/models")).json()["data"]
+        assert (card["id"], card["object"]) == ("policy", "model")
+
+
+async def test_what_failed_inside_is_not_told() -> None:
+    async with client_of(app()) as client:
+        answer = await client.post(GENERATE, json=ASK)
+    assert answer.status_code == 500
+    assert "secret" not in answer.text
+
+
+async def test_metrics_count_what_happened() -> None:
+    async with served() as stage, client_of(stage.app) as client:
+        await client.post(GENERATE, json=ASK)
+        await client.get("/v1/models/other")
+        told = (await client.get("/metrics")).text.splitlines()
+    assert f'titan_rl_responses_total{{path="{GENERATE}",status="200"}} 1.0' in told
+    assert 'titan_rl_responses_total{path="other",status="404"} 1.0' in told
+    assert "titan_rl_completion_tokens_total 2.0" in told
+    assert "titan_rl_completions_running 0.0" in told
+    assert "titan_rl_time_to_first_token_seconds_count 1.0" in told
+
+
+def test_serving_needs_no_torch() -> None:
+    code = (
+        "import sys\n"
+        "for name in ('torch', 'vllm', 'torchtitan', 'monarch', 'transformers'): sys.modules[name] = None\n"
+        "import titan_rl.serving.server, titan_rl.serving.client"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

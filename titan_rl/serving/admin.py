@@ -1,0 +1,71 @@
+"""The admin calls: what a trainer does to a policy, asked for over HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Literal, Protocol
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from titan_rl.errors import StateDictError
+from titan_rl.serving.api_error import ApiError
+from titan_rl.serving.keys import ADMIN_PREFIX
+from titan_rl.serving.wire import Body, read
+
+
+class Control(Protocol):
+    """What the admin calls need: a `GeneratorRouter` is one."""
+
+    async def pause(self, mode: Any = ..., /) -> object: ...
+    async def resume(self) -> None: ...
+    async def pull_state_dict(self, version: int, /) -> object: ...
+    async def abort(self, request_ids: Iterable[str] | None = None, /) -> object: ...
+
+
+class PauseBody(Body):
+    mode: Literal["keep", "abort", "wait"] = "keep"
+
+
+class PullBody(Body):
+    version: int
+
+
+class Nothing(Body):
+    pass
+
+
+def admin_routes(control: Control) -> list[Route]:
+    """Each answers 204 when it is done, and 409 where the policy's state does not allow it."""
+
+    async def pause(request: Request) -> Response:
+        await control.pause((await read(request, PauseBody)).mode)
+        return Response(status_code=204)
+
+    async def resume(request: Request) -> Response:
+        await read(request, Nothing)
+        await control.resume()
+        return Response(status_code=204)
+
+    async def pull(request: Request) -> Response:
+        await control.pull_state_dict((await read(request, PullBody)).version)
+        return Response(status_code=204)
+
+    async def abort(request: Request) -> Response:
+        await read(request, Nothing)
+        await control.abort()
+        return Response(status_code=204)
+
+    def route(endpoint: Any) -> Route:
+        async def told(request: Request) -> Response:
+            try:
+                return await endpoint(request)
+            except RuntimeError as error:  # paused already, or not paused
+                raise ApiError(409, str(error)) from error
+            except StateDictError as error:
+                raise ApiError(409, "no replica could pull this version; the server's log says why") from error
+
+        return Route(f"{ADMIN_PREFIX}{endpoint.__name__}", told, methods=["POST"])
+
+    return [route(endpoint) for endpoint in (pause, resume, pull, abort)]

@@ -1,0 +1,75 @@
+"""What a client is told when a request fails, in the form of OpenAI's errors."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+
+from titan_rl.errors import ActorDiedError, GenerationError, RequestError
+
+logger = logging.getLogger(__name__)
+
+_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+class ApiError(Exception):
+    """A request that is answered with an error.
+
+    Args:
+        status: the HTTP status.
+        message: for the client's eyes: no path, no trace, nothing of this machine.
+        param: the field that is wrong: "messages[0].content".
+        code: for programs: "model_not_found".
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    def body(self) -> dict[str, Any]:
+        kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def api_error_of(error: Exception) -> ApiError:
+    """What a client may know of an exception. What it may not is logged."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, HTTPException):  # there is no such path, or it has no such method
+        return ApiError(error.status_code, error.detail, headers=error.headers)
+    if isinstance(error, RequestError):
+        return ApiError(400, str(error))
+    if isinstance(error, GenerationError | ActorDiedError):
+        logger.warning("a request failed: %r", error)
+        return ApiError(503, "the policy cannot answer at present; try again", headers={"retry-after": "1"})
+    logger.error("a request failed", exc_info=error)
+    return ApiError(500, "the server failed; its log says why")
+
+
+def bad_body(error: ValidationError) -> ApiError:
+    """The first thing that is wrong with a body, and in which field."""
+    details = error.errors(include_url=False, include_context=False, include_input=False)
+    first = next((one for one in details if one["type"] == "extra_forbidden"), details[0])
+    param = ""
+    for step in first["loc"]:
+        param += f"[{step}]" if isinstance(step, int) else f".{step}" if param else step
+    if first["type"] == "extra_forbidden":
+        return ApiError(400, f"{param} is not supported here; leave it out", param=param, code="unsupported_parameter")
+    where = f"{param}: " if param else ""
+    return ApiError(400, f"{where}{first['msg']}", param=param or None)

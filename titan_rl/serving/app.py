@@ -1,0 +1,101 @@
+"""The ASGI application that serves a policy."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route, Router
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from titan_rl.serving.admin import Control, admin_routes
+from titan_rl.serving.exchange import Exchanges
+from titan_rl.serving.guard import Guard
+from titan_rl.serving.keys import Keys
+from titan_rl.serving.limits import ServerLimits
+from titan_rl.serving.metrics import ServerMetrics
+from titan_rl.serving.policy import ServedPolicy
+from titan_rl.serving.stream import StreamFn, unbroken
+from titan_rl.serving.token_endpoint import TokenEndpoint
+
+
+class PolicyApp:
+    """An ASGI application, and what a server needs to end it in order.
+
+    Attributes:
+        keys: who may call what.
+        exchanges: the requests that are being answered.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Keys, exchanges: Exchanges) -> None:
+        self._app = app
+        self.keys = keys
+        self.exchanges = exchanges
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(scope, receive, send)
+
+
+def make_app(
+    stream: StreamFn,
+    *,
+    model: str,
+    max_context: int,
+    stop_token_ids: Sequence[int] = (),
+    limits: ServerLimits | None = None,
+    keys: Keys | None = None,
+    wait_until_resumed: Callable[[], Awaitable[object]] | None = None,
+    control: Control | None = None,
+) -> PolicyApp:
+    """Serve the policy behind `stream` under the name `model`.
+
+    Example: a router, and a `GenerateFn`, which answers in one piece:
+
+        make_app(router.stream, model="policy", max_context=4096, wait_until_resumed=router.wait_resumed)
+        make_app(in_one_piece(generate), model="policy", max_context=4096)
+
+    Args:
+        max_context: most tokens of prompt and completion.
+        stop_token_ids: the model's own, which end a completion unless a client asks for `ignore_eos`.
+        wait_until_resumed: awaited before an aborted completion is gone on with.
+        control: what the admin calls act on. Without it, or without an admin key, there are none.
+    """
+    limits = limits or ServerLimits()
+    keys = keys or Keys()
+    metrics = ServerMetrics()
+    exchanges = Exchanges(limits, metrics)
+    whole = unbroken(stream, wait_until_resumed=wait_until_resumed)
+    policy = ServedPolicy(model, whole, max_context, metrics)
+    card = {
+        "id": model,
+        "object": "model",
+        "created": policy.created,
+        "owned_by": "titan_rl",
+        "max_model_len": max_context,
+    }
+
+    async def health(request: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def metric_text(request: Request) -> Response:
+        return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def models(request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [card]})
+
+    async def one_model(request: Request) -> Response:
+        policy.check_model(request.path_params["name"])
+        return JSONResponse(card)
+
+    routes = [
+        Route("/health", health),
+        Route("/metrics", metric_text),
+        Route("/v1/models", models),
+        Route("/v1/models/{name:path}", one_model),
+        Route("/inference/v1/generate", TokenEndpoint(policy, exchanges, stop_token_ids).__call__, methods=["POST"]),
+        *(admin_routes(control) if control is not None else ()),
+    ]
+    router = Router(routes, redirect_slashes=False)
+    guard = Guard(router, keys, limits, metrics, {route.path for route in routes})
+    return PolicyApp(guard, keys, exchanges)

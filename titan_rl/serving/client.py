@@ -1,0 +1,167 @@
+"""Any server of `/inference/v1/generate` as a `GenerateFn`."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import httpx
+
+from titan_rl.errors import GenerationError, RequestError
+from titan_rl.types import Completion, FinishReason, SamplingParams, VersionSpan
+
+_REFUSED = frozenset({400, 404, 413, 415, 422})
+"""What the request itself is to blame for. A missing key, a full server and a failing one are not."""
+
+
+class HttpGenerateFn:
+    """A `GenerateFn` over HTTP: a server of titan_rl, vLLM's own, or another of that protocol.
+
+    Only faults of the connection are tried again, so that a server that fails is heard of.
+
+    Example:
+
+        async with HttpGenerateFn("http://127.0.0.1:8000") as generate:
+            completion = await generate([1, 2, 3], request_id="a", sampling=SamplingParams(max_tokens=8))
+
+    Args:
+        url: where the server is; the path of the endpoint is added.
+        model: None is whichever it serves.
+        api_key: sent as a bearer token.
+        version: the policy version of tokens whose server does not tell.
+        timeout_s: of one completion, all retries included.
+        connection_attempts: how often a connection is tried, ever more slowly.
+        transport: of httpx, in the place of the network.
+
+    vLLM gives logprobs of the distribution sampled from only when it is started with
+    `--logprobs-mode processed_logprobs`.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        model: str | None = None,
+        api_key: str | None = None,
+        version: int = 0,
+        timeout_s: float = 3600.0,
+        connection_attempts: int = 5,
+        max_connections: int = 1024,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        if connection_attempts < 1:
+            raise ValueError(f"connection_attempts is {connection_attempts}; it must be at least 1")
+        self._endpoint = f"{url.rstrip('/').removesuffix('/v1')}/inference/v1/generate"
+        self._model = model
+        self._version = version
+        self._timeout_s = timeout_s
+        self._attempts = connection_attempts
+        self._client = httpx.AsyncClient(
+            headers={} if api_key is None else {"authorization": f"Bearer {api_key}"},
+            timeout=None,
+            limits=httpx.Limits(max_connections=max_connections, max_keepalive_connections=max_connections),
+            transport=transport,
+            trust_env=False,
+        )
+
+    async def __aenter__(self) -> HttpGenerateFn:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connections. Calls under way fail."""
+        await self._client.aclose()
+
+    async def __call__(
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        request_id: str,
+        session_id: str | None = None,
+        sampling: SamplingParams,
+    ) -> Completion:
+        """
+        Raises:
+            RequestError: the server refuses the request, or it asks for routed experts, which do not travel.
+            GenerationError: the server cannot be reached, fails, is full, or says what cannot be understood.
+        """
+        if sampling.return_routed_experts:
+            raise RequestError(f"request {request_id!r} asks for routed experts, which do not travel over HTTP")
+        body = {
+            "request_id": request_id,
+            "model": self._model,
+            "token_ids": list(prompt_token_ids),
+            "sampling_params": _wire_sampling(sampling),
+        }
+        headers = {} if session_id is None else {"x-session-id": session_id}
+        try:
+            async with asyncio.timeout(self._timeout_s) as scope:
+                response = await self._post(body, headers)
+        except TimeoutError as error:
+            if not scope.expired():
+                raise
+            raise GenerationError(f"{self._endpoint} did not answer within {self._timeout_s:g} s") from error
+        if response.status_code != 200:
+            said = f"{self._endpoint} answered {response.status_code}: {_message(response)}"
+            raise RequestError(said) if response.status_code in _REFUSED else GenerationError(said)
+        try:
+            return self._completion(request_id, response.json())
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise GenerationError(f"{self._endpoint} answered with what is no completion: {error!r}") from error
+
+    async def _post(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> httpx.Response:
+        for attempt in range(1, self._attempts + 1):
+            try:
+                return await self._client.post(self._endpoint, json=body, headers=headers)
+            except httpx.TransportError as error:
+                if attempt == self._attempts:
+                    raise GenerationError(f"{self._endpoint} cannot be reached: {error!r}") from error
+            except httpx.HTTPError as error:
+                raise GenerationError(f"{self._endpoint} cannot be asked: {error!r}") from error
+            await asyncio.sleep(min(2.0, 0.05 * 2**attempt))
+        raise AssertionError("the last attempt returns or raises")
+
+    def _completion(self, request_id: str, answer: Any) -> Completion:
+        (choice,) = answer["choices"]
+        token_ids = [int(token_id) for token_id in choice["token_ids"]]
+        logprobs = [float(entry["logprob"]) for entry in choice["logprobs"]["content"]]
+        if not all(map(math.isfinite, logprobs)):
+            raise ValueError("a logprob is not finite")
+        spans = tuple(
+            VersionSpan(int(span["version"]), span["end"] - span["start"])
+            for span in choice.get("weight_versions") or ()
+        )
+        if not spans and token_ids:
+            spans = (VersionSpan(self._version, len(token_ids)),)
+        cached = ((answer.get("usage") or {}).get("prompt_tokens_details") or {}).get("cached_tokens")
+        metrics = {} if cached is None else {"cached_prompt_tokens": float(cached)}
+        return Completion(
+            request_id, token_ids, logprobs, FinishReason(choice["finish_reason"]), spans, metrics=metrics
+        )
+
+
+def _wire_sampling(sampling: SamplingParams) -> dict[str, Any]:
+    return {
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "min_tokens": sampling.min_tokens,
+        "seed": sampling.seed,
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "ignore_eos": True,  # the request names its stop tokens itself
+        "logprobs": 0,
+        "skip_special_tokens": False,
+    }
+
+
+def _message(response: httpx.Response) -> str:
+    try:
+        return str(response.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return response.text[:200]

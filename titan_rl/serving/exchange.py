@@ -1,0 +1,216 @@
+"""One request from its arrival to its answer: it ends with its client, its time, or its server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from titan_rl.serving.api_error import ApiError, api_error_of
+from titan_rl.serving.limits import ServerLimits
+from titan_rl.serving.metrics import ServerMetrics
+
+Emit = Callable[[Any], None]
+"""Takes the next event of a stream, which is sent as JSON."""
+
+
+class ClientGoneError(Exception):
+    """Nobody waits for the answer any more."""
+
+
+class Exchanges:
+    """All requests that are being answered, and the places they take."""
+
+    def __init__(self, limits: ServerLimits, metrics: ServerMetrics) -> None:
+        self.limits = limits
+        self.metrics = metrics
+        self._free = limits.num_places
+        self._open: dict[asyncio.Timeout, Exception | None] = {}  # and what it was ended with
+        self._closed = False
+
+    @property
+    def num_places_taken(self) -> int:
+        return self.limits.num_places - self._free
+
+    def close(self) -> None:
+        """End every request with a 503, and turn away later ones."""
+        self._closed = True
+        for scope in list(self._open):
+            self._end(scope, _closing())
+
+    @asynccontextmanager
+    async def open(self, receive: Receive, num_places: int) -> AsyncGenerator[None]:
+        """The block takes so many places, and is cancelled when its client goes away or its time is up.
+
+        Raises:
+            ClientGoneError: the client went away.
+            ApiError: 429 there are too few places; 503 the server closes; 504 the time is up.
+        """
+        if self._closed:
+            raise _closing()
+        if num_places > self._free:
+            raise ApiError(
+                429,
+                f"the server has {self._free} free places for completions, and the request needs {num_places}",
+                code="too_many_requests",
+                headers={"retry-after": "1"},
+            )
+        scope = asyncio.timeout(self.limits.request_s)
+        watcher: asyncio.Task[None] | None = None
+        self._take(num_places)
+        try:
+            async with scope:
+                self._open[scope] = None
+                watcher = asyncio.create_task(self._watch(receive, scope))
+                yield
+        except TimeoutError as error:
+            if not scope.expired():
+                raise
+            raise self._open[scope] or _late(self.limits.request_s) from error
+        finally:
+            self._take(-num_places)
+            self._open.pop(scope, None)
+            if watcher is not None:
+                watcher.cancel()
+
+    async def _watch(self, receive: Receive, scope: asyncio.Timeout) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._end(scope, ClientGoneError())
+
+    def _end(self, scope: asyncio.Timeout, error: Exception) -> None:
+        if scope in self._open and self._open[scope] is None and not scope.expired():
+            self._open[scope] = error
+            scope.reschedule(asyncio.get_running_loop().time())
+
+    def _take(self, num_places: int) -> None:
+        self._free -= num_places
+        self.metrics.places.inc(num_places)
+
+
+class Answer:
+    """The answer to one request, an ASGI application. All that it does happens within `Exchanges.open`.
+
+    Args:
+        work: given None, returns the body. Given an `Emit`, tells it each event of the stream, and returns nothing.
+        num_places: completions that it generates at once.
+        done: the data of a stream's last event; None if it has none.
+    """
+
+    def __init__(
+        self,
+        exchanges: Exchanges,
+        work: Callable[[Emit | None], Awaitable[Any]],
+        *,
+        num_places: int,
+        stream: bool,
+        done: bytes | None = b"[DONE]",
+    ) -> None:
+        self._exchanges = exchanges
+        self._work = work
+        self._num_places = num_places
+        self._is_stream = stream
+        self._done = done
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+
+        async def tell(chunk: bytes, *, more: bool) -> None:
+            nonlocal started
+            if not started:
+                started = True
+                headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
+                await send_start(send, 200, headers)
+            await send({"type": "http.response.body", "body": chunk, "more_body": more})
+
+        try:
+            async with self._exchanges.open(receive, self._num_places):
+                if self._is_stream:
+                    await self._stream(tell)
+                else:
+                    body = await self._work(None)
+            if not self._is_stream:
+                await send_json(send, 200, body)
+        except ClientGoneError:
+            self._exchanges.metrics.gone.inc()
+        except Exception as error:
+            told = api_error_of(error)
+            if started:
+                await tell(event(told.body()) + self._last(), more=False)
+            else:
+                await send_error(send, told)
+
+    def _last(self) -> bytes:
+        return b"" if self._done is None else b"data: " + self._done + b"\n\n"
+
+    async def _stream(self, tell: Callable[..., Awaitable[None]]) -> None:
+        """Events are sent as they are told of, those of one turn of the event loop in one piece. The first of them
+        begins the response, so that what fails before is answered with a status of its own."""
+        waiting: deque[bytes] = deque()
+        wake = asyncio.Event()
+
+        def emit(data: Any) -> None:
+            waiting.append(event(data))
+            wake.set()
+
+        async def work() -> None:
+            await self._work(emit)
+
+        task = asyncio.create_task(work())
+        task.add_done_callback(lambda _: wake.set())
+        try:
+            while not task.done() or waiting:
+                try:
+                    async with asyncio.timeout(self._exchanges.limits.keep_alive_s):
+                        await wake.wait()
+                    wake.clear()
+                except TimeoutError:
+                    if not wake.is_set():
+                        await tell(b": waiting\n\n", more=True)
+                        continue
+                if waiting:
+                    chunk = b"".join(waiting)
+                    waiting.clear()
+                    await tell(chunk, more=True)
+            task.result()
+            await tell(self._last(), more=False)
+        finally:
+            if not task.done():
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError, Exception):
+                    await task
+
+
+def event(data: Any) -> bytes:
+    """One server-sent event."""
+    return b"data: " + msgspec.json.encode(data) + b"\n\n"
+
+
+async def send_start(send: Send, status: int, headers: Mapping[str, str]) -> None:
+    raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": status, "headers": raw})
+
+
+async def send_json(send: Send, status: int, body: Any, headers: Mapping[str, str] | None = None) -> None:
+    encoded = msgspec.json.encode(body)
+    length = {"content-type": "application/json", "content-length": str(len(encoded))}
+    await send_start(send, status, {**length, **(headers or {})})
+    await send({"type": "http.response.body", "body": encoded, "more_body": False})
+
+
+async def send_error(send: Send, error: ApiError) -> None:
+    await send_json(send, error.status, error.body(), error.headers)
+
+
+def _closing() -> ApiError:
+    return ApiError(503, "the server is closing", headers={"retry-after": "1"})
+
+
+def _late(seconds: float) -> ApiError:
+    return ApiError(504, f"the request was not answered within {seconds:g} s", code="timeout")

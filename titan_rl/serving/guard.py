@@ -1,0 +1,105 @@
+"""What every request passes before anybody reads it: its key, its size, its time."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Container
+
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from titan_rl.serving.api_error import ApiError, api_error_of
+from titan_rl.serving.exchange import send_error
+from titan_rl.serving.keys import Keys
+from titan_rl.serving.limits import ServerLimits
+from titan_rl.serving.metrics import ServerMetrics
+
+logger = logging.getLogger(__name__)
+
+
+class Guard:
+    """The outermost application. It reads a request's body whole, and turns whatever is raised into an answer."""
+
+    def __init__(
+        self, app: ASGIApp, keys: Keys, limits: ServerLimits, metrics: ServerMetrics, paths: Container[str]
+    ) -> None:
+        self._app = app
+        self._keys = keys
+        self._limits = limits
+        self._metrics = metrics
+        self._paths = paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        started = False
+
+        async def noted(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                path = scope["path"] if scope["path"] in self._paths else "other"
+                self._metrics.responses.labels(path, str(message["status"])).inc()
+            await send(message)
+
+        try:
+            headers = dict(scope["headers"])
+            if not self._keys.allow(scope["path"], _key(headers)):
+                raise ApiError(401, "the key is missing or wrong", code="invalid_api_key")
+            body = await self._body(headers, receive)
+            if scope["method"] == "POST" and not _is_json(headers):
+                # Else a page in somebody's browser could post to a server on loopback without being asked.
+                raise ApiError(415, "the content-type is not application/json")
+            # With an "app" in its scope, the router raises where it finds no route.
+            await self._app({**scope, "app": self}, _replay(body, receive), noted)
+        except ClientDisconnect:
+            self._metrics.gone.inc()
+        except Exception as error:
+            if started:
+                logger.error("a request failed after its answer had begun", exc_info=error)
+                raise
+            await send_error(noted, api_error_of(error))
+
+    async def _body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
+        most = self._limits.body_bytes
+        too_long = ApiError(413, f"the body is longer than {most} bytes", code="request_too_large")
+        announced = headers.get(b"content-length", b"0")
+        if announced.isdigit() and int(announced) > most:
+            raise too_long
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self._limits.body_s):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientDisconnect
+                    body += message.get("body", b"")
+                    if len(body) > most:
+                        raise too_long
+                    if not message.get("more_body", False):
+                        return bytes(body)
+        except TimeoutError:
+            raise ApiError(408, f"the body did not arrive within {self._limits.body_s:g} s") from None
+
+
+def _key(headers: dict[bytes, bytes]) -> bytes | None:
+    scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+    return key.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key")
+
+
+def _is_json(headers: dict[bytes, bytes]) -> bool:
+    return headers.get(b"content-type", b"").partition(b";")[0].strip().lower() == b"application/json"
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    told = False
+
+    async def replay() -> Message:
+        nonlocal told
+        if told:
+            return await receive()
+        told = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return replay

@@ -1,0 +1,35 @@
+"""What a server takes on. Whatever goes beyond is answered at once, with the status that says so."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True, slots=True)
+class ServerLimits:
+    """
+    Args:
+        body_bytes: of a request; more is a 413.
+        body_s: until a request's body has arrived; later is a 408.
+        num_choices: completions of one request (its `n`, and its prompts); more is a 400.
+        num_places: completions under way at once; a request that finds too few free is a 429 with `Retry-After`.
+        request_s: until a request is answered in full, pauses included; later is a 504. A stream that has begun ends
+            with the error as its last event.
+        keep_alive_s: between two signs of life of a stream that has nothing to tell.
+
+    Raises:
+        ValueError: names the limit that is not positive.
+    """
+
+    body_bytes: int = 32 << 20
+    body_s: float = 60.0
+    num_choices: int = 128
+    num_places: int = 4096
+    request_s: float = 3600.0
+    keep_alive_s: float = 15.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if not getattr(self, field.name) > 0:
+                value = getattr(self, field.name)
+                raise ValueError(f"ServerLimits.{field.name} is {value!r}; it must be greater than 0")

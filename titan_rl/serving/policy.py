@@ -1,0 +1,158 @@
+"""The policy that a server serves, and what the endpoints ask of it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from titan_rl.generation.partial import Partial
+from titan_rl.generation.request import EngineRequest
+from titan_rl.serving.api_error import ApiError
+from titan_rl.serving.metrics import ServerMetrics
+from titan_rl.serving.stream import StreamFn, tokens_between
+from titan_rl.types import Completion, FinishReason, SamplingParams, TokenChunk
+
+OnTokens = Callable[[int, TokenChunk], int | None]
+"""Told of the next tokens of a request's completion of this index. Returns how many of them belong to it if it ends
+there, and None if it goes on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Completions of one prompt.
+
+    Args:
+        num_choices: how many. With a seed, each has one of its own.
+    """
+
+    prompt_token_ids: Sequence[int]  # [num_prompt_tokens]
+    sampling: SamplingParams
+    num_choices: int
+    session_id: str | None
+    request_id: str
+
+
+class ServedPolicy:
+    """
+    Args:
+        model: the name clients know it by.
+        stream: never broken off by an abort (`titan_rl.serving.stream.unbroken`).
+        max_context: most tokens of prompt and completion.
+    """
+
+    def __init__(self, model: str, stream: StreamFn, max_context: int, metrics: ServerMetrics) -> None:
+        self.model = model
+        self.max_context = max_context
+        self.created = int(time.time())
+        self._stream = stream
+        self._metrics = metrics
+
+    def check_model(self, name: str | None) -> None:
+        """
+        Raises:
+            ApiError: 404, it is another's name.
+        """
+        if name is not None and name != self.model:
+            message = f"there is no model of this name; this server has {self.model!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    def sampling(self, num_prompt_tokens: int, max_tokens: int | None, param: str, **given: object) -> SamplingParams:
+        """Sampling parameters whose budget is what is asked for, as far as there is room.
+
+        Args:
+            max_tokens: None is all the room there is.
+            param: the field that the prompt is from.
+
+        Raises:
+            ApiError: 400, the prompt is empty or fills the context, or two values do not go together.
+        """
+        room = self.max_context - num_prompt_tokens
+        if not num_prompt_tokens:
+            raise ApiError(400, "the prompt is empty", param=param)
+        if room < 1:
+            message = f"the prompt has {num_prompt_tokens} tokens, and the context {self.max_context}"
+            raise ApiError(400, message, param=param, code="context_length_exceeded")
+        try:
+            return SamplingParams(room if max_tokens is None else max_tokens, **given).within(room)  # pyright: ignore[reportArgumentType]
+        except ValueError as error:
+            raise ApiError(400, str(error).removeprefix("SamplingParams.")) from None
+
+    async def complete(self, ask: Ask, on_tokens: OnTokens | None = None) -> list[Completion]:
+        """Generate all completions of a request at once. One that fails ends the others.
+
+        Returns:
+            [num_choices], none of them aborted
+
+        Raises:
+            ApiError: 503, an interruption outlasted its limits.
+            TitanRLError: what generation failed with.
+        """
+        self._metrics.prompt_tokens.inc(len(ask.prompt_token_ids))
+        unique = f"{ask.request_id}-{uuid.uuid4().hex[:12]}"
+        requests = [
+            EngineRequest(f"{unique}-{index}", ask.prompt_token_ids, _seeded(ask.sampling, index), ask.session_id)
+            for index in range(ask.num_choices)
+        ]
+        if len(requests) == 1:
+            return [await self._complete_one(0, requests[0], on_tokens)]
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [
+                    group.create_task(self._complete_one(index, request, on_tokens))
+                    for index, request in enumerate(requests)
+                ]
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        return [task.result() for task in tasks]
+
+    async def _complete_one(self, index: int, request: EngineRequest, on_tokens: OnTokens | None) -> Completion:
+        began = time.monotonic()
+        partial = Partial(request)
+        keep, num_tokens, is_cut = partial.begin(), 0, False
+        failure: Exception | None = None
+
+        def tell(chunk: TokenChunk) -> None:
+            nonlocal num_tokens, is_cut, failure
+            if is_cut:
+                return
+            if not num_tokens:
+                self._metrics.first_token_s.observe(time.monotonic() - began)
+            try:
+                end = None if on_tokens is None else on_tokens(index, chunk)
+            except Exception as error:  # no fault of the replica that tells
+                failure, end = error, 0
+            if end is not None:
+                is_cut, chunk = True, tokens_between(chunk, 0, end)
+                task.cancel()
+            num_tokens += len(chunk.token_ids)
+            keep(chunk)
+
+        task = asyncio.create_task(self._stream(request, tell))
+        try:
+            completion = await task
+        except asyncio.CancelledError:
+            if not is_cut or _is_cancelled():
+                raise
+            completion = None
+        if failure is not None:
+            raise failure
+        if completion is None or is_cut:
+            partial.keep_chunks()
+            completion = replace(partial.so_far, finish_reason=FinishReason.STOP)
+        if completion.finish_reason is FinishReason.ABORT:
+            raise ApiError(503, "generation was interrupted for too long; try again", headers={"retry-after": "1"})
+        self._metrics.completion_tokens.inc(len(completion.token_ids))
+        self._metrics.completion_s.observe(time.monotonic() - began)
+        return completion
+
+
+def _is_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def _seeded(sampling: SamplingParams, index: int) -> SamplingParams:
+    return sampling if sampling.seed is None or not index else replace(sampling, seed=sampling.seed + index)

@@ -1,0 +1,91 @@
+"""Running the application in the event loop that runs already."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import socket
+from collections.abc import AsyncGenerator, Generator
+from contextlib import asynccontextmanager, contextmanager
+
+import uvicorn
+
+from titan_rl.errors import ConfigError
+from titan_rl.serving.app import PolicyApp
+
+GRACE_S = 5
+"""How long a connection may take to end when the server does."""
+
+
+@asynccontextmanager
+async def serve(app: PolicyApp, *, host: str = "127.0.0.1", port: int = 0) -> AsyncGenerator[str]:
+    """Within the block the application is served. At its end, requests under way get a 503 and the port is free.
+
+    Example: on a port that the system picks:
+
+        async with serve(make_app(router.stream, model="policy", max_context=4096)) as url:
+            print(url)  # http://127.0.0.1:43210
+
+    Args:
+        host: an address of this machine. Others than loopback need keys for clients.
+
+    Returns:
+        Where it is served.
+
+    Raises:
+        ConfigError: the address is not loopback and there are no keys, or it cannot be bound.
+    """
+    if not (_is_loopback(host) or app.keys.required):
+        raise ConfigError(
+            f"host is {host!r}, which others can reach, and there is no key; give the app Keys(api=[...])"
+        )
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listener = socket.create_server((host, port), family=family, backlog=2048)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"host {host!r} and port {port} cannot be served on: {error}") from error
+    bound = listener.getsockname()[1]
+    config = uvicorn.Config(
+        app,
+        lifespan="off",
+        ws="none",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=75,  # longer than clients keep idle connections, which then close them themselves
+        timeout_graceful_shutdown=GRACE_S,
+    )
+    server = _Server(config)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(server.serve(sockets=[listener]))
+        await server.ready.wait()
+        try:
+            yield f"http://{f'[{host}]' if ':' in host else host}:{bound}"
+        finally:
+            app.exchanges.close()
+            server.should_exit = True
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.ready = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.ready.set()
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None]:
+        """Signals are the run's, not the server's."""
+        yield
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,168 @@
+"""`POST /inference/v1/generate`: token ids in, token ids out, in the form of vLLM."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+from starlette.requests import Request
+
+from titan_rl.serving.api_error import ApiError
+from titan_rl.serving.exchange import Answer, Emit, Exchanges
+from titan_rl.serving.policy import Ask, ServedPolicy
+from titan_rl.serving.wire import (
+    LEAST_LOGPROB,
+    Body,
+    Count,
+    One,
+    Probability,
+    Seed,
+    Temperature,
+    TokenId,
+    TopP,
+    Zero,
+    read,
+    session_id_of,
+    usage,
+    weight_versions,
+)
+from titan_rl.types import Completion, TokenChunk
+
+
+class TokenSampling(Body):
+    """Those of vLLM's sampling parameters that are known here. Without `ignore_eos`, the model's own stop tokens end
+    a completion, too."""
+
+    n: Count = 1
+    max_tokens: Count | None = None
+    temperature: Temperature = 1.0
+    top_p: TopP = 1.0
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] = 0
+    min_p: Probability = 0.0
+    min_tokens: Annotated[int, Field(ge=0)] = 0
+    seed: Seed | None = None
+    stop_token_ids: list[TokenId] | None = None
+    ignore_eos: bool = False
+    logprobs: Annotated[int, Field(ge=0, le=1)] | None = None
+    skip_special_tokens: bool = True  # no text is made of them
+    spaces_between_special_tokens: bool = True
+    detokenize: bool = True
+    stop: Annotated[list[str], Field(max_length=0)] | None = None
+    presence_penalty: Zero = None
+    frequency_penalty: Zero = None
+    repetition_penalty: One = None
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+    include_obfuscation: bool | None = None
+
+
+class GenerateBody(Body):
+    token_ids: Annotated[list[TokenId], Field(min_length=1)]
+    sampling_params: TokenSampling = TokenSampling()
+    model: str | None = None
+    request_id: Annotated[str, Field(max_length=256)] | None = None
+    output_mode: Literal["tokens"] = "tokens"
+    return_token_ids: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    priority: Literal[0] = 0
+
+
+class TokenEndpoint:
+    def __init__(self, policy: ServedPolicy, exchanges: Exchanges, stop_token_ids: Sequence[int]) -> None:
+        self._policy = policy
+        self._exchanges = exchanges
+        self._stop_token_ids = tuple(stop_token_ids)
+
+    async def __call__(self, request: Request) -> Answer:
+        body = await read(request, GenerateBody)
+        asked = body.sampling_params
+        self._policy.check_model(body.model)
+        if asked.n > self._exchanges.limits.num_choices:
+            most = self._exchanges.limits.num_choices
+            raise ApiError(400, f"n is {asked.n}; it must be at most {most}", param="sampling_params.n")
+        own = () if asked.ignore_eos else self._stop_token_ids
+        sampling = self._policy.sampling(
+            len(body.token_ids),
+            asked.max_tokens,
+            "token_ids",
+            temperature=asked.temperature,
+            top_p=asked.top_p,
+            top_k=asked.top_k or -1,
+            min_p=asked.min_p,
+            min_tokens=asked.min_tokens,
+            seed=asked.seed,
+            stop_token_ids=tuple(dict.fromkeys((*(asked.stop_token_ids or ()), *own))),
+        )
+        request_id = body.request_id or uuid.uuid4().hex
+        ask = Ask(body.token_ids, sampling, asked.n, session_id_of(request), request_id)
+        with_logprobs = asked.logprobs is not None
+
+        async def work(emit: Emit | None) -> Any:
+            if emit is None:
+                return self._response(body, request_id, await self._policy.complete(ask), with_logprobs)
+            return await self._stream(body, ask, emit, with_logprobs)
+
+        return Answer(self._exchanges, work, num_places=asked.n, stream=bool(body.stream))
+
+    def _response(
+        self, body: GenerateBody, request_id: str, completions: list[Completion], with_logprobs: bool
+    ) -> dict[str, Any]:
+        return {
+            "request_id": request_id,
+            "output_mode": "tokens",
+            "model": self._policy.model,
+            "created": self._policy.created,
+            "choices": [
+                {
+                    **_choice(index, completion, with_logprobs),
+                    "finish_reason": str(completion.finish_reason),
+                    "weight_versions": weight_versions(completion),
+                }
+                for index, completion in enumerate(completions)
+            ],
+            "usage": usage(len(body.token_ids), completions),
+            "prompt_token_ids": body.token_ids if body.return_token_ids else None,
+        }
+
+    async def _stream(self, body: GenerateBody, ask: Ask, emit: Emit, with_logprobs: bool) -> None:
+        prompt = body.token_ids if body.return_token_ids else None
+
+        def envelope(**fields: Any) -> dict[str, Any]:
+            return {"request_id": ask.request_id, "output_mode": "tokens", "usage": None, **fields}
+
+        def on_tokens(index: int, chunk: TokenChunk) -> None:
+            nonlocal prompt
+            choice = {**_choice(index, chunk, with_logprobs), "finish_reason": None}
+            emit(envelope(choices=[choice], prompt_token_ids=prompt))
+            prompt = None
+
+        completions = await self._policy.complete(ask, on_tokens)
+        for index, completion in enumerate(completions):
+            end = {"index": index, "token_ids": [], "logprobs": None, "finish_reason": str(completion.finish_reason)}
+            emit(envelope(choices=[{**end, "weight_versions": weight_versions(completion)}]))
+        if body.stream_options is not None and body.stream_options.include_usage:
+            emit(envelope(choices=[], usage=usage(len(body.token_ids), completions)))
+
+
+def _choice(index: int, tokens: Completion | TokenChunk, with_logprobs: bool) -> dict[str, Any]:
+    content = [
+        # `token` is what the client of the `renderers` package reads, `token_id` vLLM's own
+        {
+            "token": f"token_id:{token_id}",
+            "token_id": token_id,
+            "logprob": max(logprob, LEAST_LOGPROB),
+            "top_logprobs": (),
+        }
+        for token_id, logprob in zip(tokens.token_ids, tokens.logprobs, strict=True)
+    ]
+    return {
+        "index": index,
+        "token_ids": list(tokens.token_ids),
+        "logprobs": {"content": content} if with_logprobs else None,
+        "stop_reason": None,
+    }

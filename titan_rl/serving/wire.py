@@ -1,0 +1,81 @@
+"""What the protocols have in common: what they may ask of sampling, and how they tell of tokens."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.requests import Request
+
+from titan_rl.serving.api_error import ApiError, bad_body
+from titan_rl.types import Completion
+
+M = TypeVar("M", bound=BaseModel)
+
+Zero = Annotated[float, Field(ge=0, le=0)] | None
+One = Annotated[float, Field(ge=1, le=1)] | None
+Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Temperature = Annotated[float, Field(ge=0, le=1e6)]
+Probability = Annotated[float, Field(ge=0, le=1)]
+TopP = Annotated[float, Field(gt=0, le=1)]
+Count = Annotated[int, Field(ge=1, lt=2**31)]
+
+LEAST_LOGPROB = -9999.0
+"""JSON knows no infinity."""
+
+
+class Body(BaseModel):
+    """A request. A field that is not listed is refused by its name."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, frozen=True)
+
+
+async def read(request: Request, kind: type[M]) -> M:
+    """
+    Raises:
+        ApiError: 400, names the field that is wrong.
+    """
+    try:
+        return kind.model_validate_json(await request.body())
+    except ValidationError as error:
+        raise bad_body(error) from None
+
+
+def weight_versions(completion: Completion) -> list[dict[str, Any]]:
+    """Which policy version produced which tokens, in vLLM's form.
+
+    Example: five tokens, the last two of version 7: `[{"version": "6", "start": 0, "end": 3}, {"version": "7", "start":
+    3, "end": 5}]`.
+    """
+    spans: list[dict[str, Any]] = []
+    position = 0
+    for span in completion.version_spans:
+        spans.append({"version": str(span.version), "start": position, "end": position + span.num_tokens})
+        position += span.num_tokens
+    return spans
+
+
+def usage(num_prompt_tokens: int, completions: list[Completion]) -> dict[str, Any]:
+    num_completion_tokens = sum(len(completion.token_ids) for completion in completions)
+    told: dict[str, Any] = {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": num_completion_tokens,
+        "total_tokens": num_prompt_tokens + num_completion_tokens,
+    }
+    cached = [one.metrics["cached_prompt_tokens"] for one in completions if "cached_prompt_tokens" in one.metrics]
+    if cached:
+        told["prompt_tokens_details"] = {"cached_tokens": int(min(num_prompt_tokens, max(cached)))}
+    return told
+
+
+def session_id_of(request: Request) -> str | None:
+    """The session a client names itself.
+
+    Raises:
+        ApiError: 400, it is too long.
+    """
+    given = request.headers.get("x-session-id")
+    if given is not None and len(given) > 256:
+        raise ApiError(400, "the header X-Session-ID is longer than 256 characters")
+    return given or None
