@@ -61,10 +61,10 @@ async def test_tokens_and_logprobs_are_right_however_training_interrupts(mode, t
 
     async def run_group(lease: Lease) -> RolloutGroup:
         async def both_open() -> None:
-            await lease.gate.wait()
+            await lease.suspension.wait_resumed()
             await router.wait_resumed()
 
-        generate = resume_on_abort(lease.gate.guard(router.generate, router.abort), wait_until_resumed=both_open)
+        generate = resume_on_abort(lease.suspension.guard(router.generate, router.abort), wait_until_resumed=both_open)
         length = lengths[lease.index]
         return await rollouter.run_group(
             generate,

@@ -65,7 +65,7 @@ class Stage:
         self.leases[lease.index] = lease
         try:
             await self.finish.setdefault(lease.index, asyncio.Event()).wait()
-            await lease.gate.wait()
+            await lease.suspension.wait_resumed()
         except asyncio.CancelledError:
             self.cancelled.append(lease.index)
             raise
@@ -142,7 +142,7 @@ def test_bound_slots_and_capacity_hold_for_any_interleaving(knobs, steps, group_
             seen = []
             for sibling in range(group_size):
                 for _ in range(1 + yields[(lease.index + sibling) % len(yields)]):
-                    await lease.gate.wait()
+                    await lease.suspension.wait_resumed()
                     seen.append(version)
                     await asyncio.sleep(0)
                 lease.rollout_finished(None)  # pyright: ignore
@@ -253,13 +253,13 @@ async def test_a_tail_batch_suspends_the_overtaken_until_there_are_enough():
         stage.end(1, 2)
         batch = await next_of(scheduler)
         assert indices(batch) == [1, 2]
-        assert [index for index, lease in stage.leases.items() if not lease.gate.is_open] == [0]
+        assert [index for index, lease in stage.leases.items() if lease.suspension.is_suspended] == [0]
         batch.release()
         await settle()
         assert stage.started == [0, 1, 2, 3, 4, 5]
         stage.end(0, 3, 4, 5)
         assert indices(await next_of(scheduler)) == [3, 4]
-        assert not stage.leases[0].gate.is_open
+        assert stage.leases[0].suspension.is_suspended
         assert indices(await next_of(scheduler)) == [0, 5]  # 0 goes on when no batch can be had without it
 
 
@@ -275,11 +275,11 @@ async def test_suspended_groups_wait_for_places_when_they_are_due():
         waiting = asyncio.ensure_future(next_of(scheduler))
         await settle()
         assert scheduler.rollouts_in_flight == 4  # 0 is due, and yet there is no place for it
-        assert not stage.leases[0].gate.is_open
+        assert stage.leases[0].suspension.is_suspended
         stage.end(2)
         assert indices(await waiting) == [2]
         await settle()
-        assert stage.leases[0].gate.is_open
+        assert not stage.leases[0].suspension.is_suspended
         assert scheduler.rollouts_in_flight == 4
 
 

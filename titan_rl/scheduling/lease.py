@@ -1,4 +1,4 @@
-"""What a group holds from its admission until it is settled: a slot, and a place for each rollout in flight."""
+"""A lease: what a group has been given for the time from its admission until it is settled."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import asyncio
 
 from titan_rl.rollout.types import Rollout, RolloutGroup
 from titan_rl.scheduling.capacity import Places, RolloutCapacity
-from titan_rl.scheduling.gate import Gate
 from titan_rl.scheduling.ledger import GroupState, Ledger
 from titan_rl.scheduling.slots import Slot
+from titan_rl.scheduling.suspension import Suspension
 
 
 class Lease:
-    """Handed to what runs the group: it plays through `gate`, and says when a sibling is done.
+    """What one group holds for a time and then gives back: a slot of the scheduler, and a permit for each rollout.
+
+    It is handed to what runs the group, which generates through `suspension`, and says when a sibling is done.
 
     Its two parts end apart. The slot goes when the group is settled, which is when its step has been pulled or when it
     is dropped. The places go as the rollouts end, also those of a dropped group that takes its time.
@@ -20,14 +22,14 @@ class Lease:
     Example:
 
         async def run_group(lease: Lease) -> RolloutGroup:
-            generate = resume_on_abort(lease.gate.guard(router.generate, router.abort),
-                                       wait_until_resumed=lease.gate.wait)
+            generate = resume_on_abort(lease.suspension.guard(router.generate, router.abort),
+                                       wait_until_resumed=lease.suspension.wait_resumed)
             return await rollouter.run_group(generate, sample_of(lease.index), on_finished=lease.rollout_finished, ...)
     """
 
     def __init__(self, index: int, slot: Slot, ledger: Ledger) -> None:
         self.index = index  # position in the data
-        self.gate = Gate()  # closed while the group is suspended
+        self.suspension = Suspension()
         self.version = -1  # newest one pulled when it started
         self.group: RolloutGroup | None = None  # when it has finished
         self._slot = slot
@@ -54,13 +56,13 @@ class Lease:
 
     def suspend(self) -> None:
         """From now on no request of the group begins. `sit_out` is what follows."""
-        self.gate.close()
+        self.suspension.suspend()
         self._due.clear()
         self._move(GroupState.SUSPENDED)
 
     async def sit_out(self, capacity: RolloutCapacity) -> None:
         """Free the engines, wait until the group is due, take places again, and go on."""
-        await self.gate.end_in_flight()
+        await self.suspension.abort_in_flight()
         self._places.keep(0)
         await self._due.wait()
         if self._unfinished:
@@ -69,7 +71,7 @@ class Lease:
             self._places = places
         if self._state is GroupState.SUSPENDED:
             self._move(GroupState.RUNNING)
-            self.gate.open()
+            self.suspension.resume()
 
     def make_due(self) -> None:
         """A suspended group goes on as soon as there are places."""

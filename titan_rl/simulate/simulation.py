@@ -193,11 +193,11 @@ class _Simulation:
 
     async def _run_group(self, lease: Lease) -> RolloutGroup:
         async def both_open() -> None:
-            await lease.gate.wait()
+            await lease.suspension.wait_resumed()
             await self._router.wait_resumed()
 
         generate = resume_on_abort(
-            lease.gate.guard(self._router.generate, self._router.abort),
+            lease.suspension.guard(self._router.generate, self._router.abort),
             wait_until_resumed=both_open,
             resume_timeout_s=FOREVER_S,
             max_attempts=1 << 20,

@@ -149,13 +149,13 @@ class TaskGroups:
             )
 
     def _generate_for(self, lease: Lease) -> GenerateFn:
-        """The router behind the group's gate and the journal. Pauses and suspensions only make it slow."""
+        """The router behind the group's suspension and the journal. Pauses and suspensions only make it slow."""
 
         async def both_open() -> None:
-            await lease.gate.wait()
+            await lease.suspension.wait_resumed()
             await self._router.wait_resumed()
 
-        guarded = lease.gate.guard(self._generate, self._router.abort)
+        guarded = lease.suspension.guard(self._generate, self._router.abort)
         return resume_on_abort(
             self._journal.record(guarded, lease.index),
             wait_until_resumed=both_open,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from titan_rl.errors import RequestError
-from titan_rl.scheduling.gate import Gate
+from titan_rl.scheduling.suspension import Suspension
 from titan_rl.types import Completion, FinishReason, SamplingParams
 
 SAMPLING = SamplingParams(max_tokens=4)
@@ -41,24 +41,24 @@ class Engine:
 
 
 @pytest.mark.looptime
-async def test_a_duplicate_fails_alone_and_the_first_is_still_ended_by_the_gate() -> None:
-    engine, gate = Engine(), Gate()
-    generate = gate.guard(engine.generate, engine.abort)
+async def test_a_duplicate_fails_alone_and_the_first_is_still_aborted_by_a_suspension() -> None:
+    engine, suspension = Engine(), Suspension()
+    generate = suspension.guard(engine.generate, engine.abort)
     first = asyncio.create_task(generate([1], request_id="a", sampling=SAMPLING))
     await asyncio.sleep(0)
     with pytest.raises(RequestError, match="a is in flight"):
         await generate([1], request_id="a", sampling=SAMPLING)
-    gate.close()
-    await gate.end_in_flight()
+    suspension.suspend()
+    await suspension.abort_in_flight()
     async with asyncio.timeout(10):
         assert (await first).finish_reason is FinishReason.ABORT
     assert engine.aborted == ["a"]
 
 
-async def test_a_closed_gate_answers_aborted_and_asks_nobody() -> None:
-    engine, gate = Engine(), Gate()
-    gate.close()
-    completion = await gate.guard(engine.generate, engine.abort)([1], request_id="a", sampling=SAMPLING)
+async def test_while_suspended_a_request_returns_aborted_and_asks_nobody() -> None:
+    engine, suspension = Engine(), Suspension()
+    suspension.suspend()
+    completion = await suspension.guard(engine.generate, engine.abort)([1], request_id="a", sampling=SAMPLING)
     assert (completion.finish_reason, engine.running) == (FinishReason.ABORT, {})
-    await gate.end_in_flight()
+    await suspension.abort_in_flight()
     assert engine.aborted == []

@@ -1,4 +1,4 @@
-"""A gate between one group's rollouts and what generates for them: a closed one suspends the group."""
+"""Suspending a group: its requests end, and it goes on later from the tokens it has."""
 
 from __future__ import annotations
 
@@ -20,37 +20,39 @@ class _Call:
     abort: Abort
 
 
-class Gate:
-    """Open or closed. A rollout behind a closed gate waits where it is, and goes on from its tokens when it opens.
+class Suspension:
+    """Of one group's generation. Its rollouts wait where they are while it is suspended, and go on from their tokens.
 
     Example:
 
-        gate = Gate()
-        generate = resume_on_abort(gate.guard(router.generate, router.abort), wait_until_resumed=gate.wait)
-        gate.close()
-        await gate.end_in_flight()   # the engines are free; `generate` has not returned
-        gate.open()                  # it goes on, perhaps under newer weights
+        suspension = Suspension()
+        generate = resume_on_abort(suspension.guard(router.generate, router.abort),
+                                   wait_until_resumed=suspension.wait_resumed)
+        suspension.suspend()
+        await suspension.abort_in_flight()   # the engines are free; `generate` has not returned
+        suspension.resume()                  # it goes on, perhaps under newer weights
     """
 
     def __init__(self) -> None:
-        self._open = asyncio.Event()
-        self._open.set()
+        self._resumed = asyncio.Event()
+        self._resumed.set()
         self._in_flight: set[_Call] = set()
 
     @property
-    def is_open(self) -> bool:
-        return self._open.is_set()
+    def is_suspended(self) -> bool:
+        return not self._resumed.is_set()
 
-    async def wait(self) -> None:
-        await self._open.wait()
+    async def wait_resumed(self) -> None:
+        await self._resumed.wait()
 
-    def open(self) -> None:
-        self._open.set()
+    def resume(self) -> None:
+        self._resumed.set()
 
-    def close(self) -> None:
-        self._open.clear()
+    def suspend(self) -> None:
+        """From now on no request begins. `abort_in_flight` ends those that have."""
+        self._resumed.clear()
 
-    async def end_in_flight(self) -> None:
+    async def abort_in_flight(self) -> None:
         """Returns when the requests in flight have been told to end."""
         by_router: dict[Abort, list[str]] = {}
         for call in self._in_flight:
@@ -59,9 +61,9 @@ class Gate:
             await abort(request_ids)
 
     def guard(self, generate: GenerateFn, abort: Abort) -> GenerateFn:
-        """`generate`, whose requests `end_in_flight` ends. One that finds the gate closed returns aborted at once.
+        """`generate`, whose requests `abort_in_flight` ends. One made while it is suspended returns aborted at once.
 
-        Wrapped in `resume_on_abort`, with `wait` as what it waits for, the interruption is invisible.
+        Wrapped in `resume_on_abort`, with `wait_resumed` as what it waits for, the interruption is invisible.
         """
 
         async def guarded(
@@ -71,7 +73,7 @@ class Gate:
             session_id: str | None = None,
             sampling: SamplingParams,
         ) -> Completion:
-            if not self.is_open:
+            if self.is_suspended:
                 return Completion(request_id, [], [], FinishReason.ABORT, ())
             call = _Call(request_id, abort)
             self._in_flight.add(call)
