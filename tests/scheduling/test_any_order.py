@@ -182,7 +182,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not self.running.done() or len(self.trained) == self.budget
         assert 0 <= self.scheduler.slots_held <= self.config.num_slots
         in_flight = sum(
-            played.left for played in self.playing.values() if played.not lease.suspension.is_suspended or played.is_cancelled
+            played.left
+            for played in self.playing.values()
+            if not played.lease.suspension.is_suspended or played.is_cancelled
         )
         assert in_flight <= self.scheduler.rollouts_in_flight
         if limit := self.config.max_running_rollouts:

@@ -5,18 +5,19 @@ from __future__ import annotations
 import asyncio
 
 
-class Places:
-    """Of the rollouts of one group. It gives back what it holds and nothing more, however often it is told to."""
+class RolloutPermits:
+    """So many rollouts of one group may be in flight. What is given back is what is held and nothing more, however
+    often that is asked for."""
 
-    def __init__(self, capacity: RolloutCapacity | None = None, held: int = 0) -> None:
-        self.held = held
+    def __init__(self, capacity: RolloutCapacity | None = None, count: int = 0) -> None:
+        self.count = count
         self._capacity = capacity
 
     def keep(self, count: int) -> None:
         """Give back what is held beyond `count`."""
-        surplus = self.held - count
+        surplus = self.count - count
         if surplus > 0 and self._capacity is not None:
-            self.held = count
+            self.count = count
             self._capacity._give_back(surplus)  # pyright: ignore[reportPrivateUsage]
 
 
@@ -29,14 +30,14 @@ class RolloutCapacity:
         self._freed = asyncio.Event()
         self._turn = asyncio.Lock()
 
-    async def take(self, count: int) -> Places:
+    async def take(self, count: int) -> RolloutPermits:
         """Wait until `count` more fit. What is larger than the limit starts when nothing else is in flight."""
         async with self._turn:
             while not self._fits(count):
                 self._freed.clear()
                 await self._freed.wait()
             self.in_flight += count
-        return Places(self, count)
+        return RolloutPermits(self, count)
 
     def _give_back(self, count: int) -> None:
         self.in_flight -= count

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Protocol
 
 from titan_rl.rollout.types import Rollout, RolloutGroup
-from titan_rl.scheduling.capacity import Places, RolloutCapacity
+from titan_rl.scheduling.capacity import RolloutCapacity, RolloutPermits
 from titan_rl.scheduling.ledger import GroupState, Ledger
 from titan_rl.scheduling.slots import Slot
 from titan_rl.scheduling.suspension import Suspension
@@ -17,7 +18,7 @@ class Lease:
     It is handed to what runs the group, which generates through `suspension`, and says when a sibling is done.
 
     Its two parts end apart. The slot goes when the group is settled, which is when its step has been pulled or when it
-    is dropped. The places go as the rollouts end, also those of a dropped group that takes its time.
+    is dropped. The permits go as the rollouts end, also those of a dropped group that takes its time.
 
     Example:
 
@@ -34,7 +35,7 @@ class Lease:
         self.group: RolloutGroup | None = None  # when it has finished
         self._slot = slot
         self._ledger = ledger
-        self._places = Places()
+        self._permits = RolloutPermits()
         self._unfinished = 0  # rollouts
         self._due = asyncio.Event()  # a suspended group may go on
         self._state: GroupState | None = None
@@ -48,39 +49,39 @@ class Lease:
     def rollout_finished(self, rollout: Rollout) -> None:
         """One sibling is done; the next group may take its place."""
         self._unfinished = max(0, self._unfinished - 1)
-        self._places.keep(self._unfinished)
+        self._permits.keep(self._unfinished)
 
-    def start(self, places: Places, version: int) -> None:
-        self._places, self._unfinished, self.version = places, places.held, version
+    def start(self, permits: RolloutPermits, version: int) -> None:
+        self._permits, self._unfinished, self.version = permits, permits.count, version
         self._move(GroupState.RUNNING)
 
     def suspend(self) -> None:
-        """From now on no request of the group begins. `sit_out` is what follows."""
+        """From now on no request of the group begins. `wait_suspended` is what follows."""
         self.suspension.suspend()
         self._due.clear()
         self._move(GroupState.SUSPENDED)
 
-    async def sit_out(self, capacity: RolloutCapacity) -> None:
-        """Free the engines, wait until the group is due, take places again, and go on."""
+    async def wait_suspended(self, capacity: RolloutCapacity) -> None:
+        """Free the engines, wait until the group is due, take permits again, and go on."""
         await self.suspension.abort_in_flight()
-        self._places.keep(0)
+        self._permits.keep(0)
         await self._due.wait()
         if self._unfinished:
-            places = await capacity.take(self._unfinished)
-            places.keep(self._unfinished)  # fewer, if siblings ended while it waited
-            self._places = places
+            permits = await capacity.take(self._unfinished)
+            permits.keep(self._unfinished)  # fewer, if siblings ended while it waited
+            self._permits = permits
         if self._state is GroupState.SUSPENDED:
             self._move(GroupState.RUNNING)
             self.suspension.resume()
 
-    def make_due(self) -> None:
-        """A suspended group goes on as soon as there are places."""
+    def let_resume(self) -> None:
+        """A suspended group goes on as soon as there are permits."""
         self._due.set()
 
     def has_ended(self) -> None:
         """What ran the group has returned, or failed: no rollout of it is in flight."""
         self._unfinished = 0
-        self._places.keep(0)
+        self._permits.keep(0)
         self._due.set()
 
     def finish(self, group: RolloutGroup) -> None:
@@ -100,3 +101,11 @@ class Lease:
     def _move(self, state: GroupState | None) -> None:
         self._ledger.move(self._state, state)
         self._state = state
+
+
+class RunGroup(Protocol):
+    """Given to the scheduler, which calls it for each group that it starts."""
+
+    async def __call__(self, lease: Lease) -> RolloutGroup:
+        """Run the group of training sample number `lease.index` to its end."""
+        ...

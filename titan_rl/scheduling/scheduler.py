@@ -4,35 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from functools import partial
 from itertools import chain, count
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from titan_rl.errors import TrainingError
 from titan_rl.rollout.types import RolloutGroup
 from titan_rl.scheduling.backlog import Backlog, SchedulerObserver
 from titan_rl.scheduling.batch import GroupBatch, check_age
+from titan_rl.scheduling.budget import Budget
 from titan_rl.scheduling.capacity import RolloutCapacity
+from titan_rl.scheduling.drop_limits import DropLimits
+from titan_rl.scheduling.end_callback import WithEndCallback
 from titan_rl.scheduling.filters import LOST, GroupFilter, first_reason, too_few_siblings
-from titan_rl.scheduling.lease import Lease
-from titan_rl.scheduling.ledger import GroupState, Ledger
-from titan_rl.scheduling.patience import Patience
+from titan_rl.scheduling.lease import Lease, RunGroup
+from titan_rl.scheduling.ledger import Ledger
 from titan_rl.scheduling.settings import SchedulingConfig
 from titan_rl.scheduling.slots import SlotPool
+from titan_rl.scheduling.tail import TailPolicy
 from titan_rl.scheduling.task_scope import TaskScope
-from titan_rl.scheduling.told import Told
-from titan_rl.scheduling.window import choose
+from titan_rl.scheduling.waiting_groups import WaitingGroups
 
 logger = logging.getLogger(__name__)
-
-
-class RunGroup(Protocol):
-    async def __call__(self, lease: Lease) -> RolloutGroup:
-        """Play the group of training sample number `lease.index` to its end."""
-        ...
 
 
 class GroupScheduler:
@@ -88,8 +83,6 @@ class GroupScheduler:
         observer: SchedulerObserver | None = None,
         clock: Callable[[], float] | None = None,
     ) -> None:
-        if budget < 0:
-            raise ValueError(f"GroupScheduler budget is {budget}; it must not be negative")
         self._run_group = run_group
         self._settings = settings
         self._group_size = group_size
@@ -98,23 +91,19 @@ class GroupScheduler:
         self._next_version = version  # that the next batch is trained from
         self._backlog = backlog or Backlog()
         self._backlog.check_admission(settings, budget)
-        self._replay = deque(self._backlog.batches)
         self._next_index = self._backlog.next_index
         self._observer = observer
         self._ledger = Ledger(clock or asyncio.get_running_loop().time)
         self._slots = SlotPool(settings.num_slots)
         self._capacity = RolloutCapacity(settings.max_running_rollouts)
-        self._left = budget  # groups that batches are still to be made of
-        self._permits = asyncio.Semaphore(budget)  # groups that may still be admitted
-        self._waiting: dict[int, Lease] = {}  # neither in a batch nor dropped; ascending
+        self._budget = Budget(budget)
+        self._waiting = WaitingGroups(settings.overtaking_window, self._backlog.batches)
         self._changed = asyncio.Event()
         self._tasks = TaskScope(on_error=self._changed.set)
-        self._playing: dict[int, asyncio.Task[None]] = {}
-        self._patience = Patience(settings)
+        self._tail = TailPolicy(settings, self._waiting, self._capacity, self._tasks)
+        self._running_groups: dict[int, asyncio.Task[None]] = {}
+        self._drop_limits = DropLimits(settings)
         self._is_running = self._is_over = False  # `run` was called; it ends
-        self._handed_out = asyncio.Event()  # the whole budget
-        if not budget:
-            self._handed_out.set()
 
     @property
     def slots_held(self) -> int:
@@ -158,13 +147,13 @@ class GroupScheduler:
         if self._is_running:
             raise RuntimeError("GroupScheduler.run is called once")
         self._is_running = True
-        return Told(self._run(), on_end=self._note_end_of_run)
+        return WithEndCallback(self._run(), on_end=self._note_end_of_run)
 
     async def _run(self) -> None:
         async with self._tasks:
             admission = self._tasks.begin(self._admit, "admission")
             try:
-                await self._handed_out.wait()
+                await self._budget.wait_used_up()
             finally:  # told at once, though groups may take a while to be cancelled
                 self._note_over()
             self._tasks.cancel(admission)
@@ -175,9 +164,7 @@ class GroupScheduler:
 
     def _note_end_of_run(self) -> None:
         self._note_over()
-        for lease in self._waiting.values():
-            lease.settle()
-        self._waiting.clear()
+        self._waiting.settle_all()
 
     async def batches(self) -> AsyncGenerator[GroupBatch]:
         """Every batch of the budget. One is released when the next is asked for: until then its version is pulled.
@@ -185,7 +172,7 @@ class GroupScheduler:
         Raises:
             As `next_batch`.
         """
-        while self._left:
+        while self._budget.left:
             batch = await self.next_batch()
             yield batch
             batch.release()
@@ -202,46 +189,42 @@ class GroupScheduler:
         """
         self._check_going()
         self._drop_stale()
-        while not (indices := self._next_indices()):
-            self._patience.check()
-            self._resume_tail_if_due()
+        while not (indices := self._waiting.next_batch(self._batch_size)):
+            self._drop_limits.check()
+            more_can_come = bool(self._slots.free) and self._budget.may_admit
+            self._tail.resume_if_due(self._batch_size, more_can_come=more_can_come)
             self._changed.clear()
             await self._changed.wait()
             self._check_going()
             self._drop_stale()
-        if self._replay:
-            self._replay.popleft()
         version = self._next_version
         self._next_version += 1
-        leases = [self._waiting.pop(index) for index in indices]
-        self._left = max(0, self._left - len(leases))
-        if not self._left:
-            self._handed_out.set()
+        leases = self._waiting.take_batch(indices)
+        self._budget.hand_out(len(leases))
         groups = [lease.train() for lease in leases]
         check_age(groups, version, self._settings)
-        self._patience.batch_found()
+        self._drop_limits.batch_found()
         if self._observer is not None:
             self._observer.batch(version, indices)
-        if self._settings.tail == "tail_batch":
-            self._suspend_overtaken(indices[-1])
+        self._tail.batch_formed(newest=indices[-1])
         metrics = self._ledger.close_batch(groups, version)
         return GroupBatch(groups, version, metrics, partial(self._release, leases, version + 1))
 
     async def _admit(self) -> None:
         for index in chain(self._backlog.unsettled, count(self._backlog.next_index)):
-            await self._permits.acquire()
+            await self._budget.admit()
             lease = Lease(index, await self._slots.acquire(), self._ledger)
-            self._waiting[index] = lease
+            self._waiting.add(lease)
             self._next_index = max(self._next_index, index + 1)
             if (group := self._backlog.finished.get(index)) is not None:
                 lease.finish(group)
                 self._changed.set()
                 continue
             lease.start(await self._capacity.take(self._group_size), self._version)
-            self._playing[index] = task = self._tasks.begin(partial(self._play, lease), f"group-{index}")
+            self._running_groups[index] = task = self._tasks.begin(partial(self._run_one, lease), f"group-{index}")
             task.add_done_callback(partial(self._note_end, lease))
 
-    async def _play(self, lease: Lease) -> None:
+    async def _run_one(self, lease: Lease) -> None:
         try:
             group = await self._run_group(lease)
         except Exception as error:
@@ -255,9 +238,9 @@ class GroupScheduler:
             return
         reason = first_reason(self._filters, group)
         if reason in LOST:
-            self._patience.lost(group)
+            self._drop_limits.lost(group)
         else:
-            self._patience.played()
+            self._drop_limits.judged()
         if reason is None:
             lease.finish(group)
             if self._observer is not None:
@@ -268,15 +251,15 @@ class GroupScheduler:
 
     def _note_end(self, lease: Lease, task: asyncio.Task[None]) -> None:
         """Of a group's task, also of one that was cancelled before its first turn."""
-        del self._playing[lease.index]
+        del self._running_groups[lease.index]
         lease.has_ended()
 
     def _drop(self, lease: Lease, reason: str, group: RolloutGroup | None = None) -> None:
         """Give up on a group; another one is admitted for it."""
-        del self._waiting[lease.index]
+        self._waiting.remove(lease)
         lease.settle()
-        self._permits.release()
-        self._patience.dropped(reason, group)
+        self._budget.replace()
+        self._drop_limits.dropped(reason, group)
         self._ledger.dropped(reason, group)
         if self._observer is not None:
             self._observer.dropped(lease.index, reason, group)
@@ -284,64 +267,31 @@ class GroupScheduler:
     def _drop_stale(self) -> None:
         """Groups none of whose tokens is young enough for the next batch will not be for a later one."""
         max_age = self._settings.max_token_age
-        if max_age is None or self._replay:
+        if max_age is None or self._waiting.has_batches_again:
             return
-        for lease in list(self._waiting.values()):
-            versions = lease.group.versions if lease.group is not None else ()
-            if versions and max(versions) < self._next_version - max_age:
-                self._drop(lease, "too_stale", lease.group)
-
-    def _next_indices(self) -> list[int]:
-        """The groups of the next batch; none while there are too few."""
-        if self._replay:
-            return list(self._replay[0]) if all(map(self._is_done, self._replay[0])) else []
-        indices = self._choose_among(self._is_done)
-        return indices if len(indices) == self._batch_size else []
-
-    def _choose_among(self, is_ready: Callable[[int], bool]) -> list[int]:
-        window = self._settings.overtaking_window
-        return choose(self._waiting, is_ready, size=self._batch_size, window=window)
+        for lease in self._waiting.stale(self._next_version - max_age):
+            self._drop(lease, "too_stale", lease.group)
 
     @property
     def _batch_size(self) -> int:
-        return min(self._settings.groups_per_step, self._left)
-
-    def _is_done(self, index: int) -> bool:
-        return index in self._waiting and self._waiting[index].state is GroupState.DONE
+        return min(self._settings.groups_per_step, self._budget.left)
 
     def _release(self, leases: Sequence[Lease], version: int) -> None:
         """The generators have pulled what was trained on these."""
         self._version = version
         for lease in leases:
             lease.settle()
-        if self._settings.tail == "drop":
-            for lease in list(self._waiting.values()):
-                if lease.state is GroupState.RUNNING and version - lease.version >= self._settings.tail_age:
-                    self._tasks.cancel(self._playing[lease.index])
-                    self._drop(lease, "too_old")
+        for lease in self._tail.too_old(version):
+            self._tasks.cancel(self._running_groups[lease.index])
+            self._drop(lease, "too_old")
         self._changed.set()
-
-    def _suspend_overtaken(self, newest: int) -> None:
-        for lease in self._waiting.values():
-            if lease.index < newest and lease.state is GroupState.RUNNING:
-                lease.suspend()
-                self._tasks.begin(partial(lease.sit_out, self._capacity), f"suspend-{lease.index}")
-
-    def _resume_tail_if_due(self) -> None:
-        """Suspended groups go on together: when they make a batch, or when none can be had without them."""
-        suspended = [lease for lease in self._waiting.values() if lease.state is GroupState.SUSPENDED]
-        others = self._choose_among(lambda index: self._waiting[index].state is not GroupState.SUSPENDED)
-        more_can_come = self._slots.free and not self._permits.locked()
-        if len(suspended) >= self._batch_size or (len(others) < self._batch_size and not more_can_come):
-            for lease in suspended:
-                lease.make_due()
 
     def _check_going(self) -> None:
         if not self._is_running:
             raise RuntimeError("GroupScheduler is not running; enter its block, or call run, before next_batch")
         if self._tasks.error is not None:
             raise self._tasks.error
-        if not self._left:
+        if not self._budget.left:
             raise TrainingError("there is no further batch: all groups of the budget have been handed out")
         if self._is_over:
             raise TrainingError("there is no further batch: GroupScheduler.run was cancelled")

@@ -1,4 +1,4 @@
-"""A coroutine whose end is told, whatever its task comes to."""
+"""A coroutine with a callback at its end, whatever its task comes to."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from types import TracebackType
 from typing import Any
 
 
-class Told(Coroutine[Any, Any, None]):
+class WithEndCallback(Coroutine[Any, Any, None]):
     """Runs `work`, and calls `on_end` once when it returns or raises.
 
     A task that is cancelled before its first turn throws into a coroutine that has not begun, where neither an `except`
-    nor a `finally` of its body is reached. Here it is told of all the same.
+    nor a `finally` of its body is reached. Here `on_end` is called all the same.
     """
 
     def __init__(self, work: Coroutine[Any, Any, None], on_end: Callable[[], object]) -> None:

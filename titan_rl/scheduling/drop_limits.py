@@ -10,7 +10,7 @@ from titan_rl.rollout.types import RolloutGroup, RolloutStatus
 from titan_rl.scheduling.settings import SchedulingConfig
 
 
-class Patience:
+class DropLimits:
     """Counts what was dropped since the last batch, and the groups that were lost to errors in a row."""
 
     def __init__(self, settings: SchedulingConfig) -> None:
@@ -36,7 +36,7 @@ class Patience:
         self._num_lost += 1
         self._errors.add_group(group)
 
-    def played(self) -> None:
+    def judged(self) -> None:
         """A group was not lost to errors, whether or not it is trained on."""
         self._num_lost, self._errors = 0, ErrorCounts()
 

@@ -1,0 +1,61 @@
+"""What becomes of the long tail: the groups that still run when later ones are trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+
+from titan_rl.scheduling.capacity import RolloutCapacity
+from titan_rl.scheduling.lease import Lease
+from titan_rl.scheduling.ledger import GroupState
+from titan_rl.scheduling.settings import SchedulingConfig
+from titan_rl.scheduling.task_scope import TaskScope
+from titan_rl.scheduling.waiting_groups import WaitingGroups
+
+
+class TailPolicy:
+    """Carries out `settings.tail`: "continue" leaves such a group alone, "drop" gives it up at an age, and "tail_batch"
+    suspends it until there are others like it, so that the slowest run together.
+
+    Args:
+        capacity: where a group that goes on takes its permits.
+        tasks: in which suspended groups wait.
+    """
+
+    def __init__(
+        self, settings: SchedulingConfig, waiting: WaitingGroups, capacity: RolloutCapacity, tasks: TaskScope
+    ) -> None:
+        self._settings = settings
+        self._waiting = waiting
+        self._capacity = capacity
+        self._tasks = tasks
+
+    def batch_formed(self, newest: int) -> None:
+        """A batch whose newest group is `newest` has overtaken those before it that still run."""
+        if self._settings.tail != "tail_batch":
+            return
+        for lease in self._waiting:
+            if lease.index < newest and lease.state is GroupState.RUNNING:
+                lease.suspend()
+                self._tasks.begin(partial(lease.wait_suspended, self._capacity), f"suspend-{lease.index}")
+
+    def resume_if_due(self, batch_size: int, *, more_can_come: bool) -> None:
+        """Suspended groups go on together: when they make a batch, or when none can be had without them.
+
+        Args:
+            more_can_come: a further group can be admitted.
+        """
+        suspended = [lease for lease in self._waiting if lease.state is GroupState.SUSPENDED]
+        num_others = len(self._waiting.choose_not_suspended(batch_size))
+        if len(suspended) >= batch_size or (num_others < batch_size and not more_can_come):
+            for lease in suspended:
+                lease.let_resume()
+
+    def too_old(self, version: int) -> Iterable[Lease]:
+        """Groups to be dropped when `version` has been pulled."""
+        if self._settings.tail != "drop":
+            return []
+        age = self._settings.tail_age
+        return [
+            lease for lease in self._waiting if lease.state is GroupState.RUNNING and version - lease.version >= age
+        ]
