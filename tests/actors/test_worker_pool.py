@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 
 from titan_rl import Completion, EngineRequest, FinishReason, Rollout, RolloutGroup, SamplingParams, VersionSpan
-from titan_rl.actors.generate_service import GroupDesk
+from titan_rl.actors.generate_service import GroupHandler
 from titan_rl.actors.worker_pool import WorkerPool
 from titan_rl.calls import stopwatch
 from titan_rl.rollout.records import portable
@@ -24,14 +24,14 @@ class Worker:
     async def call(self, endpoint: Any, sample: Any, group_id: str, *args: Any) -> RolloutGroup:
         sample["lock"] = threading.Lock()
         rollout = Rollout(f"{group_id}/0", group_id, 0, sample, messages=[{"role": "tool", "content": object}])
-        await desk_of(group_id).finished(portable(rollout))
+        await handler_of(group_id).finished(portable(rollout))
         return RolloutGroup(group_id, None, [portable(rollout)])
 
 
-def desk_of(group_id: str) -> Any:
+def handler_of(group_id: str) -> Any:
     from titan_rl.actors import generate_service
 
-    return generate_service._desk(group_id)
+    return generate_service._handler_of(group_id)
 
 
 async def never(prompt_token_ids: Any, **kwargs: Any) -> Completion:
@@ -67,13 +67,13 @@ async def test_groups_come_back_with_their_sample_and_as_plain_data(caplog: pyte
 @pytest.mark.looptime
 async def test_a_workers_request_is_timed_where_it_is_known_whether_it_waits() -> None:
     async def generate(prompt_token_ids: Any, *, request_id: str, **kwargs: Any) -> Completion:
-        with stopwatch.held():
+        with stopwatch.paused():
             await asyncio.sleep(100.0)
         await asyncio.sleep(3.0)
         return Completion(request_id, [5], [-0.5], FinishReason.STOP, (VersionSpan(0, 1),))
 
-    desk, sampling = GroupDesk(generate, None), SamplingParams(max_tokens=4)
-    whole, own_s = await desk.generate(EngineRequest("g/0/0", [1], sampling, "g/0"), 10.0)
+    handler, sampling = GroupHandler(generate, None), SamplingParams(max_tokens=4)
+    whole, own_s = await handler.generate(EngineRequest("g/0/0", [1], sampling, "g/0"), 10.0)
     assert (whole.finish_reason, own_s) == (FinishReason.STOP, pytest.approx(3.0))
-    cut, own_s = await desk.generate(EngineRequest("g/0/1", [1], sampling, "g/0"), 2.0)
+    cut, own_s = await handler.generate(EngineRequest("g/0/1", [1], sampling, "g/0"), 2.0)
     assert (cut.finish_reason, own_s) == (FinishReason.ABORT, pytest.approx(2.0))

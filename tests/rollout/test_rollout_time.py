@@ -86,7 +86,7 @@ async def test_what_an_answer_says_it_waited_is_given_back(metrics: dict[str, fl
 
 async def test_a_request_that_says_that_it_waits_may_wait_as_long_as_it_likes() -> None:
     async def generate(prompt_token_ids: Sequence[int], **kwargs: Any) -> Completion:
-        with stopwatch.held():
+        with stopwatch.paused():
             await asyncio.sleep(1000.0)
         await asyncio.sleep(1.0)
         return await Generator()(prompt_token_ids, **kwargs)
@@ -125,7 +125,7 @@ async def test_siblings_of_a_long_rollout_do_not_push_it_out() -> None:
     one_at_a_time = asyncio.Lock()
 
     async def generate(prompt_token_ids: Sequence[int], **kwargs: Any) -> Completion:
-        with stopwatch.held():
+        with stopwatch.paused():
             await one_at_a_time.acquire()
         try:
             await asyncio.sleep(20.0)
@@ -291,14 +291,14 @@ async def test_time_in_which_something_blocked_the_loop_is_not_the_requests(
     assert watch.used_s == pytest.approx(SILENCE_S)
 
 
-async def test_a_stopwatch_counts_what_runs_and_is_not_held() -> None:
+async def test_a_stopwatch_counts_what_runs_and_is_not_paused() -> None:
     watch = Stopwatch(10.0)
     await asyncio.sleep(5.0)
     assert watch.used_s == 0.0
     reached: list[float] = []
     with watch.running(lambda: reached.append(watch.used_s)):
         await asyncio.sleep(1.0)
-        with watch.hold() as outer, watch.hold():
+        with watch.pause() as outer, watch.pause():
             await asyncio.sleep(50.0)
             outer.release()
             outer.release()

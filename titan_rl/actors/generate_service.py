@@ -20,7 +20,7 @@ from titan_rl.types import Completion, GenerateFn
 T = TypeVar("T")
 
 
-class GroupDesk:
+class GroupHandler:
     """What one group in a worker may ask for while it runs. Lives on the event loop that made it."""
 
     def __init__(self, generate: GenerateFn, on_finished: Callable[[Rollout], None] | None) -> None:
@@ -55,7 +55,7 @@ class GroupDesk:
         await self._run(on_loop())
 
     async def close(self) -> None:
-        """Cancel what the group still asks for. Called on the desk's own loop."""
+        """Cancel what the group still asks for. Called on the handler's own loop."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -64,18 +64,18 @@ class GroupDesk:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
 
 
-_desks: dict[str, GroupDesk] = {}  # by group id; the actor lives in the process that fills it
+_handlers: dict[str, GroupHandler] = {}  # by group id; the actor lives in the process that fills it
 
 
 @contextmanager
-def open_desk(group_id: str, desk: GroupDesk) -> Generator[None]:
-    """Within the block, workers reach `desk` through the service under `group_id`."""
-    assert group_id not in _desks, f"group {group_id!r} runs already"
-    _desks[group_id] = desk
+def handling(group_id: str, handler: GroupHandler) -> Generator[None]:
+    """Within the block, workers reach `handler` through the service under `group_id`."""
+    assert group_id not in _handlers, f"group {group_id!r} runs already"
+    _handlers[group_id] = handler
     try:
         yield
     finally:
-        del _desks[group_id]
+        del _handlers[group_id]
 
 
 _listeners: list[Callable[[str], object]] = []
@@ -96,8 +96,8 @@ class GenerateService(Actor):
 
     @concurrent_endpoint
     async def generate(self, group_id: str, request: EngineRequest, time_left_s: float) -> tuple[Completion, float]:
-        """As `GroupDesk.generate`."""
-        return await _desk(group_id).generate(request, time_left_s)
+        """As `GroupHandler.generate`."""
+        return await _handler_of(group_id).generate(request, time_left_s)
 
     @concurrent_endpoint
     async def say(self, text: str) -> None:
@@ -107,10 +107,10 @@ class GenerateService(Actor):
 
     @concurrent_endpoint
     async def finished(self, group_id: str, rollout: Rollout) -> None:
-        await _desk(group_id).finished(rollout)
+        await _handler_of(group_id).finished(rollout)
 
 
-def _desk(group_id: str) -> GroupDesk:
-    if (desk := _desks.get(group_id)) is None:
+def _handler_of(group_id: str) -> GroupHandler:
+    if (handler := _handlers.get(group_id)) is None:
         raise RequestError(f"group {group_id!r} is no longer wanted")
-    return desk
+    return handler

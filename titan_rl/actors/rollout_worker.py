@@ -110,7 +110,7 @@ class RolloutWorkerActor(ProcessActor):
         watch = stopwatch.current()
         assert watch is not None, "the rollouter times every request"
         request = EngineRequest(request_id, prompt_token_ids, sampling, session_id)
-        with stopwatch.held():  # the controller, where it is known whether the request waits, counts
+        with stopwatch.paused():  # the controller, where it is known whether the request waits, counts
             completion, own_s = await call(self._service.generate, group_id, request, watch.left_s, who="controller")
         watch.charge(own_s)
         return completion

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from titan_rl.actors.generate_service import GroupDesk, open_desk
+from titan_rl.actors.generate_service import GroupHandler, handling
 from titan_rl.actors.processes.remote_process import RemoteProcess
 from titan_rl.errors import ActorDiedError
 from titan_rl.rollout.group.callbacks import Callbacks
@@ -70,10 +70,10 @@ class WorkerPool:
 
         for attempt in range(1, self._max_attempts + 1):
             remote = await self._least_loaded()
-            actor, desk = self._workers[remote], GroupDesk(generate, tell)
+            actor, handler = self._workers[remote], GroupHandler(generate, tell)
             self._load[remote] += group_size
             try:
-                with open_desk(group_id, desk):
+                with handling(group_id, handler):
                     group = await remote.call(actor.run_group, sample, group_id, group_size, sampling)
                 rollouts = [replace(rollout, sample=sample) for rollout in group.rollouts]
                 return replace(group, sample=sample, rollouts=rollouts)
@@ -88,7 +88,7 @@ class WorkerPool:
                 raise
             finally:
                 self._load[remote] -= group_size
-                await desk.close()
+                await handler.close()
         raise AssertionError("the last attempt returns or raises")
 
     def pause_judging(self) -> None:

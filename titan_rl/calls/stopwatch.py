@@ -4,11 +4,11 @@ A rollout shares engines, routers and the trainer's pauses with all others, and 
 stopwatch therefore runs while its environment works and while a request of its own is generated. Whoever makes the
 request wait says so:
 
-    with stopwatch.held():          # around a queue, a pause, an interruption
+    with stopwatch.paused():        # around a queue, a pause, an interruption
         await self._resumed.wait()
 
 The rollouter sets the stopwatch of a rollout for each of its requests, and tasks made for the request inherit it.
-Elsewhere `held` does nothing. A `GenerateFn` that says nothing is taken to work all the time until its completion
+Elsewhere `paused` does nothing. A `GenerateFn` that says nothing is taken to work all the time until its completion
 tells: what the metrics `queue_s` and `interrupted_s` name is given back.
 """
 
@@ -35,7 +35,7 @@ class Stopwatch:
         watch.used_s
 
     Attributes:
-        waited_s: seconds in which it was held by those who know that the request waited.
+        waited_s: seconds in which it was paused by those who know that the request waited.
         charged_s: seconds charged by those who counted elsewhere.
     """
 
@@ -48,8 +48,8 @@ class Stopwatch:
         self._since: float | None = None  # when it was last set going; None while it stands
         self._waiting_since: float | None = None
         self._starts = 0
-        self._num_holds = 0
-        self._num_waits = 0  # of the holds
+        self._num_pauses = 0
+        self._num_waits = 0  # the pauses of these in which it is known that the request waits
         self._timer: asyncio.TimerHandle | None = None  # comes early where time stood still, and is set again
         self._at_limit: Callable[[], object] | None = None
         self._enders: list[Callable[[], object]] = []
@@ -68,7 +68,7 @@ class Stopwatch:
         return self.left_s <= _ROUNDING_S
 
     def start(self, at_limit: Callable[[], object] | None = None) -> None:
-        """Time until `stop` is the rollout's own, but for what is held.
+        """Time until `stop` is the rollout's own, but for pauses.
 
         Args:
             at_limit: called once if the limit is reached before that.
@@ -92,13 +92,13 @@ class Stopwatch:
         finally:
             self.stop()
 
-    def hold(self, *, waits: bool = True) -> Hold:
-        """Stand still until the hold is released. Several may overlap.
+    def pause(self, *, waits: bool = True) -> StopwatchPause:
+        """Stand still until the pause is ended. Several may overlap.
 
         Args:
             waits: it is known that the request waits; else nothing is known of it.
         """
-        return Hold(self, waits)
+        return StopwatchPause(self, waits)
 
     def charge(self, seconds: float) -> None:
         """Use seconds that were counted elsewhere."""
@@ -122,8 +122,8 @@ class Stopwatch:
         return bool(enders)
 
     def change(self, by: int, *, waits: bool) -> None:
-        """One hold more or less."""
-        self._num_holds += by
+        """One pause more or less."""
+        self._num_pauses += by
         self._num_waits += by * waits
         self._count()
 
@@ -142,7 +142,7 @@ class Stopwatch:
         if self._since is not None:
             self._used_s += now - self._since
         self._used_s += more_s
-        self._since = now if self._starts and not self._num_holds else None
+        self._since = now if self._starts and not self._num_pauses else None
         if self._waiting_since is not None:
             self.waited_s += now - self._waiting_since
         self._waiting_since = now if self._num_waits else None
@@ -167,32 +167,30 @@ class Stopwatch:
         at_limit()
 
 
-class Hold:
-    """Keeps a stopwatch standing from its making until `release`, or the end of its block."""
+class StopwatchPause:
+    """Keeps a stopwatch standing from its making until `end`, or the end of its block.
+
+    Args:
+        waits: it is known that the request waits; else nothing is known of it.
+    """
 
     def __init__(self, watch: Stopwatch, waits: bool) -> None:
         self.waits = waits
         self._watch = watch
-        self._holds = False
-        self.again()
+        self._ended = False
+        watch.change(1, waits=waits)
 
-    def again(self) -> None:
-        """Hold, if it was released."""
-        if not self._holds:
-            self._holds = True
-            self._watch.change(1, waits=self.waits)
-
-    def release(self) -> None:
+    def end(self) -> None:
         """Doing it again does nothing."""
-        if self._holds:
-            self._holds = False
+        if not self._ended:
+            self._ended = True
             self._watch.change(-1, waits=self.waits)
 
-    def __enter__(self) -> Hold:
+    def __enter__(self) -> StopwatchPause:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.release()
+        self.end()
 
 
 _ROUNDING_S = 1e-6  # by which timers may come early
@@ -213,16 +211,16 @@ def working_for(watch: Stopwatch) -> Generator[None]:
         _current.reset(token)
 
 
-def held() -> AbstractContextManager[object]:
+def paused() -> AbstractContextManager[object]:
     """The request waits within the block, and its rollout's time stands still."""
     watch = current()
-    return nullcontext() if watch is None else watch.hold()
+    return nullcontext() if watch is None else watch.pause()
 
 
 @contextmanager
 def moving_with_tokens(is_told: bool = True) -> Generator[Callable[[bool], None]]:
     """Within the block time counts from the first tokens on. What is yielded is told of each sign of the request:
-    True if it brought tokens, False if it said that there are none, as of one that the engine has put aside.
+    True if it brought tokens, False if it said that there are none, as of one that waits in the engine.
 
     Until the first tokens a request that computes its prompt cannot be told from one that queues; its answer says it.
     Later silence counts for `SILENCE_S`: an engine that steps gives a sign more often.
@@ -233,7 +231,7 @@ def moving_with_tokens(is_told: bool = True) -> Generator[Callable[[bool], None]
     if (watch := current()) is None or not is_told:
         yield lambda has_tokens: None
         return
-    with watch.hold(waits=False) as first:
+    with watch.pause(waits=False) as first:
         signs = _Signs(watch, first)
         try:
             yield signs.came
@@ -242,11 +240,11 @@ def moving_with_tokens(is_told: bool = True) -> Generator[Callable[[bool], None]
 
 
 class _Signs:
-    def __init__(self, watch: Stopwatch, first: Hold) -> None:
+    def __init__(self, watch: Stopwatch, first: StopwatchPause) -> None:
         self._loop = asyncio.get_running_loop()
         self._watch = watch
         self._first = first  # until the first tokens
-        self._silence: Hold | None = None
+        self._silence: StopwatchPause | None = None
         self._silent_at: float | None = None  # if nothing comes by then; None until the first tokens
         self._timer: asyncio.TimerHandle | None = None  # looks whether something came meanwhile
         self._ended = False
@@ -259,7 +257,7 @@ class _Signs:
         if not has_tokens:
             self._fall_silent()
             return
-        self._first.release()
+        self._first.end()
         self._break_silence()
         self._silent_at = now + SILENCE_S
         if self._timer is None:
@@ -286,11 +284,11 @@ class _Signs:
 
     def _fall_silent(self) -> None:
         if self._silence is None:
-            self._silence = self._watch.hold()
+            self._silence = self._watch.pause()
 
     def _break_silence(self) -> None:
         if self._silence is not None:
-            self._silence.release()
+            self._silence.end()
             self._silence = None
 
     def _forgive_what_is_late(self, now: float) -> None:

@@ -117,7 +117,7 @@ class _TurnedAway:
         self._waited_s += seconds
         if self._waited_s > self._limit_s:
             return False
-        with stopwatch.held():
+        with stopwatch.paused():
             await asyncio.sleep(seconds)
         return True
 
@@ -127,7 +127,7 @@ async def _resumed(wait: Callable[[], Awaitable[object]] | None, timeout_s: floa
         return True
     try:
         async with asyncio.timeout(timeout_s):
-            with stopwatch.held():
+            with stopwatch.paused():
                 await wait()
     except TimeoutError:
         return False

@@ -58,7 +58,7 @@ class Blame:
         is_lost = isinstance(last.error, EngineDeadError | EngineStalledError)
         if len(alike) > 1 and not is_lost and all(failure.may_be_outlived for failure in alike):
             try:
-                with stopwatch.held():
+                with stopwatch.paused():
                     await flight.within(None, asyncio.sleep(self._wait_s))
             except TimeoutError:
                 return  # the request is aborted, or the router closed

@@ -90,7 +90,7 @@ class Dispatcher:
             try:
                 if self._pause.open.is_set() and self._pool.serving.is_set():
                     return self._pool.choose(request)
-                with stopwatch.held():
+                with stopwatch.paused():
                     if not self._pause.open.is_set():
                         began = asyncio.get_running_loop().time()
                         await flight.within(self._limits.paused_s, self._pause.open.wait())

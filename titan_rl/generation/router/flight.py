@@ -47,7 +47,7 @@ class Flight:
         self._freezes: list[tuple[float, float]] = []  # that have ended: from when, until when
         self._num_departures = 0
         self._watch = stopwatch.current()
-        self._hold: stopwatch.Hold | None = None  # of the rollout's time, while frozen
+        self._stopwatch_pause: stopwatch.StopwatchPause | None = None  # of the rollout's time, while frozen
 
     def depart(self, member: Member) -> None:
         """Bound for `member`, under an engine id of its own from the second time on: "g0/0/0", "g0/0/0~1"."""
@@ -96,9 +96,9 @@ class Flight:
             self.interrupted_s += now - self._frozen_at
             self._freezes.append((self._frozen_at, now))
         self._remaining_s = self._frozen_at = None
-        if self._hold is not None:
-            self._hold.release()
-            self._hold = None
+        if self._stopwatch_pause is not None:
+            self._stopwatch_pause.end()
+            self._stopwatch_pause = None
 
     def interrupt(self) -> None:
         """End the present wait with `TimeoutError`."""
@@ -131,7 +131,7 @@ class Flight:
         if self._frozen_at is None:
             self._frozen_at = now
             self._remaining_s = None if (when := self._call.when()) is None else when - now
-            self._hold = None if self._watch is None else self._watch.hold()
+            self._stopwatch_pause = None if self._watch is None else self._watch.pause()
         self._call.reschedule(now + limit_s)
 
     def thaw(self) -> None:

@@ -27,7 +27,7 @@ async def generate_within(
 ) -> Completion:
     """The answer of `generate`, or what there is of it when the time is used up, as an aborted completion.
 
-    The watch runs meanwhile, but for what is held. A whole answer then tells better: of the call's time, `queue_s` and
+    The watch runs meanwhile, but for its pauses. A whole answer then tells better: of the call's time, `queue_s` and
     `interrupted_s` of its metrics, or what was known to be waiting if that is more than the latter, are not the
     rollout's own, and the rest is.
 
