@@ -300,8 +300,8 @@ async def test_a_stopwatch_counts_what_runs_and_is_not_paused() -> None:
         await asyncio.sleep(1.0)
         with watch.pause() as outer, watch.pause():
             await asyncio.sleep(50.0)
-            outer.release()
-            outer.release()
+            outer.end()
+            outer.end()
             await asyncio.sleep(50.0)
         await asyncio.sleep(2.0)
         assert (watch.used_s, watch.waited_s) == (pytest.approx(3.0), pytest.approx(100.0))
