@@ -119,7 +119,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert index not in self.lost
         self.finished_indices.append(index)
 
-    def dropped(self, index: int, reason: str, group: RolloutGroup | None) -> None:
+    def dropped(self, step: int, index: int, reason: str, group: RolloutGroup | None) -> None:
         assert index not in self.lost
         self.lost.append(index)
 

@@ -41,7 +41,7 @@ class Journal:
     def finished(self, index: int, group: RolloutGroup) -> None:
         self.done[index] = group
 
-    def dropped(self, index: int, reason: str, group: RolloutGroup | None) -> None:
+    def dropped(self, step: int, index: int, reason: str, group: RolloutGroup | None) -> None:
         self.lost.append(index)
 
     def batch(self, version: int, indices) -> None:
@@ -635,7 +635,7 @@ async def test_an_aborted_group_is_counted_as_such():
         return group
 
     journal = Journal()
-    journal.dropped = lambda index, reason, group: journal.lost.append(reason)
+    journal.dropped = lambda step, index, reason, group: journal.lost.append(reason)
     config = SchedulingConfig(groups_per_step=1, max_refills=1)
     scheduler = GroupScheduler(run_group, config, group_size=1, budget=4, observer=journal)
     async with running(scheduler):

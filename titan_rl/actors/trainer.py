@@ -20,10 +20,10 @@ from titan_rl.actors.processes.gpus import use_gpus
 from titan_rl.actors.processes.process import ProcessActor
 from titan_rl.actors.processes.remote_process import RemoteProcess
 from titan_rl.calls.user_code import summary
-from titan_rl.errors import ActorDiedError, CheckpointError, TitanRLError, TrainingError
+from titan_rl.errors import ActorDiedError, CheckpointError, TitanRLError
 from titan_rl.training.data.sample import TrainingSample
 from titan_rl.training.data.step_plan import StepPlan, plan_step
-from titan_rl.training.protocol import StepResult
+from titan_rl.training.protocol import StepResult, agreed_version
 from titan_rl.training.settings import CorrectionConfig, ModelConfig, TrainingConfig
 from titan_rl.training.state.checkpoint import step_directory
 from titan_rl.weights.parts import join
@@ -123,8 +123,9 @@ class TrainerActor(ProcessActor):
         await asyncio.to_thread(self._trainer.finish_save)
 
     @concurrent_endpoint
-    async def load(self, checkpoint: Path) -> None:
+    async def load(self, checkpoint: Path) -> int:
         await self._run(self._trainer.load, checkpoint)
+        return self._trainer.version
 
     @concurrent_endpoint
     async def close(self) -> None:
@@ -152,11 +153,9 @@ class ActorTrainer:
         """As `TrainerCore.step`. Each rank is sent its own rows."""
         plans = await asyncio.to_thread(plan_step, samples, self._training)
         rows = ([plan] for plan in plans for _ in range(self._training.tensor_parallel))
-        result, *others = await self._all("train", *rows)
-        if any(other.version != result.version for other in others):
-            versions = [result.version, *(other.version for other in others)]
-            raise TrainingError(f"after one step the trainer's ranks have versions {versions}")
-        return result
+        results: list[StepResult] = await self._all("train", *rows)
+        agreed_version([result.version for result in results], "after a step")
+        return results[0]
 
     async def begin_publish(self) -> None:
         await self._all("begin_publish")
@@ -175,20 +174,20 @@ class ActorTrainer:
         return await self.finish_publish()
 
     async def begin_save(self, root: Path, run_state: dict[str, Any]) -> int:
-        version, *_ = await self._all("begin_save", *[(root, run_state)] * len(self._ranks))
-        return version
+        saved = await self._all("begin_save", *[(root, run_state)] * len(self._ranks))
+        return agreed_version(saved, "in one checkpoint")
 
     async def finish_save(self) -> None:
         await self._all("finish_save")
 
-    async def load(self, checkpoint: Path) -> None:
-        """Continue from a checkpoint folder.
+    async def load(self, checkpoint: Path) -> int:
+        """Continue from a checkpoint folder, whose version is returned.
 
         Raises:
             DamagedCheckpointError: its bytes are not those that were written.
             CheckpointError: it is of another model.
         """
-        await self._all("load", *[(checkpoint,)] * len(self._ranks))
+        return agreed_version(await self._all("load", *[(checkpoint,)] * len(self._ranks)), "from one checkpoint")
 
     async def export(self, path: Path) -> None:
         await self._all("export", *[(path,)] * len(self._ranks))

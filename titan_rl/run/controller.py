@@ -34,7 +34,7 @@ from functools import partial
 from titan_rl.calls.user_code import reason
 from titan_rl.config.changes import settings_of
 from titan_rl.config.run import RunConfig
-from titan_rl.errors import NoSpaceError, TrainingError
+from titan_rl.errors import NoSpaceError
 from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.rollout.group.runner import GroupRunner
 from titan_rl.rollout.rewards.advantages import subtract_batch_mean
@@ -110,7 +110,7 @@ class Controller:
             on_ended=self._transcripts.ended,
             on_lost=self._transcripts.lost,
         )
-        self._records = GroupRecords(journal, self._transcripts, start.step)
+        self._records = GroupRecords(journal, self._transcripts)
         self._scheduler = GroupScheduler(
             self._groups.run_training_group,
             config.scheduling,
@@ -215,13 +215,9 @@ class Controller:
         """TRAIN, and the version that it makes. The batch is trained once the trainer says so, and not before."""
         began = time.monotonic()
         result = await self._trainer.step(self._samples(batch))
-        if result.version != batch.version + 1:
-            raise TrainingError(
-                f"the step from version {batch.version} gave version {result.version}: the trainer and the data are "
-                "out of step"
-            )
+        batch.trained(result.version)
         self._state = replace(self._state, step=result.version, tokens=self._state.tokens + batch.num_tokens)
-        self._reports.trained(result.version, batch, self._records.take_dropped(batch.version), result.metrics)
+        self._reports.trained(result.version, batch, self._records.take_dropped(batch.step), result.metrics)
         self._reports.add(result.version, {"time/step_s": time.monotonic() - began})
         return result.version
 

@@ -135,7 +135,7 @@ async def _run(
         async with start_processes(config, run_dir, board, progress.message) as processes:
             resources.enter_context(settled_heap())
             if start.checkpoint is not None:
-                await processes.trainer.load(start.checkpoint)
+                start.loaded(await processes.trainer.load(start.checkpoint))
                 progress.message(f"continuing from {start.checkpoint}")
             router = make_router(config, processes)
             controller = Controller(

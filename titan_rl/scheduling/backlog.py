@@ -56,8 +56,9 @@ class SchedulerObserver(Protocol):
         """It will be in a batch."""
         ...
 
-    def dropped(self, index: int, reason: str, group: RolloutGroup | None) -> None:
-        """It will be in none. `group` is None where it never finished."""
+    def dropped(self, step: int, index: int, reason: str, group: RolloutGroup | None) -> None:
+        """It will be in none, and makes room for another, in `step` at the earliest. `group` is None where it never
+        finished."""
         ...
 
     def batch(self, version: int, indices: Sequence[int]) -> None:

@@ -20,13 +20,35 @@ class GroupBatch:
     on_release: Callable[[], None]
 
     @property
+    def step(self) -> int:
+        """The number of the step on it, which is also the version that it makes."""
+        return step_from(self.version)
+
+    @property
     def num_tokens(self) -> int:
         """Completion tokens."""
         return sum(rollout.num_completion_tokens for group in self.groups for rollout in group.rollouts)
 
+    def trained(self, version: int) -> None:
+        """The trainer says which version the step on it has made.
+
+        Raises:
+            TrainingError: it is another than that of this step.
+        """
+        if version != self.step:
+            raise TrainingError(
+                f"the step from version {self.version} gave version {version}: the trainer and the data are out of step"
+            )
+
     def release(self) -> None:
         """Give the slots back: call once, after the generators have pulled the version trained on these groups."""
         self.on_release()
+
+
+def step_from(version: int) -> int:
+    """The number of the step that starts from a version. A step makes the version of its number: the trainer assigns
+    them so, and what it says is held to this by `GroupBatch.trained`."""
+    return version + 1
 
 
 def check_age(groups: Sequence[RolloutGroup], version: int, settings: SchedulingConfig) -> None:

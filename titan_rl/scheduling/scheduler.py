@@ -13,7 +13,7 @@ from typing import Any, Self
 from titan_rl.errors import TrainingError
 from titan_rl.rollout.types import RolloutGroup
 from titan_rl.scheduling.backlog import Backlog, SchedulerObserver
-from titan_rl.scheduling.batch import GroupBatch, check_age
+from titan_rl.scheduling.batch import GroupBatch, check_age, step_from
 from titan_rl.scheduling.budget import Budget
 from titan_rl.scheduling.capacity import RolloutCapacity
 from titan_rl.scheduling.drop_limits import DropLimits
@@ -197,18 +197,18 @@ class GroupScheduler:
             await self._changed.wait()
             self._check_going()
             self._drop_stale()
-        version = self._next_version
-        self._next_version += 1
         leases = self._waiting.take_batch(indices)
         self._budget.hand_out(len(leases))
         groups = [lease.train() for lease in leases]
-        check_age(groups, version, self._settings)
+        check_age(groups, self._next_version, self._settings)
         self._drop_limits.batch_found()
         if self._observer is not None:
-            self._observer.batch(version, indices)
+            self._observer.batch(self._next_version, indices)
         self._tail.batch_formed(newest=indices[-1])
-        metrics = self._ledger.close_batch(groups, version)
-        return GroupBatch(groups, version, metrics, partial(self._release, leases, version + 1))
+        metrics = self._ledger.close_batch(groups, self._next_version)
+        batch = GroupBatch(groups, self._next_version, metrics, lambda: self._release(leases, batch.step))
+        self._next_version = batch.step
+        return batch
 
     async def _admit(self) -> None:
         for index in chain(self._backlog.unsettled, count(self._backlog.next_index)):
@@ -262,7 +262,7 @@ class GroupScheduler:
         self._drop_limits.dropped(reason, group)
         self._ledger.dropped(reason, group)
         if self._observer is not None:
-            self._observer.dropped(lease.index, reason, group)
+            self._observer.dropped(step_from(self._next_version), lease.index, reason, group)
 
     def _drop_stale(self) -> None:
         """Groups none of whose tokens is young enough for the next batch will not be for a later one."""

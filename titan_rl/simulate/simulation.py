@@ -149,8 +149,8 @@ class _Simulation:
         ages: Counter[int] = Counter()
         began = busy = tokens = 0.0
         pulling: asyncio.Task[None] | None = None
-        for step in range(warmup + num_steps):
-            if step == warmup:
+        for version in range(1, 1 + warmup + num_steps):  # that the simulated trainer makes
+            if version == 1 + warmup:
                 began, busy, tokens = loop.time(), self._sum("busy_s"), self._sum("num_tokens")
                 for warm in (groups, step_s, ages):
                     warm.clear()
@@ -162,9 +162,10 @@ class _Simulation:
             if mode != "continue":
                 await self._router.pause(mode)
             await asyncio.sleep(self._cluster.logprob_s + self._cluster.train_s)
+            batch.trained(version)
             if pulling is not None:
                 await pulling
-            pulling = background.create_task(self._pull(step + 1, batch))
+            pulling = background.create_task(self._pull(version, batch))
             if mode != "continue":
                 await pulling
                 await self._router.resume()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from titan_rl.errors import TrainingError
 from titan_rl.training.data.sample import TrainingSample
 from titan_rl.weights.types import Manifest
 
@@ -22,6 +23,17 @@ class StepResult:
 
     version: int  # of the weights after the step
     metrics: dict[str, float]
+
+
+def agreed_version(versions: Sequence[int], when: str) -> int:
+    """The version of all ranks.
+
+    Raises:
+        TrainingError: they have not the same.
+    """
+    if len(set(versions)) != 1:
+        raise TrainingError(f"the trainer's ranks have versions {list(versions)} {when}; all must have the same")
+    return versions[0]
 
 
 class Trainer(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
@@ -19,6 +20,7 @@ from titan_rl.weights.settings import StateDictConfig
 from titan_rl.weights.types import Manifest, Probe, StateDictTransport, TensorSlice
 
 PROBE_TOKENS = 32
+NUM_KEPT = 2  # versions: a generator may still be reading the one before the newest
 TOLERANCE = {"float32": 1e-5, "bfloat16": 0.1}
 
 
@@ -36,7 +38,7 @@ class WeightPublisher:
     """Publishes the weights that this rank holds; the first one adds the trainer's own logprobs of the probe sequences.
 
     They are copied in a thread of its own, during the next forward and backward pass; the optimizer waits for that. The
-    two newest versions stay available: a generator may still be reading the one before.
+    newest `NUM_KEPT` versions stay available.
 
     Args:
         transport: of this rank alone.
@@ -62,6 +64,7 @@ class WeightPublisher:
         self._transport = transport
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="publish")
         self._publishing: Future[Manifest] | None = None
+        self._kept: deque[int] = deque()  # versions that can be read, ascending
         self._dtype: torch.dtype = getattr(torch, model.dtype)
         self._tolerance = statedict.tolerance or TOLERANCE[model.dtype]
         length = min(PROBE_TOKENS, model.max_context - 1)  # a reader may have to add a token to score them
@@ -130,7 +133,9 @@ class WeightPublisher:
             self._transport.release(written.version)
             raise
         assert isinstance(written, Manifest)
-        self._transport.release(written.version - 2)
+        self._kept.append(written.version)
+        if len(self._kept) > NUM_KEPT:
+            self._transport.release(self._kept.popleft())
         return written
 
     def _converted(self, snapshot: _Snapshot) -> Iterator[tuple[str, TensorSlice]]:

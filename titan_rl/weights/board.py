@@ -24,6 +24,15 @@ class VersionBoard:
         self._figures: dict[str, Mapping[str, float]] = {}
 
     def announce(self, manifest: Manifest) -> None:
+        """A version is published, and the one before is not to be pulled any more.
+
+        Raises:
+            StateDictError: it is older than one that was announced. Versions never go back.
+        """
+        if self._manifest is not None and manifest.version < self._manifest.version:
+            raise StateDictError(
+                f"version {manifest.version} is published after version {self._manifest.version}; they never go back"
+            )
         self._manifest = manifest
 
     def manifest_of(self, version: int) -> Manifest:

@@ -26,6 +26,18 @@ class Resumption:
     losses: tuple[str, ...] = ()  # what the user is to know
     journal: Found | None = None  # what its journal holds; None of a run that begins
 
+    def loaded(self, version: int) -> None:
+        """The trainer has loaded the checkpoint, and says which version that is.
+
+        Raises:
+            CheckpointError: the run's state is that of another.
+        """
+        if version != self.state.step:
+            raise CheckpointError(
+                f"{self.checkpoint} has weights of version {version} and the run's state of step {self.state.step}; "
+                "move it away to go on from the one before"
+            )
+
 
 def resume_from_newest(config: RunConfig, run_dir: RunDirectory) -> Resumption:
     """Find the newest checkpoint that is whole, take what is played again out of metrics and transcripts, and keep the

@@ -14,6 +14,7 @@ from titan_rl.errors import CheckpointError
 from titan_rl.run.journal.log import read_log
 from titan_rl.run.journal.records import Batch, Dropped, Finished, Part, Record, Start, decode
 from titan_rl.run.journal.run_state import DataPosition
+from titan_rl.scheduling.batch import step_from
 
 
 @dataclass(slots=True)
@@ -87,11 +88,12 @@ class JournalState:
         """Those that can be handed out again as they were: one after another, of groups that are all recorded."""
         found: list[list[int]] = []
         used: set[int] = set()
-        while (batch := self.batches.get(version + len(found))) is not None:
+        while (batch := self.batches.get(version)) is not None:
             if len(set(batch)) < len(batch) or used & set(batch) or not all(index in self.finished for index in batch):
                 break
             used.update(batch)
             found.append(batch)
+            version = step_from(version)
         return found
 
     def _admit(self, *indices: int) -> None:

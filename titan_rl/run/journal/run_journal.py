@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class RunJournal:
-    """The journal of one run: a `SchedulerObserver` that remembers. One segment a checkpoint, in a folder.
+    """The journal of one run: remembers what a `SchedulerObserver` is told. One segment a checkpoint, in a folder.
 
     A segment begins with what the checkpoint of its version leaves open, and goes on with what happens after it. The
     checkpoint itself says where it is in the data, so nothing is skipped or trained twice whatever becomes of the
@@ -106,7 +106,7 @@ class RunJournal:
     def finished(self, index: int, group: RolloutGroup) -> None:
         self._append(finished(index, group))
 
-    def dropped(self, index: int, reason: str, group: RolloutGroup | None = None) -> None:
+    def dropped(self, index: int, reason: str) -> None:
         self._append(Dropped(index, reason))
 
     def batch(self, version: int, indices: Sequence[int]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 from titan_rl.rollout.types import RolloutGroup
@@ -10,32 +11,25 @@ from titan_rl.run.observability.rollout_log import RolloutLog
 
 
 class GroupRecords:
-    """The `SchedulerObserver` of a run.
+    """The `SchedulerObserver` of a run."""
 
-    Args:
-        version: that the next batch is trained from.
-    """
-
-    def __init__(self, journal: RunJournal, log: RolloutLog, version: int) -> None:
+    def __init__(self, journal: RunJournal, transcripts: RolloutLog) -> None:
         self._journal = journal
-        self._log = log
-        self._next_version = version
-        self._dropped: dict[int, list[RolloutGroup]] = {version: []}  # by the version that the next batch starts from
+        self._transcripts = transcripts
+        self._dropped: defaultdict[int, list[RolloutGroup]] = defaultdict(list)  # by the step they made room for
 
     def finished(self, index: int, group: RolloutGroup) -> None:
         self._journal.finished(index, group)
 
-    def dropped(self, index: int, reason: str, group: RolloutGroup | None) -> None:
+    def dropped(self, step: int, index: int, reason: str, group: RolloutGroup | None) -> None:
         if group is not None:
-            self._dropped[self._next_version].append(group)
-            self._log.dropped(group, reason, self._next_version + 1)
-        self._journal.dropped(index, reason, group)
+            self._dropped[step].append(group)
+            self._transcripts.dropped(group, reason, step)
+        self._journal.dropped(index, reason)
 
     def batch(self, version: int, indices: Sequence[int]) -> None:
-        self._next_version = version + 1
-        self._dropped[self._next_version] = []
         self._journal.batch(version, indices)
 
-    def take_dropped(self, version: int) -> list[RolloutGroup]:
-        """The groups that finished and were dropped before the batch trained from `version` was found; once."""
-        return self._dropped.pop(version, [])
+    def take_dropped(self, step: int) -> list[RolloutGroup]:
+        """The groups that finished and were dropped before the batch of the step was found; once."""
+        return self._dropped.pop(step, [])

@@ -1,0 +1,50 @@
+"""The trainer assigns versions; who is given one that does not fit what it was given before says so at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from titan_rl.errors import CheckpointError, StateDictError, TrainingError
+from titan_rl.run.checkpoints.resumption import Resumption
+from titan_rl.run.journal.run_state import RunState
+from titan_rl.scheduling.batch import GroupBatch
+from titan_rl.training.protocol import agreed_version
+from titan_rl.weights.board import VersionBoard
+from titan_rl.weights.parts import join
+from titan_rl.weights.types import Manifest
+
+
+def test_the_ranks_of_a_trainer_have_one_version() -> None:
+    assert agreed_version([3, 3], "after a step") == 3
+    with pytest.raises(TrainingError, match=r"versions \[3, 4\] after a step"):
+        agreed_version([3, 4], "after a step")
+    with pytest.raises(StateDictError, match=r"versions \[3, 4\] cannot be joined"):
+        join([Manifest(3, ()), Manifest(4, ())])
+
+
+def test_a_step_makes_the_version_of_its_number() -> None:
+    batch = GroupBatch([], 6, {}, lambda: None)
+    batch.trained(7)
+    assert batch.step == 7
+    for other in (6, 8):
+        with pytest.raises(TrainingError, match=f"the step from version 6 gave version {other}"):
+            batch.trained(other)
+
+
+def test_weights_and_state_of_a_checkpoint_are_of_one_step() -> None:
+    start = Resumption(Path("checkpoints/step-000004"), RunState(step=4))
+    start.loaded(4)
+    with pytest.raises(CheckpointError, match="step-000004 has weights of version 5 and the run's state of step 4"):
+        start.loaded(5)
+
+
+def test_a_version_that_is_published_is_newer_than_the_ones_before() -> None:
+    board = VersionBoard()
+    board.announce(Manifest(5, ()))
+    with pytest.raises(StateDictError, match="version 4 is published after version 5"):
+        board.announce(Manifest(4, ()))
+    assert board.manifest_of(5).version == 5
+    with pytest.raises(StateDictError, match="version 4 is not published; the newest is 5"):
+        board.manifest_of(4)
