@@ -56,8 +56,9 @@ from titan_rl.rollout.environment.types import (
 )
 from titan_rl.rollout.group.rollouter import Rollouter
 from titan_rl.rollout.renderer import ChatTemplateRenderer, Renderer
+from titan_rl.rollout.rewards.reward import GroupReward, Reward, WeightedReward, env_reward
 from titan_rl.rollout.rewards.reward_calls import FailurePolicy
-from titan_rl.rollout.rewards.rubric import GroupReward, Reward, Rubric, WeightedReward, env_reward
+from titan_rl.rollout.rewards.rubric import Rubric
 from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.rollout.task import Task
 from titan_rl.rollout.types import Message, Rollout, RolloutGroup, RolloutStatus, Turn

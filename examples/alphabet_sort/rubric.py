@@ -7,7 +7,8 @@ from difflib import SequenceMatcher
 
 from examples.alphabet_sort.data import Sample
 from examples.alphabet_sort.env import tag
-from titan_rl.rollout.rewards.rubric import Reward, Rubric
+from titan_rl.rollout.rewards.reward import Reward
+from titan_rl.rollout.rewards.rubric import Rubric
 from titan_rl.rollout.types import Rollout
 
 

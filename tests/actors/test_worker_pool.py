@@ -13,7 +13,7 @@ from titan_rl import Completion, EngineRequest, FinishReason, Rollout, RolloutGr
 from titan_rl.actors.generate_service import GroupHandler
 from titan_rl.actors.worker_pool import WorkerPool
 from titan_rl.calls import stopwatch
-from titan_rl.rollout.records import portable
+from titan_rl.rollout.copies import portable
 
 
 class Worker:

@@ -13,7 +13,8 @@ import pytest
 
 from titan_rl.calls.bounded import OutOfTimeError
 from titan_rl.calls.threads import DaemonThreads
-from titan_rl.rollout.rewards.rubric import Reward, Rubric
+from titan_rl.rollout.rewards.reward import Reward
+from titan_rl.rollout.rewards.rubric import Rubric
 from titan_rl.rollout.types import Rollout
 
 LONG_S = 20.0
@@ -154,7 +155,8 @@ async def test_slow_judges_leave_the_threads_of_asyncio_free() -> None:
 HANGING = """
 import asyncio, time
 from titan_rl.rollout.types import Rollout
-from titan_rl.rollout.rewards.rubric import Reward, Rubric
+from titan_rl.rollout.rewards.reward import Reward
+from titan_rl.rollout.rewards.rubric import Rubric
 
 def hangs(rollout):
     while True:

@@ -17,7 +17,8 @@ from titan_rl import (
     VersionSpan,
 )
 from titan_rl.rollout.group.rollouter import Rollouter
-from titan_rl.rollout.rewards.rubric import Reward, Rubric
+from titan_rl.rollout.rewards.reward import Reward
+from titan_rl.rollout.rewards.rubric import Rubric
 
 Hook = Callable[["Env"], Coroutine[Any, Any, None]]
 

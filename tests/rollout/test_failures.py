@@ -8,7 +8,7 @@ from titan_rl import Rollout, RolloutStatus, Rubric, SamplingParams
 from titan_rl.rollout.group.failures import ErrorCounts
 from titan_rl.rollout.group.rollouter import Rollouter
 from titan_rl.rollout.group.transcript import transcript
-from titan_rl.rollout.rewards.rubric import Reward
+from titan_rl.rollout.rewards.reward import Reward
 
 
 class Raising:

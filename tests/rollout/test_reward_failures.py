@@ -12,8 +12,9 @@ import pytest
 from titan_rl import Completion, FinishReason, SamplingParams, TokenObservation, TokenStep, VersionSpan
 from titan_rl.errors import RewardError, TrainingError
 from titan_rl.rollout.group.rollouter import Rollouter
+from titan_rl.rollout.rewards.reward import GroupReward, Reward
 from titan_rl.rollout.rewards.reward_calls import FailurePolicy
-from titan_rl.rollout.rewards.rubric import GroupReward, Reward, Rubric
+from titan_rl.rollout.rewards.rubric import Rubric
 from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus
 from titan_rl.scheduling.filters import too_few_siblings
 from titan_rl.scheduling.lease import Lease

@@ -20,7 +20,8 @@ from titan_rl.generation.resume import resume_on_abort
 from titan_rl.generation.router import GeneratorRouter
 from titan_rl.generation.scripted_engine import CostModel
 from titan_rl.rollout.group.timed import RETURN_S
-from titan_rl.rollout.rewards.rubric import Reward, Rubric
+from titan_rl.rollout.rewards.reward import Reward
+from titan_rl.rollout.rewards.rubric import Rubric
 from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.simulate.replica import SimulatedReplica
 from titan_rl.training.data.sample_builder import build_samples

@@ -21,7 +21,8 @@ from titan_rl import (
 from titan_rl.errors import GenerationError, RequestError, RewardError
 from titan_rl.rollout.group.env_task import CLEANUP_S
 from titan_rl.rollout.group.rollouter import Rollouter, turn_seed
-from titan_rl.rollout.rewards.rubric import Reward, Rubric
+from titan_rl.rollout.rewards.reward import Reward
+from titan_rl.rollout.rewards.rubric import Rubric
 from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.training.data.sample_builder import build_samples
 

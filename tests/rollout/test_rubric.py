@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import pytest
 
 from titan_rl.errors import RewardError
+from titan_rl.rollout.rewards.reward import GroupReward, Reward, env_reward
 from titan_rl.rollout.rewards.reward_calls import FailurePolicy
-from titan_rl.rollout.rewards.rubric import GroupReward, Reward, Rubric, env_reward
+from titan_rl.rollout.rewards.rubric import Rubric
 from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus, Turn
 from titan_rl.types import Completion, FinishReason
 

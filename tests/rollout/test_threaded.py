@@ -23,7 +23,8 @@ from titan_rl import TokenStep as Step
 from titan_rl.rollout.environment.message_token_env import MessageTokenEnv
 from titan_rl.rollout.environment.threaded import ThreadedEnv
 from titan_rl.rollout.group.rollouter import Rollouter
-from titan_rl.rollout.rewards.rubric import Reward, Rubric
+from titan_rl.rollout.rewards.reward import Reward
+from titan_rl.rollout.rewards.rubric import Rubric
 from titan_rl.rollout.settings import RolloutConfig
 
 

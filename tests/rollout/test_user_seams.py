@@ -24,7 +24,7 @@ from titan_rl import (
     VersionSpan,
 )
 from titan_rl.rollout.group.sessions import Sessions
-from titan_rl.rollout.rewards.rubric import env_reward
+from titan_rl.rollout.rewards.reward import env_reward
 from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.training.data.sample_builder import build_samples
 

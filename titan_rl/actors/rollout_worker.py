@@ -17,7 +17,7 @@ from titan_rl.actors.processes.remote_process import call
 from titan_rl.calls import stopwatch
 from titan_rl.calls.watchdog import LoopWatchdog
 from titan_rl.generation.request import EngineRequest
-from titan_rl.rollout.records import portable
+from titan_rl.rollout.copies import portable
 from titan_rl.rollout.types import Rollout, RolloutGroup
 from titan_rl.types import Completion, SamplingParams
 

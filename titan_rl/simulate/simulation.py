@@ -13,7 +13,8 @@ from titan_rl.generation.resume import resume_on_abort
 from titan_rl.generation.router import GeneratorRouter, Limits
 from titan_rl.rollout.environment.types import TokenObservation, TokenStep
 from titan_rl.rollout.group.rollouter import Rollouter
-from titan_rl.rollout.rewards.rubric import Reward, Rubric
+from titan_rl.rollout.rewards.reward import Reward
+from titan_rl.rollout.rewards.rubric import Rubric
 from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus
 from titan_rl.scheduling.batch import GroupBatch

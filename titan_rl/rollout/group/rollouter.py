@@ -10,17 +10,17 @@ from functools import partial
 from typing import Any, cast
 
 from titan_rl.calls.stopwatch import Stopwatch
+from titan_rl.rollout.copies import completion_to_give, messages_of, token_advantages_of, token_ids_of
 from titan_rl.rollout.environment.threaded import ThreadedEnv
 from titan_rl.rollout.environment.types import TokenEnv, TokenObservation, TokenStep
 from titan_rl.rollout.group.boundary import EndsWith, RolloutEnded
 from titan_rl.rollout.group.callbacks import Callbacks
 from titan_rl.rollout.group.env_task import EnvTask
-from titan_rl.rollout.group.siblings import Siblings
+from titan_rl.rollout.group.sibling_rollouts import SiblingRollouts
 from titan_rl.rollout.group.timed import generate_within
-from titan_rl.rollout.records import completion_to_give, messages_of, token_advantages_of, token_ids_of
 from titan_rl.rollout.rewards.advantages import AdvantageFn, compare, standardized
 from titan_rl.rollout.rewards.judging import Judging
-from titan_rl.rollout.rewards.recess import Recess
+from titan_rl.rollout.rewards.judging_pause import JudgingPause
 from titan_rl.rollout.rewards.rubric import Rubric
 from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus, Turn
@@ -92,14 +92,14 @@ class Rollouter:
         self.seed = seed
         self.finish_session = finish_session
         self._callbacks = Callbacks()
-        self._recess = Recess(self.limits.judge_grace_s, self.limits.generate_timeout_s)
+        self._judging_pause = JudgingPause(self.limits.judge_grace_s, self.limits.generate_timeout_s)
 
     def pause_judging(self) -> None:
         """Generation is paused: rewards being computed have `limits.judge_grace_s`, and begin anew after that."""
-        self._recess.begin()
+        self._judging_pause.begin()
 
     def resume_judging(self) -> None:
-        self._recess.end()
+        self._judging_pause.end()
 
     async def run_group(
         self,
@@ -138,9 +138,9 @@ class Rollouter:
             judging.ended(rollout)
 
         run = partial(self._run, generate, sampling)
-        siblings = Siblings(new, run, ended, group_size=group_size, max_retries=self.limits.max_retries)
+        siblings = SiblingRollouts(new, run, ended, group_size=group_size, max_retries=self.limits.max_retries)
         async with asyncio.TaskGroup() as tasks:
-            judging = Judging(self.rubric, tasks, self._recess, siblings.stop)
+            judging = Judging(self.rubric, tasks, self._judging_pause, siblings.stop)
             siblings.start(tasks)
         group = RolloutGroup(group_id, sample, list(siblings.rollouts()))
         await judging.finish(group)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from titan_rl.calls import stopwatch
 from titan_rl.calls.bounded import BoundedCall
 from titan_rl.calls.stopwatch import Stopwatch
-from titan_rl.rollout.records import completion_of
+from titan_rl.rollout.copies import completion_of
 from titan_rl.types import Completion, FinishReason, GenerateFn, SamplingParams
 
 RETURN_S = 60.0

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from titan_rl.calls.user_code import Failure
 from titan_rl.errors import RewardError
-from titan_rl.rollout.rewards.recess import Recess
+from titan_rl.rollout.rewards.judging_pause import JudgingPause
 from titan_rl.rollout.rewards.rubric import Rubric
 from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus
 
@@ -22,7 +22,7 @@ class Judging:
 
     Args:
         tasks: the group's own; judges end with it.
-        recess: where judges wait while generation is paused.
+        pause: where judges wait while generation is paused.
         give_up: called once with the reason, when a reward has failed: no sibling is of use any more.
 
     Attributes:
@@ -30,11 +30,11 @@ class Judging:
     """
 
     def __init__(
-        self, rubric: Rubric, tasks: asyncio.TaskGroup, recess: Recess, give_up: Callable[[str], None]
+        self, rubric: Rubric, tasks: asyncio.TaskGroup, pause: JudgingPause, give_up: Callable[[str], None]
     ) -> None:
         self.error: RewardError | None = None
         self._rubric = rubric
-        self._recess = recess
+        self._judging_pause = pause
         self._tasks = tasks
         self._give_up = give_up
         self._running: list[asyncio.Task[None]] = []
@@ -57,7 +57,7 @@ class Judging:
         if self.error is None and not group.is_aborted:
             try:
                 # In a task of its own: a judge that cancels the current one cannot pass for whoever runs the group.
-                await asyncio.ensure_future(self._recess.judge(lambda: self._rubric.score(group, self._begun)))
+                await asyncio.ensure_future(self._judging_pause.judge(lambda: self._rubric.score(group, self._begun)))
             except RewardError as error:
                 self.error = error
         if self.error is None:
@@ -73,7 +73,7 @@ class Judging:
 
     async def _begin(self, rollout: Rollout) -> None:
         try:
-            self._begun[rollout.rollout_id] = await self._recess.judge(lambda: self._rubric.begin(rollout))
+            self._begun[rollout.rollout_id] = await self._judging_pause.judge(lambda: self._rubric.begin(rollout))
         except RewardError as error:
             if self.error is None:
                 self.error = error

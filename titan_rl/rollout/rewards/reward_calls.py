@@ -17,7 +17,7 @@ from titan_rl.calls.plain import safe_text, snapshot
 from titan_rl.calls.threads import DaemonThreads
 from titan_rl.calls.user_code import place_of, summary, where
 from titan_rl.errors import RewardError
-from titan_rl.rollout.records import completion_to_give
+from titan_rl.rollout.copies import completion_to_give
 from titan_rl.rollout.types import Rollout, Turn
 
 T = TypeVar("T")

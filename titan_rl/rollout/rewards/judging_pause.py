@@ -12,8 +12,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class Recess:
-    """Judges at work when a recess begins may finish within its grace period; they are then cancelled, and begin anew
+class JudgingPause:
+    """Judges at work when a pause begins may finish within its grace period; they are then cancelled, and begin anew
     when it ends. Those that come later wait for its end.
 
     Args:

@@ -12,7 +12,7 @@ from titan_rl.rollout.types import Rollout, RolloutStatus
 logger = logging.getLogger(__name__)
 
 
-class Siblings:
+class SiblingRollouts:
     """
     Args:
         new: the rollout of a sibling that has been played so often before, not begun.

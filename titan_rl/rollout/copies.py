@@ -1,4 +1,4 @@
-"""A rollout's own record of what it was given, which nobody else can change."""
+"""A rollout's own copies of what it was given, which nobody else can change."""
 
 from __future__ import annotations
 

@@ -10,7 +10,8 @@ import pytest
 
 from titan_rl.rollout.environment.types import TokenObservation, TokenStep
 from titan_rl.rollout.group.rollouter import Rollouter
-from titan_rl.rollout.rewards.rubric import Reward, Rubric
+from titan_rl.rollout.rewards.reward import Reward
+from titan_rl.rollout.rewards.rubric import Rubric
 from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus
 from titan_rl.types import Completion, FinishReason, SamplingParams, VersionSpan
