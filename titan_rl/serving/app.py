@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from titan_rl.rollout.renderer.types import Renderer
 from titan_rl.serving.admin import Control, admin_routes
+from titan_rl.serving.chat_endpoint import ChatEndpoint
+from titan_rl.serving.completion_endpoint import CompletionEndpoint
 from titan_rl.serving.exchange import Exchanges
 from titan_rl.serving.guard import Guard
 from titan_rl.serving.keys import Keys
@@ -17,6 +21,7 @@ from titan_rl.serving.limits import ServerLimits
 from titan_rl.serving.metrics import ServerMetrics
 from titan_rl.serving.policy import ServedPolicy
 from titan_rl.serving.stream import StreamFn, unbroken
+from titan_rl.serving.text import Text
 from titan_rl.serving.token_endpoint import TokenEndpoint
 
 
@@ -42,7 +47,9 @@ def make_app(
     *,
     model: str,
     max_context: int,
-    stop_token_ids: Sequence[int] = (),
+    tokenizer: Any = None,
+    renderer: Renderer | None = None,
+    stop_token_ids: Sequence[int] | None = None,
     limits: ServerLimits | None = None,
     keys: Keys | None = None,
     wait_until_resumed: Callable[[], Awaitable[object]] | None = None,
@@ -53,11 +60,14 @@ def make_app(
     Example: a router, and a `GenerateFn`, which answers in one piece:
 
         make_app(router.stream, model="policy", max_context=4096, wait_until_resumed=router.wait_resumed)
-        make_app(in_one_piece(generate), model="policy", max_context=4096)
+        make_app(in_one_piece(generate), model="policy", max_context=4096, tokenizer=tokenizer, renderer=renderer)
 
     Args:
         max_context: most tokens of prompt and completion.
-        stop_token_ids: the model's own, which end a completion unless a client asks for `ignore_eos`.
+        tokenizer: of `transformers` or `tokenizers`. Without it there are no text completions and no chat.
+        renderer: between messages and tokens. Without it there is no chat.
+        stop_token_ids: the model's own, which end a completion unless a client asks for `ignore_eos`. By default the
+            renderer's.
         wait_until_resumed: awaited before an aborted completion is gone on with.
         control: what the admin calls act on. Without it, or without an admin key, there are none.
     """
@@ -67,6 +77,10 @@ def make_app(
     exchanges = Exchanges(limits, metrics)
     whole = unbroken(stream, wait_until_resumed=wait_until_resumed)
     policy = ServedPolicy(model, whole, max_context, metrics)
+    text = None if tokenizer is None else Text(tokenizer)
+    if stop_token_ids is None:
+        stop_token_ids = () if renderer is None else renderer.get_stop_token_ids()
+    stops = tuple(stop_token_ids)
     card = {
         "id": model,
         "object": "model",
@@ -93,9 +107,18 @@ def make_app(
         Route("/metrics", metric_text),
         Route("/v1/models", models),
         Route("/v1/models/{name:path}", one_model),
-        Route("/inference/v1/generate", TokenEndpoint(policy, exchanges, stop_token_ids).__call__, methods=["POST"]),
+        _post("/inference/v1/generate", TokenEndpoint(policy, exchanges, stops)),
+        _post("/v1/completions", CompletionEndpoint(policy, exchanges, text, stops)),
+        _post("/v1/chat/completions", ChatEndpoint(policy, exchanges, text, renderer, stops)),
         *(admin_routes(control) if control is not None else ()),
     ]
     router = Router(routes, redirect_slashes=False)
     guard = Guard(router, keys, limits, metrics, {route.path for route in routes})
     return PolicyApp(guard, keys, exchanges)
+
+
+def _post(path: str, endpoint: Callable[[Request], Awaitable[ASGIApp]]) -> Route:
+    async def answer(request: Request) -> Any:
+        return await endpoint(request)
+
+    return Route(path, answer, methods=["POST"])

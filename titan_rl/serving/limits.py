@@ -16,6 +16,8 @@ class ServerLimits:
         request_s: until a request is answered in full, pauses included; later is a 504. A stream that has begun ends
             with the error as its last event.
         keep_alive_s: between two signs of life of a stream that has nothing to tell.
+        num_conversations: that are remembered, to keep their tokens when they come back as messages.
+        conversation_turns: of each of them; one with more begins anew.
 
     Raises:
         ValueError: names the limit that is not positive.
@@ -27,6 +29,8 @@ class ServerLimits:
     num_places: int = 4096
     request_s: float = 3600.0
     keep_alive_s: float = 15.0
+    num_conversations: int = 4096
+    conversation_turns: int = 1024
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from starlette.requests import Request
 
-from titan_rl.serving.api_error import ApiError
 from titan_rl.serving.exchange import Answer, Emit, Exchanges
 from titan_rl.serving.policy import Ask, ServedPolicy
 from titan_rl.serving.wire import (
@@ -19,10 +18,12 @@ from titan_rl.serving.wire import (
     One,
     Probability,
     Seed,
+    StreamOptions,
     Temperature,
     TokenId,
     TopP,
     Zero,
+    check_choices,
     read,
     session_id_of,
     usage,
@@ -55,11 +56,6 @@ class TokenSampling(Body):
     repetition_penalty: One = None
 
 
-class StreamOptions(Body):
-    include_usage: bool = False
-    include_obfuscation: bool | None = None
-
-
 class GenerateBody(Body):
     token_ids: Annotated[list[TokenId], Field(min_length=1)]
     sampling_params: TokenSampling = TokenSampling()
@@ -82,9 +78,7 @@ class TokenEndpoint:
         body = await read(request, GenerateBody)
         asked = body.sampling_params
         self._policy.check_model(body.model)
-        if asked.n > self._exchanges.limits.num_choices:
-            most = self._exchanges.limits.num_choices
-            raise ApiError(400, f"n is {asked.n}; it must be at most {most}", param="sampling_params.n")
+        check_choices(asked.n, self._exchanges.limits.num_choices, "sampling_params.n")
         own = () if asked.ignore_eos else self._stop_token_ids
         sampling = self._policy.sampling(
             len(body.token_ids),

@@ -31,6 +31,11 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, frozen=True)
 
 
+class StreamOptions(Body):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None  # there is none
+
+
 async def read(request: Request, kind: type[M]) -> M:
     """
     Raises:
@@ -40,6 +45,15 @@ async def read(request: Request, kind: type[M]) -> M:
         return kind.model_validate_json(await request.body())
     except ValidationError as error:
         raise bad_body(error) from None
+
+
+def check_choices(count: int, most: int, param: str) -> None:
+    """
+    Raises:
+        ApiError: 400, a request asks for more completions than it may.
+    """
+    if count > most:
+        raise ApiError(400, f"{param} asks for {count} completions; one request may have {most}", param=param)
 
 
 def weight_versions(completion: Completion) -> list[dict[str, Any]]:

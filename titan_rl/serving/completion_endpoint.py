@@ -1,0 +1,184 @@
+"""`POST /v1/completions`: text that goes on from a prompt."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from typing import Any
+
+from starlette.requests import Request
+
+from titan_rl.serving.api_error import ApiError
+from titan_rl.serving.exchange import Answer, Emit, Exchanges
+from titan_rl.serving.openai_bodies import CompletionBody
+from titan_rl.serving.policy import Ask, ServedPolicy
+from titan_rl.serving.text import Text, TextReader
+from titan_rl.serving.wire import LEAST_LOGPROB, check_choices, read, session_id_of, usage, weight_versions
+from titan_rl.types import Completion, TokenChunk
+
+MAX_TOKENS = 16
+"""Of a request that does not say, in OpenAI's protocol."""
+_CONTEXT = 8
+"""Tokens of the prompt whose text that of the completion depends on."""
+
+
+class CompletionEndpoint:
+    def __init__(
+        self, policy: ServedPolicy, exchanges: Exchanges, text: Text | None, stop_token_ids: tuple[int, ...]
+    ) -> None:
+        self._policy = policy
+        self._exchanges = exchanges
+        self._text = text
+        self._stop_token_ids = stop_token_ids
+
+    async def __call__(self, request: Request) -> Answer:
+        if self._text is None:
+            raise ApiError(400, "this server has no tokenizer; ask /inference/v1/generate")
+        body = await read(request, CompletionBody)
+        self._policy.check_model(body.model)
+        prompts = _prompts(body, self._text)
+        num_choices = body.n or 1
+        check_choices(num_choices * len(prompts), self._exchanges.limits.num_choices, "n")
+        request_id = f"cmpl-{uuid.uuid4().hex}"
+        asks = [
+            Ask(
+                prompt,
+                self._policy.sampling(
+                    len(prompt), body.max_tokens or MAX_TOKENS, "prompt", **body.sampling(self._stop_token_ids)
+                ),
+                num_choices,
+                session_id_of(request),
+                request_id,
+            )
+            for prompt in prompts
+        ]
+        work = _Work(self._policy, self._text, body, asks, request_id)
+        return Answer(self._exchanges, work, num_places=num_choices * len(asks), stream=bool(body.stream))
+
+
+class _Work:
+    def __init__(
+        self, policy: ServedPolicy, text: Text, body: CompletionBody, asks: list[Ask], request_id: str
+    ) -> None:
+        self._policy = policy
+        self._text = text
+        self._body = body
+        self._asks = asks
+        self._envelope = {
+            "id": request_id,
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": policy.model,
+        }
+
+    async def __call__(self, emit: Emit | None) -> Any:
+        choices = [
+            _Choice(self, index, ask.prompt_token_ids, emit)
+            for index, ask in enumerate(ask for ask in self._asks for _ in range(ask.num_choices))
+        ]
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [
+                    group.create_task(self._ask(ask, choices[at * ask.num_choices :]))
+                    for at, ask in enumerate(self._asks)
+                ]
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        completions = [completion for task in tasks for completion in task.result()]
+        use = usage(sum(len(ask.prompt_token_ids) for ask in self._asks), completions)
+        if emit is None:
+            told = [choice.whole(completion) for choice, completion in zip(choices, completions, strict=True)]
+            return {**self._envelope, "choices": told, "usage": use}
+        for choice, completion in zip(choices, completions, strict=True):
+            choice.tell_end(completion)
+        if self._body.stream_options is not None and self._body.stream_options.include_usage:
+            emit({**self._envelope, "choices": [], "usage": use})
+        return None
+
+    async def _ask(self, ask: Ask, choices: list[_Choice]) -> list[Completion]:
+        return await self._policy.complete(ask, lambda index, chunk: choices[index].take(chunk))
+
+    @property
+    def body(self) -> CompletionBody:
+        return self._body
+
+    @property
+    def text(self) -> Text:
+        return self._text
+
+    @property
+    def envelope(self) -> dict[str, Any]:
+        return self._envelope
+
+
+class _Choice:
+    """One completion, told of as it comes."""
+
+    def __init__(self, work: _Work, index: int, prompt_token_ids: Any, emit: Emit | None) -> None:
+        self._work = work
+        self._index = index
+        self._prompt_token_ids = list(prompt_token_ids)
+        self._emit = emit
+        self._reader = TextReader(work.text.decode, work.body.stops, self._prompt_token_ids[-_CONTEXT:])
+        self._pieces: list[str] = []
+        self._offset = 0  # of the next token in the text
+        self._is_first = True
+
+    def take(self, chunk: TokenChunk) -> int | None:
+        piece, count = self._reader.add(chunk.token_ids)
+        self._pieces.append(piece)
+        if self._emit is not None:
+            self._tell(piece, chunk, count)
+        return count if self._reader.stopped else None
+
+    def whole(self, completion: Completion) -> dict[str, Any]:
+        text = "".join(self._pieces) + self._reader.end()
+        told = self._told(text, completion, len(completion.token_ids))
+        return {**told, "finish_reason": str(completion.finish_reason), "weight_versions": weight_versions(completion)}
+
+    def tell_end(self, completion: Completion) -> None:
+        assert self._emit is not None
+        end = {"finish_reason": str(completion.finish_reason), "weight_versions": weight_versions(completion)}
+        choice = {"index": self._index, "text": self._reader.end(), "logprobs": None, **end}
+        self._emit({**self._work.envelope, "choices": [choice]})
+
+    def _tell(self, piece: str, chunk: TokenChunk, count: int) -> None:
+        assert self._emit is not None
+        body = self._work.body
+        if piece or body.logprobs is not None or body.return_token_ids:
+            choice = {**self._told(piece, chunk, count), "finish_reason": None}
+            self._emit({**self._work.envelope, "choices": [choice]})
+
+    def _told(self, text: str, tokens: Completion | TokenChunk, count: int) -> dict[str, Any]:
+        told: dict[str, Any] = {"index": self._index, "text": text, "logprobs": None}
+        token_ids = list(tokens.token_ids[:count])
+        if self._work.body.logprobs is not None:
+            shown = [self._work.text.piece(token_id) for token_id in token_ids]
+            offsets: list[int] = []
+            for one in shown:
+                offsets.append(self._offset)
+                self._offset += len(one)
+            told["logprobs"] = {
+                "tokens": shown,
+                "token_logprobs": [max(logprob, LEAST_LOGPROB) for logprob in tokens.logprobs[:count]],
+                "top_logprobs": None,
+                "text_offset": offsets,
+            }
+        if self._work.body.return_token_ids:
+            told["token_ids"] = token_ids
+            if self._is_first:
+                told["prompt_token_ids"] = self._prompt_token_ids
+            self._is_first = False
+        return told
+
+
+def _prompts(body: CompletionBody, text: Text) -> list[list[int]]:
+    given: Any = body.prompt
+    if isinstance(given, str):
+        return [text.encode(given)]
+    if not given:
+        raise ApiError(400, "prompt is empty", param="prompt")
+    if isinstance(given[0], int):
+        return [list(given)]
+    return [text.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in given]

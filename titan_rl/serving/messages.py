@@ -1,0 +1,109 @@
+"""Messages of OpenAI's protocol: those a client sends, and those it is given."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from titan_rl.rollout.renderer.messages import message_of
+from titan_rl.rollout.renderer.types import ParsedResponse
+from titan_rl.serving.api_error import ApiError
+
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+_TEXT = ("text", "input_text", "output_text")
+
+
+def messages_from(given: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What a renderer takes: content is text, and a developer is the system.
+
+    Raises:
+        ApiError: 400, names the field that is wrong or not supported.
+    """
+    return [_message(message, f"messages[{index}]") for index, message in enumerate(given)]
+
+
+def tools_from(given: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:
+    """
+    Raises:
+        ApiError: 400, one is no function, or has no name.
+    """
+    for index, tool in enumerate(given or ()):
+        if tool.get("type") != "function":
+            raise _wrong(f"tools[{index}].type", "must be 'function'")
+        function = tool.get("function")
+        if not isinstance(function, Mapping) or not isinstance(cast("Any", function).get("name"), str):
+            raise _wrong(f"tools[{index}].function", "must be an object with a name")
+        if not isinstance(cast("Any", function).get("parameters", {}), Mapping):
+            raise _wrong(f"tools[{index}].function.parameters", "must be an object")
+    return [dict(tool) for tool in given] if given else None
+
+
+def reply_from(parsed: ParsedResponse, *, end: int | None = None) -> dict[str, Any]:
+    """The message a client is given. A call of a tool that is malformed is part of its text, as it was written.
+
+    Args:
+        end: where the content ends in a stop string.
+    """
+    message: dict[str, Any] = {"refusal": None, **message_of(parsed)}
+    content = parsed.content if end is None else parsed.content[:end]
+    calls: list[dict[str, Any]] = []
+    for call in parsed.tool_calls:
+        if call.name is None or str(call.status) != "ok":
+            content += str(getattr(call, "raw", ""))
+            continue
+        arguments = call.arguments if isinstance(call.arguments, str) else json.dumps(call.arguments or {})
+        function = {"name": call.name, "arguments": arguments}
+        calls.append({"id": call.id or f"call_{uuid.uuid4().hex}", "type": "function", "function": function})
+    message.pop("tool_calls", None)
+    if calls:
+        message["tool_calls"] = calls
+    message["content"] = content if content or not calls else None
+    return message
+
+
+def _message(given: Mapping[str, Any], where: str) -> dict[str, Any]:
+    role = given.get("role")
+    if not isinstance(role, str) or role not in _ROLES:
+        raise _wrong(f"{where}.role", f"must be one of {', '.join(_ROLES)}")
+    message = {name: value for name, value in given.items() if value is not None and name != "content"}
+    message["role"] = _ROLES[role]
+    message["content"] = _content(given.get("content"), f"{where}.content")
+    if (calls := message.get("tool_calls")) is not None:
+        if not isinstance(calls, list):
+            raise _wrong(f"{where}.tool_calls", "must be a list")
+        for index, call in enumerate(cast("list[Any]", calls)):
+            _check_call(call, f"{where}.tool_calls[{index}]")
+    for name in ("reasoning_content", "reasoning", "name", "tool_call_id"):
+        if not isinstance(message.get(name, ""), str):
+            raise _wrong(f"{where}.{name}", "must be a string")
+    return message
+
+
+def _content(content: Any, where: str) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise _wrong(where, "must be a string or a list of parts")
+    text = ""
+    for index, part in enumerate(cast("list[Any]", content)):
+        if not isinstance(part, Mapping) or not isinstance(cast("Any", part).get("text"), str):
+            raise _wrong(f"{where}[{index}]", "is not supported; only parts of type 'text' are")
+        part = cast("Mapping[str, Any]", part)
+        if part.get("type") not in _TEXT:
+            raise _wrong(f"{where}[{index}].type", "is not supported; only 'text' is")
+        text += part["text"]
+    return text
+
+
+def _check_call(call: Any, where: str) -> None:
+    function: Any = cast("Mapping[str, Any]", call).get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(cast("Any", function).get("name"), str):
+        raise _wrong(f"{where}.function", "must be an object with a name")
+    if not isinstance(cast("Any", function).get("arguments", ""), str | Mapping):
+        raise _wrong(f"{where}.function.arguments", "must be a string")
+
+
+def _wrong(param: str, message: str) -> ApiError:
+    return ApiError(400, f"{param} {message}", param=param)
