@@ -1,6 +1,8 @@
 """A program that something in its event loop wants to end ends in order."""
 
 import asyncio
+import subprocess
+import sys
 
 import pytest
 
@@ -47,3 +49,23 @@ def test_else_it_is_what_the_program_gives_or_raises():
     for error in (KeyError("a"), asyncio.CancelledError(), SystemExit(4)):
         with pytest.raises(type(error)):
             run_to_its_end(program(error))
+
+
+HANGING = """
+import asyncio, threading
+from titan_rl.calls.event_loop import run_to_its_end
+
+async def program():
+    hanging = [asyncio.ensure_future(asyncio.to_thread(threading.Event().wait)) for _ in range(40)]
+    await asyncio.sleep(0)
+    print(await asyncio.to_thread(str, "others"))
+    return hanging
+
+run_to_its_end(program())
+print("ended")
+"""
+
+
+def test_the_end_waits_for_no_users_function_that_hangs_in_a_thread():
+    ended = subprocess.run([sys.executable, "-c", HANGING], capture_output=True, text=True, timeout=60, check=True)
+    assert ended.stdout.split() == ["others", "ended"]

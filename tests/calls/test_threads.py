@@ -12,7 +12,7 @@ import time
 import pytest
 
 from titan_rl.calls.bounded import OutOfTimeError
-from titan_rl.calls.threads import DaemonThreads
+from titan_rl.calls.threads import DaemonThreads, UsersThreads
 from titan_rl.rollout.rewards.reward import Reward
 from titan_rl.rollout.rewards.rubric import Rubric
 from titan_rl.rollout.types import Rollout
@@ -180,3 +180,22 @@ def test_a_judge_that_never_returns_does_not_hold_up_the_exit() -> None:
     assert done.stdout.startswith("reward 'hangs' took longer than 0.1 s on rollout 'g/0'")
     assert done.stdout.endswith("ended\n")
     assert time.monotonic() - began < 50
+
+
+def test_users_threads_give_what_functions_give_in_order_and_take_none_after_the_end() -> None:
+    threads, order, held = UsersThreads(1), list[int](), Held()
+    first = threads.submit(held)
+    others = [threads.submit(order.append, number) for number in range(5)]
+    given_up = threads.submit(order.append, 99)
+    assert given_up.cancel()
+    failing = threads.submit(lambda: 1 / 0)
+    held.release.set()
+    assert first.result(LONG_S) == 1
+    assert isinstance(failing.exception(LONG_S), ZeroDivisionError)
+    assert all(other.done() for other in others)
+    assert order == [0, 1, 2, 3, 4]
+    hanging = threads.submit(Held())
+    threads.shutdown()
+    assert not hanging.done()
+    with pytest.raises(RuntimeError, match="no more"):
+        threads.submit(len, "")

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Self
@@ -663,3 +664,16 @@ async def test_a_loop_that_was_not_started_says_so() -> None:
     with pytest.raises(RuntimeError, match="start"):
         await request(loop, "a")
     await loop.close()
+
+
+async def test_pulls_and_the_end_wait_for_no_users_function_that_hangs_in_a_thread_of_asyncio() -> None:
+    users, goes_on = ThreadPoolExecutor(1), threading.Event()
+    asyncio.get_running_loop().set_default_executor(users)
+    hanging = asyncio.ensure_future(asyncio.to_thread(goes_on.wait))
+    try:
+        async with serving(ScriptedEngine()) as loop:
+            assert (await loop.pull(1, lambda: WEIGHTS)).version == 1
+        assert not hanging.done()
+    finally:
+        goes_on.set()
+        await hanging

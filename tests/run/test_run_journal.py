@@ -3,6 +3,8 @@
 import asyncio
 import errno
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -398,3 +400,19 @@ async def test_other_files_of_the_folder_and_segments_that_stay_are_in_nobodys_w
     journal.close()
     (tmp_path / "step-000000.journal").rmdir()
     assert reopened(tmp_path, position).losses == []
+
+
+async def test_a_checkpoint_waits_for_no_users_function_that_hangs_in_a_thread_of_asyncio(tmp_path):
+    goes_on = threading.Event()
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+    hanging = asyncio.ensure_future(asyncio.to_thread(goes_on.wait))
+    await asyncio.sleep(0)
+    journal = RunJournal(tmp_path)
+    try:
+        async with asyncio.timeout(20):
+            await journal.checkpoint(1, next_index=0)
+        assert not hanging.done()
+    finally:
+        goes_on.set()
+        await hanging
+    assert journal.num_batches_again == 0

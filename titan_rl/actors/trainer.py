@@ -19,6 +19,7 @@ from titan_rl.actors.processes.garbage import growing_heap
 from titan_rl.actors.processes.gpus import use_gpus
 from titan_rl.actors.processes.process import ProcessActor
 from titan_rl.actors.processes.remote_process import RemoteProcess
+from titan_rl.calls.threads import in_thread
 from titan_rl.calls.user_code import summary
 from titan_rl.errors import ActorDiedError, CheckpointError, TitanRLError
 from titan_rl.training.data.sample import TrainingSample
@@ -102,7 +103,7 @@ class TrainerActor(ProcessActor):
     @concurrent_endpoint
     async def finish_publish(self) -> Manifest:
         """This rank's part."""
-        return await asyncio.to_thread(self._publisher.finish)
+        return await in_thread(self._publisher.finish)
 
     @concurrent_endpoint
     async def begin_save(self, root: Path, run_state: dict[str, Any]) -> int:
@@ -120,7 +121,7 @@ class TrainerActor(ProcessActor):
 
     @concurrent_endpoint
     async def finish_save(self) -> None:
-        await asyncio.to_thread(self._trainer.finish_save)
+        await in_thread(self._trainer.finish_save)
 
     @concurrent_endpoint
     async def load(self, checkpoint: Path) -> int:
@@ -151,7 +152,7 @@ class ActorTrainer:
 
     async def step(self, samples: Sequence[TrainingSample]) -> StepResult:
         """As `TrainerCore.step`. Each rank is sent its own rows."""
-        plans = await asyncio.to_thread(plan_step, samples, self._training)
+        plans = await in_thread(plan_step, samples, self._training)
         rows = ([plan] for plan in plans for _ in range(self._training.tensor_parallel))
         results: list[StepResult] = await self._all("train", *rows)
         agreed_version([result.version for result in results], "after a step")

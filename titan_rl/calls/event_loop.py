@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from titan_rl.calls.threads import UsersThreads
+
 T = TypeVar("T")
 
 
@@ -14,6 +16,7 @@ def run_to_its_end(program: Coroutine[Any, Any, T]) -> T:
 
     A `SystemExit` or `KeyboardInterrupt` of a task or callback ends an event loop on the spot, with all that runs in it
     cancelled at once. Here it cancels the program alone, which so can save and close what it has, however many follow.
+    The end waits for nothing that hangs in a thread of `asyncio.to_thread`, either.
 
     Raises:
         SystemExit, KeyboardInterrupt: the first of them, once the program has ended.
@@ -22,6 +25,7 @@ def run_to_its_end(program: Coroutine[Any, Any, T]) -> T:
     exit_of_others: BaseException | None = None
     with asyncio.Runner() as runner:
         loop = runner.get_loop()
+        loop.set_default_executor(UsersThreads())
         task = loop.create_task(program)
         while not task.done():
             try:

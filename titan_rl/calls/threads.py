@@ -1,4 +1,4 @@
-"""Blocking functions of users in threads that nothing waits for."""
+"""Blocking functions in threads that nothing waits for: those of users, and ours out of the way of theirs."""
 
 from __future__ import annotations
 
@@ -8,13 +8,75 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any, ParamSpec, TypeVar, cast
 
 from titan_rl.calls.bounded import OutOfTimeError
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 logger = logging.getLogger(__name__)
+
+
+async def in_thread(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """`asyncio.to_thread` in a thread of its own, so that no user's function that hangs in asyncio's can hold it up.
+
+    Raises:
+        RuntimeError: as `DaemonThreads.run`.
+    """
+    return await DaemonThreads(1, "titan_rl").run(partial(fn, *args, **kwargs))
+
+
+class UsersThreads(ThreadPoolExecutor):
+    """The default executor of a run's event loop, where users' `asyncio.to_thread` and `run_in_executor` run.
+
+    One whose function hangs is a thread lost, not a process that never ends: `shutdown` waits for none, nor does the
+    interpreter. Requests to servers wait rather than compute, so there may be more of them than processors.
+    """
+
+    def __init__(self, size: int = 256) -> None:
+        super().__init__(size)
+        self._size = size
+        self._guard = threading.Lock()
+        self._running = 0
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._closed = False
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        future: Future[T] = Future()
+
+        def work() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                result = fn(*args, **kwargs)
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        with self._guard:
+            if self._closed:
+                raise RuntimeError("the run's event loop takes no more work for threads")
+            if self._running == self._size:
+                self._waiting.append(work)
+                return future
+            self._running += 1
+        threading.Thread(target=self._work, args=(work,), name="user-thread", daemon=True).start()
+        return future
+
+    def _work(self, work: Callable[[], None] | None) -> None:
+        while work is not None:
+            work()
+            with self._guard:
+                work = self._waiting.popleft() if self._waiting else None
+                self._running -= work is None
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        with self._guard:
+            self._closed = True
 
 
 class DaemonThreads:

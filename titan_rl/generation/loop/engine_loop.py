@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
+from titan_rl.calls.threads import in_thread
 from titan_rl.calls.user_code import summary
 from titan_rl.errors import RequestError, StateDictError
 from titan_rl.generation.engine import Engine
@@ -232,7 +233,7 @@ class EngineLoop:
         self._require_started()
         if (answer := self._state.outdated(version)) is not None:
             return answer
-        items, source = await asyncio.to_thread(_open, make_items, version)
+        items, source = await in_thread(_open, make_items, version)
         future: asyncio.Future[PullResult] = asyncio.get_running_loop().create_future()
         pull = PendingPull(version, items, source, verify, manifest, future)
         if (answer := self._state.add_pull(pull)) is not None:
@@ -244,7 +245,7 @@ class EngineLoop:
         """End the loop. Whatever is outstanding fails with EngineDeadError. Closing again does nothing."""
         self._state.close()
         if self._thread.ident is not None:
-            await asyncio.to_thread(self._thread.join, timeout_s)
+            await in_thread(self._thread.join, timeout_s)
         if self._thread.is_alive():
             logger.warning("the engine did not return from its step within %g s of close()", timeout_s)
         self._state.end("the engine loop is closed", None)

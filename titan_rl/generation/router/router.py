@@ -38,7 +38,7 @@ class GeneratorRouter:
 
     Example: a router over two replicas, new weights, and a pause that loses nothing:
 
-        router = GeneratorRouter([replica_0, replica_1], StickySession(fallback=LeastLoaded()), self._limits.cancel_s)
+        router = GeneratorRouter([replica_0, replica_1], StickySession(fallback=LeastLoaded()))
         completion = await router.generate([1, 2, 3], request_id="g0/0/0", sampling=SamplingParams(max_tokens=64))
         await router.pull_state_dict(1)
         await router.pause("keep")

@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from titan_rl.calls.threads import in_thread
 from titan_rl.errors import CheckpointError, NoSpaceError, means_no_space
 from titan_rl.rollout.types import RolloutGroup
 from titan_rl.run.journal.journal_state import Found, list_segments, read_segments, segment_name, version_of
@@ -149,7 +150,7 @@ class RunJournal:
             if state.holds(record):
                 self._writer.append(encode(record))
             await asyncio.sleep(0)
-        await asyncio.to_thread(self._writer.drain)
+        await in_thread(self._writer.drain)
         return position
 
     def forget_before(self, version: int) -> None:
