@@ -141,7 +141,7 @@ class Storm:
             else:
                 event = self._rng.choice(["pause", "abort", "abort_some", "pull", "pull", "drain", "kill", "breathe"])
             self.events[event] += 1
-            self.num_disturbing += any(member.num_requests for member in self.router.members)
+            self.num_disturbing += any(replica.num_requests for replica in self.router.replicas)
             async with asyncio.timeout(30):
                 await getattr(self, f"_{event}")()
         if self.router.paused is not None:
@@ -205,7 +205,7 @@ async def test_no_rollout_notices_a_storm() -> None:
             > EVENTS / 50
         )
         assert [rollout.status for rollout in rollouts] == [RolloutStatus.COMPLETED] * (GROUPS * SIBLINGS)
-        assert [member.load for member in storm.router.members] == [0, 0, 0]
+        assert [replica.load for replica in storm.router.replicas] == [0, 0, 0]
         versions: set[int] = set()
         for rollout, reference in zip(rollouts, calm, strict=True):
             assert rollout.rollout_id == reference.rollout_id

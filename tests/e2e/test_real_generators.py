@@ -93,10 +93,10 @@ class Stage:
 
     async def until_both_serve(self) -> None:
         async with asyncio.timeout(LIMIT_S):
-            while [member.serving for member in self.router.members] != [True, True]:
+            while [replica.serving for replica in self.router.replicas] != [True, True]:
                 await asyncio.wait([self.watch], timeout=0.2)
                 assert not self.watch.done()
-        assert [member.version for member in self.router.members] == [self.version] * 2
+        assert [replica.version for replica in self.router.replicas] == [self.version] * 2
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -192,7 +192,7 @@ async def test_drain_serves_meanwhile(stage: Stage) -> None:
     completions = await asyncio.gather(*requests, *late)
     assert all(len(completion.token_ids) == LENGTH for completion in completions)
     assert all(len(completion.version_spans) == 1 for completion in completions), "a drained request mixes no weights"
-    assert [member.version for member in stage.router.members] == [before + 1] * 2
+    assert [replica.version for replica in stage.router.replicas] == [before + 1] * 2
     requests = stage.ask(4)
     await stage.running(requests)
     await stage.step()
@@ -244,7 +244,7 @@ async def test_sigkill_loses_no_request_and_at_most_the_interval_of_tokens(
     before = process_writing_to(log)
     stage.processes.on_replica_failed(broken, EngineDeadError("the engine failed"))
     second = await another_process(log, before)
-    assert len(stage.router.members) == 1
+    assert len(stage.router.replicas) == 1
     os.kill(second, signal.SIGKILL)
     assert await another_process(log, second) != before
     await stage.until_both_serve()
@@ -253,7 +253,7 @@ async def test_sigkill_loses_no_request_and_at_most_the_interval_of_tokens(
 async def test_a_generator_that_hangs_is_replaced_and_its_requests_go_on(stage: Stage) -> None:
     requests = stage.ask(8)
     await stage.running(requests, tokens=32)
-    hanging = max(stage.router.members, key=lambda member: member.num_requests).name
+    hanging = max(stage.router.replicas, key=lambda replica: replica.num_requests).name
     log = stage.run_dir.logs / f"{hanging}.log"
     stopped = process_writing_to(log)
     os.kill(stopped, signal.SIGSTOP)

@@ -62,7 +62,7 @@ async def test_two_ranks_generate_pull_and_are_replaced_together(tmp_path: Path,
             completions = await asyncio.gather(*doomed)
             assert any(completion.metrics.get("num_resumes") for completion in completions)
             assert [len(completion.token_ids) for completion in completions] == [LENGTH] * len(doomed)
-            while [member.serving for member in router.members] != [True, True]:
+            while [replica.serving for replica in router.replicas] != [True, True]:
                 await asyncio.wait([watch], timeout=0.2)
             assert not [name for name in os.listdir("/dev/shm") if "cpushm" in name]  # nobody would remove it
             watch.cancel()

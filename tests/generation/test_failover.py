@@ -107,7 +107,7 @@ def test_tokens_equal_those_of_an_undisturbed_run(die_at: list[int], budget: int
         async with routed(*replicas, LoopReplica("survivor")) as router:
             request = EngineRequest("r", [3, 1, 4], sampling)
             completion = await router.stream(request, lambda chunk: told.extend(chunk.token_ids))
-            assert all(member.load == 0 for member in router.members)
+            assert all(replica.load == 0 for replica in router.replicas)
         assert told == list(completion.token_ids[: len(told)])
         assert len(told) >= budget - INTERVAL
         assert list(completion.token_ids) == list(whole.token_ids)

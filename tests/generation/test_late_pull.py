@@ -46,5 +46,5 @@ async def test_it_loads_nothing_and_the_router_knows_what_is_served() -> None:
     assert await replica.told[0] == 7  # the late one
     completion = await router.generate([1], request_id="r", sampling=SamplingParams(max_tokens=3))
     assert completion.versions == [7, 7, 7]
-    assert [(member.version, member.serving) for member in router.members] == [(7, True)]
+    assert [(replica.version, replica.serving) for replica in router.replicas] == [(7, True)]
     await router.close()

@@ -40,7 +40,7 @@ async def test_keep_freezes_requests_and_their_time_limits() -> None:
         assert (await request).finish_reason is FinishReason.LENGTH
     assert now() - resumed < 12  # the frozen ones went on from the fourth token
     assert a.served + b.served != ["1", "2"]
-    assert [member.serving for member in router.members] == [True, True]
+    assert [replica.serving for replica in router.replicas] == [True, True]
     await router.close()
 
 
@@ -147,7 +147,7 @@ async def test_a_request_that_never_hears_the_abort_is_cancelled_and_named() -> 
     assert report.cancelled == ("1",)
     assert 30 <= report.seconds <= 36
     assert ((await running).finish_reason, len((await running).token_ids)) == (FinishReason.ABORT, 0)
-    assert router.members[0].num_requests == 0
+    assert router.replicas[0].num_requests == 0
     await router.close()
 
 
@@ -159,10 +159,10 @@ async def test_a_pause_never_hangs_on_a_replica() -> None:
     assert report.seconds == pytest.approx(10, abs=0.1)
     assert isinstance(report.failed["a"], TimeoutError)
     assert str(report.failed["a"]) == 'the pause in mode "keep" took longer than 10 s'
-    assert [member.serving for member in router.members] == [False, True]
+    assert [replica.serving for replica in router.replicas] == [False, True]
     a.pause_hangs = False
     await asyncio.sleep(5)
-    assert [member.serving for member in router.members] == [True, True]
+    assert [replica.serving for replica in router.replicas] == [True, True]
     assert a.calls == ["pause keep", "resume", "pause keep"]  # whatever the lost call did, it is paused now
     await router.close()
 
@@ -228,7 +228,7 @@ async def test_a_frozen_request_is_not_frozen_for_ever_and_its_replica_not_blame
     with pytest.raises(GenerationError, match="frozen"):
         await running
     assert a.aborts == [] or a.aborts == [["1"]]
-    assert router.members[0].serving
+    assert router.replicas[0].serving
     await router.close()
 
 

@@ -64,7 +64,7 @@ class Stage:
 
     @property
     def num_out(self) -> int:
-        return sum(not member.serving for member in self.router.members)
+        return sum(not replica.serving for replica in self.router.replicas)
 
     def ask(self, request_id: str) -> asyncio.Task[Completion]:
         sampling = SamplingParams(max_tokens=NUM_TOKENS)

@@ -19,7 +19,7 @@ def ask(router: GeneratorRouter, request_id: str, tokens: int = 10) -> asyncio.T
 
 
 def serving(router: GeneratorRouter) -> list[str]:
-    return [member.name for member in router.members if member.serving]
+    return [replica.name for replica in router.replicas if replica.serving]
 
 
 async def test_hot_swap_pulls_while_requests_run() -> None:
@@ -98,12 +98,12 @@ async def test_a_replica_that_cannot_pull_serves_nothing_until_it_has(mode: str)
     for index in range(20):
         assert set((await ask(router, str(index))).versions) == {1}
     assert a.served == []
-    assert "torn" in str(router.members[0].last_error)
+    assert "torn" in str(router.replicas[0].last_error)
     a.pull_error = None
     await asyncio.sleep(60)
     assert serving(router) == ["a", "b"]
     assert a.version == 1
-    assert router.members[0].last_error is None
+    assert router.replicas[0].last_error is None
     await router.close()
 
 
@@ -225,7 +225,7 @@ async def test_a_replica_is_recorded_with_the_version_that_it_has() -> None:
     router = GeneratorRouter([a, b])
     report = await router.pull_state_dict(6)
     assert report.pulled == ("a", "b")
-    assert [member.version for member in router.members] == [7, 6]
+    assert [replica.version for replica in router.replicas] == [7, 6]
     await router.pull_state_dict(7)
     assert a.calls == ["pull 6"]  # there was nothing to do
     report = await router.pull_state_dict(8)
@@ -234,5 +234,5 @@ async def test_a_replica_is_recorded_with_the_version_that_it_has() -> None:
     assert serving(router) == ["b"]
     a.has = 8
     await asyncio.sleep(60)
-    assert [(member.version, member.serving) for member in router.members] == [(8, True), (8, True)]
+    assert [(replica.version, replica.serving) for replica in router.replicas] == [(8, True), (8, True)]
     await router.close()

@@ -23,11 +23,11 @@ def ask(
 
 
 def loads(router: GeneratorRouter) -> dict[str, tuple[int, int]]:
-    return {member.name: (member.load, member.num_requests) for member in router.members}
+    return {replica.name: (replica.load, replica.num_requests) for replica in router.replicas}
 
 
 def serving(router: GeneratorRouter) -> list[str]:
-    return [member.name for member in router.members if member.serving]
+    return [replica.name for replica in router.replicas if replica.serving]
 
 
 @pytest.fixture

@@ -109,14 +109,14 @@ class Storm:
         assert [answer.request_id for answer in answers if isinstance(answer, Completion)] == [
             request_id for request_id, answer in zip(self.asked, answers, strict=True) if isinstance(answer, Completion)
         ]
-        assert all((member.load, member.num_requests) == (0, 0) for member in self.router.members)
+        assert all((replica.load, replica.num_requests) == (0, 0) for replica in self.router.replicas)
         if self.router.paused is not None:
             await self.router.resume()
         await asyncio.sleep(200)  # every quarantine ends
-        members = self.router.members
-        assert all(member.serving for member in members)
-        assert {member.version for member in members} <= {self.router.version}
-        if members:
+        replicas = self.router.replicas
+        assert all(replica.serving for replica in replicas)
+        assert {replica.version for replica in replicas} <= {self.router.version}
+        if replicas:
             await self.router.generate([1], request_id="last", sampling=SamplingParams(max_tokens=3))
         await self.router.close()
 
@@ -156,7 +156,7 @@ class Storm:
             replica.cancels_calls = False
             replica.generate_error = replica.pull_error = None
             replica.pause_hangs = replica.ignores_aborts = False
-        elif what == "remove" and any(member.name == replica.name for member in router.members):
+        elif what == "remove" and any(other.name == replica.name for other in router.replicas):
             router.remove_replica(replica.name)
         elif what == "add":
             self.replicas.append(Watched(f"n{len(self.replicas)}"))

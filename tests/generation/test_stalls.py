@@ -18,7 +18,7 @@ from looptime import new_event_loop
 
 from titan_rl.errors import EngineStalledError, GenerationError
 from titan_rl.generation.router import GeneratorRouter, Limits
-from titan_rl.generation.router.member import Member
+from titan_rl.generation.router.pooled_replica import PooledReplica
 from titan_rl.generation.router.stall import StallWatch
 from titan_rl.generation.scripted_engine import CostModel
 from titan_rl.simulate.replica import SimulatedReplica
@@ -127,7 +127,7 @@ async def test_an_engine_that_hangs_is_found_and_its_requests_go_on_elsewhere(pa
         assert {(len(c.token_ids), c.finish_reason) for c in completions} == {(6000, FinishReason.STOP)}
         again = stage.num_computed - len(requests) * 6000
         assert 0 <= again <= MAX_RUNNING * STREAM_INTERVAL  # a message that was not sent any more
-        assert Counter(member.serving for member in stage.router.members) == {True: 1, False: 1}
+        assert Counter(replica.serving for replica in stage.router.replicas) == {True: 1, False: 1}
         assert len(stage.failed) == 1
 
 
@@ -192,13 +192,13 @@ LIMIT_S = 10.03  # so that it never ends at the moment of a move
 def test_a_stall_is_told_after_the_limit_and_only_then(moves: list[tuple[str, int]]) -> None:
     async def scenario() -> None:
         told, expected = list[float](), list[float]()
-        member = Member(FakeReplica("a"), cancel_s=5.0)
-        watch = StallWatch(LIMIT_S, lambda member, error: told.append(now()))
+        replica = PooledReplica(FakeReplica("a"), cancel_s=5.0)
+        watch = StallWatch(LIMIT_S, lambda replica, error: told.append(now()))
         waiting: list[AbstractContextManager[None]] = []
         frozen, silent_s = False, 0.0  # seconds in which requests waited and nothing was frozen
         for move, seconds in moves:
             if move == "hear":
-                member.hear()
+                replica.hear()
                 silent_s = 0.0
             elif move == "freeze":
                 watch.freeze()
@@ -208,7 +208,7 @@ def test_a_stall_is_told_after_the_limit_and_only_then(moves: list[tuple[str, in
                 frozen = False
             elif move == "ask":
                 silent_s = silent_s if waiting else 0.0
-                waiting.append(watch.watching(member))
+                waiting.append(watch.watching(replica))
                 waiting[-1].__enter__()
             elif waiting:
                 waiting.pop().__exit__(None, None, None)
@@ -233,11 +233,11 @@ def test_a_stall_is_told_after_the_limit_and_only_then(moves: list[tuple[str, in
 async def test_an_event_loop_that_was_blocked_has_not_heard_yet() -> None:
     """The signs that came meanwhile are read some turns after the timers that are due."""
     loop, told = asyncio.get_running_loop(), asyncio.Event()
-    member = Member(FakeReplica("a"), cancel_s=5.0)
-    watch = StallWatch(0.2, lambda member, error: told.set())
-    with watch.watching(member):
+    replica = PooledReplica(FakeReplica("a"), cancel_s=5.0)
+    watch = StallWatch(0.2, lambda replica, error: told.set())
+    with watch.watching(replica):
         await asyncio.sleep(0)
-        arrives: Callable[[], object] = member.hear
+        arrives: Callable[[], object] = replica.hear
         for _ in range(5):
             arrives = partial(loop.call_soon, arrives)
         loop.call_soon_threadsafe(arrives)

@@ -61,7 +61,7 @@ def ask(router: GeneratorRouter, request_id: str, tokens: int = 3) -> asyncio.Ta
 
 
 def serving(router: GeneratorRouter) -> list[str]:
-    return [member.name for member in router.members if member.serving]
+    return [replica.name for replica in router.replicas if replica.serving]
 
 
 async def test_the_request_goes_on_elsewhere_and_the_replica_is_out_of_service() -> None:

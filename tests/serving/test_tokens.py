@@ -227,7 +227,7 @@ async def test_a_client_that_goes_away_frees_its_place(stream: bool) -> None:
             await asyncio.wait([asked])
         await until(lambda: stage.app.exchanges.num_places_taken == 0)
         engine.release.set()
-        await until(lambda: not any(member.num_requests for member in stage.router.members))
+        await until(lambda: not any(replica.num_requests for replica in stage.router.replicas))
         assert engine.num_steps < 400
 
 

@@ -155,7 +155,7 @@ class RunProcesses:
                 logger.warning("%s died: %s; starting another%s", remote.name, remote.reason, count)
                 self._tell(f"{remote.name} died: {remote.reason}; starting another{count}")
                 self.workers.remove(remote)
-                if remote.name in {member.name for member in router.members}:  # else it died while it started
+                if remote.name in {replica.name for replica in router.replicas}:  # else it died while it started
                     router.remove_replica(remote.name)
                 background.create_task(respawn(remote))
 

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 
 from titan_rl.calls.bounded import limited
-from titan_rl.generation.router.member import Member
+from titan_rl.generation.router.pooled_replica import PooledReplica
 from titan_rl.generation.router.tasks import TaskSet
 
 logger = logging.getLogger(__name__)
@@ -20,29 +20,29 @@ class Aborts:
     def __init__(self, tasks: TaskSet, call_s: float) -> None:
         self._tasks = tasks
         self._call_s = call_s
-        self._orphans: dict[Member, list[str]] = {}  # of this turn of the event loop
+        self._orphans: dict[PooledReplica, list[str]] = {}  # of this turn of the event loop
 
-    async def tell(self, member: Member, engine_ids: Sequence[str]) -> None:
+    async def tell(self, replica: PooledReplica, engine_ids: Sequence[str]) -> None:
         """Ask a replica to end requests, and return when it has heard that, or does not answer in time."""
         try:
             async with limited(self._call_s, "the abort"):
-                await member.calls.abort(engine_ids)
+                await replica.calls.abort(engine_ids)
         except Exception as error:
-            if member.takes_aborts:
+            if replica.takes_aborts:
                 count = len(engine_ids)
-                logger.warning("replica %s did not take an abort of %d requests: %r", member.name, count, error)
-            member.takes_aborts = False
+                logger.warning("replica %s did not take an abort of %d requests: %r", replica.name, count, error)
+            replica.takes_aborts = False
         else:
-            member.takes_aborts = True
+            replica.takes_aborts = True
 
-    def tell_soon(self, member: Member, engine_id: str) -> None:
+    def tell_soon(self, replica: PooledReplica, engine_id: str) -> None:
         """Nobody waits for this request any more, and its engine may be at it still. All of one turn of the event loop
         are one call: a replica that is lost leaves many at once."""
         if not self._orphans:
             asyncio.get_running_loop().call_soon(self._send)
-        self._orphans.setdefault(member, []).append(engine_id)
+        self._orphans.setdefault(replica, []).append(engine_id)
 
     def _send(self) -> None:
         orphans, self._orphans = self._orphans, {}
-        for member, engine_ids in orphans.items():
-            self._tasks.start(self.tell(member, engine_ids), f"abort {len(engine_ids)} requests on {member.name}")
+        for replica, engine_ids in orphans.items():
+            self._tasks.start(self.tell(replica, engine_ids), f"abort {len(engine_ids)} requests on {replica.name}")

@@ -7,28 +7,28 @@ from dataclasses import dataclass
 
 from titan_rl.calls import stopwatch
 from titan_rl.errors import EngineDeadError, EngineStalledError, RequestError
-from titan_rl.generation.router.flight import Flight
 from titan_rl.generation.router.health import Health
-from titan_rl.generation.router.member import Member
+from titan_rl.generation.router.in_flight import RequestInFlight
+from titan_rl.generation.router.pooled_replica import PooledReplica
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
     """One attempt of a request that failed."""
 
-    member: Member
-    epoch: int  # the member's, when the attempt began
+    replica: PooledReplica
+    epoch: int  # the replica's, when the attempt began
     error: Exception
     num_served: int  # signs of service to other requests, when it failed
 
     @property
     def outlived(self) -> bool:
-        """The member has served others since."""
-        return self.member.num_served > self.num_served
+        """The replica has served others since."""
+        return self.replica.num_served > self.num_served
 
     @property
     def may_be_outlived(self) -> bool:
-        return self.outlived or self.member.num_requests > 0
+        return self.outlived or self.replica.num_requests > 0
 
 
 class Blame:
@@ -47,7 +47,7 @@ class Blame:
         self._health = health
         self._wait_s = wait_s
 
-    async def lay(self, flight: Flight, failures: list[Failure]) -> None:
+    async def lay(self, request: RequestInFlight, failures: list[Failure]) -> None:
         """Judge the last of a request's failures.
 
         Raises:
@@ -59,13 +59,13 @@ class Blame:
         if len(alike) > 1 and not is_lost and all(failure.may_be_outlived for failure in alike):
             try:
                 with stopwatch.paused():
-                    await flight.within(None, asyncio.sleep(self._wait_s))
+                    await request.within(None, asyncio.sleep(self._wait_s))
             except TimeoutError:
                 return  # the request is aborted, or the router closed
             if all(failure.outlived for failure in alike):
-                names = ", ".join(failure.member.name for failure in alike)
+                names = ", ".join(failure.replica.name for failure in alike)
                 raise RequestError(
-                    f"request {flight.request_id!r} failed {len(alike)} times in the same way, on {names}, which went "
+                    f"request {request.request_id!r} failed {len(alike)} times in the same way, on {names}, which went "
                     f"on to serve others: {last.error!r}"
                 ) from last.error
-        self._health.quarantine(last.member, last.error, last.epoch)
+        self._health.quarantine(last.replica, last.error, last.epoch)

@@ -7,17 +7,18 @@ from dataclasses import replace
 
 from titan_rl.calls import stopwatch
 from titan_rl.errors import EngineDeadError, EngineStalledError, GenerationError, NoReplicaError, RequestError
-from titan_rl.generation.partial import Partial, aborted_late
+from titan_rl.generation.partial import aborted_late
 from titan_rl.generation.request import EngineRequest, OnChunk
 from titan_rl.generation.router.aborts import Aborts
 from titan_rl.generation.router.blame import Blame, Failure
-from titan_rl.generation.router.flight import Flight, Flights, NotResumedError
 from titan_rl.generation.router.health import Health
+from titan_rl.generation.router.in_flight import RequestInFlight, RequestsInFlight
 from titan_rl.generation.router.limits import Limits
-from titan_rl.generation.router.member import Member
 from titan_rl.generation.router.pause import Pause
 from titan_rl.generation.router.pool import Pool, Reservation
+from titan_rl.generation.router.pooled_replica import PooledReplica
 from titan_rl.generation.router.stall import StallWatch
+from titan_rl.generation.router.waiter import NotResumedError
 from titan_rl.types import Completion, TokenChunk
 
 
@@ -27,7 +28,7 @@ class Dispatcher:
     def __init__(
         self,
         pool: Pool,
-        flights: Flights,
+        requests: RequestsInFlight,
         health: Health,
         pause: Pause,
         aborts: Aborts,
@@ -40,7 +41,7 @@ class Dispatcher:
             raise ValueError(f"max_attempts is {max_attempts!r}; it must be at least 1")
         self.closed: EngineDeadError | None = None
         self._pool = pool
-        self._flights = flights
+        self._requests = requests
         self._blame = Blame(health, limits.judge_s)
         self._pause = pause
         self._aborts = aborts
@@ -50,28 +51,26 @@ class Dispatcher:
 
     async def generate(self, request: EngineRequest, tell: OnChunk | None = None) -> Completion:
         failures: list[Failure] = []
-        with self._flights.track(request) as flight:
-            assert flight.partial is not None
-            partial = flight.partial
-            while (reservation := await self._board(flight, request)) is not None:
+        with self._requests.track(request) as in_flight:
+            partial = in_flight.partial
+            while (reservation := await self._reserve(in_flight)) is not None:
                 failure: Failure | None = None
-                with reservation as member:
-                    epoch = member.epoch
-                    flight.depart(member)
+                with reservation as replica:
+                    epoch = replica.epoch
                     try:
-                        return await self._send(flight, member, partial, tell)
+                        return await self._send(in_flight, replica, tell)
                     except (RequestError, NotResumedError):
                         raise
                     except Exception as error:
                         partial.keep_chunks()
-                        if not flight.interrupted:  # else aborted, or its replica was removed: nobody's failure
-                            failure = Failure(member, epoch, error, member.num_served)
+                        if not in_flight.interrupted:  # else aborted, or its replica was removed: nobody's failure
+                            failure = Failure(replica, epoch, error, replica.num_served)
                     finally:
-                        flight.member = None
+                        in_flight.unassign()
                 if failure is not None:
                     failures.append(failure)
-                    await self._blame.lay(flight, failures if partial.ended is None else [failure])
-                if not flight.aborted and (ended := partial.ended) is not None:
+                    await self._blame.lay(in_flight, failures if partial.ended is None else [failure])
+                if not in_flight.aborted and (ended := partial.ended) is not None:
                     return ended  # the replica was lost between its last token and its answer
                 if len(failures) == self._max_attempts:
                     last = failures[-1].error
@@ -80,25 +79,25 @@ class Dispatcher:
                     ) from last
             return partial.so_far
 
-    async def _board(self, flight: Flight, request: EngineRequest) -> Reservation | None:
+    async def _reserve(self, in_flight: RequestInFlight) -> Reservation | None:
         """Wait until requests may pass and a replica serves. None: the request is aborted."""
         while True:
             if self.closed is not None:
                 raise self.closed
-            if flight.aborted or self._pause.mode == "abort":
+            if in_flight.aborted or self._pause.mode == "abort":
                 return None
             try:
                 if self._pause.open.is_set() and self._pool.serving.is_set():
-                    return self._pool.choose(request)
+                    return self._pool.choose(in_flight.partial.request)
                 with stopwatch.paused():
                     if not self._pause.open.is_set():
                         began = asyncio.get_running_loop().time()
-                        await flight.within(self._limits.paused_s, self._pause.open.wait())
-                        flight.interrupted_s += asyncio.get_running_loop().time() - began
+                        await in_flight.within(self._limits.paused_s, self._pause.open.wait())
+                        in_flight.interrupted_s += asyncio.get_running_loop().time() - began
                     else:
-                        await flight.within(self._limits.no_replica_s, self._pool.serving.wait())
+                        await in_flight.within(self._limits.no_replica_s, self._pool.serving.wait())
             except TimeoutError:
-                if flight.interrupted:
+                if in_flight.interrupted:
                     continue
                 if not self._pause.open.is_set():
                     raise self._pause.not_resumed() from None
@@ -106,44 +105,45 @@ class Dispatcher:
                 waited_s = self._limits.no_replica_s
                 raise NoReplicaError(f"no replica served within {waited_s:g} s; the last failed: {cause!r}") from cause
 
-    async def _send(self, flight: Flight, member: Member, partial: Partial, tell: OnChunk | None) -> Completion:
+    async def _send(self, in_flight: RequestInFlight, replica: PooledReplica, tell: OnChunk | None) -> Completion:
         """One attempt on one replica. What is kept of it is told, and nothing else."""
         began, is_over = asyncio.get_running_loop().time(), False
-        request, keep = replace(partial.rest, request_id=flight.engine_id), partial.begin()
+        partial = in_flight.partial
+        request, keep = in_flight.assign(replica), partial.begin()
         try:
-            with self._stalls.watching(member), stopwatch.moving_with_tokens(member.calls.streams) as on_sign:
+            with self._stalls.watching(replica), stopwatch.moving_with_tokens(replica.calls.streams) as on_sign:
 
                 def on_chunk(chunk: TokenChunk) -> None:
                     has_tokens = bool(chunk.token_ids)
-                    member.hear(served=has_tokens)
+                    replica.hear(served=has_tokens)
                     on_sign(has_tokens)
                     if has_tokens and not is_over:
                         keep(chunk)
                         if tell is not None:
                             tell(chunk)
 
-                completion = await flight.within(None, member.calls.generate(request, on_chunk))
+                completion = await in_flight.within(None, replica.calls.generate(request, on_chunk))
         except (TimeoutError, EngineStalledError, NotResumedError, asyncio.CancelledError):
-            self._aborts.tell_soon(member, flight.engine_id)  # the engine may be at it still
+            self._aborts.tell_soon(replica, in_flight.engine_id)  # the engine may be at it still
             raise
         finally:
             is_over = True
-        member.hear(served=True)
-        member.failures = 0
-        completion = partial.add(_without_freezes(completion, flight, began))
-        if flight.interrupted_s:
-            metrics = {**completion.metrics, "interrupted_s": flight.interrupted_s}
+        replica.hear(served=True)
+        replica.failures = 0
+        completion = partial.add(_without_freezes(completion, in_flight, began))
+        if in_flight.interrupted_s:
+            metrics = {**completion.metrics, "interrupted_s": in_flight.interrupted_s}
             completion = replace(completion, metrics=metrics)
-        if flight.aborted:
+        if in_flight.aborted:
             return aborted_late(completion)
         return completion
 
 
-def _without_freezes(completion: Completion, flight: Flight, began: float) -> Completion:
+def _without_freezes(completion: Completion, in_flight: RequestInFlight, began: float) -> Completion:
     """The answer of an attempt that began then. An engine counts in `queue_s` what it was paused for as well; that is
     in `interrupted_s`, and no second is in both."""
     queue_s = completion.metrics.get("queue_s", 0.0)
-    frozen_s = flight.frozen_s(began, began + queue_s)
+    frozen_s = in_flight.frozen_s(began, began + queue_s)
     return (
         replace(completion, metrics={**completion.metrics, "queue_s": queue_s - frozen_s}) if frozen_s else completion
     )

@@ -41,7 +41,7 @@ class GuardedReplica:
 
     async def generate(self, request: EngineRequest, on_chunk: OnChunk) -> Completion:
         """By `stream` where the replica has it; else `on_chunk` is never called. In the caller's task, which sees to
-        its end: see `Flight.within`."""
+        its end: see `Waiter.within`."""
         if self._streaming is None:
             return await request.sent_to(self._replica.generate)
         return await self._streaming.stream(request, on_chunk)

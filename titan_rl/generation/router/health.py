@@ -7,8 +7,8 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from titan_rl.generation.router.limits import Limits
-from titan_rl.generation.router.member import Member
 from titan_rl.generation.router.pool import Pool
+from titan_rl.generation.router.pooled_replica import PooledReplica
 from titan_rl.generation.router.replica import Replica
 from titan_rl.generation.router.tasks import TaskSet
 
@@ -18,13 +18,13 @@ OnReplicaFailed = Callable[[Replica, Exception], None]
 
 
 class Health:
-    """Quarantines a member at its first infrastructure failure and brings it up again in the background.
+    """Quarantines a replica at its first infrastructure failure and brings it up again in the background.
 
-    A member that fails again before it has answered a request waits twice as long, so that one which fails fast
+    A replica that fails again before it has answered a request waits twice as long, so that one which fails fast
     draws a request now and then and no more.
 
     Args:
-        prepare: brings a member to the current version and pause state; raises when it cannot.
+        prepare: brings a replica to the current version and pause state; raises when it cannot.
         prepared: whether it is there now.
         on_failed: told of each quarantine, so that a supervisor can replace the replica.
     """
@@ -35,8 +35,8 @@ class Health:
         tasks: TaskSet,
         limits: Limits,
         *,
-        prepare: Callable[[Member], Awaitable[None]],
-        prepared: Callable[[Member], bool],
+        prepare: Callable[[PooledReplica], Awaitable[None]],
+        prepared: Callable[[PooledReplica], bool],
         on_failed: OnReplicaFailed | None,
     ) -> None:
         self._pool = pool
@@ -45,58 +45,58 @@ class Health:
         self._prepare = prepare
         self._prepared = prepared
         self._on_failed = on_failed
-        self._recovering: set[Member] = set()
+        self._recovering: set[PooledReplica] = set()
 
-    def quarantine(self, member: Member, error: Exception, epoch: int | None = None) -> None:
+    def quarantine(self, replica: PooledReplica, error: Exception, epoch: int | None = None) -> None:
         """Out of service because of `error`.
 
         Args:
-            epoch: the member's epoch when the failed call began; a failure from before its last admission is ignored.
+            epoch: the replica's epoch when the failed call began; a failure from before its last admission is ignored.
         """
-        is_out = member in self._recovering and not member.serving
-        if member.removed or is_out or (epoch is not None and epoch != member.epoch):
+        is_out = replica in self._recovering and not replica.serving
+        if replica.removed or is_out or (epoch is not None and epoch != replica.epoch):
             return
-        member.failures += 1
-        member.last_error = self._pool.last_error = error
-        logger.warning("replica %s is out of service: %r", member.name, error)
-        self.take_out(member)
+        replica.failures += 1
+        replica.last_error = self._pool.last_error = error
+        logger.warning("replica %s is out of service: %r", replica.name, error)
+        self.take_out(replica)
         if self._on_failed is not None:
             try:
-                self._on_failed(member.replica, error)
+                self._on_failed(replica.handle, error)
             except Exception:
-                logger.exception("on_replica_failed raised for replica %s", member.name)
+                logger.exception("on_replica_failed raised for replica %s", replica.name)
 
-    def take_out(self, member: Member) -> None:
+    def take_out(self, replica: PooledReplica) -> None:
         """Out of service until it has pulled the current version, without blame."""
-        self._pool.withdraw(member)
-        member.draining = False
-        member.version = None
-        if member not in self._recovering and not member.removed:
-            self._recovering.add(member)
-            self._tasks.start(self._recover(member), f"recover {member.name}")
+        self._pool.withdraw(replica)
+        replica.draining = False
+        replica.version = None
+        if replica not in self._recovering and not replica.removed:
+            self._recovering.add(replica)
+            self._tasks.start(self._recover(replica), f"recover {replica.name}")
 
-    async def bring_up(self, member: Member) -> None:
+    async def bring_up(self, replica: PooledReplica) -> None:
         """Into service, with the current weights and pause state.
 
         Raises:
             Exception: whatever the replica fails with.
         """
-        while not self._prepared(member):
-            await self._prepare(member)
-        self._pool.admit(member)  # no await since the check
+        while not self._prepared(replica):
+            await self._prepare(replica)
+        self._pool.admit(replica)  # no await since the check
 
-    async def _recover(self, member: Member) -> None:
+    async def _recover(self, replica: PooledReplica) -> None:
         try:
-            while not (member.serving or member.removed):
-                doubled = self._limits.quarantine_s * 2 ** min(max(member.failures - 1, 0), 30)
+            while not (replica.serving or replica.removed):
+                doubled = self._limits.quarantine_s * 2 ** min(max(replica.failures - 1, 0), 30)
                 await asyncio.sleep(min(doubled, self._limits.max_quarantine_s))
                 try:
-                    await self.bring_up(member)
+                    await self.bring_up(replica)
                 except Exception as error:
-                    member.failures += 1
-                    member.last_error = self._pool.last_error = error
-                    logger.warning("replica %s stays out of service: %r", member.name, error)
+                    replica.failures += 1
+                    replica.last_error = self._pool.last_error = error
+                    logger.warning("replica %s stays out of service: %r", replica.name, error)
                 else:
-                    logger.info("replica %s serves again", member.name)
+                    logger.info("replica %s serves again", replica.name)
         finally:
-            self._recovering.discard(member)
+            self._recovering.discard(replica)

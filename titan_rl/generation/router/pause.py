@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from titan_rl.calls.bounded import limited
-from titan_rl.generation.router.flight import Flights, NotResumedError
+from titan_rl.generation.router.in_flight import RequestsInFlight
 from titan_rl.generation.router.limits import Limits
-from titan_rl.generation.router.member import Member
 from titan_rl.generation.router.pool import Pool
+from titan_rl.generation.router.pooled_replica import PooledReplica
+from titan_rl.generation.router.waiter import NotResumedError
 from titan_rl.generation.types import PauseMode
 
 
@@ -26,19 +27,23 @@ class PauseReport:
 
 
 class Pause:
-    """The pause state that every member is brought to, and the gate that requests wait at.
+    """The pause state that every replica is brought to, and the gate that requests wait at.
 
     `mode` is what is wanted from the moment of the call; `open` is set again when a resume has reached all.
     """
 
     def __init__(
-        self, pool: Pool, flights: Flights, limits: Limits, quarantine: Callable[[Member, Exception], None]
+        self,
+        pool: Pool,
+        requests: RequestsInFlight,
+        limits: Limits,
+        quarantine: Callable[[PooledReplica, Exception], None],
     ) -> None:
         self.mode: PauseMode | None = None
         self.open = asyncio.Event()
         self.open.set()
         self._pool = pool
-        self._flights = flights
+        self._requests = requests
         self._limits = limits
         self._quarantine = quarantine
         self._changing = asyncio.Lock()
@@ -49,18 +54,18 @@ class Pause:
         started = asyncio.get_running_loop().time()
         self.mode = mode  # before any engine is told, so that nothing arrives behind its back
         self.open.clear()
-        aborted = list(self._flights) if mode is PauseMode.ABORT else []
-        for flight in aborted:
-            flight.aborted = True
+        aborted = list(self._requests) if mode is PauseMode.ABORT else []
+        for request in aborted:
+            request.aborted = True
         async with self._changing:
             if mode is PauseMode.KEEP:
-                self._flights.freeze(self._limits.paused_s)
+                self._requests.freeze(self._limits.paused_s)
             elif mode is PauseMode.WAIT and not await self._all_idle():
-                aborted = [flight for flight in self._flights if flight.member is not None]
-            cancelled = await self._flights.end(aborted)
+                aborted = [request for request in self._requests if request.replica is not None]
+            cancelled = await self._requests.abort(aborted)
             failed = await self._apply_to_all()
         seconds = asyncio.get_running_loop().time() - started
-        return PauseReport(mode, seconds, tuple(flight.request_id for flight in aborted), cancelled, failed)
+        return PauseReport(mode, seconds, tuple(request.request_id for request in aborted), cancelled, failed)
 
     async def resume(self) -> None:
         async with self._changing:  # a pause under way ends first
@@ -80,51 +85,51 @@ class Pause:
     def not_resumed(self) -> NotResumedError:
         return NotResumedError(f"the router was not resumed within {self._limits.paused_s:g} s")
 
-    def applied(self, member: Member) -> bool:
-        return member.paused == self.mode
+    def applied(self, replica: PooledReplica) -> bool:
+        return replica.paused == self.mode
 
-    async def apply(self, member: Member) -> None:
-        """Bring one member to the wanted pause state.
+    async def apply(self, replica: PooledReplica) -> None:
+        """Bring one replica to the wanted pause state.
 
         Raises:
             OutOfTimeError: it takes longer than `call_s`.
             Exception: whatever the replica fails with.
         """
-        async with member.pausing:
-            while not self.applied(member):
-                wanted, before = self.mode, member.paused
-                member.paused = "unknown"
+        async with replica.pausing:
+            while not self.applied(replica):
+                wanted, before = self.mode, replica.paused
+                replica.paused = "unknown"
                 change = "the resume" if wanted is None else f'the pause in mode "{wanted}"'
                 async with limited(self._limits.call_s, change):
                     if before is not None:
-                        await member.calls.resume()
+                        await replica.calls.resume()
                     if wanted is not None:
-                        await member.calls.pause(wanted)
-                member.paused = wanted
+                        await replica.calls.pause(wanted)
+                replica.paused = wanted
 
     def _open_gate(self) -> None:
         if self.mode is not None:  # paused again while the replicas were resuming
             return
-        self._flights.thaw()
+        self._requests.thaw()
         self.open.set()
 
     async def _apply_to_all(self) -> dict[str, Exception]:
         """Members out of service are left to their recovery, which ends in the wanted state too."""
-        members = [member for member in self._pool if member.serving or member.draining]
-        results = await asyncio.gather(*(self.apply(member) for member in members), return_exceptions=True)
+        replicas = [replica for replica in self._pool if replica.serving or replica.draining]
+        results = await asyncio.gather(*(self.apply(replica) for replica in replicas), return_exceptions=True)
         failed: dict[str, Exception] = {}
-        for member, result in zip(members, results, strict=True):
+        for replica, result in zip(replicas, results, strict=True):
             if isinstance(result, Exception):
-                failed[member.name] = result
-                self._quarantine(member, result)
+                failed[replica.name] = result
+                self._quarantine(replica, result)
         return failed
 
     async def _all_idle(self) -> bool:
         """Wait until no replica runs a request; the closed gate keeps those idle that are."""
         try:
             async with asyncio.timeout(self._limits.finish_s):
-                for member in self._pool:
-                    await member.idle.wait()
+                for replica in self._pool:
+                    await replica.idle.wait()
         except TimeoutError:
             return False
         return True

@@ -10,10 +10,10 @@ from typing import Literal, get_args
 
 from titan_rl.calls.bounded import limited
 from titan_rl.errors import StateDictError
-from titan_rl.generation.router.flight import Flights
+from titan_rl.generation.router.in_flight import RequestsInFlight
 from titan_rl.generation.router.limits import Limits
-from titan_rl.generation.router.member import Member
 from titan_rl.generation.router.pool import Pool
+from titan_rl.generation.router.pooled_replica import PooledReplica
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class PullReport:
 
 
 class Puller:
-    """Holds the version that every member is brought to. Only ever the newest is pulled; older calls ride along.
+    """Holds the version that every replica is brought to. Only ever the newest is pulled; older calls ride along.
 
     Args:
         quarantine, take_out, bring_up: of `Health`.
@@ -41,38 +41,38 @@ class Puller:
     def __init__(
         self,
         pool: Pool,
-        flights: Flights,
+        requests: RequestsInFlight,
         limits: Limits,
         *,
-        quarantine: Callable[[Member, Exception], None],
-        take_out: Callable[[Member], None],
-        bring_up: Callable[[Member], Awaitable[None]],
+        quarantine: Callable[[PooledReplica, Exception], None],
+        take_out: Callable[[PooledReplica], None],
+        bring_up: Callable[[PooledReplica], Awaitable[None]],
     ) -> None:
         self.target: int | None = None
         self._pool = pool
-        self._flights = flights
+        self._requests = requests
         self._limits = limits
         self._quarantine = quarantine
         self._take_out = take_out
         self._bring_up = bring_up
         self._draining = asyncio.Lock()
 
-    def applied(self, member: Member) -> bool:
-        return self.target is None or (member.version is not None and member.version >= self.target)
+    def applied(self, replica: PooledReplica) -> bool:
+        return self.target is None or (replica.version is not None and replica.version >= self.target)
 
-    async def apply(self, member: Member) -> None:
-        """Bring one member to the newest version.
+    async def apply(self, replica: PooledReplica) -> None:
+        """Bring one replica to the newest version.
 
         Raises:
             OutOfTimeError: it takes longer than `pull_s`.
             Exception: whatever the replica fails with.
         """
-        async with member.pulling:
-            while self.target is not None and not self.applied(member):
+        async with replica.pulling:
+            while self.target is not None and not self.applied(replica):
                 version = self.target
                 async with limited(self._limits.pull_s, f"the pull of version {version}"):
-                    member.version = await member.calls.pull(version)
-                member.hear()
+                    replica.version = await replica.calls.pull(version)
+                replica.hear()
 
     async def pull(self, version: int, mode: PullMode) -> PullReport:
         if mode not in get_args(PullMode):
@@ -82,40 +82,42 @@ class Puller:
         failed: dict[str, Exception] = {}
         aborted: list[str] = []
         if mode == "hot_swap":
-            await asyncio.gather(*(self._update(member, self.apply, failed) for member in self._pool if member.serving))
+            await asyncio.gather(
+                *(self._update(replica, self.apply, failed) for replica in self._pool if replica.serving)
+            )
         else:
             async with self._draining:  # rolling: one replica at a time, the least busy first
-                while stale := [member for member in self._pool if member.serving and not self.applied(member)]:
-                    member = min(stale, key=lambda member: member.load)
-                    await self._update(member, lambda member: self._drain(member, aborted), failed)
-        if not any(member.serving and self.applied(member) for member in self._pool):
+                while stale := [replica for replica in self._pool if replica.serving and not self.applied(replica)]:
+                    replica = min(stale, key=lambda replica: replica.load)
+                    await self._update(replica, lambda replica: self._drain(replica, aborted), failed)
+        if not any(replica.serving and self.applied(replica) for replica in self._pool):
             await self._wait_for_one(version, failed)
-        pulled = tuple(member.name for member in self._pool if member.serving and self.applied(member))
+        pulled = tuple(replica.name for replica in self._pool if replica.serving and self.applied(replica))
         return PullReport(version, pulled, failed, tuple(aborted))
 
     async def _update(
-        self, member: Member, update: Callable[[Member], Awaitable[None]], failed: dict[str, Exception]
+        self, replica: PooledReplica, update: Callable[[PooledReplica], Awaitable[None]], failed: dict[str, Exception]
     ) -> None:
         try:
-            await update(member)
+            await update(replica)
         except Exception as error:
-            failed[member.name] = error
-            self._quarantine(member, error)
+            failed[replica.name] = error
+            self._quarantine(replica, error)
         except asyncio.CancelledError:
-            self._take_out(member)  # it may hold either version
+            self._take_out(replica)  # it may hold either version
             raise
 
-    async def _drain(self, member: Member, aborted: list[str]) -> None:
-        self._pool.withdraw(member)
-        member.draining = True
+    async def _drain(self, replica: PooledReplica, aborted: list[str]) -> None:
+        self._pool.withdraw(replica)
+        replica.draining = True
         try:
-            await self._flights.wait(self._limits.drain_s, member.idle.wait())
+            await self._requests.wait(self._limits.drain_s, replica.idle.wait())
         except TimeoutError:
-            late = self._flights.on(member)
-            logger.warning("replica %s did not drain; aborting %d requests", member.name, len(late))
-            aborted += [flight.request_id for flight in late]
-            await self._flights.end(late)
-        await self._bring_up(member)
+            late = self._requests.on(replica)
+            logger.warning("replica %s did not drain; aborting %d requests", replica.name, len(late))
+            aborted += [request.request_id for request in late]
+            await self._requests.abort(late)
+        await self._bring_up(replica)
 
     async def _wait_for_one(self, version: int, failed: Mapping[str, Exception]) -> None:
         """Replicas that recover or join enter service with the version; weights nobody can load are not waited for."""

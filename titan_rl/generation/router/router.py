@@ -13,12 +13,12 @@ from titan_rl.errors import EngineDeadError, EngineStalledError
 from titan_rl.generation.request import EngineRequest, OnChunk
 from titan_rl.generation.router.aborts import Aborts
 from titan_rl.generation.router.dispatch import Dispatcher
-from titan_rl.generation.router.flight import Flights
 from titan_rl.generation.router.health import Health, OnReplicaFailed
+from titan_rl.generation.router.in_flight import RequestsInFlight
 from titan_rl.generation.router.limits import Limits
-from titan_rl.generation.router.member import Member, MemberStatus
 from titan_rl.generation.router.pause import Pause, PauseReport
 from titan_rl.generation.router.pool import Pool
+from titan_rl.generation.router.pooled_replica import PooledReplica, ReplicaStatus
 from titan_rl.generation.router.pull import Puller, PullMode, PullReport
 from titan_rl.generation.router.replica import Replica
 from titan_rl.generation.router.stall import StallWatch
@@ -69,7 +69,7 @@ class GeneratorRouter:
         self._tasks = TaskSet(on_error=self._fail)
         aborts = Aborts(self._tasks, self._limits.call_s)
         stalls = StallWatch(stall_timeout_s, self._stalled)
-        self._flights = Flights(self._limits, aborts, stalls)
+        self._requests = RequestsInFlight(self._limits, aborts, stalls)
         self._pool = Pool(replicas, strategy or StickySession(fallback=LeastLoaded()), self._limits.cancel_s)
         self._health = Health(
             self._pool,
@@ -79,10 +79,10 @@ class GeneratorRouter:
             prepared=self._is_prepared,
             on_failed=on_replica_failed,
         )
-        self._pause = Pause(self._pool, self._flights, self._limits, self._health.quarantine)
+        self._pause = Pause(self._pool, self._requests, self._limits, self._health.quarantine)
         self._puller = Puller(
             self._pool,
-            self._flights,
+            self._requests,
             self._limits,
             quarantine=self._health.quarantine,
             take_out=self._health.take_out,
@@ -90,7 +90,7 @@ class GeneratorRouter:
         )
         self._dispatcher = Dispatcher(
             self._pool,
-            self._flights,
+            self._requests,
             self._health,
             self._pause,
             aborts,
@@ -100,9 +100,9 @@ class GeneratorRouter:
         )
 
     @property
-    def members(self) -> tuple[MemberStatus, ...]:
+    def replicas(self) -> tuple[ReplicaStatus, ...]:
         """Every replica with its load, version and health, for metrics."""
-        return tuple(MemberStatus.of(member) for member in self._pool)
+        return tuple(ReplicaStatus.of(replica) for replica in self._pool)
 
     @property
     def version(self) -> int | None:
@@ -198,12 +198,12 @@ class GeneratorRouter:
             Ids of requests that did not return in time and were cancelled. Unknown ids are ignored.
         """
         async with self._until_closed():
-            flights = list(self._flights) if request_ids is None else self._flights.find(request_ids)
-            return await self._flights.end(flights)
+            requests = list(self._requests) if request_ids is None else self._requests.find(request_ids)
+            return await self._requests.abort(requests)
 
     def tokens_so_far(self) -> dict[str, Completion]:
         """What requests in flight have got, by id, as aborted completions: all that their replicas have streamed."""
-        return {flight.request_id: flight.partial.so_far for flight in self._flights if flight.partial is not None}
+        return {request.request_id: request.partial.so_far for request in self._requests}
 
     def finish_session(self, session_id: str) -> None:
         """Free what the strategy keeps of a session: no further request of it comes."""
@@ -219,15 +219,15 @@ class GeneratorRouter:
             ValueError: its name is taken.
         """
         async with self._until_closed():
-            member = self._pool.add(replica)
+            pooled = self._pool.add(replica)
             try:
-                await self._health.bring_up(member)
+                await self._health.bring_up(pooled)
             except Exception as error:
-                self._health.quarantine(member, error)
+                self._health.quarantine(pooled, error)
             except asyncio.CancelledError:
-                self._pool.remove(member.name)
+                self._pool.remove(pooled.name)
                 raise
-            return member.serving
+            return pooled.serving
 
     def remove_replica(self, name: str) -> None:
         """Let a replica go; its requests are sent to others in full. Closing it is the caller's.
@@ -235,32 +235,32 @@ class GeneratorRouter:
         Raises:
             ValueError: there is no replica of that name.
         """
-        member = self._pool.remove(name)
-        for flight in self._flights.on(member):
-            flight.interrupt()
+        replica = self._pool.remove(name)
+        for request in self._requests.on(replica):
+            request.interrupt()
 
     async def close(self) -> None:
         """Fail what is in flight with `EngineDeadError` and close every replica. Closing again does nothing."""
         self._shut(EngineDeadError("the router is closed"))
-        if landing := [flight.landed for flight in self._flights]:
-            await asyncio.wait(landing, timeout=self._limits.cancel_s)
+        if running := [request.done for request in self._requests]:
+            await asyncio.wait(running, timeout=self._limits.cancel_s)
         await self._tasks.close(self._limits.cancel_s)
-        await asyncio.gather(*(self._close_replica(self._pool.remove(member.name)) for member in self._pool))
+        await asyncio.gather(*(self._close_replica(self._pool.remove(replica.name)) for replica in self._pool))
 
-    def _stalled(self, member: Member, error: EngineStalledError) -> None:
-        self._health.quarantine(member, error)
-        for flight in self._flights.on(member):
-            flight.fail(error)
+    def _stalled(self, replica: PooledReplica, error: EngineStalledError) -> None:
+        self._health.quarantine(replica, error)
+        for request in self._requests.on(replica):
+            request.fail(error)
 
     async def _end(self, request_id: str) -> None:
-        await self._flights.end(self._flights.find([request_id]))
+        await self._requests.abort(self._requests.find([request_id]))
 
-    async def _prepare(self, member: Member) -> None:
-        await self._puller.apply(member)
-        await self._pause.apply(member)
+    async def _prepare(self, replica: PooledReplica) -> None:
+        await self._puller.apply(replica)
+        await self._pause.apply(replica)
 
-    def _is_prepared(self, member: Member) -> bool:
-        return self._puller.applied(member) and self._pause.applied(member)
+    def _is_prepared(self, replica: PooledReplica) -> bool:
+        return self._puller.applied(replica) and self._pause.applied(replica)
 
     @asynccontextmanager
     async def _until_closed(self) -> AsyncGenerator[None]:
@@ -283,8 +283,8 @@ class GeneratorRouter:
         if self._closed is not None:
             return
         self._closed = self._dispatcher.closed = reason
-        for flight in self._flights:
-            flight.interrupt()
+        for request in self._requests:
+            request.interrupt()
         for scope in self._calls:
             scope.reschedule(asyncio.get_running_loop().time())
 
@@ -294,9 +294,9 @@ class GeneratorRouter:
         reason.__cause__ = error
         self._shut(reason)
 
-    async def _close_replica(self, member: Member) -> None:
+    async def _close_replica(self, replica: PooledReplica) -> None:
         try:
             async with limited(self._limits.call_s, "the close"):
-                await member.calls.close()
+                await replica.calls.close()
         except Exception as error:
-            logger.warning("replica %s did not close: %r", member.name, error)
+            logger.warning("replica %s did not close: %r", replica.name, error)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
 from titan_rl.errors import EngineStalledError
-from titan_rl.generation.router.member import Member
+from titan_rl.generation.router.pooled_replica import PooledReplica
 
 _ROUNDING_S = 1e-6  # by which timers may come early
 
@@ -24,70 +24,70 @@ class StallWatch:
     is read after a timer that is due.
     """
 
-    def __init__(self, limit_s: float, on_stall: Callable[[Member, EngineStalledError], None]) -> None:
+    def __init__(self, limit_s: float, on_stall: Callable[[PooledReplica, EngineStalledError], None]) -> None:
         if not limit_s > 0:
             raise ValueError(f"stall_timeout_s is {limit_s!r}; it must be above 0")
         self._limit_s = limit_s
         self._on_stall = on_stall
         self._grace_s = min(1.0, limit_s / 4)  # between two looks; one that comes so late says nothing
-        self._num_waiting: Counter[Member] = Counter()
-        self._timers: dict[Member, asyncio.TimerHandle] = {}
+        self._num_waiting: Counter[PooledReplica] = Counter()
+        self._timers: dict[PooledReplica, asyncio.TimerHandle] = {}
         self._frozen_at: float | None = None
 
     @contextmanager
-    def watching(self, member: Member) -> Generator[None]:
-        """One more request waits for `member` until the block is left."""
-        if not self._num_waiting[member]:
-            member.hear()
-            self._watch(member)
-        self._num_waiting[member] += 1
+    def watching(self, replica: PooledReplica) -> Generator[None]:
+        """One more request waits for `replica` until the block is left."""
+        if not self._num_waiting[replica]:
+            replica.hear()
+            self._watch(replica)
+        self._num_waiting[replica] += 1
         try:
             yield
         finally:
-            self._num_waiting[member] -= 1
-            if not self._num_waiting[member]:
-                del self._num_waiting[member]
-                self._stop(member)
+            self._num_waiting[replica] -= 1
+            if not self._num_waiting[replica]:
+                del self._num_waiting[replica]
+                self._stop(replica)
 
     def freeze(self) -> None:
         """Stop the clocks."""
         if self._frozen_at is None:
             self._frozen_at = asyncio.get_running_loop().time()
-            for member in self._num_waiting:
-                self._stop(member)
+            for replica in self._num_waiting:
+                self._stop(replica)
 
     def thaw(self) -> None:
         """Let the clocks run on, with what was left."""
         if (frozen_at := self._frozen_at) is not None:
             self._frozen_at = None
             now = asyncio.get_running_loop().time()
-            for member in self._num_waiting:
-                member.heard_at = now - max(0.0, frozen_at - member.heard_at)
-                self._watch(member)
+            for replica in self._num_waiting:
+                replica.heard_at = now - max(0.0, frozen_at - replica.heard_at)
+                self._watch(replica)
 
-    def _watch(self, member: Member) -> None:
+    def _watch(self, replica: PooledReplica) -> None:
         """Look when a sign is almost overdue, or when it is if that is sooner."""
         if self._frozen_at is None:
-            deadline = member.heard_at + self._limit_s
+            deadline = replica.heard_at + self._limit_s
             first = deadline - self._grace_s
             is_close = first < asyncio.get_running_loop().time()
-            self._look_at(member, deadline if is_close else first, again=is_close)
+            self._look_at(replica, deadline if is_close else first, again=is_close)
 
-    def _look_at(self, member: Member, when: float, *, again: bool) -> None:
-        self._timers[member] = asyncio.get_running_loop().call_at(when, self._look, member, when, again)
+    def _look_at(self, replica: PooledReplica, when: float, *, again: bool) -> None:
+        self._timers[replica] = asyncio.get_running_loop().call_at(when, self._look, replica, when, again)
 
-    def _look(self, member: Member, due: float, again: bool) -> None:
+    def _look(self, replica: PooledReplica, due: float, again: bool) -> None:
         now = asyncio.get_running_loop().time()
-        deadline = member.heard_at + self._limit_s
+        deadline = replica.heard_at + self._limit_s
         if now < deadline - self._grace_s - _ROUNDING_S:
-            self._watch(member)
+            self._watch(replica)
         elif not again or now < deadline - _ROUNDING_S or now > due + self._grace_s:
-            self._look_at(member, max(deadline, now + self._grace_s), again=True)
+            self._look_at(replica, max(deadline, now + self._grace_s), again=True)
         else:
-            self._on_stall(member, EngineStalledError(f"nothing has come from {member.name} for {self._limit_s:g} s"))
-            member.hear()  # its requests leave it, and are told of no second time
-            self._watch(member)
+            self._on_stall(replica, EngineStalledError(f"nothing has come from {replica.name} for {self._limit_s:g} s"))
+            replica.hear()  # its requests leave it, and are told of no second time
+            self._watch(replica)
 
-    def _stop(self, member: Member) -> None:
-        if (timer := self._timers.pop(member, None)) is not None:
+    def _stop(self, replica: PooledReplica) -> None:
+        if (timer := self._timers.pop(replica, None)) is not None:
             timer.cancel()

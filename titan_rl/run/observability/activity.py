@@ -26,8 +26,8 @@ class Activity:
 
     def waits_for(self) -> list[str]:
         """What generation has to do, as far as that is known."""
-        serving = [member.name for member in self._router.members if member.serving]
-        errors = [f"{member.name}: {member.last_error}" for member in self._router.members if member.last_error]
+        serving = [replica.name for replica in self._router.replicas if replica.serving]
+        errors = [f"{replica.name}: {replica.last_error}" for replica in self._router.replicas if replica.last_error]
         return [
             f"{self._requests.now} requests are in flight",
             f"{len(serving)} of {self._num_generators} generators serve",

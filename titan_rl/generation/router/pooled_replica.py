@@ -12,16 +12,16 @@ from titan_rl.generation.router.replica import Replica
 from titan_rl.generation.types import PauseMode
 
 
-class Member:
+class PooledReplica:
     """One replica as the router sees it. Only the router and its parts change it.
 
     `load` is an estimate in tokens: prompt and token budget of every request sent and not yet answered.
     """
 
-    def __init__(self, replica: Replica, cancel_s: float) -> None:
-        self.replica = replica
-        self.calls = GuardedReplica(replica, cancel_s)
-        self.name = replica.name
+    def __init__(self, handle: Replica, cancel_s: float) -> None:
+        self.handle = handle
+        self.calls = GuardedReplica(handle, cancel_s)
+        self.name = handle.name
         self.load = 0  # tokens
         self.num_requests = 0
         self.idle = asyncio.Event()  # set while num_requests is 0
@@ -41,7 +41,7 @@ class Member:
         self.pausing = asyncio.Lock()
 
     def __repr__(self) -> str:
-        return f"Member({self.name!r}, load={self.load}, serving={self.serving}, version={self.version})"
+        return f"PooledReplica({self.name!r}, load={self.load}, serving={self.serving}, version={self.version})"
 
     def hear(self, *, served: bool = False) -> None:
         """A sign of life has come, or more than that: tokens or an answer."""
@@ -65,8 +65,8 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
-class MemberStatus:
-    """A snapshot for metrics: `MemberStatus("generator_0", True, 3, 1200, 4, None)`."""
+class ReplicaStatus:
+    """A snapshot for metrics: `ReplicaStatus("generator_0", True, 3, 1200, 4, None)`."""
 
     name: str
     serving: bool
@@ -76,6 +76,6 @@ class MemberStatus:
     last_error: str | None
 
     @classmethod
-    def of(cls, member: Member) -> MemberStatus:
-        error = None if member.last_error is None or member.serving else reason(member.last_error)
-        return cls(member.name, member.serving, member.version, member.load, member.num_requests, error)
+    def of(cls, replica: PooledReplica) -> ReplicaStatus:
+        error = None if replica.last_error is None or replica.serving else reason(replica.last_error)
+        return cls(replica.name, replica.serving, replica.version, replica.load, replica.num_requests, error)

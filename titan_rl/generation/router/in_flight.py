@@ -1,0 +1,157 @@
+"""Requests between call and completion, and how they are ended early."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import Coroutine, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from titan_rl.errors import RequestError
+from titan_rl.generation.partial import Partial
+from titan_rl.generation.request import EngineRequest
+from titan_rl.generation.router.aborts import Aborts
+from titan_rl.generation.router.limits import Limits
+from titan_rl.generation.router.pooled_replica import PooledReplica
+from titan_rl.generation.router.stall import StallWatch
+from titan_rl.generation.router.waiter import Waiter
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class RequestInFlight(Waiter):
+    """One request inside the router. Whatever it waits for, it waits in `within`."""
+
+    def __init__(self, request: EngineRequest, cancel_s: float) -> None:
+        super().__init__(f"request {request.request_id!r}", cancel_s)
+        self.request_id = request.request_id
+        self.engine_id = request.request_id  # differs for each attempt, so that an orphan is never a duplicate
+        self.partial = Partial(request)  # what it has got so far
+        self.replica: PooledReplica | None = None  # where it runs; None while it waits for a replica
+        self.aborted = False  # its answer is an aborted completion, with the tokens that come back
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._num_attempts = 0
+
+    def assign(self, replica: PooledReplica) -> EngineRequest:
+        """Begin an attempt, on `replica`. Returns what to ask it for, under an engine id of its own from the second
+        attempt on: "g0/0/0", "g0/0/0~1"."""
+        self.replica = replica
+        self.what = f"request {self.request_id!r} on replica {replica.name}"
+        self.engine_id = f"{self.request_id}~{self._num_attempts}" if self._num_attempts else self.request_id
+        self._num_attempts += 1
+        return replace(self.partial.rest, request_id=self.engine_id)
+
+    def unassign(self) -> None:
+        """The attempt is over."""
+        self.replica = None
+        self.what = f"request {self.request_id!r}"
+
+
+class RequestsInFlight:
+    """Every request in the router by id."""
+
+    def __init__(self, limits: Limits, aborts: Aborts, stalls: StallWatch) -> None:
+        self._limits = limits
+        self._aborts = aborts
+        self._stalls = stalls
+        self._requests: dict[str, RequestInFlight] = {}
+        self._waits: set[Waiter] = set()  # for requests to end, frozen with them
+        self._frozen_s: float | None = None  # how long a freeze may last, while there is one
+
+    def freeze(self, limit_s: float) -> None:
+        """Stop the clocks of all requests, of those that wait for some to end, and of the replicas' signs of life."""
+        self._frozen_s = limit_s
+        self._stalls.freeze()
+        for waiter in (*self, *self._waits):
+            waiter.freeze(limit_s)
+
+    def thaw(self) -> None:
+        self._frozen_s = None
+        self._stalls.thaw()
+        for waiter in (*self, *self._waits):
+            waiter.thaw()
+
+    async def wait(self, seconds: float, end: Coroutine[Any, Any, T]) -> T:
+        """The result of something that waits for requests to end.
+
+        Raises:
+            TimeoutError: `seconds` have passed, not counting those in which the requests were frozen.
+            NotResumedError: they were frozen for too long.
+        """
+        wait = Waiter("the wait for requests to end", self._limits.cancel_s)
+        self._waits.add(wait)
+        try:
+            return await wait.within(seconds, end, self._frozen_s)
+        finally:
+            self._waits.discard(wait)
+
+    def __iter__(self) -> Iterator[RequestInFlight]:
+        return iter(tuple(self._requests.values()))
+
+    @contextmanager
+    def track(self, request: EngineRequest) -> Generator[RequestInFlight]:
+        """A request is in flight until the block is left.
+
+        Raises:
+            RequestError: a request of that id is in flight.
+        """
+        request_id = request.request_id
+        if request_id in self._requests:
+            raise RequestError(f"request id {request_id!r} is in flight already; request ids must be unique")
+        in_flight = self._requests[request_id] = RequestInFlight(request, self._limits.cancel_s)
+        try:
+            yield in_flight
+        finally:
+            del self._requests[request_id]
+            in_flight.done.set_result(None)
+
+    def find(self, request_ids: Iterable[str]) -> list[RequestInFlight]:
+        """Those of these ids; unknown ones are left out."""
+        return [self._requests[request_id] for request_id in request_ids if request_id in self._requests]
+
+    def on(self, replica: PooledReplica) -> list[RequestInFlight]:
+        return [request for request in self if request.replica is replica]
+
+    async def abort(self, requests: Sequence[RequestInFlight]) -> tuple[str, ...]:
+        """Abort these and wait until they have ended.
+
+        The abort is repeated at an interval, because a request may reach its engine after an earlier one. Those
+        in flight after `abort_s` are cancelled, and after another `cancel_s` let go.
+
+        Returns:
+            Ids of those that had to be cancelled.
+        """
+        for request in requests:
+            request.aborted = True
+            if request.replica is None:
+                request.interrupt()
+        try:
+            async with asyncio.timeout(self._limits.abort_s):
+                while running := [request for request in requests if not request.done.done()]:
+                    await asyncio.gather(
+                        *(self._aborts.tell(replica, ids) for replica, ids in _by_replica(running).items())
+                    )
+                    await asyncio.wait([request.done for request in running], timeout=self._limits.reabort_interval_s)
+                return ()
+        except TimeoutError:
+            if not (running := [request for request in requests if not request.done.done()]):
+                return ()
+        for request in running:
+            request.interrupt()
+        await asyncio.wait([request.done for request in running], timeout=self._limits.cancel_s)
+        given_up = tuple(request.request_id for request in running)
+        logger.warning("%d aborted requests did not return and were cancelled: %s", len(given_up), given_up[:16])
+        return given_up
+
+
+def _by_replica(requests: Iterable[RequestInFlight]) -> dict[PooledReplica, list[str]]:
+    """Engine ids of the requests that run somewhere."""
+    ids: defaultdict[PooledReplica, list[str]] = defaultdict(list)
+    for request in requests:
+        if request.replica is not None:
+            ids[request.replica].append(request.engine_id)
+    return ids
