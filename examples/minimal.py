@@ -2,7 +2,7 @@
 
     python -m examples.minimal --steps 30
 
-It plays conversations with the current weights, scores them, makes one optimizer step, and puts the new weights into
+It runs conversations with the current weights, scores them, makes one optimizer step, and puts the new weights into
 the engine. What `titan-rl train` adds: generators and the trainer in processes of their own that work at the same
 time, validation, checkpoints, verified weights, and an orderly end whatever happens.
 """
@@ -50,7 +50,7 @@ async def train(model_path: str, *, steps: int, groups_per_step: int, group_size
         seed=seed,
     )
 
-    async def play(lease: Lease) -> RolloutGroup:
+    async def run_group(lease: Lease) -> RolloutGroup:
         return await rollouter.run_group(
             engine.generate,
             task.train_sample(seed, lease.index),
@@ -60,12 +60,12 @@ async def train(model_path: str, *, steps: int, groups_per_step: int, group_size
         )
 
     rewards: list[float] = []
-    scheduling = SchedulingConfig(groups_per_step=groups_per_step, max_staleness=0)  # 1: play while it trains
+    scheduling = SchedulingConfig(groups_per_step=groups_per_step, max_staleness=0)  # 1: generate while it trains
     budget = steps * groups_per_step
     engine = EngineLoop(lambda: VLLMEngine(model_path, max_context=model.max_context, kv_cache_gib=0.5))
     try:
         await engine.start()
-        async with GroupScheduler(play, scheduling, group_size=group_size, budget=budget) as scheduler:
+        async with GroupScheduler(run_group, scheduling, group_size=group_size, budget=budget) as scheduler:
             start = time.monotonic()
             async for batch in scheduler.batches():
                 samples = [s for group in batch.groups for s in build_samples(group, sampling.temperature)]

@@ -17,7 +17,7 @@ from titan_rl.rollout.copies import portable
 
 
 class Worker:
-    """Plays a group of one, whose message no process could send to another."""
+    """Runs a group of one, whose message no process could send to another."""
 
     run_group = "run_group"
 

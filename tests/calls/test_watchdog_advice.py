@@ -143,7 +143,14 @@ async def test_of_a_tasks_own_functions(where: str) -> None:
     unused = cast("Any", None)
     config = load_config(Path(__file__).parents[2] / "examples/alphabet_sort/cpu.toml", check_files=False)
     groups = TaskGroups(
-        config, task, runner=unused, router=unused, journal=unused, stop_token_ids=(), on_ended=unused, on_lost=unused
+        config,
+        task,
+        group_runner=unused,
+        router=unused,
+        journal=unused,
+        stop_token_ids=(),
+        on_ended=unused,
+        on_lost=unused,
     )
     with LoopWatchdog(block.tell, blocked_after_s=0.05):
         groups.train_sample(3)

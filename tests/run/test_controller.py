@@ -181,7 +181,7 @@ class Rig:
         self.controller = Controller(
             config,
             task,  # pyright: ignore[reportArgumentType]
-            rollouter=Rollouter(CountDown, rubric or task.rubric(), max_context=16),
+            group_runner=Rollouter(CountDown, rubric or task.rubric(), max_context=16),
             router=GeneratorRouter([self.replica]),
             trainer=self.trainer,
             stop_token_ids=[],

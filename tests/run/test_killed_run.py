@@ -198,7 +198,7 @@ class Rig:
         self.controller = Controller(
             config,
             task,  # pyright: ignore[reportArgumentType]
-            rollouter=Rollouter(CountDown, task.rubric(), max_context=16),
+            group_runner=Rollouter(CountDown, task.rubric(), max_context=16),
             router=self.router,
             trainer=self.trainer,
             stop_token_ids=[],

@@ -81,7 +81,7 @@ class Run:
         self.controller = Controller(
             config,
             task,  # pyright: ignore[reportArgumentType]
-            rollouter=Rollouter(make_env, Rubric([Reward(reward, name="reward")]), max_context=16),
+            group_runner=Rollouter(make_env, Rubric([Reward(reward, name="reward")]), max_context=16),
             router=GeneratorRouter([replica or FakeReplica()]),
             trainer=trainer,
             stop_token_ids=[],

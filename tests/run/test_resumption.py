@@ -75,7 +75,7 @@ def test_metrics_and_transcripts_of_steps_that_are_run_again_are_left_out(run_di
 
 
 def test_a_group_that_was_dropped_is_in_the_transcripts_once_whenever_that_was(run_dir):
-    """It is not played again where the checkpoint or the journal knows of it, and else it is."""
+    """It is not run again where the checkpoint or the journal knows of it, and else it is."""
     for path in (run_dir.rollouts, run_dir.metrics):
         path.unlink()
 

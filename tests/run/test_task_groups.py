@@ -66,7 +66,7 @@ async def test_sessions_of_retried_rollouts_are_finished_too(tmp_path: Path) -> 
     groups = TaskGroups(
         config,
         task,  # pyright: ignore[reportArgumentType]
-        runner=Rollouter(Flaky, task.rubric(), max_context=16, limits=limits),
+        group_runner=Rollouter(Flaky, task.rubric(), max_context=16, limits=limits),
         router=router,
         journal=RunJournal(tmp_path),
         stop_token_ids=[],

@@ -1,4 +1,4 @@
-"""A process that plays rollouts: environments, parsing and scoring hold Python's lock, and each process has its own."""
+"""A process that runs groups: environments, parsing and scoring hold Python's lock, and each process has its own."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ CANCEL_TIMEOUT_S = 10.0
 
 
 class WorkerPool:
-    """Plays each group in the worker with the fewest rollouts. A group whose worker dies is played again in another.
+    """Runs each group in the worker with the fewest rollouts. A group whose worker dies is run again in another.
 
     Args:
         max_attempts: workers that may die under one group.
@@ -55,7 +55,7 @@ class WorkerPool:
         sampling: SamplingParams,
         on_finished: Callable[[Rollout], None] | None = None,
     ) -> RolloutGroup:
-        """As `Rollouter.run_group`; `on_finished` is called once for each sibling, however often it is played.
+        """As `Rollouter.run_group`; `on_finished` is called once for each sibling, however often it is run.
 
         Raises:
             ActorDiedError: `max_attempts` workers died under the group, or none came up in time.
@@ -81,7 +81,7 @@ class WorkerPool:
                 self.remove(remote)
                 if attempt == self._max_attempts:
                     raise
-                logger.warning("%s; group %s is played again", error, group_id)
+                logger.warning("%s; group %s is run again", error, group_id)
             except asyncio.CancelledError:
                 with suppress(ActorDiedError):
                     await remote.call(actor.cancel, group_id, timeout_s=CANCEL_TIMEOUT_S)

@@ -97,7 +97,7 @@ def throttles(config: RunConfig) -> Iterator[str]:
         yield (
             f"scheduling.max_running_rollouts = {limit} is less than the {of_a_step} rollouts of one step "
             f"(scheduling.groups_per_step = {scheduling.groups_per_step} x rollout.group_size = {sized.group_size}), "
-            "which are played in turns; raise it, or leave it out"
+            "which are run in turns; raise it, or leave it out"
         )
     places = sized.max_running * generation.num_generators
     if generation.max_running is not None and places < sized.in_flight:

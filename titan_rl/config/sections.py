@@ -67,7 +67,7 @@ class SamplingConfig(Section):
 
 
 class ValidationConfig(Section):
-    """A fixed held-out set, played before, during and after training."""
+    """A fixed held-out set, run before, during and after training."""
 
     num_prompts: NonNegativeInt = 64
     """Held-out samples; 0 validates never."""

@@ -26,8 +26,8 @@ class RolloutConfig(Section):
     judge_grace_s: NonNegativeFloat = 10.0
     """While generation is paused, rewards being computed have this long; they are then cancelled and begun anew."""
     num_workers: NonNegativeInt = 0
-    """Processes that play rollouts, where environments or scoring take much computing; 0 plays in the controller."""
+    """Processes that run groups, where environments or scoring take much computing; 0 runs them in the controller."""
     max_retries: NonNegativeInt = 0
-    """Siblings of one group that are played again after an error other than of parsing, in fresh environments."""
+    """Siblings of one group that are run again after an error other than of parsing, in fresh environments."""
     max_respawns: NonNegativeInt = 3
     """Rollout workers that may die and be replaced before the run ends; 0 ends it with the first."""

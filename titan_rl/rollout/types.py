@@ -55,7 +55,7 @@ class Turn:
 
 @dataclass(slots=True)
 class Rollout:
-    """One environment played to its end. Filled in place by the rollouter, then by scoring.
+    """One environment, run to its end. Filled in place by the rollouter, then by scoring.
 
     `reward` and `advantage` stay None where the rollout was not scored or does not take part.
 

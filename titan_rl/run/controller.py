@@ -79,7 +79,7 @@ class Controller:
         config: RunConfig,
         task: Task,
         *,
-        rollouter: GroupRunner,
+        group_runner: GroupRunner,
         router: GeneratorRouter,
         trainer: Trainer,
         stop_token_ids: Sequence[int],
@@ -103,7 +103,7 @@ class Controller:
         self._groups = TaskGroups(
             config,
             task,
-            runner=rollouter,
+            group_runner=group_runner,
             router=router,
             journal=journal,
             stop_token_ids=stop_token_ids,

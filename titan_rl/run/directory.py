@@ -94,10 +94,10 @@ class RunDirectory:
 
     def cut_records(self, step: int, is_settled: Callable[[str], bool]) -> None:
         """Leave out the metrics and transcripts of steps after `step`, which are run again. A training group that was
-        dropped is played by no step again if it is settled, whichever step it was dropped in.
+        dropped is run by no step again if it is settled, whichever step it was dropped in.
 
         Args:
-            is_settled: whether the group of this id is not played again.
+            is_settled: whether the group of this id is not run again.
         """
 
         def stays(record: Mapping[str, Any]) -> bool:

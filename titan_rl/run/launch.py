@@ -141,7 +141,7 @@ async def _run(
             controller = Controller(
                 config,
                 config.task,
-                rollouter=processes.workers if config.rollout.num_workers else make_rollouter(config, renderer),
+                group_runner=processes.workers if config.rollout.num_workers else make_rollouter(config, renderer),
                 router=router,
                 trainer=processes.trainer,
                 stop_token_ids=renderer.get_stop_token_ids(),

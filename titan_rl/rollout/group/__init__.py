@@ -1,1 +1,1 @@
-"""Playing a group: its siblings side by side, turn by turn, each in an environment of its own."""
+"""Running a group: its siblings side by side, turn by turn, each in an environment of its own."""

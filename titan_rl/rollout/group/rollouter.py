@@ -1,4 +1,4 @@
-"""Plays the sibling rollouts of one sample, scores them, and compares them with each other."""
+"""Runs the sibling rollouts of one sample, scores them, and compares them with each other."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Rollouter:
         the environment says so                     the environment's status
         a completion used up its token budget       TRUNCATED_LENGTH, after the environment has seen it
         no room for a token after the next prompt   TRUNCATED_PROMPT
-        `limits.max_turns` turns are played         TRUNCATED_TURNS
+        `limits.max_turns` turns are taken          TRUNCATED_TURNS
         `limits.rollout_timeout_s` is used up       TRUNCATED_TIME, after the environment has seen what there is of the
                                                     answer; without an answer ERROR_TIMEOUT
         a completion was aborted                    ABORTED
@@ -67,7 +67,7 @@ class Rollouter:
         limits: most turns, and seconds for a rollout in all and for each call of its environment.
         max_context: most tokens of prompt and completion together.
         seed: base of the sampling seeds where the `SamplingParams` have none.
-        finish_session: called once with the session id of each rollout, when it has ended, those that are played again
+        finish_session: called once with the session id of each rollout, when it has ended, those that are run again
             included. What it raises is logged once.
     """
 
@@ -111,12 +111,12 @@ class Rollouter:
         sampling: SamplingParams,
         on_finished: Callable[[Rollout], None] | None = None,
     ) -> RolloutGroup:
-        """Play `group_size` siblings at once, score each as it ends, and fill in their advantages.
+        """Run `group_size` siblings at once, score each as it ends, and fill in their advantages.
 
         A sibling that fails is data and leaves the others alone. One that ends in a fault that is not the policy's is
-        played again in a fresh environment, up to `limits.max_retries` times for the group.
+        run again in a fresh environment, up to `limits.max_retries` times for the group.
 
-        A reward that fails for good ends the group at once: siblings that still play are stopped. What follows is for
+        A reward that fails for good ends the group at once: siblings that still run are stopped. What follows is for
         its `FailurePolicy` to say: the group has a `failure` and neither rewards nor advantages, or the run ends.
 
         Args:
@@ -157,17 +157,17 @@ class Rollouter:
         sampling: SamplingParams,
         attempt: int = 0,
     ) -> Rollout:
-        """Play one rollout to its end, unscored. Whatever goes wrong in it is in its status and `error`.
+        """Run one rollout to its end, unscored. Whatever goes wrong in it is in its status and `error`.
 
         Args:
-            attempt: how often this sibling was played before. It draws anew, under an id such as "g17/3~1".
+            attempt: how often this sibling was run before. It draws anew, under an id such as "g17/3~1".
         """
         rollout = new_rollout(group_id, sibling, sample, attempt)
         await self._run(generate, sampling, rollout)
         return rollout
 
     async def _run(self, generate: GenerateFn, sampling: SamplingParams, rollout: Rollout) -> None:
-        """Play a rollout, in place."""
+        """Run a rollout, in place."""
         loop = asyncio.get_running_loop()
         start = loop.time()
         watch = Stopwatch(self.limits.rollout_timeout_s)
@@ -175,7 +175,7 @@ class Rollouter:
         try:
             async with EndsWith(RolloutStatus.ERROR_ENV):
                 env = EnvTask(self._make_env(rollout.sample))
-            rollout.status = await self._play(env, generate, rollout, sampling, watch)
+            rollout.status = await self._take_turns(env, generate, rollout, sampling, watch)
         except RolloutEnded as end:
             rollout.status, rollout.error, rollout.failure = end.status, end.error, end.failure
         finally:
@@ -198,7 +198,7 @@ class Rollouter:
 
         return cast("TokenEnv", ThreadedEnv(made)) if self.limits.env_in_thread else made()
 
-    async def _play(
+    async def _take_turns(
         self, env: EnvTask, generate: GenerateFn, rollout: Rollout, sampling: SamplingParams, watch: Stopwatch
     ) -> RolloutStatus:
         loop = asyncio.get_running_loop()
@@ -279,7 +279,7 @@ class Rollouter:
 
 
 def new_rollout(group_id: str, sibling: int, sample: Any, attempt: int = 0) -> Rollout:
-    """One that has not begun: "g17/3", or "g17/3~1" where that was played before."""
+    """One that has not begun: "g17/3", or "g17/3~1" where that was run before."""
     rollout_id = f"{group_id}/{sibling}" + (f"~{attempt}" if attempt else "")
     return Rollout(rollout_id, group_id, sibling, sample)
 

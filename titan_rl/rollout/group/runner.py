@@ -1,4 +1,4 @@
-"""What plays groups: a `Rollouter` in this process, or others behind something that looks like one."""
+"""What runs groups: a `Rollouter` in this process, or others behind something that looks like one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class GroupRunner(Protocol):
         sampling: SamplingParams,
         on_finished: Callable[[Rollout], None] | None = None,
     ) -> RolloutGroup:
-        """Play, score and compare the siblings of one sample; see `Rollouter.run_group`."""
+        """Run, score and compare the siblings of one sample; see `Rollouter.run_group`."""
         ...
 
     def pause_judging(self) -> None:

@@ -10,8 +10,8 @@ from titan_rl.types import Completion, GenerateFn, SamplingParams
 
 
 class Sessions:
-    """Finishes those that are left when its block ends: of rollouts that were played again, were cancelled, or were
-    lost with the process that played them.
+    """Finishes those that are left when its block ends: of rollouts that were run again, were cancelled, or were
+    lost with the process that ran them.
 
     Example:
 

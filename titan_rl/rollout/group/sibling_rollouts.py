@@ -1,4 +1,4 @@
-"""The rollouts of one group: played at once, again after a fault, and stopped when none is of use any more."""
+"""The rollouts of one group: run at once, again after a fault, and stopped when none is of use any more."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ logger = logging.getLogger(__name__)
 class SiblingRollouts:
     """
     Args:
-        new: the rollout of a sibling that has been played so often before, not begun.
-        run: plays one to its end, in place.
+        new: the rollout of a sibling that has been run so often before, not begun.
+        run: runs one to its end, in place.
         ended: called with each sibling when it has ended for good.
         max_retries: of all siblings together.
     """
@@ -39,10 +39,10 @@ class SiblingRollouts:
         self._why_stopped: str | None = None
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
-        self._tasks = [tasks.create_task(self._play(sibling)) for sibling in range(len(self._rollouts))]
+        self._tasks = [tasks.create_task(self._run_sibling(sibling)) for sibling in range(len(self._rollouts))]
 
     def stop(self, why: str) -> None:
-        """Those that still play end as ABORTED, with the turns they have."""
+        """Those that still run end as ABORTED, with the turns they have."""
         self._why_stopped = why
         for task in self._tasks:
             task.cancel()
@@ -61,7 +61,7 @@ class SiblingRollouts:
                 rollout.status, rollout.error = RolloutStatus.ABORTED, self._why_stopped
         return self._rollouts
 
-    async def _play(self, sibling: int) -> None:
+    async def _run_sibling(self, sibling: int) -> None:
         attempt = 0
         while True:
             rollout = self._rollouts[sibling]
@@ -70,7 +70,7 @@ class SiblingRollouts:
                 break
             self._retries_left -= 1
             attempt += 1
-            logger.warning("%s is played again after %s: %s", rollout.rollout_id, rollout.status, rollout.error)
+            logger.warning("%s is run again after %s: %s", rollout.rollout_id, rollout.status, rollout.error)
             self._rollouts[sibling] = self._new(sibling, attempt)
         rollout.metrics["retries"] = float(attempt)
         self._ended(rollout)

@@ -40,7 +40,7 @@ class Resumption:
 
 
 def resume_from_newest(config: RunConfig, run_dir: RunDirectory) -> Resumption:
-    """Find the newest checkpoint that is whole, take what is played again out of metrics and transcripts, and keep the
+    """Find the newest checkpoint that is whole, take what is run again out of metrics and transcripts, and keep the
     config. Damaged checkpoints are set aside under another name. A run that cannot go on is left as it is.
 
     Raises:

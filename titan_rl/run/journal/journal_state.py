@@ -64,7 +64,7 @@ class JournalState:
                 self._forget(index)
 
     def is_settled(self, index: int) -> bool:
-        """Whether the group is in the weights, or was dropped: it is not played again."""
+        """Whether the group is in the weights, or was dropped: it is not run again."""
         return index < self.next_index and index not in self.unsettled
 
     def holds(self, record: Record) -> bool:

@@ -1,4 +1,4 @@
-"""Answers that were given before are given again: how an unfinished rollout is restored by playing it once more."""
+"""Answers that were given before are given again: how an unfinished rollout is restored by running it once more."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ class RunJournal:
 
     def record(self, generate: GenerateFn, index: int) -> GenerateFn:
         """`generate` for the rollouts of a group, which are answered again what they were answered before: by an
-        earlier process, or when a worker died and the group is played again."""
+        earlier process, or when a worker died and the group is run again."""
 
         def known(request_id: str, prompt_digest: bytes) -> Completion | None:
             part = self.state.parts.get(index, {}).get((request_id, prompt_digest))

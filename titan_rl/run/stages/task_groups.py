@@ -33,7 +33,7 @@ class TaskGroups:
         config: RunConfig,
         task: Task,
         *,
-        runner: GroupRunner,
+        group_runner: GroupRunner,
         router: GeneratorRouter,
         journal: RunJournal,
         stop_token_ids: Sequence[int],
@@ -42,7 +42,7 @@ class TaskGroups:
     ) -> None:
         self._config = config
         self._task = task
-        self._runner = runner
+        self._group_runner = group_runner
         self._router = router
         self._journal = journal
         self._stop_token_ids = tuple(stop_token_ids)
@@ -100,10 +100,10 @@ class TaskGroups:
             return
         await self._router.pause(mode)
         try:
-            self._runner.pause_judging()
+            self._group_runner.pause_judging()
             yield True
         finally:
-            self._runner.resume_judging()
+            self._group_runner.resume_judging()
             await self._router.resume()
 
     async def _run_group(
@@ -123,7 +123,7 @@ class TaskGroups:
                 self._on_ended(rollout)
                 sessions.finish(rollout.rollout_id)
 
-            group = await self._runner.run_group(
+            group = await self._group_runner.run_group(
                 sessions.track(generate),
                 sample,
                 group_id=group_id,
