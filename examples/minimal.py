@@ -68,7 +68,7 @@ async def train(model_path: str, *, steps: int, groups_per_step: int, group_size
         async with GroupScheduler(run_group, scheduling, group_size=group_size, budget=budget) as scheduler:
             start = time.monotonic()
             async for batch in scheduler.batches():
-                samples = [s for group in batch.groups for s in build_samples(group, sampling.temperature)]
+                samples = [s for group in batch.groups for s in build_samples(group)]
                 result = await asyncio.to_thread(trainer.step, samples)
                 await engine.pull(result.version, trainer.named_tensors)
 

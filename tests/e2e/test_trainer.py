@@ -65,6 +65,24 @@ def test_packed_rows_score_like_separate_passes_at_each_samples_temperature(unti
     assert metrics["loss"] == pytest.approx(-sum(n * a for n, a in trained) / sum(n for n, _ in trained), abs=1e-6)
 
 
+def test_a_batch_of_mixed_temperatures_scores_each_token_at_its_own(untied: Path):
+    """Also where turns of one sample differ, and where the sample shares its prompt with others."""
+    trainer = make_trainer(untied, row_tokens=128, share_prompts=True)
+    (base,) = on_policy_samples(trainer, 24)
+    reference = AutoModelForCausalLM.from_pretrained(untied, dtype=torch.float32)
+    at = {t: transformers_logprobs(reference, base.token_ids, t).tolist() for t in (0.5, 1.0, 1.7)}
+    mixed = [0.0] * 12 + [0.5] * 6 + [1.7] * 6
+
+    def sampled_at(temperature: float | list[float]) -> TrainingSample:
+        by_token = temperature if isinstance(temperature, list) else [temperature] * 24
+        logprobs = [at[by_token[t]][t - 1] if base.loss_mask[t] else 0.0 for t in range(24)]
+        return replace(base, behaviour_logprobs=logprobs, temperature=temperature)
+
+    metrics = trainer.step([sampled_at(temperature) for temperature in (0.5, mixed, 1.0, 1.7)]).metrics
+    assert metrics["on_policy_logprob_diff_max"] < 1e-5
+    assert metrics["num_tokens"] == 4 * 12
+
+
 def test_the_split_into_micro_batches_does_not_change_the_step(untied: Path):
     results: list[tuple[float, dict[str, torch.Tensor]]] = []
     for row_tokens, rows in ((256, 8), (64, 8), (64, 1)):

@@ -78,11 +78,14 @@ def test_seeds_are_the_same_in_every_process() -> None:
 
 async def test_max_tokens_is_lowered_to_the_room_that_is_left() -> None:
     generate = Generator()
-    await Stage(max_context=8).group(generate, max_tokens=4, min_tokens=3, stop_token_ids=(9,), temperature=0.5)
+    played = await Stage(max_context=8).group(
+        generate, max_tokens=4, min_tokens=3, stop_token_ids=(9,), temperature=0.5
+    )
     first, second = (call["sampling"] for call in generate.calls)
     assert (first.max_tokens, first.min_tokens) == (4, 3)
     assert (second.max_tokens, second.min_tokens) == (2, 2)
     assert (second.stop_token_ids, second.temperature) == ((9,), 0.5)
+    assert [turn.sampling for turn in played.rollouts[0].turns] == [first, second]
 
 
 async def fail(env: Env) -> None:

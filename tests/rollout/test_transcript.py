@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from titan_rl import Completion, FinishReason, Rollout, RolloutStatus, Turn, VersionSpan
+from titan_rl import Completion, FinishReason, Rollout, RolloutStatus, SamplingParams, Turn, VersionSpan
 from titan_rl.rollout.group.transcript import transcript
 
 
@@ -14,13 +14,14 @@ class Odd:
 
 def test_a_transcript_survives_json() -> None:
     completion = Completion("g/3/0", [5, 9, 2], [-0.1] * 3, FinishReason.STOP, (VersionSpan(6, 1), VersionSpan(7, 2)))
+    sampling = SamplingParams(max_tokens=8, temperature=0.5, seed=2**62, stop_token_ids=(2,))
     rollout = Rollout(
         "g/3",
         "g",
         3,
         sample=Odd(),
         status=RolloutStatus.TRUNCATED_TURNS,
-        turns=[Turn([1, 2], completion, {"so_far": 0.5})],
+        turns=[Turn([1, 2], completion, {"so_far": 0.5}, sampling=sampling)],
         messages=[{"role": "user", "content": "héllo"}, {"role": "tool", "content": {1: (Odd(), True, None)}}],
         error="close: KeyError: 'x'",
         reward=0.5,
@@ -50,6 +51,17 @@ def test_a_transcript_survives_json() -> None:
                 "finish_reason": "stop",
                 "version_spans": [[6, 1], [7, 2]],
                 "rewards": {"so_far": 0.5},
+                "sampling": {
+                    "max_tokens": 8,
+                    "temperature": 0.5,
+                    "top_p": 1.0,
+                    "top_k": -1,
+                    "min_p": 0.0,
+                    "min_tokens": 0,
+                    "seed": 2**62,
+                    "stop_token_ids": [2],
+                    "return_routed_experts": False,
+                },
             }
         ],
         "metrics": {"seconds": None},

@@ -5,6 +5,7 @@ import errno
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -26,6 +27,7 @@ SAMPLING = SamplingParams(max_tokens=8)
 def group_of(index: int, **message: object) -> RolloutGroup:
     completion = Completion("r", [1], [-0.5], FinishReason.STOP, (VersionSpan(2, 1),), metrics={"queue_s": 0.5})
     rollout = Rollout(f"train-{index}/0", f"train-{index}", 0, index, turns=[Turn([0], completion, {"a": 1.0})])
+    rollout.turns.append(Turn([0, 1], completion, sampling=SAMPLING))
     rollout.reward, rollout.advantage, rollout.messages = 0.25, -1.0, [{"role": "user", **message}]
     return RolloutGroup(f"train-{index}", index, [rollout])
 
@@ -57,6 +59,7 @@ def test_groups_batches_and_the_data_position_come_back(tmp_path):
     rollout = found.finished[4].rollouts[0]
     assert (rollout.sample, rollout.reward, rollout.advantage, rollout.turns[0].rewards) == (4, 0.25, -1.0, {"a": 1.0})
     assert rollout.turns[0].completion.version_spans == [VersionSpan(2, 1)]
+    assert [turn.sampling for turn in rollout.turns] == [None, SAMPLING]
 
 
 async def test_what_a_checkpoint_holds_is_not_trained_again(tmp_path):
@@ -162,6 +165,16 @@ async def test_recorded_turns_are_not_generated_again_and_a_part_is_continued(tm
     assert engine.prompts == [[50, 51, 52, 53]]
     other = await generate([2], request_id="train-0/0/0", sampling=SAMPLING)  # an environment that asks otherwise
     assert list(other.token_ids) == list(range(3, 11))
+
+
+async def test_what_was_sampled_otherwise_is_no_answer(tmp_path):
+    journal, engine = RunJournal(tmp_path), Engine()
+    await journal.record(engine, 0)([1], request_id="train-0/0/0", sampling=SAMPLING)
+    journal.drain()
+    for sampling, num_asked in ((SAMPLING, 0), (replace(SAMPLING, temperature=0.5), 1)):
+        engine = Engine()
+        await reopened(tmp_path).record(engine, 0)([1], request_id="train-0/0/0", sampling=sampling)
+        assert len(engine.prompts) == num_asked
 
 
 async def test_a_checkpoint_keeps_the_tokens_of_requests_in_flight(tmp_path):

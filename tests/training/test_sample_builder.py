@@ -1,14 +1,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus, Turn
+from titan_rl.training.data.family import Family
 from titan_rl.training.data.sample_builder import build_samples
-from titan_rl.types import Completion, FinishReason, VersionSpan
+from titan_rl.training.policy.batch import make_batch
+from titan_rl.types import Completion, FinishReason, SamplingParams, VersionSpan
 
 
 def turn(prompt: Sequence[int], completion: Sequence[int], *, version: int = 3, logprob: float = -0.5) -> Turn:
@@ -78,6 +82,60 @@ def test_rollouts_that_do_not_take_part_give_no_sample(left_out: Rollout):
 def test_a_greedy_temperature_is_refused(temperature: float):
     with pytest.raises(ValueError, match="temperature"):
         build_samples(group(), temperature)
+
+
+def sampled(turn: Turn, **settings: Any) -> Turn:
+    return replace(turn, sampling=SamplingParams(**{"max_tokens": 8, **settings}))
+
+
+def test_the_temperature_is_that_of_the_turns():
+    played = [sampled(turn([7], [5]), temperature=0.7), sampled(turn([7, 5, 9], [6]), temperature=0.7)]
+    (sample,) = build_samples(group(rollout(*played)))
+    assert sample.temperature == 0.7
+    assert build_samples(group(rollout(*played)), 0.7) == [sample]
+
+
+def test_each_token_of_a_sample_has_the_temperature_of_its_turn():
+    played = [
+        sampled(turn([7, 8], [5, 1]), temperature=0.5),
+        sampled(turn([7, 8, 5, 1, 9], [6]), temperature=1.0),
+        sampled(turn([7, 8, 5, 1, 9, 6], [4]), temperature=2.0),
+    ]
+    (sample,) = build_samples(group(rollout(*played)))
+    assert list(sample.temperatures) == [0, 0, 0.5, 0.5, 0, 1.0, 2.0]
+    batch = make_batch([[Family((sample, replace(sample, temperature=0.25)), prefix_length=1)]])
+    assert batch.temperatures_N.tolist() == [0.5, 0.5, 1.0, 2.0, 0.25, 0.25, 0.25, 0.25]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"top_p": 0.9}, "top_p = 0.9, which the loss cannot account for; sample with top_p = 1.0"),
+        ({"top_k": 5}, "top_k = 5, which the loss cannot account for; sample with top_k = -1"),
+        ({"min_p": 0.1}, "min_p = 0.1, which the loss cannot account for; sample with min_p = 0.0"),
+        ({"min_tokens": 2}, "min_tokens = 2, which the loss cannot account for; sample with min_tokens = 0"),
+        ({"temperature": 0.0}, "temperature = 0.0; sample above 0"),
+    ],
+)
+def test_sampling_that_the_loss_cannot_account_for_is_refused(settings: dict[str, Any], message: str):
+    wrong = sampled(turn([7], [5]), **settings)
+    with pytest.raises(ValueError, match=f"turn 'r' of rollout 'g/0' was sampled with {message}"):
+        build_samples(group(rollout(wrong)))
+    context = [wrong, sampled(turn([7, 5, 9], [6], version=4))]
+    (sample,) = build_samples(
+        group(rollout(*context)), oldest_version=4
+    )  # what is not trained may be sampled as it likes
+    assert sample.temperature == 1.0
+
+
+def test_a_temperature_that_differs_from_that_of_the_turn_is_refused():
+    with pytest.raises(ValueError, match=r"temperature = 0\.5, and build_samples was given 1\.0"):
+        build_samples(group(rollout(sampled(turn([7], [5]), temperature=0.5))), 1.0)
+
+
+def test_a_turn_that_does_not_say_how_it_was_sampled_needs_the_temperature():
+    with pytest.raises(ValueError, match="rollout 'g/0' does not say how it was sampled"):
+        build_samples(group(rollout(turn([7], [5]))))
 
 
 tokens = st.lists(st.integers(0, 3), min_size=1, max_size=4)

@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Any
 
 from titan_rl.calls.user_code import Failure
-from titan_rl.types import Completion, require_member
+from titan_rl.types import Completion, SamplingParams, require_member
 
 Message = Mapping[str, Any]
 """One chat message: `{"role": "user", "content": "..."}`, plus what the chat template knows of."""
@@ -45,12 +45,18 @@ class RolloutStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One request and its answer."""
+    """One request and its completion.
+
+    Args:
+        sampling: what the request asked for, so that training scores the completion's tokens as they were sampled. None
+            says that nobody knows: `build_samples` then has to be told the temperature.
+    """
 
     prompt_token_ids: Sequence[int]  # [num_prompt_tokens], the whole context
     completion: Completion
     rewards: Mapping[str, float] = field(default_factory=dict[str, float])  # from the environment, by name
     token_advantages: Sequence[float] | None = None  # [num_completion_tokens], from the environment
+    sampling: SamplingParams | None = None
 
 
 @dataclass(slots=True)

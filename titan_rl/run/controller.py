@@ -256,9 +256,9 @@ class Controller:
     def _samples(self, batch: GroupBatch) -> list[TrainingSample]:
         if self._config.training.advantage == "batch_mean":
             subtract_batch_mean(batch.groups)
-        temperature, max_age = self._config.sampling.temperature, self._config.scheduling.max_token_age
+        max_age = self._config.scheduling.max_token_age
         oldest = 0 if max_age is None else batch.version - max_age
-        return [s for group in batch.groups for s in build_samples(group, temperature, oldest_version=oldest)]
+        return [s for group in batch.groups for s in build_samples(group, oldest_version=oldest)]
 
     def _report(self, step: int) -> None:
         self._reports.add(step, {"generation/requests_in_flight_max": float(self._groups.requests.take())})

@@ -60,7 +60,7 @@ class TrainerCore:
     Example:
 
         trainer = TrainerCore(ModelConfig(path="models/tiny"), TrainingConfig(steps=10), seed=0)
-        result = trainer.step(build_samples(group, temperature=1.0))
+        result = trainer.step(build_samples(group))
         result.version  # 1
     """
 

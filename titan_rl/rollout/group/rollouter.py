@@ -218,6 +218,7 @@ class Rollouter:
                     RolloutStatus.TRUNCATED_PROMPT,
                     f"the prompt of turn {turn} has {len(prompt)} tokens, max_context is {self.max_context}",
                 )
+            turn_sampling = self._turn_sampling(sampling, rollout, turn, room)
             async with EndsWith(RolloutStatus.ERROR_GENERATE, loop.time() + self.limits.generate_timeout_s):
                 completion = await generate_within(
                     watch,
@@ -225,14 +226,14 @@ class Rollouter:
                     list(prompt),
                     request_id=f"{rollout.rollout_id}/{turn}",
                     session_id=rollout.rollout_id,
-                    sampling=self._turn_sampling(sampling, rollout, turn, room),
+                    sampling=turn_sampling,
                 )
             is_cut = completion.finish_reason is FinishReason.ABORT and watch.is_over
             if is_cut and not completion.token_ids:
                 raise self._time_is_up(rollout)
             if is_cut:
                 completion = replace(completion, finish_reason=completion.ended or FinishReason.LENGTH, ended=None)
-            rollout.turns.append(Turn(prompt, completion))
+            rollout.turns.append(Turn(prompt, completion, sampling=turn_sampling))
             if completion.finish_reason is FinishReason.ABORT:
                 return RolloutStatus.ABORTED
 
@@ -240,11 +241,10 @@ class Rollouter:
                 step: Any = await env.step(completion_to_give(completion))
                 if not isinstance(step, TokenStep):
                     raise TypeError(f"step gave {type(step).__name__}; it must give a TokenStep")
-                rollout.turns[-1] = Turn(
-                    rollout.turns[-1].prompt_token_ids,
-                    completion,
-                    {name: float(reward) for name, reward in step.rewards.items()},
-                    token_advantages_of(step.token_advantages, completion),
+                rollout.turns[-1] = replace(
+                    rollout.turns[-1],
+                    rewards={name: float(reward) for name, reward in step.rewards.items()},
+                    token_advantages=token_advantages_of(step.token_advantages, completion),
                 )
                 rollout.messages.extend(messages_of(step.messages))
                 prompt = token_ids_of(step.prompt_token_ids or (), "the next prompt")

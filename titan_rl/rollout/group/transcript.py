@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from titan_rl.calls.plain import plain_json
@@ -21,7 +22,8 @@ def transcript(rollout: Rollout) -> dict[str, Any]:
          "messages": [{"role": "user", "content": "Sort: Bo, Al"}, {"role": "assistant", "content": "Al, Bo"}],
          "num_completion_tokens": 5, "versions": [6, 7],
          "turns": [{"request_id": "g17/3/0", "num_prompt_tokens": 12, "num_completion_tokens": 5,
-                    "finish_reason": "stop", "version_spans": [[6, 3], [7, 2]], "rewards": {}}],
+                    "finish_reason": "stop", "version_spans": [[6, 3], [7, 2]], "rewards": {},
+                    "sampling": {"max_tokens": 64, "temperature": 1.0, ...}}],
          "metrics": {"seconds": 0.4}}
     """
     turns = [
@@ -32,6 +34,7 @@ def transcript(rollout: Rollout) -> dict[str, Any]:
             "finish_reason": turn.completion.finish_reason,
             "version_spans": [[span.version, span.num_tokens] for span in turn.completion.version_spans],
             "rewards": turn.rewards,
+            "sampling": None if turn.sampling is None else asdict(turn.sampling),
         }
         for turn in rollout.turns
     ]

@@ -164,6 +164,7 @@ def _copy_of_turn(turn: Turn) -> Turn:
         completion_to_give(turn.completion),
         dict(turn.rewards),
         None if turn.token_advantages is None else list(turn.token_advantages),
+        turn.sampling,
     )
 
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from titan_rl.run.journal.records import Part, digest
 from titan_rl.types import Completion, GenerateFn, SamplingParams
 
-Known = Callable[[str, bytes], Completion | None]
-"""What a request came back with, by its id and the digest of its prompt."""
+Known = Callable[[str, bytes, SamplingParams], Completion | None]
+"""What a request came back with, by its id, the digest of its prompt, and how it was to be sampled."""
 
 
 class Recorder:
@@ -20,14 +20,14 @@ class Recorder:
 
     def __init__(self, on_part: Callable[[Part], None]) -> None:
         self._on_part = on_part
-        self._asked: dict[str, tuple[int, bytes]] = {}  # request id -> group and prompt of what is in flight
+        self._asked: dict[str, tuple[int, bytes, SamplingParams]] = {}  # by request id, what is in flight
 
     def record(self, generate: GenerateFn, index: int, known: Known) -> GenerateFn:
         """A `GenerateFn` that answers what is known, and notes everything else.
 
         A fresh environment that is given the recorded answers arrives where its predecessor was, so environments need
-        not be saved. One that asks with another prompt than before gets new answers from there on. A part that was
-        interrupted comes back as aborted, and `resume_on_abort` around this asks for the rest.
+        not be saved. One that asks with another prompt or sampling than before gets new answers from there on. A part
+        that was interrupted comes back as aborted, and `resume_on_abort` around this asks for the rest.
 
         Args:
             index: position in the data of the group whose requests these are.
@@ -41,9 +41,9 @@ class Recorder:
             sampling: SamplingParams,
         ) -> Completion:
             prompt_digest = digest(prompt_token_ids)
-            if (answer := known(request_id, prompt_digest)) is not None:
+            if (answer := known(request_id, prompt_digest, sampling)) is not None:
                 return answer
-            self._asked[request_id] = (index, prompt_digest)
+            self._asked[request_id] = (index, prompt_digest, sampling)
             try:
                 answer = await generate(
                     prompt_token_ids, request_id=request_id, session_id=session_id, sampling=sampling
@@ -51,7 +51,7 @@ class Recorder:
             finally:
                 del self._asked[request_id]
             if answer.token_ids:
-                self._on_part(Part(index, prompt_digest, answer))
+                self._on_part(Part(index, prompt_digest, sampling, answer))
             return answer
 
         return recorded
@@ -63,7 +63,7 @@ class Recorder:
             tokens: request id -> the tokens so far, as an aborted completion.
         """
         return [
-            Part(index, prompt_digest, tokens[request_id])
-            for request_id, (index, prompt_digest) in self._asked.items()
+            Part(index, prompt_digest, sampling, tokens[request_id])
+            for request_id, (index, prompt_digest, sampling) in self._asked.items()
             if request_id in tokens and tokens[request_id].token_ids
         ]

@@ -18,7 +18,7 @@ import msgspec
 from titan_rl.calls.plain import plain
 from titan_rl.calls.user_code import Failure
 from titan_rl.rollout.types import Message, Rollout, RolloutGroup
-from titan_rl.types import Completion
+from titan_rl.types import Completion, SamplingParams
 
 
 class Start(msgspec.Struct, tag="start", frozen=True):
@@ -34,6 +34,7 @@ class Part(msgspec.Struct, tag="part", frozen=True):
 
     index: int
     prompt_digest: bytes
+    sampling: SamplingParams
     completion: Completion
 
 

@@ -86,9 +86,9 @@ class RunJournal:
         """`generate` for the rollouts of a group, which are answered again what they were answered before: by an
         earlier process, or when a worker died and the group is run again."""
 
-        def known(request_id: str, prompt_digest: bytes) -> Completion | None:
+        def known(request_id: str, prompt_digest: bytes, sampling: SamplingParams) -> Completion | None:
             part = self.state.parts.get(index, {}).get((request_id, prompt_digest))
-            return None if part is None else part.completion
+            return None if part is None or part.sampling != sampling else part.completion
 
         recorded = self._recorder.record(generate, index, known)
 

@@ -12,7 +12,10 @@ class TrainingSample:
     """One token sequence of a rollout. All per-token fields have the length of `token_ids`.
 
     Position t holds the values of token t itself, not of the token after it. Where `loss_mask[t]` is False
-    (prompt and environment tokens) logprob and advantage are 0 and version is -1.
+    (prompt and environment tokens) logprob, advantage and a temperature of its own are 0 and version is -1.
+
+    `temperature` is what the trained tokens were sampled at, and what the loss scores them at: one number where it is
+    the same for all of them, else a number for each token.
 
     `routed_experts[t]` are those of the forward pass that produced token t, from the tokens before it.
 
@@ -30,8 +33,14 @@ class TrainingSample:
     behaviour_logprobs: Sequence[float]  # [num_tokens]
     advantages: Sequence[float]  # [num_tokens]
     versions: Sequence[int]  # [num_tokens]
-    temperature: float
+    temperature: float | Sequence[float]  # [num_tokens] where it differs
     routed_experts: Sequence[Any] | None = None  # [num_tokens], [num_layers, top_k] or None where the router chooses
+
+    @property
+    def temperatures(self) -> Sequence[float]:
+        """The temperature of each token.  # [num_tokens]"""
+        given = self.temperature
+        return given if isinstance(given, Sequence) else [given] * len(self.token_ids)
 
     @property
     def num_trained_tokens(self) -> int:

@@ -12,9 +12,15 @@ from typing import Any
 
 from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus, Turn
 from titan_rl.training.data.sample import TrainingSample
+from titan_rl.types import SamplingParams
+
+UNSHAPED = SamplingParams(max_tokens=1)
+"""Its `top_p`, `top_k`, `min_p` and `min_tokens` leave every token its probability, as the loss takes for granted."""
 
 
-def build_samples(group: RolloutGroup, temperature: float, *, oldest_version: int = 0) -> list[TrainingSample]:
+def build_samples(
+    group: RolloutGroup, temperature: float | None = None, *, oldest_version: int = 0
+) -> list[TrainingSample]:
     """The samples of every rollout that takes part in training.
 
     Rollouts that were aborted, ended in a fault that is not the policy's, have no advantage or no completion token
@@ -23,7 +29,8 @@ def build_samples(group: RolloutGroup, temperature: float, *, oldest_version: in
     A token's advantage is its rollout's, plus its own where the environment gave one.
 
     Args:
-        temperature: what the completions were sampled with; the loss scores them at the same temperature.
+        temperature: of turns that do not say how they were sampled. The others have it in `Turn.sampling`, where it may
+            differ from turn to turn: the loss scores each token at the temperature that it was sampled at.
         oldest_version: tokens of earlier versions are context and are not trained; a sample of none but those is left
             out.
 
@@ -33,10 +40,12 @@ def build_samples(group: RolloutGroup, temperature: float, *, oldest_version: in
         loss_mask = [False, False, True, True, False, True, True]
 
     Raises:
-        ValueError: the temperature is not positive; greedy completions have no behaviour distribution to correct for.
-            Or a completion has lost rows of its routed experts.
+        ValueError: names the rollout and the setting. A turn was sampled in a way that the loss cannot account for: at
+            temperature 0, so that there is no behaviour distribution to correct for, or with tokens left out by
+            `top_p`, `top_k`, `min_p` or `min_tokens`. Or it does not say how it was sampled, and neither does
+            `temperature`; or the two differ. Or a completion has lost rows of its routed experts.
     """
-    if not temperature > 0:
+    if temperature is not None and not temperature > 0:
         raise ValueError(
             f"temperature is {temperature!r}; completions to train on are sampled at a temperature above 0"
         )
@@ -71,13 +80,14 @@ def _extending_runs(rollout: Rollout) -> Iterator[list[Turn]]:
 
 
 def _merge(
-    rollout: Rollout, turns: list[Turn], advantage: float, temperature: float, oldest_version: int
+    rollout: Rollout, turns: list[Turn], advantage: float, temperature: float | None, oldest_version: int
 ) -> TrainingSample:
     token_ids: list[int] = []
     loss_mask: list[bool] = []
     logprobs: list[float] = []
     versions: list[int] = []
     advantages: list[float] = []
+    temperatures: list[float] = []
     experts: list[Any] = []
     for turn in turns:
         context = turn.prompt_token_ids[len(token_ids) :]
@@ -90,6 +100,8 @@ def _merge(
         completion = turn.completion
         token_ids += completion.token_ids
         fresh = [version >= oldest_version for version in completion.versions]
+        temperatures += [0.0] * len(context)
+        temperatures += [_temperature_of(turn, rollout, temperature)] * len(fresh) if any(fresh) else [0.0] * len(fresh)
         loss_mask += fresh
         logprobs += [logprob if ok else 0.0 for logprob, ok in zip(completion.logprobs, fresh, strict=True)]
         versions += [version if ok else -1 for version, ok in zip(completion.versions, fresh, strict=True)]
@@ -102,6 +114,7 @@ def _merge(
             )
         experts += rows
         advantages += [advantage + own if ok else 0.0 for own, ok in zip(added, fresh, strict=True)]
+    trained_at = {value for value, trained in zip(temperatures, loss_mask, strict=True) if trained}
     return TrainingSample(
         group_id=rollout.group_id,
         rollout_id=rollout.rollout_id,
@@ -110,6 +123,34 @@ def _merge(
         behaviour_logprobs=logprobs,
         advantages=advantages,
         versions=versions,
-        temperature=temperature,
+        temperature=trained_at.pop() if len(trained_at) == 1 else temperatures,
         routed_experts=experts if any(row is not None for row in experts) else None,
     )
+
+
+def _temperature_of(turn: Turn, rollout: Rollout, otherwise: float | None) -> float:
+    """What a turn was sampled at, so that its tokens can be trained."""
+    turn_of = f"turn {turn.completion.request_id!r} of rollout {rollout.rollout_id!r}"
+    if turn.sampling is None:
+        if otherwise is None:
+            raise ValueError(
+                f"{turn_of} does not say how it was sampled; give the Turn its sampling, or build_samples a temperature"
+            )
+        return otherwise
+    for name in ("top_p", "top_k", "min_p", "min_tokens"):
+        if (value := getattr(turn.sampling, name)) != (unshaped := getattr(UNSHAPED, name)):
+            raise ValueError(
+                f"{turn_of} was sampled with {name} = {value!r}, which the loss cannot account for; sample with "
+                f"{name} = {unshaped!r} what is trained on"
+            )
+    own = turn.sampling.temperature
+    if not own > 0:
+        raise ValueError(
+            f"{turn_of} was sampled with temperature = {own!r}; sample above 0 what is trained on, since greedy "
+            "completions have no behaviour distribution"
+        )
+    if otherwise is not None and otherwise != own:
+        raise ValueError(
+            f"{turn_of} was sampled with temperature = {own!r}, and build_samples was given {otherwise!r}; leave it out"
+        )
+    return own

@@ -85,7 +85,8 @@ def make_batch(
                 trained += [start + t for t in targets]
                 behaviour_logprobs += [sample.behaviour_logprobs[t] for t in targets]
                 advantages += [sample.advantages[t] for t in targets]
-                temperatures += [sample.temperature] * len(targets)
+                sample_temperatures = sample.temperatures
+                temperatures += [sample_temperatures[t] for t in targets]
                 versions += [sample.versions[t] for t in targets]
                 for t, experts_RK in enumerate(sample.routed_experts or ()):
                     if t > prefix_length and experts_RK is not None:
