@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "generation": "calls errors types",
     "rollout": "calls errors settings types",
     "scheduling": "calls errors rollout settings types",
-    "training": "calls errors rollout settings weights",
+    "training": "calls errors rollout settings types weights",
     "config": "calls errors rollout scheduling settings training weights",
     "serving": "calls errors generation rollout types",
     "simulate": "errors generation rollout scheduling types",
