@@ -10,12 +10,14 @@ from titan_rl.config.load import load_config
 from titan_rl.config.run import RunConfig
 from titan_rl.errors import (
     ActorDiedError,
+    BusyError,
     CheckpointError,
     ConfigError,
     DamagedCheckpointError,
     DataError,
     EngineDeadError,
     EngineStalledError,
+    EpisodeEndedError,
     GenerationError,
     MissingExtraError,
     ModelError,
@@ -75,6 +77,7 @@ from titan_rl.weights.types import StateDictTransport
 __all__ = [
     "ActorDiedError",
     "Backlog",
+    "BusyError",
     "ChatTemplateRenderer",
     "CheckpointError",
     "Completion",
@@ -86,6 +89,7 @@ __all__ = [
     "EngineLoop",
     "EngineRequest",
     "EngineStalledError",
+    "EpisodeEndedError",
     "FailurePolicy",
     "FinishReason",
     "GenerateFn",

@@ -7,6 +7,8 @@ TitanRLError
   DataError             a dataset or environment gave something unusable
   RewardError           a reward or advantage function failed or gave a non-finite value
   RequestError          one generation request can never succeed; it fails alone
+    EpisodeEndedError   the episode it belongs to is over
+  BusyError             a limit on what is open at once is reached; later there may be room
   GenerationError       generation infrastructure failed; another replica may succeed
     EngineDeadError     the engine loop has ended; later calls fail at once
     EngineStalledError  nothing has come from the engine for too long
@@ -71,6 +73,14 @@ class RewardError(TitanRLError):
 
 class RequestError(TitanRLError, ValueError):
     """This generation request can never succeed: too long, bad parameters, duplicate id."""
+
+
+class EpisodeEndedError(RequestError):
+    """The episode that a request belongs to is over. The message says how it ended."""
+
+
+class BusyError(TitanRLError):
+    """As much is open at once as the limit allows. What was asked for may be had later; the message names the limit."""
 
 
 class GenerationError(TitanRLError):

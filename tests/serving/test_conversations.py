@@ -2,36 +2,24 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
+from talk import SYSTEM, Forgetful, chat_template_renderer, completion, reply, user
 
 from titan_rl.errors import RequestError
 from titan_rl.rollout.renderer import ChatTemplateRenderer
 from titan_rl.serving.conversations import ConversationTree, TurnNode
-from titan_rl.types import Completion, FinishReason, VersionSpan
-
-BASE = Path(__file__).parents[2] / "examples" / "alphabet_sort" / "base"
-SYSTEM = {"role": "system", "content": "Sort."}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def renderer() -> ChatTemplateRenderer:
-    return ChatTemplateRenderer.from_pretrained(BASE)
+    return chat_template_renderer()
 
 
 @pytest.fixture
 def tree(renderer: ChatTemplateRenderer) -> ConversationTree:
     return ConversationTree(renderer)
-
-
-def user(text: str) -> dict[str, Any]:
-    return {"role": "user", "content": text}
-
-
-def reply(text: str | None, **more: Any) -> dict[str, Any]:
-    return {"role": "assistant", "content": text, **more}
 
 
 def call(arguments: Any, call_id: str = "c1") -> dict[str, Any]:
@@ -45,10 +33,7 @@ def say(
     token_ids: tuple[int, ...] = (5, 6, 7),
     **more: Any,
 ) -> TurnNode:
-    completion = Completion(
-        "r", list(token_ids), [-0.5] * len(token_ids), FinishReason.STOP, [VersionSpan(0, len(token_ids))]
-    )
-    return tree.add(tree.prompt(messages, **more), completion, message)
+    return tree.add(tree.prompt(messages, **more), completion(token_ids), message)
 
 
 def test_only_what_is_new_is_tokenized(tree: ConversationTree, renderer: ChatTemplateRenderer) -> None:
@@ -110,8 +95,7 @@ def test_another_beginning_is_a_conversation_of_its_own(
 
 def test_siblings_share_a_prompt_and_go_their_own_ways(tree: ConversationTree) -> None:
     prompt = tree.prompt([user("a")])
-    completions = [Completion(f"r{n}", [5, n], [-0.5, -0.5], FinishReason.STOP, [VersionSpan(0, 2)]) for n in range(3)]
-    turns = [tree.add(prompt, each, reply(f"b{n}")) for n, each in enumerate(completions)]
+    turns = [tree.add(prompt, completion([5, n]), reply(f"b{n}")) for n in range(3)]
     for n, turn in enumerate(turns):
         assert tree.prompt([user("a"), reply(f"b{n}"), user("c")]).parent is turn
 
@@ -220,3 +204,18 @@ def test_a_long_history_costs_one_look_at_each_message(tree: ConversationTree, m
     monkeypatch.setattr("titan_rl.serving.conversations.Place.goes_on_with", counted)
     assert tree.prompt([*messages, user("last")]).parent is tree.turns[-1]
     assert looks == len(messages) + 1
+
+
+def test_where_the_renderer_cannot_extend_a_turn_the_conversation_is_rendered_whole() -> None:
+    tree = ConversationTree(Forgetful())
+    first = say(tree, [user("a")], reply("b", reasoning_content="r"))
+    tool = {"role": "tool", "content": "t"}
+    assert tree.prompt([user("a"), reply("b"), tool]).parent is first
+    follow = [user("a"), reply("b"), user("c")]
+    prompt = tree.prompt(follow)
+    assert prompt.parent is None
+    assert prompt.token_ids == Forgetful().render_ids(follow, add_generation_prompt=True)
+    second = say(tree, follow, reply("d", reasoning_content="r"))
+    assert tree.prompt([*follow, reply("d"), tool]).parent is second
+    assert tree.branches() == [[first], [second]]
+    assert [message["content"] for message in tree.transcript()] == ["a", "b", "c", "d"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from titan_rl.calls.plain import snapshot
 from titan_rl.calls.user_code import summary
 from titan_rl.errors import RequestError
 from titan_rl.rollout.renderer.messages import renderable
@@ -22,6 +23,7 @@ class TurnNode:
         index: how many turns of the tree were added before it.
         parent: the turn with whose prompt and completion its prompt begins; None where the prompt was rendered whole.
         message: what the completion says, as the client was given it.
+        place: where that stands in the conversation.
     """
 
     index: int
@@ -29,6 +31,7 @@ class TurnNode:
     added_token_ids: Sequence[int]  # what its prompt adds to the parent's prompt and completion
     completion: Completion
     message: Message
+    place: Place = field(repr=False)
     children: list[TurnNode] = field(default_factory=list["TurnNode"], repr=False)
 
     @property
@@ -67,12 +70,18 @@ class Prompt:
 
 
 class Place:
-    """A message and what came before it. `turns` are those that said it: several, where they say the same."""
+    """A message in a conversation: what came before it, and what came after it in one conversation or another.
 
-    __slots__ = ("message", "next", "turns")
+    Attributes:
+        message: None in the place before the first.
+        turns: those whose reply it is; several, where they say the same.
+    """
 
-    def __init__(self, message: Message | None = None) -> None:
+    __slots__ = ("before", "message", "next", "turns")
+
+    def __init__(self, message: Message | None = None, before: Place | None = None) -> None:
         self.message = message
+        self.before = before
         self.turns: list[TurnNode] = []
         self.next: dict[bytes, dict[bytes | None, Place]] = {}  # by digest and reasoning of the next message
 
@@ -87,7 +96,7 @@ class Place:
     def enter(self, identity: Identity, message: Message) -> Place:
         same = self.next.setdefault(identity.digest, {})
         if identity.reasoning not in same:
-            same[identity.reasoning] = Place(message)
+            same[identity.reasoning] = Place(snapshot(message), self)
         return same[identity.reasoning]
 
 
@@ -155,15 +164,46 @@ class ConversationTree:
         Args:
             message: the completion as the client is given it, with all that a client may send back: ids of tool calls.
         """
-        turn = TurnNode(len(self._turns), prompt.parent, prompt.added_token_ids, completion, message)
-        self._turns.append(turn)
-        if prompt.parent is not None:
-            prompt.parent.children.append(turn)
         place = prompt.after
         for identity, said in [*prompt.new_messages, (identity_of(message), message)]:
             place = place.enter(identity, said)
+        parent = prompt.parent
+        turn = TurnNode(len(self._turns), parent, prompt.added_token_ids, completion, snapshot(message), place)
+        self._turns.append(turn)
         place.turns.append(turn)
+        if parent is not None:
+            parent.children.append(turn)
         return turn
+
+    def branches(self) -> list[list[TurnNode]]:
+        """All turns, each in one list, where each is the parent of the next. Of the children of a turn the first is in
+        its list, and others begin lists of their own. The list that ended last is last."""
+        of_turn: list[list[TurnNode]] = []  # by the turn's index; a parent's is less than its children's
+        branches: list[list[TurnNode]] = []
+        for turn in self._turns:
+            if turn.parent is not None and turn.parent.children[0] is turn:
+                branch = of_turn[turn.parent.index]
+            else:
+                branches.append(branch := [])
+            branch.append(turn)
+            of_turn.append(branch)
+        return sorted(branches, key=lambda branch: branch[-1].index)
+
+    def transcript(self) -> list[Message]:
+        """Every message that led to a turn, and every reply, each once: one branch after the other, a branch from where
+        it differs. The last reply is last."""
+        told: set[Place] = set()
+        messages: list[Message] = []
+        for branch in self.branches():
+            new: list[Message] = []
+            for turn in reversed(branch):
+                place = turn.place
+                while place.message is not None and place.before is not None and place not in told:
+                    told.add(place)
+                    new.append(place.message)
+                    place = place.before
+            messages += reversed(new)
+        return messages
 
     def _find(self, root: Place, identities: Sequence[Identity]) -> tuple[TurnNode | None, Place, int]:
         """The last turn of the longest recorded conversation that these messages go on from, its place, and how many
