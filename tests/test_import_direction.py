@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "rollout": "calls errors settings types",
     "scheduling": "calls errors rollout settings types",
     "training": "calls errors rollout settings types weights",
-    "config": "calls errors rollout scheduling settings training weights",
+    "config": "calls errors generation rollout scheduling settings training weights",
     "serving": "calls errors generation rollout types",
     "simulate": "errors generation rollout scheduling types",
     "actors": "calls config errors generation rollout training types weights",

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 
 class Section(BaseModel):
@@ -14,3 +18,24 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
     )
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionName:
+    """What a setting names: one of these of the library's own, or one of the user's as "module:function".
+
+    Nothing is imported to check the setting itself; `load_config` then imports what is the user's.
+
+    Example: `loss: Annotated[str, FunctionName(("grpo", "gspo"))] = "grpo"`
+    """
+
+    names: tuple[str, ...]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
+
+    def _check(self, value: str) -> str:
+        if value not in self.names and not all(value.partition(":")):
+            about = {"names": ", ".join(self.names)}
+            raise PydanticCustomError("function", 'must be one of {names}, or your own as "module:function"', about)
+        return value

@@ -165,12 +165,13 @@ number = 3
 """
 
 
-@pytest.mark.parametrize("setting", ["loss", "advantage", "optimizer"])
-def test_a_function_of_the_users_is_imported_when_the_config_is_read(project: Path, setting: str):
+@pytest.mark.parametrize("key", ["training.loss", "training.advantage", "training.optimizer", "routing.strategy"])
+def test_a_function_of_the_users_is_imported_when_the_config_is_read(project: Path, key: str):
+    table, _, setting = key.partition(".")
     module = f"own_{setting}"
     Path(f"{module}.py").write_text(OWN_FUNCTIONS)
-    key = f"training.{setting}"
-    assert getattr(load_config("config.toml", [(key, f"{module}:mine")]).training, setting) == f"{module}:mine"
+    config = load_config("config.toml", [(key, f"{module}:mine")])
+    assert getattr(getattr(config, table), setting) == f"{module}:mine"
     named = f"command line: {key} = "
     for value, reason in {
         f"{module}:mein": f"{module} has no function mein; it has: mine, Fancy",
@@ -186,6 +187,16 @@ def test_a_function_of_the_users_is_imported_when_the_config_is_read(project: Pa
     Path("fussy_functions.py").write_text("def __getattr__(name): raise RuntimeError('no')")
     assert "fussy_functions.mine cannot be had: RuntimeError: no" in failure((key, "fussy_functions:mine"))
     assert f"{named}'quux' must be one of " in failure((key, "quux"))
+
+
+def test_each_of_a_list_of_functions_is_imported(project: Path):
+    Path("own_filters.py").write_text(OWN_FUNCTIONS)
+    key, names = "scheduling.filters", ("zero_variance", "own_filters:mine")
+    assert load_config("config.toml", [(key, str(list(names)))]).scheduling.filters == names
+    assert "command line: scheduling.filters[1] = 'own_filters:mein': own_filters has no function mein" in failure(
+        (key, '["zero_variance", "own_filters:mein"]')
+    )
+    assert "scheduling.filters[0] = 'dull' must be one of zero_variance, or your own" in failure((key, '["dull"]'))
 
 
 def test_a_missing_file_lists_those_that_are_there(project: Path):

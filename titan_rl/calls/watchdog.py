@@ -25,6 +25,7 @@ _ADVICE = {
     "task": "A task's functions are called on the event loop, and cannot await: load and prepare data when the task is "
     "made, so that they only pick from it",
     "advantage": "An advantage function is called on the event loop, and is only to compute: wait in a reward",
+    "filter": "A filter is called on the event loop, and is only to look at its group: wait in a reward",
     "other": "Await instead, or let it run in a thread, as by asyncio.to_thread",
 }
 _CALLERS = {  # module and function of titan_rl that call code of each kind
@@ -36,6 +37,7 @@ _CALLERS = {  # module and function of titan_rl that call code of each kind
     ("run/stages/task_groups.py", "validation_samples"): "task",
     ("rollout/task.py", "drop_reason"): "task",
     ("rollout/rewards/advantages.py", "compare"): "advantage",
+    ("scheduling/filters.py", "_reason"): "filter",
     ("rollout/group/callbacks.py", "call"): "other",
 }
 

@@ -13,14 +13,13 @@ from typing import Any, cast
 import tomli_w
 from pydantic import ValidationError
 
-from titan_rl.calls.imports import find_function
 from titan_rl.config.concurrency import describe_concurrency
 from titan_rl.config.explain import Origins, explain
+from titan_rl.config.functions import check_functions
 from titan_rl.config.model_folder import check_model_folder, find_model_folder
 from titan_rl.config.run import RunConfig
 from titan_rl.config.task import load_task, task_type
 from titan_rl.errors import ConfigError
-from titan_rl.training.settings import FUNCTIONS
 
 Tables = dict[str, Any]
 
@@ -56,7 +55,7 @@ def load_config(path: str | Path, overrides: Sequence[tuple[str, str]] = (), *, 
         config = RunConfig.model_validate({**tables, "task": task})
     except ValidationError as error:
         raise ConfigError(explain(error, RunConfig, origins)) from None
-    _check_functions(config, origins)
+    check_functions(config, origins)
     folder = find_model_folder(config.model.path, beside=path.parent)
     if folder is not None:
         model = config.model.model_copy(update={"path": str(folder)})
@@ -72,16 +71,6 @@ def dump_config(config: RunConfig) -> str:
     tables = config.model_dump(mode="json", exclude_none=True)
     tables["task"] = {"type": task_type(config.task), **tables["task"]}
     return f"{figures}\n{tomli_w.dumps(tables)}"
-
-
-def _check_functions(config: RunConfig, origins: Origins) -> None:
-    """Import what settings name as "module:function". The library's own names are known without that."""
-    for name, known in FUNCTIONS.items():
-        key = f"training.{name}"
-        try:
-            find_function(key, getattr(config.training, name), dict.fromkeys(known))
-        except ConfigError as error:
-            raise ConfigError(f"{origins.of(key)}: {error}") from error.__cause__
 
 
 def _read_toml(path: Path) -> Tables:

@@ -8,8 +8,9 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from titan_rl.config.functions import function_name
 from titan_rl.config.run import RunConfig
-from titan_rl.settings import Section
+from titan_rl.settings import FunctionName, Section
 
 
 def reference() -> str:
@@ -36,12 +37,14 @@ def _rows(section: type[Section], prefix: str) -> Iterator[str]:
             yield _row(f"[{key}]", inspect.getdoc(field.annotation) or "")
             yield from _rows(field.annotation, f"{key}.")
         else:
-            yield _row(f"{key}{_default(field)}", " ".join(_words(field)))
+            yield _row(f"{key}{_default(field)}", " ".join(_words(field, function_name(section, name))))
 
 
-def _words(field: FieldInfo) -> Iterator[str]:
+def _words(field: FieldInfo, function: FunctionName | None) -> Iterator[str]:
     if field.description:
         yield field.description
+    if function is not None:
+        yield f'One of {", ".join(function.names)}, or your own as "module:function".'
     if get_origin(field.annotation) is Literal:
         yield f"One of {', '.join(get_args(field.annotation))}."
     if field.is_required():

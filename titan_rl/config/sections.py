@@ -5,7 +5,7 @@ The docstring under a field is its line in `titan-rl train --help`.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import (
     NonNegativeFloat,
@@ -14,7 +14,8 @@ from pydantic import (
     PositiveInt,
 )
 
-from titan_rl.settings import Section
+from titan_rl.generation.router.registry import BY_NAME
+from titan_rl.settings import FunctionName, Section
 
 
 class GenerationConfig(Section):
@@ -51,7 +52,7 @@ class GenerationConfig(Section):
 class RoutingConfig(Section):
     """How a request finds its replica."""
 
-    strategy: Literal["sticky", "group_affinity", "consistent_hash", "least_loaded", "round_robin"] = "sticky"
+    strategy: Annotated[str, FunctionName(tuple(BY_NAME))] = "sticky"
     """sticky keeps a rollout on the replica that holds its KV cache; group_affinity also starts its siblings there."""
     max_sessions: PositiveInt = 65536
     """Sessions remembered; the one longest unused is forgotten first."""

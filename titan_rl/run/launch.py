@@ -26,10 +26,9 @@ from titan_rl.config.concurrency import throttles
 from titan_rl.config.make_rollouter import make_rollouter
 from titan_rl.config.run import RunConfig
 from titan_rl.errors import ConfigError, MissingExtraError, TrainingError
-from titan_rl.generation.router.affinity import ConsistentHash, GroupAffinity
 from titan_rl.generation.router.limits import Limits
+from titan_rl.generation.router.registry import make_strategy
 from titan_rl.generation.router.router import GeneratorRouter
-from titan_rl.generation.router.strategies import LeastLoaded, RoundRobin, StickySession, Strategy
 from titan_rl.rollout.renderer import ChatTemplateRenderer
 from titan_rl.run.checkpoints.resumption import Resumption, resume_from_newest
 from titan_rl.run.controller import Controller
@@ -200,23 +199,8 @@ def describe_processes(config: RunConfig) -> str:
 def make_router(config: RunConfig, processes: RunProcesses) -> GeneratorRouter:
     return GeneratorRouter(
         processes.replicas,
-        make_strategy(config),
+        make_strategy(config.routing.strategy, config.routing.max_sessions),
         stall_timeout_s=config.generation.stall_timeout_s,
         on_replica_failed=processes.on_replica_failed,
         limits=Limits(pull_s=config.statedict.pull_timeout_s, no_replica_s=config.generation.start_timeout_s),
     )
-
-
-def make_strategy(config: RunConfig) -> Strategy:
-    match config.routing.strategy:
-        case "sticky":
-            return StickySession(fallback=LeastLoaded(), max_sessions=config.routing.max_sessions)
-        case "group_affinity":
-            affinity = GroupAffinity(fallback=LeastLoaded())
-            return StickySession(fallback=affinity, max_sessions=config.routing.max_sessions)
-        case "consistent_hash":
-            return ConsistentHash()
-        case "least_loaded":
-            return LeastLoaded()
-        case "round_robin":
-            return RoundRobin()

@@ -1,13 +1,19 @@
 """Why a finished group is not trained on.
 
-A filter is a function from a group to a reason, or None for a group to keep. A task adds its own with a method
-`drop_reason(group)`.
+A filter is a function from a group to a reason, or None for a group to keep. `scheduling.filters` names those of a run,
+and a task adds its own with a method `drop_reason(group)`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
 
+from titan_rl.calls.imports import find_function
+from titan_rl.calls.interrupts import is_ctrl_c
+from titan_rl.calls.user_code import describe
+from titan_rl.errors import DataError
 from titan_rl.rollout.types import RolloutGroup
 
 GroupFilter = Callable[[RolloutGroup], str | None]
@@ -46,7 +52,32 @@ def too_long(max_tokens: int) -> GroupFilter:
 
 
 BY_NAME: dict[str, GroupFilter] = {"zero_variance": zero_variance}
-"""The filters that `scheduling.filters` in a config names."""
+"""The library's own that `scheduling.filters` names."""
+
+
+def find_filters(names: Iterable[str]) -> list[GroupFilter]:
+    """The filters of these names: the library's own, or the user's as "module:function". One of these gives a metric's
+    name or None, or raises DataError.
+
+    Raises:
+        ConfigError: there is no such filter.
+    """
+    return [partial(_reason, name, find_function("scheduling.filters", name, BY_NAME)) for name in names]
+
+
+def _reason(name: str, check: GroupFilter, group: RolloutGroup) -> str | None:
+    try:
+        reason: Any = check(group)
+    except BaseException as error:  # nothing is awaited here, so that a CancelledError is the filter's own
+        if is_ctrl_c(error):
+            raise
+        raise DataError(f"filter {name!r} failed on group {group.group_id!r}: {describe(error)}") from error
+    if reason is not None and not isinstance(reason, str):
+        raise DataError(
+            f"filter {name!r} gave {reason!r} for group {group.group_id!r}; it must give a metric's name, or None to "
+            "train on the group"
+        )
+    return reason
 
 
 LOST = frozenset({"failed", "reward_failed"})

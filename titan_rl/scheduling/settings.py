@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from titan_rl.settings import Section
+from titan_rl.scheduling.filters import BY_NAME
+from titan_rl.settings import FunctionName, Section
 
 
 class SchedulingConfig(Section):
@@ -34,7 +35,7 @@ class SchedulingConfig(Section):
     """Most rollouts in flight; a group starts when all its siblings fit. By default as many as the groups have."""
     suspend_timeout_s: PositiveFloat = 3600.0
     """Longest time that a rollout waits while its group or all generation is interrupted."""
-    filters: tuple[Literal["zero_variance"], ...] = Field(default=(), strict=False)
+    filters: tuple[Annotated[str, FunctionName(tuple(BY_NAME))], ...] = Field(default=(), strict=False)
     """Finished groups that are not trained on, beside those with fewer than two siblings left."""
     max_refills: PositiveInt = 4
     """A step whose groups are all filtered is refilled this often before the run stops."""

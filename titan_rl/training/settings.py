@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Annotated, Literal, Self
 
 from pydantic import (
-    AfterValidator,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
@@ -13,30 +12,14 @@ from pydantic import (
     PositiveInt,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
 
-from titan_rl.settings import Section
+from titan_rl.settings import FunctionName, Section
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 OPTIMIZERS = ("adamw", "adam", "sgd", "muon")
 LOSSES = ("grpo", "gspo", "cispo", "reinforce")
 ADVANTAGES = ("standardized", "group_mean", "leave_one_out", "reward", "batch_mean")
-FUNCTIONS: dict[str, tuple[str, ...]] = {"optimizer": OPTIMIZERS, "loss": LOSSES, "advantage": ADVANTAGES}
-"""The library's own, by the setting of [training] that names one. Known here without torch."""
-
-
-def _function_of(setting: str) -> AfterValidator:
-    """One of those names, or "module:function", which `load_config` imports."""
-    names = FUNCTIONS[setting]
-    about = {"names": ", ".join(names)}
-
-    def check(value: str) -> str:
-        if value not in names and not all(value.partition(":")):
-            raise PydanticCustomError("function", 'must be one of {names}, or your own as "module:function"', about)
-        return value
-
-    return AfterValidator(check)
 
 
 class ModelConfig(Section):
@@ -63,8 +46,8 @@ class TrainingConfig(Section):
     """Learning rate at the last step relative to `lr`; the decay from one to the other is `lr_decay`."""
     lr_decay: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the learning rate after the warm-up, over the run's own steps."""
-    optimizer: Annotated[str, _function_of("optimizer")] = "adamw"
-    """One of adamw, adam, sgd, muon (with adamw for what is no matrix), or a function as "module:function"."""
+    optimizer: Annotated[str, FunctionName(OPTIMIZERS)] = "adamw"
+    """Of the parameters; muon takes adamw for what is no matrix."""
     betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), strict=False)  # TOML has lists, no tuples
     """Decay rates of the first and second moment; for sgd and muon the first is the momentum."""
     eps: PositiveFloat = 1e-8
@@ -75,8 +58,8 @@ class TrainingConfig(Section):
     """Gradients with a larger norm are scaled down to it."""
     minibatches: PositiveInt = 1
     """Optimizer steps that one batch is split into, siblings together."""
-    loss: Annotated[str, _function_of("loss")] = "grpo"
-    """One of grpo, gspo, cispo, reinforce, or a function of your own as "module:function"."""
+    loss: Annotated[str, FunctionName(LOSSES)] = "grpo"
+    """Of the policy."""
     average: Literal["token", "sequence", "constant"] = "token"
     """All tokens of the batch count alike, all sequences do, or a sequence's sum is divided by model.max_context."""
     kl_coef: NonNegativeFloat = 0.0
@@ -87,8 +70,8 @@ class TrainingConfig(Section):
     """The policy ratio is clipped below 1 - clip_low."""
     clip_high: PositiveFloat = 0.28
     """The policy ratio is clipped above 1 + clip_high."""
-    advantage: Annotated[str, _function_of("advantage")] = "standardized"
-    """One of standardized, group_mean, leave_one_out, reward, batch_mean, or a function as "module:function"."""
+    advantage: Annotated[str, FunctionName(ADVANTAGES)] = "standardized"
+    """What makes advantages of the rewards of a group."""
     share_prompts: bool = True
     """What the siblings of a group have in common is passed through the model once, not once for each."""
     data_parallel: PositiveInt = 1

@@ -1,0 +1,47 @@
+"""The settings that name functions, and whether these are there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import cast, get_args
+
+from titan_rl.calls.imports import find_function
+from titan_rl.config.explain import Origins
+from titan_rl.config.run import RunConfig
+from titan_rl.errors import ConfigError
+from titan_rl.settings import FunctionName, Section
+
+
+def check_functions(config: RunConfig, origins: Origins) -> None:
+    """Import what settings name as "module:function". The library's own are known by their names alone.
+
+    Raises:
+        ConfigError: names the setting, its value, where it came from and what is there instead.
+    """
+    for key, name, known in _named(config):
+        try:
+            find_function(key, name, dict.fromkeys(known.names))
+        except ConfigError as error:
+            raise ConfigError(f"{origins.of(key)}: {error}") from error.__cause__
+
+
+def function_name(section: type[Section], field: str) -> FunctionName | None:
+    """What a setting, or each of a list, may name; None where it names no function."""
+    info = section.model_fields[field]
+    inner = (part for argument in get_args(info.annotation) for part in getattr(argument, "__metadata__", ()))
+    return next((found for found in (*info.metadata, *inner) if isinstance(found, FunctionName)), None)
+
+
+def _named(section: Section, prefix: str = "") -> Iterator[tuple[str, str, FunctionName]]:
+    """(dotted setting, function that it names, what it may name) of all settings under `section`."""
+    for field in type(section).model_fields:
+        key, value = f"{prefix}{field}", getattr(section, field)
+        if isinstance(value, Section):
+            yield from _named(value, f"{key}.")
+        elif (known := function_name(type(section), field)) is None:
+            continue
+        elif isinstance(value, tuple):
+            names = cast("tuple[str, ...]", value)
+            yield from ((f"{key}[{index}]", name, known) for index, name in enumerate(names))
+        else:
+            yield key, value, known
