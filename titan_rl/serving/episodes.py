@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 
 from titan_rl.calls.user_code import Failure
 from titan_rl.errors import BusyError, EpisodeEndedError
-from titan_rl.rollout.records import completion_of
+from titan_rl.rollout.copies import completion_of
 from titan_rl.rollout.renderer.types import Renderer
 from titan_rl.rollout.types import Message, Rollout, RolloutStatus, Turn
 from titan_rl.serving.conversations import ConversationTree, Prompt, TurnNode
