@@ -208,7 +208,7 @@ async def test_a_stop_string_ends_text_and_tokens() -> None:
                 content, reason, token_ids = choice["message"]["content"], choice["finish_reason"], choice["token_ids"]
             assert (content, reason) == ("1, 2, 3, ", "stop")
             assert TOKENIZER.decode(token_ids) == "1, 2, 3, stop"
-        await until(lambda: not any(member.num_requests for member in stage.router.members))
+        await until(lambda: not any(replica.num_requests for replica in stage.router.replicas))
 
 
 async def test_text_completions() -> None:
