@@ -19,6 +19,7 @@ from titan_rl.serving.guard import Guard
 from titan_rl.serving.keys import Keys
 from titan_rl.serving.limits import ServerLimits
 from titan_rl.serving.metrics import ServerMetrics
+from titan_rl.serving.openapi import openapi
 from titan_rl.serving.policy import ServedPolicy
 from titan_rl.serving.stream import StreamFn, unbroken
 from titan_rl.serving.text import Text
@@ -64,7 +65,8 @@ def make_app(
 
     Args:
         max_context: most tokens of prompt and completion.
-        tokenizer: of `transformers` or `tokenizers`. Without it there are no text completions and no chat.
+        tokenizer: of `transformers` or `tokenizers`, which no other thread uses. Without it there are no text
+            completions and no chat.
         renderer: between messages and tokens. Without it there is no chat.
         stop_token_ids: the model's own, which end a completion unless a client asks for `ignore_eos`. By default the
             renderer's.
@@ -92,6 +94,9 @@ def make_app(
     async def health(request: Request) -> Response:
         return JSONResponse({"status": "ok"})
 
+    async def description(request: Request) -> Response:
+        return JSONResponse(openapi())
+
     async def metric_text(request: Request) -> Response:
         return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
@@ -104,6 +109,7 @@ def make_app(
 
     routes = [
         Route("/health", health),
+        Route("/openapi.json", description),
         Route("/metrics", metric_text),
         Route("/v1/models", models),
         Route("/v1/models/{name:path}", one_model),

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from titan_rl.serving.api_error import ApiError, api_error_of
 from titan_rl.serving.limits import ServerLimits
@@ -18,6 +18,9 @@ from titan_rl.serving.metrics import ServerMetrics
 
 Emit = Callable[[Any], None]
 """Takes the next event of a stream, which is sent as JSON."""
+
+LAST_WORD_S = 5.0
+"""For telling of an error whose request has no time left."""
 
 
 class ClientGoneError(Exception):
@@ -121,12 +124,15 @@ class Answer:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = False
 
-        async def tell(chunk: bytes, *, more: bool) -> None:
+        async def noted(message: Message) -> None:
             nonlocal started
+            started = True
+            await send(message)
+
+        async def tell(chunk: bytes, *, more: bool) -> None:
             if not started:
-                started = True
                 headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
-                await send_start(send, 200, headers)
+                await send_start(noted, 200, headers)
             await send({"type": "http.response.body", "body": chunk, "more_body": more})
 
         try:
@@ -134,17 +140,17 @@ class Answer:
                 if self._is_stream:
                     await self._stream(tell)
                 else:
-                    body = await self._work(None)
-            if not self._is_stream:
-                await send_json(send, 200, body)
+                    await send_json(noted, 200, await self._work(None))
         except ClientGoneError:
             self._exchanges.metrics.gone.inc()
         except Exception as error:
             told = api_error_of(error)
-            if started:
-                await tell(event(told.body()) + self._last(), more=False)
-            else:
-                await send_error(send, told)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LAST_WORD_S):  # a client that does not read is not waited for
+                    if not started:
+                        await send_error(send, told)
+                    elif self._is_stream:
+                        await tell(event(told.body()) + self._last(), more=False)
 
     def _last(self) -> bytes:
         return b"" if self._done is None else b"data: " + self._done + b"\n\n"

@@ -23,7 +23,7 @@ class ServerLimits:
         ValueError: names the limit that is not positive.
     """
 
-    body_bytes: int = 32 << 20
+    body_bytes: int = 8 << 20
     body_s: float = 60.0
     num_choices: int = 128
     num_places: int = 4096

@@ -1,0 +1,121 @@
+"""Many clients at once, and requests of any kind: every answer is right, or a refusal, and every place comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+from depth import examples
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from served import client_of, served
+from speaking import VOCAB, byte_tokenizer
+
+from titan_rl.rollout.renderer import ChatTemplateRenderer
+from titan_rl.serving.limits import ServerLimits
+from titan_rl.serving.server import serve
+from titan_rl.types import SamplingParams
+
+GENERATE = "/inference/v1/generate"
+CLIENTS = 48
+TOKENIZER = byte_tokenizer()
+
+BODIES: dict[str, dict[str, Any]] = {
+    GENERATE: {"token_ids": [1, 2], "sampling_params": {"max_tokens": 3}},
+    "/v1/completions": {"prompt": "a", "max_tokens": 3},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3},
+}
+
+
+async def streamed(client: httpx.AsyncClient, url: str, prompt: list[int]) -> list[int]:
+    body = {"token_ids": prompt, "sampling_params": {"max_tokens": 60}, "stream": True}
+    token_ids: list[int] = []
+    async with client.stream("POST", url + GENERATE, json=body) as answer:
+        assert answer.status_code == 200
+        async for line in answer.aiter_lines():
+            if line.startswith("data: {"):
+                for choice in json.loads(line.removeprefix("data: "))["choices"]:
+                    token_ids += choice["token_ids"]
+    return token_ids
+
+
+async def test_streams_are_right_under_pulls_and_pauses() -> None:
+    limits = httpx.Limits(max_connections=CLIENTS)
+    async with served() as stage, serve(stage.app) as url, httpx.AsyncClient(limits=limits, timeout=60) as client:
+        streams = asyncio.gather(*(streamed(client, url, [number, 1]) for number in range(CLIENTS)))
+        version = 0
+        while not streams.done():
+            version += 1
+            await stage.router.pull_state_dict(version)
+            await stage.router.pause(("keep", "abort", "wait")[version % 3])
+            await stage.router.resume()
+        for number, token_ids in enumerate(await streams):
+            own = await stage.router.generate(
+                [number, 1], request_id=f"own-{number}", sampling=SamplingParams(max_tokens=60)
+            )
+            assert token_ids == own.token_ids
+        assert stage.app.exchanges.num_places_taken == 0
+
+
+def fields() -> list[str]:
+    from titan_rl.serving.openapi import openapi
+
+    schemas = openapi()["components"]["schemas"].values()
+    return sorted({name for schema in schemas for name in schema.get("properties", {})})
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=examples(400), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(sorted(BODIES)),
+            st.dictionaries(st.sampled_from(fields()) | st.text(max_size=8), json_values, max_size=3),
+        ),
+        min_size=1,
+        max_size=6,
+    )
+)
+def test_no_request_makes_the_server_fail(asked: list[tuple[str, dict[str, Any]]]) -> None:
+    async def all_of_them() -> None:
+        async with (
+            served(
+                engine={"vocab_size": VOCAB},
+                count=1,
+                tokenizer=TOKENIZER,
+                renderer=RENDERER,
+                limits=ServerLimits(request_s=20.0),
+            ) as stage,
+            client_of(stage.app) as client,
+        ):
+            answers = await asyncio.gather(
+                *(client.post(path, json={**BODIES[path], **change}) for path, change in asked)
+            )
+            for answer in answers:
+                assert answer.status_code in (200, 400, 404), answer.text
+                if answer.status_code != 200:
+                    assert isinstance(answer.json()["error"]["message"], str)
+            assert stage.app.exchanges.num_places_taken == 0
+            assert not any(member.num_requests for member in stage.router.members)
+
+    asyncio.run(all_of_them())
+
+
+RENDERER = ChatTemplateRenderer(TOKENIZER)
+
+
+async def test_the_description_is_of_what_is_checked() -> None:
+    async with served() as stage, client_of(stage.app) as client:
+        told = (await client.get("/openapi.json")).json()
+    assert set(told["paths"]) == set(BODIES)
+    chat = told["components"]["schemas"]["ChatBody"]
+    assert chat["required"] == ["messages"]
+    assert chat["additionalProperties"] is False
