@@ -1,6 +1,7 @@
 """Aborts are invisible behind `resume_on_abort`."""
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -259,3 +260,20 @@ async def test_a_generate_that_gives_none_is_named() -> None:
 
     with pytest.raises(TypeError, match="generate gave NoneType; it must give a Completion"):
         await resume_on_abort(nothing)([5], request_id="r", sampling=SamplingParams(max_tokens=8))
+
+
+@pytest.mark.looptime
+async def test_a_wait_that_does_not_heed_its_cancellation_is_left_behind() -> None:
+    over = False
+
+    async def deaf() -> None:
+        while not over:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(1e4)
+
+    completion = await resumed(
+        Parts(([1], ABORT)), SamplingParams(max_tokens=9), wait_until_resumed=deaf, resume_timeout_s=30.0
+    )
+    over = True
+    assert completion.finish_reason is ABORT
+    assert asyncio.get_running_loop().time() < 60

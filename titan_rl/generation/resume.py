@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import count
 
 from titan_rl.calls import stopwatch
+from titan_rl.calls.bounded import OutOfTimeError, bounded
 from titan_rl.errors import GenerationError
 from titan_rl.generation.partial import Partial
 from titan_rl.generation.request import EngineRequest
@@ -126,9 +127,8 @@ async def _resumed(wait: Callable[[], Awaitable[object]] | None, timeout_s: floa
     if wait is None:
         return True
     try:
-        async with asyncio.timeout(timeout_s):
-            with stopwatch.paused():
-                await wait()
-    except TimeoutError:
+        with stopwatch.paused():
+            await bounded(wait(), timeout_s, "wait_until_resumed")
+    except OutOfTimeError:
         return False
     return True
