@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shlex
 import signal
+import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
@@ -12,7 +14,7 @@ from types import ModuleType
 import pytest
 
 from titan_rl.cli.main import main
-from titan_rl.cli.overrides import check_resume
+from titan_rl.config.changes import check_resume
 from titan_rl.config.run import RunConfig
 from titan_rl.errors import ConfigError, TrainingError
 
@@ -122,8 +124,9 @@ def test_help_lists_every_setting_with_its_default(capsys):
         main(["train", "--help"])
 
     assert stopped.value.code == 0
-    text = capsys.readouterr().out
-    assert "training.betas = [0.9, 0.95]" in text
+    text = " ".join(capsys.readouterr().out.split())
+    assert "--training.betas" in text
+    assert "(default: [0.9, 0.95])" in text
     assert "Steps between checkpoints; 0 saves by time and at the end." in text
     undocumented = [
         name
@@ -132,6 +135,69 @@ def test_help_lists_every_setting_with_its_default(capsys):
         if not field.description
     ]
     assert undocumented == []
+
+
+def exit_code(argv: list[str]) -> object:
+    try:
+        return main(argv)
+    except SystemExit as stopped:
+        return stopped.code
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["--training.lr"], "--training.lr: expected one argument"),
+        (["--training.lr", "--seed=3"], "--training.lr: expected one argument"),
+        (["--training..lr=1"], "[training.] is not a table; nearest: training"),
+        (["--lr", "1"], "lr = 1 is not a setting; nearest: training.lr"),
+        (["--training.lr_decay", "cosin"], "training.lr_decay = 'cosin' must be 'constant', 'linear' or 'cosine'"),
+        (["--seed", "x", "--training.stepz", "-1"], "seed = 'x' must be a valid integer"),
+        (["--seed", "x", "--training.stepz", "-1"], "training.stepz = -1 is not a setting; nearest: training.steps"),
+    ],
+)
+def test_a_wrong_option_is_named_with_what_is_right(project: Path, given: list[str], says: str, capsys):
+    assert exit_code(["train", "config.toml", *given]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_settings_may_stand_anywhere_and_the_last_one_wins(project: Path, launch):
+    ran: list[RunConfig] = []
+    launch(lambda config: ran.append(config) or 0)
+
+    given = [
+        "--task.words",
+        '["a=b"]',
+        "--training.steps=8",
+        "config.toml",
+        "--training.steps",
+        "9",
+        "--task.style=loud",
+    ]
+    assert main(["train", *given]) == 0
+    assert ran[0].training.steps == 9
+    assert ran[0].task.train_sample(0, 1) == "a=b"
+
+
+@pytest.mark.parametrize(
+    ("words", "complete"),
+    [
+        (["tr"], {"train"}),
+        (["train", "--training.lr_d"], {"--training.lr_decay"}),
+        (["train", "--training.lr_decay", "c"], {"constant", "cosine"}),
+        (["train", "--training.loss", "g"], {"grpo", "gspo"}),
+    ],
+)
+def test_a_shell_completes_commands_settings_and_their_values(capsys, tmp_path: Path, words: list[str], complete: set):
+    assert main(["completion", "bash"]) == 0
+    script = tmp_path / "completion.bash"
+    script.write_text(capsys.readouterr().out)
+    typed = shlex.join(["titan-rl", *words])
+    pressed = (
+        f'source {script}; COMP_WORDS=({typed}); COMP_CWORD={len(words)}; _shtab_titan_rl; echo "${{COMPREPLY[@]}}"'
+    )
+    shown = subprocess.run(["bash", "-c", pressed], capture_output=True, text=True, timeout=20, check=True)
+    assert set(shown.stdout.split()) == complete
 
 
 def test_no_command_is_a_usage_error():

@@ -1,33 +1,25 @@
-"""The command line: `titan-rl train (CONFIG.toml | --resume RUN) [--table.setting value ...] [--dry-run]`."""
+"""The command line, `titan-rl COMMAND ...`: its commands, and what a command ends with."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import signal
 import sys
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import NoReturn, cast
+from typing import cast
 
-from titan_rl.calls.output import OutputError, replace_closed_streams, say, tell
+from titan_rl.calls.output import OutputError, replace_closed_streams, tell
 from titan_rl.calls.user_code import reason, summary
-from titan_rl.cli.overrides import check_resume, split_overrides
-from titan_rl.cli.run_folder import CONFIG, find_run
-from titan_rl.config.concurrency import throttles
-from titan_rl.config.load import dump_config, load_config
-from titan_rl.config.reference import reference
+from titan_rl.cli import completion, train
+from titan_rl.cli.options import EXIT_USAGE, Parser
 from titan_rl.errors import ConfigError, ModelError, TitanRLError
 
 EXIT_FAILED = 1
-EXIT_USAGE = 2
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 EXIT_TERMINATED = 128 + signal.SIGTERM
 EXIT_UNREAD = 128 + signal.SIGPIPE
-
-FLAGS = ("--help", "-h", "--dry-run")
-OPTIONS = ("--resume",)  # of the command itself, each with a value
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,7 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     replace_closed_streams()
     with _sigterm_unwinds():
         try:
-            code = _dispatch(list(sys.argv[1:] if argv is None else argv))
+            arguments = _parser().parse_args(argv)
+            code = arguments.run(arguments)
             if code in (EXIT_INTERRUPTED, EXIT_TERMINATED):
                 signal.signal(signal.SIGINT, signal.SIG_DFL)  # one more ends what is left of the exit, without a word
             return code
@@ -59,58 +52,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             return EXIT_FAILED
 
 
-def _dispatch(argv: list[str]) -> int:
-    overrides: list[tuple[str, str]] = []
-    if argv[:1] == ["train"]:
-        rest, overrides = split_overrides(argv[1:], flags=FLAGS, options=OPTIONS)
-        argv = ["train", *rest]
-    arguments = _parser().parse_args(argv)
-    if (arguments.resume is None) == (arguments.config is None):
-        raise ConfigError("train needs either CONFIG.toml, or --resume RUN with the folder of an earlier run")
-    resume = None if arguments.resume is None else find_run(arguments.resume)
-    config = load_config(arguments.config if resume is None else resume / CONFIG, overrides)
-    if resume is not None:
-        check_resume(overrides)
-    for warning in throttles(config):
-        tell(f"titan-rl: warning: {warning}")
-    if arguments.dry_run:
-        say(dump_config(config))
-        return 0
-    # Not before the settings are known to be right: what starts processes also imports what they need.
-    from titan_rl.run.launch import run_training
-
-    return run_training(config, resume)
-
-
-class _Parser(argparse.ArgumentParser):
-    """Prints as the rest of the command does."""
-
-    def print_help(self, file: object = None) -> None:
-        say(self.format_help())
-
-    def error(self, message: str) -> NoReturn:
-        tell(f"{self.format_usage()}{self.prog}: error: {message}")
-        self.exit(EXIT_USAGE)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="titan-rl", description="Reinforcement learning of language models.", allow_abbrev=False)
+def _parser() -> Parser:
+    parser = Parser(prog="titan-rl", description="Reinforcement learning of language models.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    train = commands.add_parser(
-        "train",
-        help="train a policy",
-        usage="titan-rl train (CONFIG.toml | --resume RUN) [--table.setting value ...] [--dry-run]",
-        description="Train the policy that CONFIG.toml describes. An option --table.setting value, or "
-        "--table.setting=value, replaces what the file says.",
-        epilog=f"settings and their defaults:\n\n{reference()}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    train.add_argument("config", metavar="CONFIG.toml", nargs="?", help="the run's settings")
-    train.add_argument(
-        "--resume", metavar="RUN", help="continue the run in this folder from its newest checkpoint and its journal"
-    )
-    train.add_argument("--dry-run", action="store_true", help="check everything, print the resolved settings, and stop")
+    train.set_up(commands.add_parser("train", help="train a policy"))
+    completion.set_up(commands.add_parser("completion", help="complete commands and settings in a shell"), of=parser)
     return parser
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -70,6 +70,18 @@ def check_unchanged(config: RunConfig, made_with: Mapping[str, Any], *, source: 
     if changed:
         fix = "set it back" if len(changed) == 1 else "set them back"
         raise ConfigError("\n".join(f"{source}: {change}" for change in changed) + f"\n{fix}, or begin a new run")
+
+
+def check_resume(overrides: Sequence[tuple[str, str]]) -> None:
+    """A run that goes on may be longer or run elsewhere. It may not change what its weights and rollouts come from.
+
+    Raises:
+        ConfigError: names the settings.
+    """
+    wrong = [key for key, _ in overrides if not key.startswith(RESUMABLE)]
+    if wrong:
+        allowed = ", ".join(name + "*" if name.endswith(".") else name for name in RESUMABLE)
+        raise ConfigError(f"--{wrong[0]} cannot change when a run is resumed; {allowed} can")
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -1,0 +1,109 @@
+"""Options of commands, made from the classes that check what is given to them."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import inspect
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, NoReturn, cast, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from titan_rl.calls.output import say, tell
+from titan_rl.config.functions import function_name
+from titan_rl.config.run import RunConfig
+from titan_rl.settings import FunctionName, Section
+
+EXIT_USAGE = 2
+
+
+class Parser(argparse.ArgumentParser):
+    """Prints as the rest of the command does. The parsers of its commands are such, too."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs, allow_abbrev=False)
+        self._takes_settings = False
+
+    def add_settings(self) -> None:
+        """Take every setting of a run, in a group for each table, and give `overrides`: (name, text) in their order.
+
+        An option that is not known is a setting, too: a task has settings of its own, and what checks all of them says
+        best what is wrong with one.
+        """
+        self._takes_settings = True
+        self.set_defaults(overrides=())
+        self._add_table(RunConfig, "settings of the run", "")
+
+    def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]  of several signatures
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> Any:
+        names = {argument.partition("=")[0] for argument in args or () if argument.startswith("--")}
+        for name in names - {"--"} if self._takes_settings else ():
+            with contextlib.suppress(argparse.ArgumentError):  # it is known
+                self.add_argument(name, action=_Override, help=argparse.SUPPRESS)
+        return super().parse_known_args(args, namespace)
+
+    def print_help(self, file: object = None) -> None:
+        say(self.format_help())
+
+    def error(self, message: str) -> NoReturn:
+        tell(f"{self.format_usage()}{self.prog}: error: {message}")
+        self.exit(EXIT_USAGE)
+
+    def _add_table(self, section: type[Section], title: str, prefix: str) -> None:
+        group = self.add_argument_group(title, inspect.getdoc(section) if prefix else None)
+        for name, field in section.model_fields.items():
+            key, kind = f"{prefix}{name}", cast(object, field.annotation)
+            if isinstance(kind, type) and issubclass(kind, Section):
+                self._add_table(kind, f"[{key}]", f"{key}.")
+            elif name == "task":
+                task = self.add_argument_group("[task]", "What is learned. The class has more settings.")
+                task.add_argument(
+                    "--task.type", action=_Override, metavar="VALUE", help='The class, "module:Class". (required)'
+                )
+            else:
+                function = function_name(section, name)
+                choices = get_args(kind) if get_origin(kind) is Literal else function.names if function else ()
+                group.add_argument(
+                    f"--{key}",
+                    action=_Override,
+                    choices=_Offered(choices) if choices else None,
+                    metavar=None if choices and not function else "VALUE",
+                    help=_help(field, function),
+                )
+
+
+class _Offered(tuple[str, ...]):
+    """Completes and is shown. What is right is checked with the other settings."""
+
+    __slots__ = ()
+
+    def __contains__(self, value: object) -> bool:
+        return True
+
+
+class _Override(argparse.Action):
+    def __init__(self, option_strings: Sequence[str], dest: str, **kwargs: Any) -> None:
+        super().__init__(option_strings, "overrides", default=argparse.SUPPRESS, **kwargs)
+
+    def __call__(
+        self, parser: object, namespace: argparse.Namespace, values: object, option_string: str | None = None
+    ) -> None:
+        namespace.overrides = (*namespace.overrides, (self.option_strings[0].removeprefix("--"), values))
+
+
+def _help(field: FieldInfo, function: FunctionName | None) -> str:
+    value: Any = field.default
+    note = " (required)" if field.is_required() else "" if value is None else f" (default: {_toml(value)})"
+    if function is not None:
+        note = f' One of {", ".join(function.names)}, or your own as "module:function".{note}'
+    return f"{field.description}{note}".replace("%", "%%")
+
+
+def _toml(value: str | bool | float | Iterable[Any]) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return value
+    return f"[{', '.join(map(_toml, value))}]" if isinstance(value, Iterable) else str(value)

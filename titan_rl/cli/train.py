@@ -1,0 +1,46 @@
+"""`titan-rl train (CONFIG.toml | --resume RUN) [--table.setting value ...] [--dry-run]`."""
+
+from __future__ import annotations
+
+import argparse
+
+from titan_rl.calls.output import say, tell
+from titan_rl.cli.options import Parser
+from titan_rl.cli.run_folder import CONFIG, find_run
+from titan_rl.config.changes import check_resume
+from titan_rl.config.concurrency import throttles
+from titan_rl.config.load import dump_config, load_config
+from titan_rl.errors import ConfigError
+
+
+def set_up(parser: Parser) -> None:
+    parser.usage = "titan-rl train (CONFIG.toml | --resume RUN) [--table.setting value ...] [--dry-run]"
+    parser.description = (
+        "Train the policy that CONFIG.toml describes. An option --table.setting value, or --table.setting=value, "
+        "replaces what the file says."
+    )
+    parser.add_argument("config", metavar="CONFIG.toml", nargs="?", help="the run's settings")
+    parser.add_argument(
+        "--resume", metavar="RUN", help="continue the run in this folder from its newest checkpoint and its journal"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="check everything, print the settings, and stop")
+    parser.add_settings()
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if (arguments.resume is None) == (arguments.config is None):
+        raise ConfigError("train needs either CONFIG.toml, or --resume RUN with the folder of an earlier run")
+    resume = None if arguments.resume is None else find_run(arguments.resume)
+    config = load_config(arguments.config if resume is None else resume / CONFIG, arguments.overrides)
+    if resume is not None:
+        check_resume(arguments.overrides)
+    for warning in throttles(config):
+        tell(f"titan-rl: warning: {warning}")
+    if arguments.dry_run:
+        say(dump_config(config))
+        return 0
+    # Not before the settings are known to be right: what starts processes also imports what they need.
+    from titan_rl.run.launch import run_training
+
+    return run_training(config, resume)
