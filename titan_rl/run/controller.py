@@ -111,30 +111,38 @@ class Controller:
             on_lost=self._transcripts.lost,
         )
         self._records = GroupRecords(journal, self._transcripts)
-        self._scheduler = GroupScheduler(
+        self._scheduler = self._make_scheduler(task, journal)
+        self._sync = WeightSync(trainer, board, router, config.generation.pull_mode)
+        self._validation = Validation(config, self._groups, self._transcripts, run_dir, log=log, tell=self._tell)
+        self._saver = self._make_saver(router, journal)
+        self._activity = Activity(router, self._groups.requests, config.generation.num_generators)
+
+    def _make_scheduler(self, task: Task, journal: RunJournal) -> GroupScheduler:
+        config = self._config
+        return GroupScheduler(
             self._groups.run_training_group,
             config.scheduling,
             group_size=config.rollout.group_size,
-            budget=(config.training.steps - start.step) * config.scheduling.groups_per_step,
+            budget=(config.training.steps - self.version) * config.scheduling.groups_per_step,
             filters=make_filters(config, task),
-            version=start.step,
+            version=self.version,
             backlog=journal.backlog(self._groups.train_sample),
             observer=self._records,
         )
-        self._sync = WeightSync(trainer, board, router, config.generation.pull_mode)
-        self._validation = Validation(config, self._groups, self._transcripts, run_dir, log=log, tell=self._tell)
-        self._copy = RunCopy(run_dir.checkpoints, trainer, journal, self._scheduler, router)
-        self._saver = CheckpointSaver(
-            config.checkpoint,
-            run_dir.checkpoints,
-            trainer,
-            estimate=checkpoint_bytes(config),
-            copy=lambda version: self._copy.make(self._state),
+
+    def _make_saver(self, router: GeneratorRouter, journal: RunJournal) -> CheckpointSaver:
+        root = self._run_dir.checkpoints
+        copy = RunCopy(root, self._trainer, journal, self._scheduler, router)
+        return CheckpointSaver(
+            self._config.checkpoint,
+            root,
+            self._trainer,
+            estimate=checkpoint_bytes(self._config),
+            copy=lambda version: copy.make(self._state),
             forget_before=journal.forget_before,
             tell=self._tell,
-            version=start.step,
+            version=self.version,
         )
-        self._activity = Activity(router, self._groups.requests, config.generation.num_generators)
 
     async def run(self) -> RunSummary:
         """Validate, train, validate again. A checkpoint is written on every way out that leaves a trained model.
