@@ -22,7 +22,7 @@ class Aborts:
         self._call_s = call_s
         self._orphans: dict[PooledReplica, list[str]] = {}  # of this turn of the event loop
 
-    async def tell(self, replica: PooledReplica, engine_ids: Sequence[str]) -> None:
+    async def send(self, replica: PooledReplica, engine_ids: Sequence[str]) -> None:
         """Ask a replica to end requests, and return when it has heard that, or does not answer in time."""
         try:
             async with limited(self._call_s, "the abort"):
@@ -35,14 +35,14 @@ class Aborts:
         else:
             replica.takes_aborts = True
 
-    def tell_soon(self, replica: PooledReplica, engine_id: str) -> None:
+    def send_soon(self, replica: PooledReplica, engine_id: str) -> None:
         """Nobody waits for this request any more, and its engine may be at it still. All of one turn of the event loop
         are one call: a replica that is lost leaves many at once."""
         if not self._orphans:
-            asyncio.get_running_loop().call_soon(self._send)
+            asyncio.get_running_loop().call_soon(self._send_orphans)
         self._orphans.setdefault(replica, []).append(engine_id)
 
-    def _send(self) -> None:
+    def _send_orphans(self) -> None:
         orphans, self._orphans = self._orphans, {}
         for replica, engine_ids in orphans.items():
-            self._tasks.start(self.tell(replica, engine_ids), f"abort {len(engine_ids)} requests on {replica.name}")
+            self._tasks.start(self.send(replica, engine_ids), f"abort {len(engine_ids)} requests on {replica.name}")

@@ -49,7 +49,7 @@ class Dispatcher:
         self._limits = limits
         self._max_attempts = max_attempts
 
-    async def generate(self, request: EngineRequest, tell: OnChunk | None = None) -> Completion:
+    async def generate(self, request: EngineRequest, on_chunk: OnChunk | None = None) -> Completion:
         failures: list[Failure] = []
         with self._requests.track(request) as in_flight:
             partial = in_flight.partial
@@ -58,7 +58,7 @@ class Dispatcher:
                 with reservation as replica:
                     epoch = replica.epoch
                     try:
-                        return await self._send(in_flight, replica, tell)
+                        return await self._send(in_flight, replica, on_chunk)
                     except (RequestError, NotResumedError):
                         raise
                     except Exception as error:
@@ -105,26 +105,26 @@ class Dispatcher:
                 waited_s = self._limits.no_replica_s
                 raise NoReplicaError(f"no replica served within {waited_s:g} s; the last failed: {cause!r}") from cause
 
-    async def _send(self, in_flight: RequestInFlight, replica: PooledReplica, tell: OnChunk | None) -> Completion:
-        """One attempt on one replica. What is kept of it is told, and nothing else."""
+    async def _send(self, in_flight: RequestInFlight, replica: PooledReplica, on_chunk: OnChunk | None) -> Completion:
+        """One attempt on one replica. `on_chunk` is called with the chunks that are kept of it, and with no others."""
         began, is_over = asyncio.get_running_loop().time(), False
         partial = in_flight.partial
         request, keep = in_flight.assign(replica), partial.begin()
         try:
             with self._stalls.watching(replica), stopwatch.moving_with_tokens(replica.calls.streams) as on_sign:
 
-                def on_chunk(chunk: TokenChunk) -> None:
+                def receive(chunk: TokenChunk) -> None:
                     has_tokens = bool(chunk.token_ids)
                     replica.hear(served=has_tokens)
                     on_sign(has_tokens)
                     if has_tokens and not is_over:
                         keep(chunk)
-                        if tell is not None:
-                            tell(chunk)
+                        if on_chunk is not None:
+                            on_chunk(chunk)
 
-                completion = await in_flight.within(None, replica.calls.generate(request, on_chunk))
+                completion = await in_flight.within(None, replica.calls.generate(request, receive))
         except (TimeoutError, EngineStalledError, NotResumedError, asyncio.CancelledError):
-            self._aborts.tell_soon(replica, in_flight.engine_id)  # the engine may be at it still
+            self._aborts.send_soon(replica, in_flight.engine_id)  # the engine may be at it still
             raise
         finally:
             is_over = True

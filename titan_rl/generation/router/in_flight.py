@@ -133,7 +133,7 @@ class RequestsInFlight:
             async with asyncio.timeout(self._limits.abort_s):
                 while running := [request for request in requests if not request.done.done()]:
                     await asyncio.gather(
-                        *(self._aborts.tell(replica, ids) for replica, ids in _by_replica(running).items())
+                        *(self._aborts.send(replica, ids) for replica, ids in _by_replica(running).items())
                     )
                     await asyncio.wait([request.done for request in running], timeout=self._limits.reabort_interval_s)
                 return ()

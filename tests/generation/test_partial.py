@@ -1,0 +1,76 @@
+"""However a completion is cut into attempts and chunks, it is put together as it was, and its rest asked for once."""
+
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from titan_rl import Completion, EngineRequest, FinishReason, SamplingParams, VersionSpan
+from titan_rl.generation.partial import Partial
+from titan_rl.types import TokenChunk
+
+LENGTH = 20
+VERSIONS = [0] * 7 + [1] * 6 + [3] * 7
+
+
+def spans(start: int, end: int) -> tuple[VersionSpan, ...]:
+    here = VERSIONS[start:end]
+    return tuple(VersionSpan(version, here.count(version)) for version in dict.fromkeys(here))
+
+
+def chunk(start: int, end: int) -> TokenChunk:
+    tokens = list(range(start, end))
+    return TokenChunk("r~1", tokens, [-float(token) for token in tokens], spans(start, end))
+
+
+def completion(start: int, end: int, reason: FinishReason) -> Completion:
+    tokens = list(range(start, end))
+    return Completion("r~1", tokens, [-float(token) for token in tokens], reason, spans(start, end))
+
+
+def cuts(last: int) -> st.SearchStrategy[list[int]]:
+    return st.lists(st.integers(0, last), max_size=4).map(sorted)
+
+
+@given(attempts=cuts(LENGTH - 1), streamed=cuts(LENGTH), streams=st.booleans())
+def test_the_whole_is_what_it_was(attempts: list[int], streamed: list[int], streams: bool) -> None:
+    partial = Partial(EngineRequest("r", [7, 8], SamplingParams(max_tokens=LENGTH, min_tokens=5), "s"))
+    start = 0
+    for end in attempts:
+        on_chunk = partial.begin()
+        points = [start, *(point for point in streamed if start < point < end), end]
+        for first, last in pairwise(points):
+            on_chunk(chunk(first, last))
+        assert partial.so_far.token_ids == list(range(end))
+        if streams:
+            partial.keep_chunks()
+        else:
+            partial.add(completion(start, end, FinishReason.ABORT))
+        on_chunk(chunk(0, LENGTH))  # of an attempt that is over
+        start = end
+        assert partial.ended is None
+        assert partial.rest == EngineRequest(
+            "r",
+            (7, 8, *range(start)),
+            SamplingParams(max_tokens=LENGTH - start, min_tokens=max(0, 5 - start)),
+            "s",
+        )
+    whole = partial.add(completion(start, LENGTH, FinishReason.LENGTH))
+    assert whole.request_id == "r"
+    assert list(whole.token_ids) == list(range(LENGTH))
+    assert list(whole.logprobs) == [-float(token) for token in range(LENGTH)]
+    assert whole.version_spans == spans(0, LENGTH)
+    assert whole.finish_reason is FinishReason.LENGTH
+
+
+def test_a_prompt_is_not_to_be_changed_on_the_way() -> None:
+    mine = [1, 2]
+    request = EngineRequest("r", mine, SamplingParams(max_tokens=4))
+    mine.append(3)
+    assert (request.prompt_token_ids, request.cost) == ((1, 2), 6)
+
+
+def test_a_budget_is_cut_to_the_room_there_is() -> None:
+    sampling = SamplingParams(max_tokens=8, min_tokens=4)
+    assert sampling.within(8) is sampling
+    assert sampling.within(3) == SamplingParams(max_tokens=3, min_tokens=3)
