@@ -39,11 +39,7 @@ async def serve(app: PolicyApp, *, host: str = "127.0.0.1", port: int = 0) -> As
         raise ConfigError(
             f"host is {host!r}, which others can reach, and there is no key; give the app Keys(api=[...])"
         )
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        listener = socket.create_server((host, port), family=family, backlog=2048)
-    except (OSError, OverflowError) as error:
-        raise ConfigError(f"host {host!r} and port {port} cannot be served on: {error}") from error
+    listener = _listener(host, port)
     bound = listener.getsockname()[1]
     config = uvicorn.Config(
         app,
@@ -80,6 +76,20 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Generator[None]:
         """Signals are the run's, not the server's."""
         yield
+
+
+def _listener(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # asyncio turns Nagle's algorithm off for sockets that say they are TCP, and else every answer waits 40 ms.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(2048)
+    except (OSError, OverflowError) as error:
+        listener.close()
+        raise ConfigError(f"host {host!r} and port {port} cannot be served on: {error}") from error
+    return listener
 
 
 def _is_loopback(host: str) -> bool:
