@@ -31,11 +31,11 @@ from titan_rl.actors.processes.remote_process import RemoteProcess, call
 from titan_rl.actors.processes.supervisor import Supervisor
 from titan_rl.actors.replica import ActorReplica
 from titan_rl.config.sections import GenerationConfig
+from titan_rl.generation.engines import EngineSpec, make_engine
 from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.router import GeneratorRouter
 from titan_rl.rollout.group.rollouter import turn_seed
 from titan_rl.run.machine.environment import run_environment
-from titan_rl.training.settings import ModelConfig
 from titan_rl.weights.board import VersionBoard
 from titan_rl.weights.settings import StateDictConfig
 from titan_rl.weights.types import Manifest, Probe
@@ -58,15 +58,7 @@ class BareEngine(Actor):
 
     @concurrent_endpoint
     async def start(self) -> None:
-        from titan_rl.generation.vllm_engine import VLLMEngine
-
-        model = self._settings.model
-        self._engine = VLLMEngine(
-            model.path,
-            max_context=model.max_context,
-            max_running=self._settings.max_running,
-            kv_cache_gib=self._settings.generation.kv_cache_gib,
-        )
+        self._engine = make_engine("vllm", self._settings.engine)
 
     @concurrent_endpoint
     async def run(self, requests: list[Request]) -> int:
@@ -112,13 +104,13 @@ class BareLLM(Actor):
 
         torch._dynamo.config.disable = True
         self._llm = LLM(
-            self._settings.model.path,
+            self._settings.engine.model_path,
             skip_tokenizer_init=True,
             dtype="float32",
-            max_model_len=self._settings.model.max_context,
-            max_num_seqs=self._settings.max_running,
+            max_model_len=self._settings.engine.max_context,
+            max_num_seqs=self._settings.engine.max_running,
             max_num_batched_tokens=CPU_BATCHED_TOKENS,
-            kv_cache_memory_bytes=int(self._settings.generation.kv_cache_gib * 2**30),
+            kv_cache_memory_bytes=int(self._settings.engine.kv_cache_gib * 2**30),
             block_size=32,
             enable_chunked_prefill=False,
             enforce_eager=True,
@@ -299,11 +291,11 @@ class Engines:
         self._supervisor = this_proc().spawn(f"supervisor_of_{name}", Supervisor)
 
     async def start(self, name: str, actor_class: Any, generation: GenerationConfig, max_running: int) -> list[Any]:
-        model = ModelConfig(path=str(self._folder / "model"), max_context=512)
+        engine = EngineSpec(str(self._folder / "model"), max_running=max_running, kv_cache_gib=generation.kv_cache_gib)
         actors: list[Any] = []
         for index in range(generation.num_generators):
             log = str(self._folder / f"{name}-{index}.log")
-            settings = GeneratorSettings(model, generation, StateDictConfig(), "benchmark", log, 0, max_running)
+            settings = GeneratorSettings(engine, generation, StateDictConfig(), "benchmark", log)
             actor = await call(self._supervisor.spawn, f"{name}-{index}", actor_class, (settings,), who="supervisor")
             await call(actor.start, who=name, timeout_s=180)
             actors.append(actor)

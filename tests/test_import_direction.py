@@ -18,7 +18,7 @@ MAY_IMPORT = {
     "settings": "",
     "types": "",
     "calls": "errors",
-    "weights": "errors settings",
+    "weights": "calls errors settings",
     "generation": "calls errors types",
     "rollout": "calls errors settings types",
     "scheduling": "calls errors rollout settings types",

@@ -10,7 +10,18 @@ ROOT = Path(__file__).parents[1]
 
 HEAVY = ("torch", "vllm", "torchtitan", "monarch", "transformers")
 
-LIGHT = ("calls", "cli", "config", "rollout", "generation.router", "scheduling", "serving", "simulate")
+LIGHT = (
+    "calls",
+    "cli",
+    "config",
+    "rollout",
+    "generation.engines",
+    "generation.router",
+    "weights.transports.registry",
+    "scheduling",
+    "serving",
+    "simulate",
+)
 
 IMPORT_ALL = f"""
 import importlib, pkgutil, sys

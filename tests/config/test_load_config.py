@@ -165,7 +165,17 @@ number = 3
 """
 
 
-@pytest.mark.parametrize("key", ["training.loss", "training.advantage", "training.optimizer", "routing.strategy"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        "training.loss",
+        "training.advantage",
+        "training.optimizer",
+        "routing.strategy",
+        "generation.engine",
+        "statedict.transport",
+    ],
+)
 def test_a_function_of_the_users_is_imported_when_the_config_is_read(project: Path, key: str):
     table, _, setting = key.partition(".")
     module = f"own_{setting}"

@@ -20,14 +20,15 @@ from titan_rl.actors.wire import Packed
 from titan_rl.calls.cancellation import stray_cancellation_fails
 from titan_rl.config.sections import GenerationConfig
 from titan_rl.generation.engine import Engine
+from titan_rl.generation.engines import EngineSpec, make_engine
 from titan_rl.generation.loop.engine_loop import EngineLoop
 from titan_rl.generation.loop.engine_rank import Items, Weights, follow_leader
 from titan_rl.generation.loop.ranks import GlooRanks, OneRank
 from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.types import KVPolicy, PauseMode
-from titan_rl.training.settings import ModelConfig
 from titan_rl.weights.probes import verify
 from titan_rl.weights.settings import StateDictConfig
+from titan_rl.weights.transports.registry import TransportSpec, make_transport
 from titan_rl.weights.types import Manifest, StateDictTransport
 
 logger = logging.getLogger(__name__)
@@ -37,13 +38,11 @@ logger = logging.getLogger(__name__)
 class GeneratorSettings:
     """Everything a generator process needs."""
 
-    model: ModelConfig
+    engine: EngineSpec
     generation: GenerationConfig
     statedict: StateDictConfig
     run_id: str
     log_path: str
-    seed: int
-    max_running: int  # requests
     gpus: tuple[str, ...] = ()  # one for each rank
 
 
@@ -53,7 +52,7 @@ class GeneratorActor(ProcessActor):
 
     def __init__(self, settings: GeneratorSettings) -> None:
         super().__init__(settings.log_path)
-        use_gpus(settings.gpus, local_rank=self._rank)  # vLLM's ranks look at each other's
+        use_gpus(settings.gpus, local_rank=self._rank)  # ranks look at each other's
         self._settings = settings
         generation = settings.generation
         self._kv_policy = KVPolicy(generation.running_kv, generation.reset_prefix_cache)
@@ -68,20 +67,8 @@ class GeneratorActor(ProcessActor):
         self._requests: set[asyncio.Task[None]] = set()
 
     def _make_engine(self) -> Engine:
-        from titan_rl.generation.vllm_engine import VLLMEngine
-
-        model, generation = self._settings.model, self._settings.generation
         with growing_heap():
-            return VLLMEngine(
-                model.path,
-                dtype=model.dtype,
-                max_context=model.max_context,
-                max_running=self._settings.max_running,
-                kv_cache_gib=generation.kv_cache_gib,
-                seed=self._settings.seed,
-                routed_experts=generation.return_routed_experts,
-                tensor_parallel_size=generation.tensor_parallel_size,
-            )
+            return make_engine(self._settings.generation.engine, self._settings.engine)
 
     @concurrent_endpoint
     async def start(self) -> None:
@@ -150,9 +137,8 @@ class GeneratorActor(ProcessActor):
 
     @cached_property
     def _transport(self) -> StateDictTransport:
-        from titan_rl.weights.transports.registry import make_transport
-
-        return make_transport(self._settings.statedict, self._settings.run_id)
+        statedict = self._settings.statedict
+        return make_transport(statedict.transport, TransportSpec(self._settings.run_id, statedict.pull_timeout_s))
 
     @concurrent_endpoint
     async def pause(self, mode: PauseMode) -> None:

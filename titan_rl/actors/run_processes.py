@@ -26,6 +26,7 @@ from titan_rl.calls.user_code import reason
 from titan_rl.config.concurrency import Concurrency
 from titan_rl.config.run import RunConfig
 from titan_rl.errors import ActorDiedError, EngineDeadError, EngineStalledError, GenerationError, TitanRLError
+from titan_rl.generation.engines import EngineSpec
 from titan_rl.generation.router.replica import Replica
 from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.weights.board import VersionBoard
@@ -177,17 +178,27 @@ class RunProcesses:
 
     async def _start_generator(self, name: str) -> ActorReplica:
         config = self._config
+        generation, index = config.generation, int(name.removeprefix(GENERATOR))
+        engine = EngineSpec(
+            config.model.path,
+            dtype=config.model.dtype,
+            max_context=config.model.max_context,
+            max_running=Concurrency.of(config).max_running,
+            kv_cache_gib=generation.kv_cache_gib,
+            seed=config.seed,
+            routed_experts=generation.return_routed_experts,
+            tensor_parallel_size=generation.tensor_parallel_size,
+            generator=index,
+        )
         settings = GeneratorSettings(
-            config.model,
-            config.generation,
+            engine,
+            generation,
             config.statedict,
             self._run_id,
             self._log_path(name),
-            config.seed,
-            Concurrency.of(config).max_running,
-            self._assignment.generators[int(name.removeprefix(GENERATOR))],
+            self._assignment.generators[index],
         )
-        num_ranks = config.generation.tensor_parallel_size
+        num_ranks = generation.tensor_parallel_size
         remote, ranks = await self._spawn(name, GeneratorActor, settings, num_ranks=num_ranks)
         replica = ActorReplica(remote, ranks.slice(procs=0), self._board)
         self._opened.append(replica)

@@ -29,6 +29,7 @@ from titan_rl.training.settings import CorrectionConfig, ModelConfig, TrainingCo
 from titan_rl.training.state.checkpoint import step_directory
 from titan_rl.weights.parts import join
 from titan_rl.weights.settings import StateDictConfig
+from titan_rl.weights.transports.registry import TransportSpec, make_transport
 from titan_rl.weights.types import Manifest
 
 logger = logging.getLogger(__name__)
@@ -76,18 +77,17 @@ class TrainerActor(ProcessActor):
         await self._run(self._load)
 
     def _load(self) -> None:
-        settings = self._settings
+        settings, statedict = self._settings, self._settings.statedict
         with growing_heap():
             from titan_rl.training.publishing import WeightPublisher
             from titan_rl.training.trainer import TrainerCore
-            from titan_rl.weights.transports.registry import make_transport
 
             self._trainer = TrainerCore(settings.model, settings.training, settings.correction, seed=settings.seed)
         self._publisher = WeightPublisher(
             self._trainer,
-            make_transport(settings.statedict, settings.run_id),
+            make_transport(statedict.transport, TransportSpec(settings.run_id, statedict.pull_timeout_s)),
             model=settings.model,
-            statedict=settings.statedict,
+            statedict=statedict,
             seed=settings.seed,
         )
         logger.info("training the model of %s", settings.model.path)

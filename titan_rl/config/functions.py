@@ -8,7 +8,9 @@ from typing import cast, get_args
 from titan_rl.calls.imports import find_function
 from titan_rl.config.explain import Origins
 from titan_rl.config.run import RunConfig
+from titan_rl.config.sections import GenerationConfig
 from titan_rl.errors import ConfigError
+from titan_rl.generation.engines import find_engine
 from titan_rl.settings import FunctionName, Section
 
 
@@ -16,13 +18,30 @@ def check_functions(config: RunConfig, origins: Origins) -> None:
     """Import what settings name as "module:function". The library's own are known by their names alone.
 
     Raises:
-        ConfigError: names the setting, its value, where it came from and what is there instead.
+        ConfigError: one is not there, or the engine cannot do what is asked of it. Names the setting, its value, where
+            it came from and the fix.
     """
     for key, name, known in _named(config):
         try:
             find_function(key, name, dict.fromkeys(known.names))
         except ConfigError as error:
             raise ConfigError(f"{origins.of(key)}: {error}") from error.__cause__
+    _check_engine(config.generation, origins)
+
+
+def _check_engine(generation: GenerationConfig, origins: Origins) -> None:
+    engine = find_engine(generation.engine)
+    size = generation.tensor_parallel_size
+    if size > 1 and not engine.tensor_parallel:
+        raise ConfigError(
+            f"{origins.of('generation.tensor_parallel_size')}: generation.tensor_parallel_size = {size}, and "
+            f"generation.engine = {generation.engine!r} does not share a model between processes; set it to 1"
+        )
+    if generation.return_routed_experts and not engine.routed_experts:
+        raise ConfigError(
+            f"{origins.of('generation.return_routed_experts')}: generation.return_routed_experts = true, and "
+            f"generation.engine = {generation.engine!r} does not return them; set it to false"
+        )
 
 
 def function_name(section: type[Section], field: str) -> FunctionName | None:

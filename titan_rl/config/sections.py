@@ -14,13 +14,16 @@ from pydantic import (
     PositiveInt,
 )
 
-from titan_rl.generation.router.registry import BY_NAME
+from titan_rl.generation.engines import BY_NAME as ENGINES
+from titan_rl.generation.router.registry import BY_NAME as STRATEGIES
 from titan_rl.settings import FunctionName, Section
 
 
 class GenerationConfig(Section):
     """The generator actors and their engines."""
 
+    engine: Annotated[str, FunctionName(tuple(ENGINES))] = "vllm"
+    """What continues prompts in each of them."""
     num_generators: PositiveInt = 2
     """Generator actors, one engine each."""
     tensor_parallel_size: PositiveInt = 1
@@ -52,7 +55,7 @@ class GenerationConfig(Section):
 class RoutingConfig(Section):
     """How a request finds its replica."""
 
-    strategy: Annotated[str, FunctionName(tuple(BY_NAME))] = "sticky"
+    strategy: Annotated[str, FunctionName(tuple(STRATEGIES))] = "sticky"
     """sticky keeps a rollout on the replica that holds its KV cache; group_affinity also starts its siblings there."""
     max_sessions: PositiveInt = 65536
     """Sessions remembered; the one longest unused is forgotten first."""

@@ -26,6 +26,7 @@ from titan_rl.config.concurrency import throttles
 from titan_rl.config.make_rollouter import make_rollouter
 from titan_rl.config.run import RunConfig
 from titan_rl.errors import ConfigError, MissingExtraError, TrainingError
+from titan_rl.generation.engines import find_engine
 from titan_rl.generation.router.limits import Limits
 from titan_rl.generation.router.registry import make_strategy
 from titan_rl.generation.router.router import GeneratorRouter
@@ -64,7 +65,7 @@ def run_training(config: RunConfig, resume: Path | None = None) -> int:
     Raises:
         TitanRLError: what ended the run.
     """
-    for module in ("torch", "monarch", "vllm", "torchtitan", "transformers"):
+    for module in ("torch", "monarch", "torchtitan", "transformers", *find_engine(config.generation.engine).modules):
         if importlib.util.find_spec(module) is None:
             raise MissingExtraError(module, "cpu")
     with file_modes(share=config.share_run_dir):

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated
 
 from pydantic import NonNegativeInt, PositiveFloat
 
-from titan_rl.settings import Section
+from titan_rl.settings import FunctionName, Section
+from titan_rl.weights.transports.registry import BY_NAME
 
 
 class StateDictConfig(Section):
     """How every published version is verified by the generators that pull it."""
 
-    transport: Literal["shared_memory", "rdma", "cuda_ipc"] = "shared_memory"
-    """Generators are on the trainer's host; with rdma they may be elsewhere, too, and read over the network there. With
-    cuda_ipc all are on GPUs of one host, and read from the trainer's GPU memory, which has two more copies then."""
+    transport: Annotated[str, FunctionName(tuple(BY_NAME))] = "shared_memory"
+    """With shared_memory generators are on the trainer's host; with rdma they may be elsewhere, too, and read over the
+    network there. With cuda_ipc all are on GPUs of one host, and read from the trainer's GPU memory, which has two more
+    copies then."""
     num_probes: NonNegativeInt = 4
     """Sequences whose logprobs the trainer publishes with each version; 0 verifies nothing."""
     tolerance: PositiveFloat | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +71,7 @@ class Manifest:
     tolerance: float = 1e-5  # largest mean difference allowed between a probe's logprobs and the reader's
 
 
+@runtime_checkable
 class StateDictTransport(Protocol):
     """Versioned publish and pull. The only thing generation and training share."""
 

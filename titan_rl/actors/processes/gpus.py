@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from titan_rl.config.run import RunConfig
 from titan_rl.errors import ConfigError
+from titan_rl.weights.transports.registry import find_transport
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +30,8 @@ class GPUAssignment:
                 transport needs them.
         """
         training, generation = config.training, config.generation
-        if not gpus and config.statedict.transport == "cuda_ipc":
-            raise ConfigError("statedict.transport is 'cuda_ipc' and this host has no GPU; choose 'shared_memory'")
+        if not gpus and find_transport(name := config.statedict.transport).needs_gpus:
+            raise ConfigError(f"statedict.transport is {name!r} and this host has no GPU; choose 'shared_memory'")
         if not gpus:
             return GPUAssignment((), ((),) * generation.num_generators)
         num_ranks, size = training.data_parallel * training.tensor_parallel, generation.tensor_parallel_size

@@ -1,0 +1,167 @@
+"""An engine, a transport, a strategy and a filter of the user's own, each named as "module:function"."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from titan_rl import EngineLoop, GeneratorRouter, LocalReplica, Rollout, RolloutGroup, SamplingParams
+from titan_rl.actors.processes.gpus import GPUAssignment
+from titan_rl.config.load import load_config
+from titan_rl.errors import ConfigError, DataError
+from titan_rl.generation.engines import EngineSpec, find_engine, make_engine
+from titan_rl.generation.router.registry import make_strategy
+from titan_rl.generation.scripted_engine import ScriptedEngine
+from titan_rl.scheduling.filters import find_filters, first_reason
+from titan_rl.weights.transports.registry import TransportSpec, find_transport, make_transport
+
+OWN = """
+from titan_rl import ScriptedEngine
+from titan_rl.generation.engines import EngineKind
+from titan_rl.generation.router import RoundRobin
+from titan_rl.weights.transports.registry import TransportKind
+from titan_rl.weights.types import Manifest
+
+def engine(spec):
+    return ScriptedEngine(max_context=spec.max_context, max_running=spec.max_running, script=lambda _: spec.generator)
+
+experts = EngineKind(lambda spec: ScriptedEngine(experts=(2, 1, 4)), routed_experts=True)
+
+shared = {}
+
+class Transport:
+    def __init__(self, spec): self.versions = shared.setdefault(spec.run_id, {})
+    def publish(self, version, named_tensors, *, probes=(), tolerance=1e-5):
+        self.versions[version] = dict(named_tensors)
+        return Manifest(version, (), tuple(probes), tolerance)
+    def pull(self, manifest): return iter(self.versions[manifest.version].items())
+    def release(self, version): self.versions.pop(version, None)
+    def close(self): self.versions.clear()
+
+on_gpus = TransportKind(Transport, needs_gpus=True)
+
+class Last(RoundRobin):
+    def __init__(self, max_sessions): super().__init__()
+    def choose(self, session_id, cost): return self._turns[-1]
+
+def one_sided(group):
+    return "one_sided" if len(group.rollouts) > 2 else None
+
+def nothing(*args): ...
+
+def number(*args): return 3
+
+def broken(*args): raise KeyError("answer")
+"""
+
+
+@pytest.fixture(autouse=True)
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    (tmp_path / "own_parts.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    sys.modules.pop("own_parts", None)
+
+
+def load(*overrides: tuple[str, str]) -> object:
+    return load_config("examples/alphabet_sort/cpu.toml", overrides, check_files=False)
+
+
+async def test_an_engine_serves_and_a_transport_brings_its_weights() -> None:
+    name = "own_parts:Transport"
+    writer, reader = (make_transport(name, TransportSpec("run-7")) for _ in range(2))
+    manifest = writer.publish(1, [("w", 1)])
+    engine = make_engine("own_parts:engine", EngineSpec("policy", max_context=16, generator=5))
+    assert isinstance(engine, ScriptedEngine)
+    loop = EngineLoop(lambda: engine)
+    await loop.start()
+    await loop.pull(1, lambda: reader.pull(manifest))
+    completion = await loop.generate([1, 2], request_id="a", sampling=SamplingParams(max_tokens=3))
+    await loop.close()
+    assert (list(completion.token_ids), completion.versions) == ([5, 5, 5], [1, 1, 1])
+    assert engine.state_dict == {"w": 1}
+
+
+async def test_a_strategy_routes() -> None:
+    replicas = [LocalReplica(name, EngineLoop(ScriptedEngine), lambda version: []) for name in ("a", "b")]
+    for replica in replicas:
+        await replica.loop.start()
+    router = GeneratorRouter(replicas, make_strategy("own_parts:Last", 10))
+    calls = [
+        asyncio.create_task(router.generate([1], request_id=f"r{index}", sampling=SamplingParams(max_tokens=2)))
+        for index in range(3)
+    ]
+    await asyncio.sleep(0)
+    assert [member.num_requests for member in router.members] == [0, 3]
+    await asyncio.gather(*calls)
+    await router.close()
+
+
+def group_of(size: int) -> RolloutGroup:
+    return RolloutGroup("g", None, [Rollout(f"g/{index}", "g", index, None) for index in range(size)])
+
+
+def test_a_filter_says_why_a_group_is_left_out() -> None:
+    filters = find_filters(["zero_variance", "own_parts:one_sided"])
+    assert first_reason(filters, group_of(2)) is None
+    assert first_reason(filters, group_of(3)) == "one_sided"
+
+
+@pytest.mark.parametrize(
+    ("name", "complaint"),
+    [
+        ("own_parts:number", "filter 'own_parts:number' gave 3 for group 'g'; it must give a metric's name, or None"),
+        ("own_parts:broken", r"filter 'own_parts:broken' failed on group 'g': KeyError: 'answer' \(.*own_parts.py:"),
+    ],
+)
+def test_what_a_filter_does_wrong_is_told_with_its_line(name: str, complaint: str) -> None:
+    with pytest.raises(DataError, match=complaint):
+        first_reason(find_filters([name]), group_of(2))
+
+
+def test_what_an_engine_cannot_do_is_not_asked_of_it() -> None:
+    two = ("generation.tensor_parallel_size", "2")
+    with pytest.raises(
+        ConfigError, match=r"^command line: generation.tensor_parallel_size = 2.*'own_parts:engine' .*set"
+    ):
+        load(two, ("generation.engine", "own_parts:engine"))
+    load(two)
+    experts = ("generation.return_routed_experts", "true")
+    with pytest.raises(
+        ConfigError, match=r"return_routed_experts = true.*'own_parts:engine' does not return them; set"
+    ):
+        load(experts, ("generation.engine", "own_parts:engine"))
+    load(experts, ("generation.engine", "own_parts:experts"))
+    assert find_engine("own_parts:experts").routed_experts
+    assert not find_engine("own_parts:engine").modules
+
+
+def test_a_transport_that_needs_gpus_says_so() -> None:
+    config = load(("statedict.transport", "own_parts:on_gpus"))
+    with pytest.raises(ConfigError, match=r"statedict.transport is 'own_parts:on_gpus' and this host has no GPU"):
+        GPUAssignment.of(config, ())  # type: ignore[arg-type]
+    assert not find_transport("own_parts:Transport").needs_gpus
+    assert [name for name in ("shared_memory", "rdma", "cuda_ipc") if find_transport(name).needs_gpus] == ["cuda_ipc"]
+
+
+@pytest.mark.parametrize(
+    ("make", "complaint"),
+    [
+        (lambda: make_engine("own_parts:nothing", EngineSpec("p")), "generation.engine = .* gave None, .* no Engine"),
+        (lambda: make_engine("vlm", EngineSpec("p")), "generation.engine = 'vlm' is none of vllm, nor \"module:funct"),
+        (
+            lambda: make_transport("own_parts:number", TransportSpec("r")),
+            "statedict.transport = .* gave 3, which is no",
+        ),
+        (lambda: make_strategy("own_parts:nothing", 1), "routing.strategy = 'own_parts:nothing' gave None; it must"),
+        (lambda: make_strategy("own_parts:broken", 1), "routing.strategy = .* failed: KeyError: 'answer' .*own_parts"),
+        (lambda: find_filters(["own_parts:gone"]), "scheduling.filters = .*: own_parts has no function gone; it has: "),
+    ],
+)
+def test_what_is_no_such_thing_is_named_with_its_setting(make, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        make()

@@ -1,0 +1,90 @@
+"""The engines by name: the library's own, or the user's as "module:function".
+
+Importing this imports no engine: what an engine needs is imported by the function that makes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from titan_rl.calls.imports import find_function
+from titan_rl.errors import ConfigError
+from titan_rl.generation.engine import Engine
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """What a generator asks of its engine."""
+
+    model_path: str  # Hugging Face folder
+    dtype: str = "float32"  # of the weights
+    max_context: int = 512  # tokens of prompt and completion together
+    max_running: int = 64  # requests advanced at a time; others wait
+    kv_cache_gib: float = 1.0
+    seed: int = 0  # of requests that bring none
+    routed_experts: bool = False  # requests may ask for the experts that each token took
+    tensor_parallel_size: int = 1  # processes that share the model, each with an engine of its own, in lockstep
+    generator: int = 0  # which of the run's generators it belongs to
+
+
+@dataclass(frozen=True, slots=True)
+class EngineKind:
+    """How an engine is made, and what it can do. A plain function from `EngineSpec` to `Engine` is of a kind that can
+    do none of this.
+
+    Example: `make = EngineKind(_make, routed_experts=True)`, where `generation.engine = "my_engines:make"`.
+    """
+
+    make: Callable[[EngineSpec], Engine]  # called in the generator's process, in the thread that drives the engine
+    routed_experts: bool = False  # it returns them where the spec asks
+    tensor_parallel: bool = False  # it can be one of several ranks
+    modules: tuple[str, ...] = ()  # that it needs of titan_rl's extras
+
+    def __call__(self, spec: EngineSpec) -> Engine:
+        return self.make(spec)
+
+
+def _vllm(spec: EngineSpec) -> Engine:
+    from titan_rl.generation.vllm_engine import VLLMEngine
+
+    return VLLMEngine(
+        spec.model_path,
+        dtype=spec.dtype,
+        max_context=spec.max_context,
+        max_running=spec.max_running,
+        kv_cache_gib=spec.kv_cache_gib,
+        seed=spec.seed,
+        routed_experts=spec.routed_experts,
+        tensor_parallel_size=spec.tensor_parallel_size,
+    )
+
+
+BY_NAME = {"vllm": EngineKind(_vllm, routed_experts=True, tensor_parallel=True, modules=("vllm",))}
+"""The library's own that `generation.engine` names."""
+
+
+def find_engine(name: str) -> EngineKind:
+    """The kind of engine that `generation.engine` names.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    found: Any = find_function("generation.engine", name, BY_NAME)
+    return found if isinstance(found, EngineKind) else EngineKind(found)
+
+
+def make_engine(name: str, spec: EngineSpec) -> Engine:
+    """An engine of that kind.
+
+    Raises:
+        ConfigError: there is none of that name, or what was made is no `Engine`.
+        Exception: what the engine says that it cannot do.
+    """
+    engine: Any = find_engine(name)(spec)
+    if not isinstance(engine, Engine):
+        raise ConfigError(
+            f"generation.engine = {name!r} gave {engine!r}, which is no Engine; see titan_rl.generation.engine"
+        )
+    return engine
