@@ -6,6 +6,8 @@ import pytest
 from depth import examples
 from hypothesis import settings
 
+pytest.register_assert_rewrite("titan_rl.testing.engine_contract")
+
 settings.register_profile("titan_rl", max_examples=examples(100), deadline=None)
 settings.load_profile("titan_rl")
 

@@ -20,6 +20,7 @@ LIGHT = (
     "weights.transports.registry",
     "scheduling",
     "serving",
+    "testing",
     "simulate",
 )
 

@@ -12,7 +12,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
-from engine_contract import PLACES, EngineContract
 from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
 from titan_rl.errors import EngineDeadError, GenerationError, ModelError, RequestError, VerificationError
@@ -20,6 +19,7 @@ from titan_rl.generation.engine import Engine, TokenDelta
 from titan_rl.generation.loop.engine_loop import EngineLoop
 from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.vllm_engine import VLLMEngine
+from titan_rl.testing.engine_contract import PLACES, EngineContract
 from titan_rl.types import Completion, FinishReason, SamplingParams, VersionSpan
 
 VOCAB, CONTEXT = 128, 128

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from fake_replica import FakeReplica
 
 from titan_rl.errors import GenerationError, StateDictError
 from titan_rl.generation.router import GeneratorRouter, Limits
+from titan_rl.testing.fake_replica import FakeReplica
 from titan_rl.types import Completion, FinishReason, SamplingParams
 
 pytestmark = pytest.mark.looptime

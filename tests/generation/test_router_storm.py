@@ -8,12 +8,12 @@ from typing import Any
 
 import looptime
 from depth import examples
-from fake_replica import FakeReplica
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titan_rl.errors import GenerationError, RequestError, StateDictError
 from titan_rl.generation.router import GeneratorRouter, Limits
+from titan_rl.testing.fake_replica import FakeReplica
 from titan_rl.types import Completion, SamplingParams
 
 Move = tuple[str, int, float]  # what, argument, seconds until the next

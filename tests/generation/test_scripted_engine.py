@@ -1,12 +1,12 @@
 """The scripted engine is deterministic, and does what its settings say."""
 
 import pytest
-from engine_contract import PLACES, EngineContract
 
 from titan_rl.errors import RequestError
 from titan_rl.generation.engine import Engine
 from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.scripted_engine import CostModel, ScriptedEngine, scripted_logprobs
+from titan_rl.testing.engine_contract import PLACES, EngineContract
 from titan_rl.types import FinishReason, SamplingParams
 
 

@@ -11,7 +11,6 @@ from functools import partial
 
 import pytest
 from depth import examples
-from fake_replica import FakeReplica
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from looptime import new_event_loop
@@ -22,6 +21,7 @@ from titan_rl.generation.router.pooled_replica import PooledReplica
 from titan_rl.generation.router.stall import StallWatch
 from titan_rl.generation.scripted_engine import CostModel
 from titan_rl.simulate.replica import SimulatedReplica
+from titan_rl.testing.fake_replica import FakeReplica
 from titan_rl.types import Completion, FinishReason, SamplingParams, TokenChunk
 
 pytestmark = pytest.mark.looptime

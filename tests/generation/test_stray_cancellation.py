@@ -6,11 +6,11 @@ import asyncio
 import logging
 
 import pytest
-from fake_replica import FakeReplica
 
 from titan_rl.errors import GenerationError, StrayCancellationError
 from titan_rl.generation.router import GeneratorRouter, LeastLoaded, Limits, RoundRobin
 from titan_rl.generation.router.tasks import TaskSet
+from titan_rl.testing.fake_replica import FakeReplica
 from titan_rl.types import Completion, FinishReason, SamplingParams
 
 pytestmark = pytest.mark.looptime

@@ -44,6 +44,7 @@ class Engine(Protocol):
     """A generation engine, owned and driven by one thread.
 
     Nothing here blocks longer than one step. An exception from anything but `add` means the engine is broken.
+    The tests of `titan_rl.testing.engine_contract` find out whether an engine keeps to this.
     """
 
     def add(self, request: EngineRequest) -> None:

@@ -1,4 +1,17 @@
-"""What the engine loop relies on, of every engine. A subclass names the engine."""
+"""What the engine loop relies on, of every engine, as tests that pytest runs.
+
+Example, the whole of a test file:
+
+    class TestMyEngine(EngineContract):
+        @pytest.fixture
+        def engine(self):
+            engine = my_engines.make(EngineSpec("tiny_model", max_context=CONTEXT, max_running=PLACES))
+            yield engine
+            engine.close()
+
+        def weights(self, version):
+            return load_file("tiny_model/model.safetensors").items()
+"""
 
 from __future__ import annotations
 
@@ -15,7 +28,7 @@ from titan_rl.generation.loop.engine_loop import EngineLoop
 from titan_rl.generation.request import EngineRequest
 from titan_rl.types import FinishReason, SamplingParams
 
-PLACES = 4
+PLACES, CONTEXT, VOCABULARY = 4, 128, 128  # of the engine under test
 PROBES = [[5, 9, 2, 7, 7, 1, 3, 8], [1, 2, 3, 4, 5, 6, 7, 8], [9, 9, 9], [2, 4]]
 
 
@@ -34,6 +47,13 @@ class Batch:
         self._engine.add(EngineRequest(request_id, prompt, sampling))
         self._running.add(request_id)
         self.tokens[request_id], self.logprobs[request_id] = [], []
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """A delta that comes for one of them all the same is a KeyError in `step`."""
+        self._engine.abort(request_ids)
+        for request_id in request_ids:
+            self._running.discard(request_id)
+            self.tokens.pop(request_id, None)
 
     def step(self, count: int = 1) -> None:
         for _ in range(count):
@@ -95,10 +115,12 @@ class Held(Steps):
 
 
 class EngineContract:
-    """Tests of an engine with `PLACES` places, a context of 128 tokens and a vocabulary of as many."""
+    """Tests of an engine that advances `PLACES` requests at a time, in contexts of `CONTEXT` tokens out of a vocabulary
+    of `VOCABULARY` or more."""
 
     @pytest.fixture
     def engine(self) -> Engine:
+        """The engine, with nothing to do. One may serve all tests."""
         raise NotImplementedError
 
     def weights(self, version: int) -> Iterable[tuple[str, Any]]:
@@ -106,8 +128,8 @@ class EngineContract:
         raise NotImplementedError
 
     def num_forwards(self, engine: Any) -> int:
-        """Forward passes made so far."""
-        raise NotImplementedError
+        """Forward passes made so far, if it can be known."""
+        pytest.skip(f"{type(self).__name__} does not count forward passes")
 
     @pytest.mark.parametrize("crowd", [PLACES - 1, PLACES, 2 * PLACES, 4 * PLACES])
     def test_scoring_takes_no_longer_however_many_run_and_wait(self, engine: Engine, crowd: int) -> None:
@@ -153,13 +175,45 @@ class EngineContract:
         batch = Batch(engine)
         batch.crowd(2 * PLACES, 8)
         batch.step()
-        with pytest.raises(RequestError, match="129 tokens"):
-            engine.score([[1, 2, 3], [1] * 129])
+        with pytest.raises(RequestError, match=str(CONTEXT + 1)):
+            engine.score([[1, 2, 3], [1] * (CONTEXT + 1)])
         batch.run()
         assert len(batch.finished) == 2 * PLACES
 
-    async def test_the_time_until_the_engine_first_runs_a_request_is_its_queue(self, engine: Engine) -> None:
-        steps = Steps(engine)
+    def test_tokens_have_the_logprobs_that_scoring_gives_them(self, engine: Engine) -> None:
+        prompt = [5, 9, 2]
+        batch = Batch(engine)
+        batch.add("a", prompt, SamplingParams(max_tokens=12))
+        batch.run()
+        assert batch.finished == {"a": FinishReason.LENGTH}
+        (score,) = engine.score([[*prompt, *batch.tokens["a"]]])
+        assert batch.logprobs["a"] == pytest.approx(score[len(prompt) - 1 :], abs=1e-4)
+
+    def test_an_aborted_request_gains_nothing_more_and_its_place_is_free(self, engine: Engine) -> None:
+        batch = Batch(engine)
+        batch.crowd(2 * PLACES, 24)
+        batch.step(3)
+        batch.abort(["crowd-0", "crowd-7", "never-there"])
+        batch.run()
+        assert batch.finished.keys() == {f"crowd-{index}" for index in range(1, 7)}
+        batch.add("crowd-0", [1, 2], SamplingParams(max_tokens=2))
+        batch.run()
+        assert len(batch.tokens["crowd-0"]) == 2
+
+    def test_a_request_that_can_never_run_is_refused_and_others_go_on(self, engine: Engine) -> None:
+        batch = Batch(engine)
+        batch.add("a", [1, 2, 3], SamplingParams(max_tokens=8))
+        for name, prompt in {"a": [1, 2], "empty": [], "long": [1] * CONTEXT}.items():
+            with pytest.raises(RequestError):
+                engine.add(EngineRequest(name, prompt, SamplingParams(max_tokens=1)))
+        batch.run()
+        assert len(batch.tokens["a"]) == 8
+
+    def test_the_time_until_the_engine_first_runs_a_request_is_its_queue(self, engine: Engine) -> None:
+        asyncio.run(self._queue(engine))
+
+    async def _queue(self, engine: Engine) -> None:
+        steps: Any = Steps(engine)
         loop = EngineLoop(lambda: steps, clock=lambda: steps.num_steps)
         await loop.start()
         await loop.pause("keep")
@@ -175,8 +229,11 @@ class EngineContract:
         assert waited == [0.0] * PLACES + [10.0] * PLACES + [20.0] * PLACES
         assert all(each["time_to_first_token_s"] == each["queue_s"] + 1 for each in metrics)
 
-    async def test_a_paused_engine_gains_no_token_from_a_pull_that_is_verified(self, engine: Engine) -> None:
-        held = Held(engine, at_step=5)
+    def test_a_paused_engine_gains_no_token_from_a_pull_that_is_verified(self, engine: Engine) -> None:
+        asyncio.run(self._pull_in_a_pause(engine))
+
+    async def _pull_in_a_pause(self, engine: Engine) -> None:
+        held: Any = Held(engine, at_step=5)
         loop = EngineLoop(lambda: held)
         await loop.start()
         sampling = SamplingParams(max_tokens=100)
