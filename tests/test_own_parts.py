@@ -96,7 +96,7 @@ async def test_a_strategy_routes() -> None:
         for index in range(3)
     ]
     await asyncio.sleep(0)
-    assert [member.num_requests for member in router.members] == [0, 3]
+    assert [replica.num_requests for replica in router.replicas] == [0, 3]
     await asyncio.gather(*calls)
     await router.close()
 
