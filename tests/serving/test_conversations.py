@@ -219,3 +219,13 @@ def test_where_the_renderer_cannot_extend_a_turn_the_conversation_is_rendered_wh
     assert tree.prompt([*follow, reply("d"), tool]).parent is second
     assert tree.branches() == [[first], [second]]
     assert [message["content"] for message in tree.transcript()] == ["a", "b", "c", "d"]
+
+
+def test_a_renderer_that_cuts_what_was_sampled_has_not_extended_it() -> None:
+    class Cutting(Forgetful):
+        def bridge_to_next_turn(self, previous_prompt_ids: Any, previous_completion_ids: Any, *rest: Any, **more: Any):
+            return super().bridge_to_next_turn(previous_prompt_ids, previous_completion_ids[:-1], *rest, **more)
+
+    tree = ConversationTree(Cutting())
+    say(tree, [user("a")], reply("b"))
+    assert tree.prompt([user("a"), reply("b"), {"role": "tool", "content": "t"}]).parent is None

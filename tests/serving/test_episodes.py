@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus
 from titan_rl.serving.conversations import TurnNode
 from titan_rl.serving.episodes import Episode, EpisodeLimits, EpisodeStore
 from titan_rl.training.data.sample_builder import build_samples, count_branches
+from titan_rl.types import SamplingParams
 
 pytestmark = pytest.mark.looptime
 
@@ -68,7 +70,7 @@ async def test_branches_are_samples_of_their_own_that_train_what_is_theirs() -> 
         "Help.", "x", "helped", "Sort.", "b a", "a b", "c", "no", "yes", "d", "done",
     ]  # fmt: skip
     rollout.advantage = 1.0
-    samples = build_samples(RolloutGroup("g0", None, [rollout]), 1.0)
+    samples = build_samples(RolloutGroup("g0", None, [rollout]))
     assert [sample.num_trained_tokens for sample in samples] == [2, 4, 4]
 
 
@@ -186,3 +188,18 @@ async def test_a_store_has_room_for_so_many() -> None:
     assert len(episodes) == 1
     episodes.open("third")
     assert len(episodes) == 2
+
+
+async def test_an_agent_says_when_a_completion_ends_and_training_how_it_is_sampled() -> None:
+    asked = SamplingParams(max_tokens=10, temperature=0.0, top_p=0.5, seed=42, stop_token_ids=(3,))
+    assert store().open("e").sampling_for(asked) is asked
+
+    trained = EpisodeStore(chat_template_renderer(), sampling=SamplingParams(max_tokens=8, min_tokens=1, seed=7))
+    one, other = trained.open("one"), trained.open("other")
+    given = [one.sampling_for(asked), one.sampling_for(asked), other.sampling_for(asked)]
+    assert len({sampling.seed for sampling in given}) == 3
+    assert [replace(sampling, seed=None) for sampling in given] == [
+        SamplingParams(max_tokens=8, min_tokens=1, stop_token_ids=(3,))
+    ] * 3
+    unseeded = EpisodeStore(chat_template_renderer(), sampling=SamplingParams(max_tokens=16)).open("e")
+    assert unseeded.sampling_for(asked).seed is None

@@ -9,11 +9,12 @@ import math
 import secrets
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 from titan_rl.calls.user_code import Failure
 from titan_rl.errors import BusyError, EpisodeEndedError
 from titan_rl.rollout.copies import completion_of
+from titan_rl.rollout.group.rollouter import turn_seed
 from titan_rl.rollout.renderer.types import Renderer
 from titan_rl.rollout.types import Message, Rollout, RolloutStatus, Turn
 from titan_rl.serving.conversations import ConversationTree, Prompt, TurnNode
@@ -63,6 +64,7 @@ class Episode:
 
         async with episode.request():
             prompt = episode.tree.prompt(messages, tools)
+            sampling = episode.sampling_for(asked)
             completion = await generate(prompt.token_ids, request_id=request_id, session_id=..., sampling=sampling)
             episode.record(prompt, completion, message, sampling)
 
@@ -73,6 +75,7 @@ class Episode:
         episode.fill_in(rollout)
 
     Args:
+        sampling: how its completions are sampled, whatever its agent asks for: see `sampling_for`.
         on_end: called once, when it has ended.
 
     Attributes:
@@ -86,6 +89,8 @@ class Episode:
         episode_id: str,
         renderer: Renderer,
         limits: EpisodeLimits | None = None,
+        *,
+        sampling: SamplingParams | None = None,
         on_end: Callable[[], object] | None = None,
     ) -> None:
         self.id = episode_id
@@ -95,6 +100,8 @@ class Episode:
         self.error: str | None = None
         self._failure: Failure | None = None
         self._limits = limits or EpisodeLimits()
+        self._sampling = sampling
+        self._num_sampled = 0
         self._on_end = on_end
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[None] = self._loop.create_future()
@@ -136,6 +143,28 @@ class Episode:
             raise self._is_over() from error
         finally:
             self._in_flight.discard(scope)
+
+    def sampling_for(self, asked: SamplingParams) -> SamplingParams:
+        """How to sample a completion that was asked for like this.
+
+        An agent chooses for itself when a completion ends: `max_tokens`, up to the episode's, and `stop_token_ids`. The
+        rest is the episode's: training cannot account for a nucleus or a temperature of 0, and an agent that always
+        asks for the same seed would get the same answer in every sibling. Where the episode's sampling has a seed, each
+        call gets one of its own.
+        """
+        own = self._sampling
+        if own is None:
+            return asked
+        seed = None if own.seed is None else turn_seed(own.seed, self.id, self._num_sampled)
+        self._num_sampled += 1
+        max_tokens = min(own.max_tokens, asked.max_tokens)
+        return replace(
+            own,
+            max_tokens=max_tokens,
+            min_tokens=min(own.min_tokens, max_tokens),
+            seed=seed,
+            stop_token_ids=asked.stop_token_ids or own.stop_token_ids,
+        )
 
     def record(self, prompt: Prompt, completion: Completion, message: Message, sampling: SamplingParams) -> TurnNode:
         """A turn. Its completion is copied, and the rollout's.
@@ -219,7 +248,7 @@ class Episode:
         if turn.index == len(self._records) - 1:
             for name, value in self._rewards.items():
                 rewards[name] = rewards.get(name, 0.0) + value
-        return Turn(turn.prompt_token_ids, turn.completion, rewards)
+        return Turn(turn.prompt_token_ids, turn.completion, rewards, sampling=record.sampling)
 
     def _require_open(self) -> None:
         if self.status is not None:
@@ -248,9 +277,12 @@ class EpisodeStore:
         len(store)                                  # 0
     """
 
-    def __init__(self, renderer: Renderer, limits: EpisodeLimits | None = None) -> None:
+    def __init__(
+        self, renderer: Renderer, limits: EpisodeLimits | None = None, *, sampling: SamplingParams | None = None
+    ) -> None:
         self._renderer = renderer
         self._limits = limits or EpisodeLimits()
+        self._sampling = sampling
         self._secret = secrets.token_bytes(32)
         self._by_key: dict[bytes, Episode] = {}
         self._num_open = 0
@@ -267,7 +299,9 @@ class EpisodeStore:
         """
         if self._num_open >= self._limits.episodes:
             raise BusyError(f"{self._num_open} episodes are open, which is the limit")
-        episode = Episode(episode_id, self._renderer, self._limits, on_end=lambda: self._ended(digest))
+        episode = Episode(
+            episode_id, self._renderer, self._limits, sampling=self._sampling, on_end=lambda: self._ended(digest)
+        )
         digest = self._digest(episode.key)
         self._by_key[digest] = episode
         self._num_open += 1
