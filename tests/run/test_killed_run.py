@@ -175,7 +175,7 @@ class Rig:
         checkpoint = latest(run_dir.checkpoints)
         start = RunState() if checkpoint is None else RunState.read(checkpoint)
         self.journal = RunJournal(run_dir.journal, start.position)
-        self.known = {key[0] for parts in self.journal.state.parts.values() for key in parts}
+        self.known = {key[0] for known in self.journal.state.completions.values() for key in known}
         self.known |= {
             turn.completion.request_id
             for record in self.journal.state.finished.values()

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from run.disk import Disk
@@ -200,9 +201,9 @@ async def test_a_checkpoint_keeps_the_tokens_of_requests_in_flight(tmp_path):
 async def test_turns_of_a_finished_group_are_forgotten(tmp_path):
     journal, engine = RunJournal(tmp_path), Engine()
     await journal.record(engine, 0)([1], request_id="train-0/0/0", sampling=SAMPLING)
-    assert journal.state.parts
+    assert journal.state.completions
     journal.finished(0, group_of(0))
-    assert not journal.state.parts
+    assert not journal.state.completions
     journal.close()
 
 
@@ -336,7 +337,7 @@ async def test_what_comes_while_a_checkpoint_is_begun_replaces_what_was_open(tmp
     journal.close()
     found = reopened(tmp_path, position)
     assert position.unsettled == (0, 1, 2, 3, 4, 5)
-    assert (list(backlog(found).unsettled), found.state.parts) == ([0, 1, 2, 3, 5], {})
+    assert (list(backlog(found).unsettled), found.state.completions) == ([0, 1, 2, 3, 5], {})
 
 
 def test_a_record_of_another_format_is_refused_with_the_way_out(tmp_path):
@@ -429,3 +430,11 @@ async def test_a_checkpoint_waits_for_no_users_function_that_hangs_in_a_thread_o
         goes_on.set()
         await hanging
     assert journal.num_batches_again == 0
+
+
+def test_a_record_that_does_not_say_how_it_was_sampled_is_refused_with_the_way_out(tmp_path):
+    (tmp_path / "step-000000.journal").write_bytes(
+        frame(msgspec.msgpack.encode({"type": "finished", "index": 0, "rollouts": []}))
+    )
+    with pytest.raises(CheckpointError, match=r"record of another format.*move the folder .* away"):
+        reopened(tmp_path)

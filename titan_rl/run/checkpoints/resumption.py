@@ -10,7 +10,7 @@ from titan_rl.config.changes import check_unchanged
 from titan_rl.config.run import RunConfig
 from titan_rl.errors import CheckpointError, DamagedCheckpointError
 from titan_rl.run.directory import RunDirectory
-from titan_rl.run.journal.journal_state import Found, list_segments, read_segments
+from titan_rl.run.journal.journal_state import JournalContents, list_segments, read_segments
 from titan_rl.run.journal.run_state import RunState
 from titan_rl.run.stages.task_groups import train_index
 from titan_rl.training.state.checkpoint import list_checkpoints, step_of
@@ -24,7 +24,7 @@ class Resumption:
     checkpoint: Path | None  # None: there is none yet, and training begins anew with what the journal has
     state: RunState
     losses: tuple[str, ...] = ()  # what the user is to know
-    journal: Found | None = None  # what its journal holds; None of a run that begins
+    journal: JournalContents | None = None  # what its journal holds; None of a run that begins
 
     def loaded(self, version: int) -> None:
         """The trainer has loaded the checkpoint, and says which version that is.

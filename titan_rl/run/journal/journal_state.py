@@ -12,9 +12,20 @@ import msgspec
 
 from titan_rl.errors import CheckpointError
 from titan_rl.run.journal.log import read_log
-from titan_rl.run.journal.records import Batch, Dropped, Finished, Part, Record, Start, decode
+from titan_rl.run.journal.records import (
+    BatchRecord,
+    CompletionRecord,
+    DropRecord,
+    GroupRecord,
+    JournalRecord,
+    StartRecord,
+    decode,
+)
 from titan_rl.run.journal.run_state import DataPosition
 from titan_rl.scheduling.batch import step_from
+
+CompletionsOfGroup = dict[tuple[str, bytes], CompletionRecord]
+"""By request id and digest of the prompt."""
 
 
 @dataclass(slots=True)
@@ -23,39 +34,39 @@ class JournalState:
 
     next_index: int = 0
     unsettled: set[int] = field(default_factory=set[int])
-    finished: dict[int, Finished] = field(default_factory=dict[int, Finished])
-    parts: dict[int, dict[tuple[str, bytes], Part]] = field(default_factory=dict[int, dict[tuple[str, bytes], Part]])
+    finished: dict[int, GroupRecord] = field(default_factory=dict[int, GroupRecord])
+    completions: dict[int, CompletionsOfGroup] = field(default_factory=dict[int, CompletionsOfGroup])
     batches: dict[int, list[int]] = field(default_factory=dict[int, list[int]])  # version it starts from -> groups
 
     @classmethod
     def at(cls, position: DataPosition) -> JournalState:
         return cls(position.next_index, set(position.unsettled))
 
-    def apply(self, record: Record) -> None:
+    def apply(self, record: JournalRecord) -> None:
         """Take in one record. A record that is applied twice changes nothing, and neither does one of a group that is
         settled."""
         match record:
-            case Start():
+            case StartRecord():
                 pass  # says what is known already
-            case Batch():
+            case BatchRecord():
                 self._admit(*record.indices)
                 if self.batches.get(record.version) != record.indices:
                     for later in [version for version in self.batches if version > record.version]:
                         del self.batches[later]  # of another course of events
                     self.batches[record.version] = record.indices
-            case Dropped():
+            case DropRecord():
                 self._admit(record.index)
                 self._forget(record.index)
-            case Finished():
+            case GroupRecord():
                 self._admit(record.index)
                 if record.index in self.unsettled:
                     self.finished[record.index] = record
-                    self.parts.pop(record.index, None)
-            case Part():
+                    self.completions.pop(record.index, None)
+            case CompletionRecord():
                 self._admit(record.index)
                 if record.index in self.unsettled and record.index not in self.finished:
                     key = (record.completion.request_id, record.prompt_digest)
-                    self.parts.setdefault(record.index, {})[key] = record
+                    self.completions.setdefault(record.index, {})[key] = record
 
     def settle_trained(self, version: int) -> None:
         """Batches that led to `version` are in its checkpoint."""
@@ -67,22 +78,22 @@ class JournalState:
         """Whether the group is in the weights, or was dropped: it is not run again."""
         return index < self.next_index and index not in self.unsettled
 
-    def holds(self, record: Record) -> bool:
+    def holds(self, record: JournalRecord) -> bool:
         """Whether it still says something new."""
         match record:
-            case Finished():
+            case GroupRecord():
                 return self.finished.get(record.index) is record
-            case Part():
+            case CompletionRecord():
                 key = (record.completion.request_id, record.prompt_digest)
-                return self.parts.get(record.index, {}).get(key) is record
+                return self.completions.get(record.index, {}).get(key) is record
             case _:
                 return True
 
-    def records(self) -> list[Record]:
+    def records(self) -> list[JournalRecord]:
         """All that it holds."""
-        batches = [Batch(version, self.batches[version]) for version in sorted(self.batches)]
-        parts = [part for parts in self.parts.values() for part in parts.values()]
-        return [*self.finished.values(), *parts, *batches]
+        batches = [BatchRecord(version, self.batches[version]) for version in sorted(self.batches)]
+        completions = [record for of_group in self.completions.values() for record in of_group.values()]
+        return [*self.finished.values(), *completions, *batches]
 
     def batches_from(self, version: int) -> list[list[int]]:
         """Those that can be handed out again as they were: one after another, of groups that are all recorded."""
@@ -105,7 +116,7 @@ class JournalState:
     def _forget(self, index: int) -> None:
         self.unsettled.discard(index)
         self.finished.pop(index, None)
-        self.parts.pop(index, None)
+        self.completions.pop(index, None)
 
 
 def segment_name(version: int) -> str:
@@ -135,19 +146,21 @@ def list_segments(folder: Path) -> list[Path]:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class JournalContents:
+    """What `read_segments` has found."""
+
     state: JournalState
     begins: bool  # whether the segment of the position is there
     losses: list[str]
 
 
-def read_segments(segments: Sequence[Path], position: DataPosition) -> Found:
+def read_segments(segments: Sequence[Path], position: DataPosition) -> JournalContents:
     """What segments know beyond a checkpoint's position, whichever of their records are left.
 
     Raises:
         CheckpointError: they are of another run, of another format, or one of them is no file that can be read.
     """
-    state, losses, starts = JournalState.at(position), list[str](), list[Start]()
+    state, losses, starts = JournalState.at(position), list[str](), list[StartRecord]()
     if position.version == 0 and segments and version_of(segments[0]) > 0:
         raise CheckpointError(
             f"{segments[0]} is of a checkpoint that is gone, and there is no other: put it back, or move the journal's "
@@ -163,7 +176,7 @@ def read_segments(segments: Sequence[Path], position: DataPosition) -> Found:
                     f"{path} has a record of another format: {error}; move the folder {path.parent} away to go on from "
                     "the checkpoint alone"
                 ) from error
-            if isinstance(record, Start) and record.version == position.version:
+            if isinstance(record, StartRecord) and record.version == position.version:
                 starts.append(record)
             state.apply(record)
         if damages:
@@ -185,7 +198,7 @@ def read_segments(segments: Sequence[Path], position: DataPosition) -> Found:
         losses.append(_without_beginning(position.version))
     if losses and (again := sorted(state.unsettled - state.finished.keys())):
         losses.append(f"generated again, as far as answers are not recorded: groups {ranges(again)}")
-    return Found(state, agrees, losses)
+    return JournalContents(state, agrees, losses)
 
 
 def _records(path: Path, damages: list[int]) -> Iterator[bytes]:

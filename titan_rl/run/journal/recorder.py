@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from titan_rl.run.journal.records import Part, digest
+from titan_rl.run.journal.records import CompletionRecord, digest
 from titan_rl.types import Completion, GenerateFn, SamplingParams
 
 Known = Callable[[str, bytes, SamplingParams], Completion | None]
@@ -15,11 +15,11 @@ class Recorder:
     """Notes what requests come back with, and knows which are out.
 
     Args:
-        on_part: told of each completion with a token, whole or interrupted.
+        on_completion: told of each completion with a token, whole or interrupted.
     """
 
-    def __init__(self, on_part: Callable[[Part], None]) -> None:
-        self._on_part = on_part
+    def __init__(self, on_completion: Callable[[CompletionRecord], None]) -> None:
+        self._on_completion = on_completion
         self._asked: dict[str, tuple[int, bytes, SamplingParams]] = {}  # by request id, what is in flight
 
     def record(self, generate: GenerateFn, index: int, known: Known) -> GenerateFn:
@@ -51,19 +51,19 @@ class Recorder:
             finally:
                 del self._asked[request_id]
             if answer.token_ids:
-                self._on_part(Part(index, prompt_digest, sampling, answer))
+                self._on_completion(CompletionRecord(index, prompt_digest, sampling, answer))
             return answer
 
         return recorded
 
-    def in_flight(self, tokens: Mapping[str, Completion]) -> list[Part]:
+    def in_flight(self, tokens: Mapping[str, Completion]) -> list[CompletionRecord]:
         """What is known of the requests that are out.
 
         Args:
             tokens: request id -> the tokens so far, as an aborted completion.
         """
         return [
-            Part(index, prompt_digest, sampling, tokens[request_id])
+            CompletionRecord(index, prompt_digest, sampling, tokens[request_id])
             for request_id, (index, prompt_digest, sampling) in self._asked.items()
             if request_id in tokens and tokens[request_id].token_ids
         ]

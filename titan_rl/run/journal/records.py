@@ -21,7 +21,7 @@ from titan_rl.rollout.types import Message, Rollout, RolloutGroup
 from titan_rl.types import Completion, SamplingParams
 
 
-class Start(msgspec.Struct, tag="start", frozen=True):
+class StartRecord(msgspec.Struct, tag="start", frozen=True):
     """The checkpoint of `version` is being written; what follows up to the next one is not in it."""
 
     version: int
@@ -29,7 +29,7 @@ class Start(msgspec.Struct, tag="start", frozen=True):
     unsettled: list[int]  # positions in the data before next_index that are neither trained nor dropped
 
 
-class Part(msgspec.Struct, tag="part", frozen=True):
+class CompletionRecord(msgspec.Struct, tag="completion", frozen=True):
     """What one request came back with: a whole completion, or what an interruption left of it."""
 
     index: int
@@ -38,24 +38,24 @@ class Part(msgspec.Struct, tag="part", frozen=True):
     completion: Completion
 
 
-class Finished(msgspec.Struct, tag="finished", frozen=True):
+class GroupRecord(msgspec.Struct, tag="group", frozen=True):
     index: int
     rollouts: list[Rollout]
 
 
-class Dropped(msgspec.Struct, tag="dropped", frozen=True):
+class DropRecord(msgspec.Struct, tag="drop", frozen=True):
     index: int
     reason: str
 
 
-class Batch(msgspec.Struct, tag="batch", frozen=True):
+class BatchRecord(msgspec.Struct, tag="batch", frozen=True):
     """What the step from `version` is trained on."""
 
     version: int
     indices: list[int]
 
 
-Record = Start | Part | Finished | Dropped | Batch
+JournalRecord = StartRecord | CompletionRecord | GroupRecord | DropRecord | BatchRecord
 
 _ESCAPE = "\U0010ffff"  # stands for no character and never will
 _ESCAPE_BYTES = _ESCAPE.encode()
@@ -66,15 +66,15 @@ _LONG_INTEGER = 1  # code of the extension
 TextFn = Callable[[str], str]
 
 
-def encode(record: Record) -> bytes:
-    if isinstance(record, Finished):
-        record = Finished(record.index, [_with_text(rollout, _escape, _storable) for rollout in record.rollouts])
-    elif isinstance(record, Dropped):
-        record = Dropped(record.index, _escape(record.reason))
+def encode(record: JournalRecord) -> bytes:
+    if isinstance(record, GroupRecord):
+        record = GroupRecord(record.index, [_with_text(rollout, _escape, _storable) for rollout in record.rollouts])
+    elif isinstance(record, DropRecord):
+        record = DropRecord(record.index, _escape(record.reason))
     return _encoder.encode(record)
 
 
-def decode(data: bytes) -> Record:
+def decode(data: bytes) -> JournalRecord:
     """The record.
 
     Raises:
@@ -83,17 +83,17 @@ def decode(data: bytes) -> Record:
     record = _decoder.decode(data)
     if _ESCAPE_BYTES not in data:
         return record
-    if isinstance(record, Finished):
-        return Finished(record.index, [_with_text(rollout, _unescape, _restored) for rollout in record.rollouts])
-    return Dropped(record.index, _unescape(record.reason)) if isinstance(record, Dropped) else record
+    if isinstance(record, GroupRecord):
+        return GroupRecord(record.index, [_with_text(rollout, _unescape, _restored) for rollout in record.rollouts])
+    return DropRecord(record.index, _unescape(record.reason)) if isinstance(record, DropRecord) else record
 
 
-def finished(index: int, group: RolloutGroup) -> Finished:
+def group_record(index: int, group: RolloutGroup) -> GroupRecord:
     """A group without its sample, which is a function of its position in the data."""
-    return Finished(index, [replace(rollout, sample=None) for rollout in group.rollouts])
+    return GroupRecord(index, [replace(rollout, sample=None) for rollout in group.rollouts])
 
 
-def group_of(record: Finished, sample: Any) -> RolloutGroup:
+def group_of(record: GroupRecord, sample: Any) -> RolloutGroup:
     rollouts = [replace(rollout, sample=sample) for rollout in record.rollouts]
     return RolloutGroup(rollouts[0].group_id, sample, rollouts)
 
@@ -169,4 +169,4 @@ def _extension(code: int, data: memoryview) -> int:
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_array)
-_decoder = msgspec.msgpack.Decoder(Record, ext_hook=_extension)
+_decoder = msgspec.msgpack.Decoder(JournalRecord, ext_hook=_extension)

@@ -12,10 +12,18 @@ from typing import Any
 from titan_rl.calls.threads import in_thread
 from titan_rl.errors import CheckpointError, NoSpaceError, means_no_space
 from titan_rl.rollout.types import RolloutGroup
-from titan_rl.run.journal.journal_state import Found, list_segments, read_segments, segment_name, version_of
+from titan_rl.run.journal.journal_state import JournalContents, list_segments, read_segments, segment_name, version_of
 from titan_rl.run.journal.log import LogWriter, flush_entry
 from titan_rl.run.journal.recorder import Recorder
-from titan_rl.run.journal.records import Batch, Dropped, Record, Start, encode, finished, group_of
+from titan_rl.run.journal.records import (
+    BatchRecord,
+    DropRecord,
+    JournalRecord,
+    StartRecord,
+    encode,
+    group_of,
+    group_record,
+)
 from titan_rl.run.journal.run_state import DataPosition
 from titan_rl.scheduling.backlog import Backlog
 from titan_rl.types import Completion, GenerateFn, SamplingParams
@@ -44,7 +52,9 @@ class RunJournal:
         NoSpaceError: there is no room for the folder.
     """
 
-    def __init__(self, folder: Path, position: DataPosition = DataPosition(), found: Found | None = None) -> None:  # noqa: B008  it is frozen
+    def __init__(
+        self, folder: Path, position: DataPosition = DataPosition(), found: JournalContents | None = None
+    ) -> None:
         self._folder = folder
         _make(folder)
         segments = list_segments(folder)
@@ -59,7 +69,7 @@ class RunJournal:
             self._writer = LogWriter(segments[-1])
         else:
             self._writer = LogWriter(self._segment(position.version))
-            self._append(Start(position.version, position.next_index, list(position.unsettled)))
+            self._append(StartRecord(position.version, position.next_index, list(position.unsettled)))
             for record in self.state.records():
                 self._append(record)
 
@@ -87,8 +97,8 @@ class RunJournal:
         earlier process, or when a worker died and the group is run again."""
 
         def known(request_id: str, prompt_digest: bytes, sampling: SamplingParams) -> Completion | None:
-            part = self.state.parts.get(index, {}).get((request_id, prompt_digest))
-            return None if part is None or part.sampling != sampling else part.completion
+            record = self.state.completions.get(index, {}).get((request_id, prompt_digest))
+            return None if record is None or record.sampling != sampling else record.completion
 
         recorded = self._recorder.record(generate, index, known)
 
@@ -105,17 +115,17 @@ class RunJournal:
         return recorded_at_the_disks_pace
 
     def finished(self, index: int, group: RolloutGroup) -> None:
-        self._append(finished(index, group))
+        self._append(group_record(index, group))
 
     def dropped(self, index: int, reason: str) -> None:
-        self._append(Dropped(index, reason))
+        self._append(DropRecord(index, reason))
 
     def batch(self, version: int, indices: Sequence[int]) -> None:
         for start, trained in self.state.batches.items():
             if start < version:  # in the weights by now: the file has these groups, memory need not
                 for index in trained:
                     self.state.finished.pop(index, None)
-        self._append(Batch(version, list(indices)))
+        self._append(BatchRecord(version, list(indices)))
 
     async def checkpoint(
         self, version: int, next_index: int, tokens: Mapping[str, Completion] | None = None
@@ -142,9 +152,9 @@ class RunJournal:
         position = DataPosition(version, state.next_index, tuple(sorted(state.unsettled)))
         open_records = state.records()
         self._writer.switch(self._segment(version))
-        self._append(Start(version, position.next_index, list(position.unsettled)))
-        for part in self._recorder.in_flight(tokens or {}):
-            self._append(part)
+        self._append(StartRecord(version, position.next_index, list(position.unsettled)))
+        for record in self._recorder.in_flight(tokens or {}):
+            self._append(record)
         for record in open_records:  # what is superseded meanwhile is in the segment as well
             await self._writer.room()
             if state.holds(record):
@@ -170,7 +180,7 @@ class RunJournal:
     def close(self) -> None:
         self._writer.close()
 
-    def _append(self, record: Record) -> None:
+    def _append(self, record: JournalRecord) -> None:
         self.state.apply(record)
         self._writer.append(encode(record))
 
