@@ -53,8 +53,9 @@ class RunJournal:
     """
 
     def __init__(
-        self, folder: Path, position: DataPosition = DataPosition(), found: JournalContents | None = None
+        self, folder: Path, position: DataPosition | None = None, found: JournalContents | None = None
     ) -> None:
+        position = position or DataPosition()
         self._folder = folder
         _make(folder)
         segments = list_segments(folder)
