@@ -104,7 +104,7 @@ def test_no_request_makes_the_server_fail(asked: list[tuple[str, dict[str, Any]]
                 if answer.status_code != 200:
                     assert isinstance(answer.json()["error"]["message"], str)
             assert stage.app.exchanges.num_places_taken == 0
-            assert not any(member.num_requests for member in stage.router.members)
+            assert not any(replica.num_requests for replica in stage.router.replicas)
 
     asyncio.run(all_of_them())
 
