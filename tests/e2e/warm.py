@@ -36,15 +36,6 @@ def run_world(function: Callable[..., Any], num_ranks: int, **arguments: Any) ->
     )
 
 
-def run_apart(function: Callable[..., Any], **arguments: Any) -> Any:
-    """What `function(**arguments)` returns in a process of its own.
-
-    Raises:
-        AssertionError: as `run_world`.
-    """
-    return _run(function, arguments, [{}])[0]
-
-
 def _run(function: Callable[..., Any], arguments: dict[str, Any], environments: list[dict[str, str]]) -> list[Any]:
     ranks: list[tuple[Any, Connection]] = []
     for environment in environments:

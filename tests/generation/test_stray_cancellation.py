@@ -16,18 +16,12 @@ from titan_rl.types import Completion, FinishReason, SamplingParams
 pytestmark = pytest.mark.looptime
 
 
-class Stray(FakeReplica):
-    """Its calls named in `cancels` await a future that has been cancelled."""
+class Troubled(FakeReplica):
+    """Each of its calls begins with `_perhaps`."""
 
-    def __init__(self, name: str, *cancels: str) -> None:
-        super().__init__(name)
-        self.cancels = set(cancels)
-
-    async def generate(self, *args, request_id: str, **kwargs) -> Completion:
-        if "generate" in self.cancels:
-            self.served.append(request_id)
+    async def generate(self, *args, **kwargs) -> Completion:
         await self._perhaps("generate")
-        return await super().generate(*args, request_id=request_id, **kwargs)
+        return await super().generate(*args, **kwargs)
 
     async def pull(self, version: int) -> None:
         await self._perhaps("pull")
@@ -48,6 +42,22 @@ class Stray(FakeReplica):
     async def close(self) -> None:
         await self._perhaps("close")
         await super().close()
+
+    async def _perhaps(self, call: str) -> None:
+        raise NotImplementedError
+
+
+class Stray(Troubled):
+    """Its calls named in `cancels` await a future that has been cancelled."""
+
+    def __init__(self, name: str, *cancels: str) -> None:
+        super().__init__(name)
+        self.cancels = set(cancels)
+
+    async def generate(self, *args, request_id: str, **kwargs) -> Completion:
+        if "generate" in self.cancels:
+            self.served.append(request_id)
+        return await super().generate(*args, request_id=request_id, **kwargs)
 
     async def _perhaps(self, call: str) -> None:
         if call in self.cancels:
@@ -190,36 +200,12 @@ class Panic(BaseException):
     """As native code raises."""
 
 
-class Fussy(FakeReplica):
+class Fussy(Troubled):
     """Its call named `slow` hangs, and takes ten minutes to end once it is cancelled."""
 
     def __init__(self, name: str, slow: str) -> None:
         super().__init__(name)
         self._slow = slow
-
-    async def generate(self, *args, **kwargs) -> Completion:
-        await self._perhaps("generate")
-        return await super().generate(*args, **kwargs)
-
-    async def pull(self, version: int) -> None:
-        await self._perhaps("pull")
-        await super().pull(version)
-
-    async def pause(self, mode: str) -> None:
-        await self._perhaps("pause")
-        await super().pause(mode)
-
-    async def resume(self) -> None:
-        await self._perhaps("resume")
-        await super().resume()
-
-    async def abort(self, request_ids) -> None:
-        await self._perhaps("abort")
-        await super().abort(request_ids)
-
-    async def close(self) -> None:
-        await self._perhaps("close")
-        await super().close()
 
     async def _perhaps(self, call: str) -> None:
         if call == self._slow:

@@ -105,7 +105,6 @@ class ScriptedEngine:
         self.state_dict: dict[str, Any] = {}
         self.num_steps = 0
         self.num_score_steps = 0
-        self.num_prompt_tokens_computed = 0
         self.started = threading.Event()
         self.release = threading.Event()
         self.closed = False
@@ -180,8 +179,6 @@ class ScriptedEngine:
 
     def reset_prefix_cache(self, *, recompute_running: bool = False) -> None:
         self._cached.clear()
-        if recompute_running:
-            self.num_prompt_tokens_computed += sum(len(sequence.context) for sequence in self._running.values())
 
     def close(self) -> None:
         self.closed = True
@@ -201,7 +198,6 @@ class ScriptedEngine:
                     self._cached.add(sequence.state)
             sequence.metrics["cached_prompt_tokens"] = float(cached)
             computed += len(sequence.context) - cached
-        self.num_prompt_tokens_computed += computed
         return computed
 
     def _advance(self, sequence: _Sequence) -> TokenDelta:

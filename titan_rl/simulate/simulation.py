@@ -6,7 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean, median
+from statistics import fmean
 
 from titan_rl.errors import ConfigError, MissingExtraError
 from titan_rl.generation.resume import resume_on_abort
@@ -39,7 +39,6 @@ class SimulationResult:
     ages: Counter[int]  # versions between a group's oldest token and its step -> groups
     trainer_idle: float  # share of the time
     generators_idle: float  # share of the time, mean over the engines
-    generated_tokens: int
     wasted_tokens: int
     accepted_lengths: Sequence[int]  # of every rollout that was trained on
     offered_lengths: Sequence[int]  # of every rollout of the groups that were admitted
@@ -52,10 +51,6 @@ class SimulationResult:
     def length_bias(self) -> float:
         """Mean length trained on relative to the mean length on offer; 1 is unbiased."""
         return fmean(self.accepted_lengths) / fmean(self.offered_lengths)
-
-    @property
-    def median_step_s(self) -> float:
-        return median(self.step_s)
 
 
 def simulate(
@@ -148,11 +143,11 @@ class _Simulation:
         groups: list[RolloutGroup] = []
         step_s, waited_s, wasted = list[float](), 0.0, 0.0
         ages: Counter[int] = Counter()
-        began = busy = tokens = 0.0
+        began = busy = 0.0
         pulling: asyncio.Task[None] | None = None
         for version in range(1, 1 + warmup + num_steps):  # that the simulated trainer makes
             if version == 1 + warmup:
-                began, busy, tokens = loop.time(), self._sum("busy_s"), self._sum("num_tokens")
+                began, busy = loop.time(), self._busy_s()
                 for warm in (groups, step_s, ages):
                     warm.clear()
                 waited_s = wasted = 0.0
@@ -182,8 +177,7 @@ class _Simulation:
             step_s=step_s,
             ages=ages,
             trainer_idle=waited_s / total,
-            generators_idle=1 - (self._sum("busy_s") - busy) / total / len(self._replicas),
-            generated_tokens=round(self._sum("num_tokens") - tokens),
+            generators_idle=1 - (self._busy_s() - busy) / total / len(self._replicas),
             wasted_tokens=round(wasted),
             accepted_lengths=[length for group in groups for length in lengths(group)],
             offered_lengths=[self._workload.length(i, s) for i in offered for s in range(self._workload.group_size)],
@@ -217,8 +211,8 @@ class _Simulation:
         index, sibling, _ = request_id.split("/")
         return self._workload.length(int(index), int(sibling)) + self._workload.prompt_tokens - context
 
-    def _sum(self, name: str) -> float:
-        return sum(getattr(replica, name) for replica in self._replicas)
+    def _busy_s(self) -> float:
+        return sum(replica.busy_s for replica in self._replicas)
 
 
 def _first_sibling(rollout: Rollout) -> float:
