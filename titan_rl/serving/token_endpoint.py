@@ -144,19 +144,19 @@ class TokenEndpoint:
 
 
 def _choice(index: int, tokens: Completion | TokenChunk, with_logprobs: bool) -> dict[str, Any]:
-    content = [
-        # `token` is what the client of the `renderers` package reads, `token_id` vLLM's own
-        {
-            "token": f"token_id:{token_id}",
-            "token_id": token_id,
-            "logprob": max(logprob, LEAST_LOGPROB),
-            "top_logprobs": (),
-        }
-        for token_id, logprob in zip(tokens.token_ids, tokens.logprobs, strict=True)
-    ]
+    logprobs = None
+    if with_logprobs:
+        pairs = zip(tokens.token_ids, tokens.logprobs, strict=True)
+        logprobs = {"content": [_logprob(token_id, logprob) for token_id, logprob in pairs]}
     return {
         "index": index,
         "token_ids": list(tokens.token_ids),
-        "logprobs": {"content": content} if with_logprobs else None,
+        "logprobs": logprobs,
         "stop_reason": None,
     }
+
+
+def _logprob(token_id: int, logprob: float) -> dict[str, Any]:
+    """`token` is what the client of the `renderers` package reads, `token_id` what vLLM's does."""
+    value = max(logprob, LEAST_LOGPROB)
+    return {"token": f"token_id:{token_id}", "token_id": token_id, "logprob": value, "top_logprobs": ()}
