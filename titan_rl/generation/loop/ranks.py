@@ -55,7 +55,7 @@ class OneRank:
 
 
 class ThreadRanks:
-    """Ranks that are threads of one process, each with an engine of its own. What is said waits in queues, so nobody
+    """Ranks that are threads of one process, each with an engine of its own. What they send waits in queues, so nobody
     misses it who is slow.
 
     Example: `leader, follower = ThreadRanks.make(2)`.
@@ -90,7 +90,7 @@ class ThreadRanks:
             if agreed is None:
                 raise EngineDeadError("rank 0 has ended")
             return agreed[0]
-        said: list[str | None] = [problem] + [None] * (len(self._inboxes) - 1)
+        problems: list[str | None] = [problem] + [None] * (len(self._inboxes) - 1)
         for _ in self._inboxes[1:]:
             try:
                 reply = self._replies.get(timeout=REPLY_TIMEOUT_S)
@@ -98,8 +98,8 @@ class ThreadRanks:
                 raise EngineDeadError(f"a rank of this replica gave no answer in {REPLY_TIMEOUT_S:g} s") from None
             if reply is None:
                 raise EngineDeadError("a rank of this replica has ended")
-            said[reply[0]] = reply[1]
-        first = _first(said)
+            problems[reply[0]] = reply[1]
+        first = _first(problems)
         self._tell((first,))
         return first
 
@@ -139,14 +139,14 @@ class GlooRanks:
         return box[0]
 
     def agree(self, problem: str | None) -> str | None:
-        said: list[Any] = [None] * self._dist.get_world_size(self._group)
-        self._dist.all_gather_object(said, problem, group=self._group)
-        return _first(said)
+        problems: list[Any] = [None] * self._dist.get_world_size(self._group)
+        self._dist.all_gather_object(problems, problem, group=self._group)
+        return _first(problems)
 
     def close(self) -> None:
         # The group ends with the process: to destroy it would wait for ranks that may be gone.
         pass
 
 
-def _first(said: list[Any]) -> str | None:
-    return next((f"rank {rank}: {problem}" for rank, problem in enumerate(said) if problem is not None), None)
+def _first(problems: list[Any]) -> str | None:
+    return next((f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem is not None), None)

@@ -135,14 +135,13 @@ class GeneratorRouter:
         return await self.stream(EngineRequest(request_id, prompt_token_ids, sampling, session_id))
 
     async def stream(self, request: EngineRequest, on_chunk: OnChunk | None = None) -> Completion:
-        """As `generate`, and tells of tokens before it ends, as far as replicas stream. What it has told is part of the
-        completion, whichever replicas it went through; the completion may have more behind it.
+        """As `generate`, with chunks ahead of the completion, as far as replicas stream. They are what it begins with,
+        whichever replicas it went through.
 
         Args:
             on_chunk: called in the event loop. What it raises is laid to the replica, so it raises nothing.
         """
-        request_id = request.request_id
-        with stopwatch.ending_with(lambda: self._tasks.start(self._end(request_id), f"end {request_id}")):
+        with stopwatch.ending_with(lambda: self._tasks.start(self._end(request), f"end {request.request_id}")):
             return await self._dispatcher.generate(request, on_chunk)
 
     async def pull_state_dict(self, version: int, mode: PullMode = "hot_swap") -> PullReport:
@@ -252,8 +251,8 @@ class GeneratorRouter:
         for request in self._requests.on(replica):
             request.fail(error)
 
-    async def _end(self, request_id: str) -> None:
-        await self._requests.abort(self._requests.find([request_id]))
+    async def _end(self, request: EngineRequest) -> None:
+        await self._requests.abort(self._requests.find([request.request_id]))
 
     async def _prepare(self, replica: PooledReplica) -> None:
         await self._puller.apply(replica)
