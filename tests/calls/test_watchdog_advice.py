@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -26,6 +28,7 @@ from titan_rl.config.load import load_config
 from titan_rl.rollout.group.rollouter import Rollouter
 from titan_rl.rollout.task import drop_reason
 from titan_rl.run.stages.task_groups import TaskGroups
+from titan_rl.scheduling.filters import find_filters, first_reason
 
 IN_THREADS = {
     "environment": "rollout.env_in_thread = true",
@@ -159,3 +162,15 @@ async def test_of_a_tasks_own_functions(where: str) -> None:
     assert f"in {where} blocks it" in block.told[0] or "in __call__ blocks it" in block.told[0]
     assert IN_THREADS["task"] in block.told[0]
     assert "in_thread" not in block.told[0]
+
+
+async def test_of_a_filter(monkeypatch: pytest.MonkeyPatch) -> None:
+    block = Blocker("filter")
+
+    def slow(group: RolloutGroup) -> None:
+        block("filter")
+
+    monkeypatch.setitem(sys.modules, "own_filters", cast("Any", SimpleNamespace(slow=slow)))
+    with LoopWatchdog(block.tell, blocked_after_s=0.05):
+        first_reason(find_filters(["own_filters:slow"]), RolloutGroup("g", None, []))
+    assert "only to look at its group" in block.told[0]
