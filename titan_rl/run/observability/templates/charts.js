@@ -13,6 +13,11 @@ function short(value) {
   return value.toLocaleString("en", { notation: Math.abs(value) < 1e4 ? "standard" : "compact", maximumSignificantDigits: 4 });
 }
 
+function range(_, low, high) {
+  const margin = Math.abs(low) / 2 || 1;
+  return low === high ? [low - margin, low + margin] : uPlot.rangeNum(low, high, 0.1, true);
+}
+
 function draw(element) {
   const chart = JSON.parse(element.querySelector("script").textContent);
   const style = name => getComputedStyle(element).getPropertyValue(name).trim();
@@ -24,7 +29,7 @@ function draw(element) {
   const size = () => ({ width: element.clientWidth, height: parseFloat(style("--height")) });
   const plot = new uPlot({
     ...size(),
-    scales: { x: { time: false } },
+    scales: { x: { time: false }, y: { range } },
     axes: [{ ...axis("step"), size: 24, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 1e4, 1e5, 1e6] },
       { ...axis(chart.y_label), size: 44 }],
     cursor: { sync: { key: "step" }, y: false },
