@@ -84,3 +84,13 @@ def test_a_run_dir_that_cannot_be_made_is_the_settings_fault(project: Path, run_
     config = load_config("config.toml", [("run_dir", run_dir)])
     with pytest.raises(ConfigError, match=f"run_dir = '{run_dir}'.*{complaint}"):
         RunDirectory.create(config)
+
+
+def test_a_run_directory_stays_where_it_is_when_the_current_folder_changes(
+    project: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = RunDirectory.create(load_config("config.toml", [("run_dir", "runs")]))
+    monkeypatch.chdir(tmp_path_factory.mktemp("sandbox"))
+    run_dir.write_metrics(1, {"loss": 0.5})
+    assert run_dir.metrics.is_relative_to(project)
+    assert "loss" in run_dir.metrics.read_text()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from titan_rl import Completion, FinishReason, Rollout, RolloutGroup, Turn, VersionSpan
-from titan_rl.run.observability.metrics import group_metrics
+from titan_rl import Completion, FinishReason, Rollout, RolloutGroup, RolloutStatus, Turn, VersionSpan
+from titan_rl.run.observability.metrics import group_metrics, validation_metrics
 
 
 class Scalar:
@@ -49,3 +49,13 @@ def test_scalars_of_other_libraries_are_numbers(scalar: object):
 def test_a_rollout_whose_history_was_edited_has_more_branches():
     assert group_metrics([group_of({}, prompts=([1], [1, 9, 2]))])["rollout/branches_per_rollout"] == 1.0
     assert group_metrics([group_of({}, prompts=([1], [5]))])["rollout/branches_per_rollout"] == 2.0
+
+
+def test_a_fault_that_is_not_the_policys_is_in_no_mean_reward_whatever_the_rubric_gives_it():
+    group = group_of({}, {}, {})
+    group.rollouts[0].status, group.rollouts[0].reward = RolloutStatus.ERROR_ENV, 0.0
+    group.rollouts[1].status, group.rollouts[1].reward = RolloutStatus.ERROR_PARSE, 0.0
+    assert group_metrics([group])["rollout/reward_mean"] == 0.5
+    metrics = validation_metrics([group])
+    assert metrics["validation/reward_mean"] == 0.5
+    assert metrics["validation/unscored"] == 1.0

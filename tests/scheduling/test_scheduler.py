@@ -779,3 +779,9 @@ async def test_a_group_of_old_tokens_alone_is_dropped_and_replaced():
         stage.end(3)
         assert indices(await next_of(scheduler)) == [3]  # 2 has tokens of version 0 alone
         assert journal.lost == [2]
+
+
+@pytest.mark.parametrize("unsettled", [[2, 2], [9], [-1]])
+def test_a_backlog_of_groups_that_cannot_be_is_refused(unsettled: list[int]) -> None:
+    with pytest.raises(ValueError, match=r"Backlog\.unsettled"):
+        Backlog(next_index=4, unsettled=unsettled)

@@ -37,7 +37,7 @@ class RunDirectory:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+        self.path = Path(path).absolute()  # an environment may change the current folder
         self._started = time.monotonic()
         self._lines = {path: JsonLines(path) for path in (self.metrics, self.rollouts)}
         self.logs.mkdir(parents=True, exist_ok=True)

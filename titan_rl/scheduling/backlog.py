@@ -19,12 +19,22 @@ class Backlog:
     Example: a run was lost when 5 and 7 had finished, 6 had not, and a step on 5 was not yet in a checkpoint:
 
         Backlog(next_index=8, unsettled=[5, 6, 7], finished={5: group_5, 7: group_7}, batches=[[5]])
+    Raises:
+        ValueError: an unsettled group is named twice, or lies behind `next_index`.
     """
 
     next_index: int = 0
-    unsettled: Sequence[int] = ()  # ascending
+    unsettled: Sequence[int] = ()
     finished: Mapping[int, RolloutGroup] = field(default_factory=dict[int, RolloutGroup])
     batches: Sequence[Sequence[int]] = ()  # handed out since, to be handed out again just so
+
+    def __post_init__(self) -> None:
+        if len(set(self.unsettled)) < len(self.unsettled):
+            raise ValueError(f"Backlog.unsettled is {list(self.unsettled)}; each group may be there once")
+        if beyond := [index for index in self.unsettled if not 0 <= index < self.next_index]:
+            raise ValueError(
+                f"Backlog.unsettled has {beyond}; it must be of groups before next_index = {self.next_index}"
+            )
 
     def check_admission(self, settings: SchedulingConfig, budget: int) -> None:
         """Every batch can be handed out again: its groups are admitted by the time that those before it are pulled.

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from titan_rl.calls.threads import in_thread
 from titan_rl.config.sections import CheckpointConfig
 from titan_rl.errors import NoSpaceError
 from titan_rl.run.machine.disk_space import free_bytes, gigabytes, no_space, require_room, size_of
@@ -105,7 +104,7 @@ class CheckpointSaver:
         writing = asyncio.ensure_future(self._begin_and_finish(version))
         try:
             while not (await asyncio.wait([writing], timeout=TELL_EVERY_S))[0]:
-                written = await in_thread(size_of, temporary_of(path))
+                written = size_of(temporary_of(path))
                 self._tell(f"saving step {version}: {gigabytes(written)} of {gigabytes(size)} are written")
         finally:
             writing.cancel()

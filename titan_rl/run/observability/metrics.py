@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from statistics import fmean, pstdev
 from typing import Any
 
-from titan_rl.rollout.types import RolloutGroup, RolloutStatus
+from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus
 from titan_rl.training.data.sample_builder import count_branches
 
 
@@ -23,7 +23,8 @@ def group_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
 
     Returns:
         rollout/num_groups, rollout/num_rollouts.
-        rollout/reward_mean, reward_std (population), reward_min, reward_max: of all scored rollouts.
+        rollout/reward_mean, reward_std (population), reward_min, reward_max: of all scored rollouts. A fault
+        that is not the policy's (`RolloutStatus.is_fault`) is none of them, whatever reward the rubric gives it.
         rollout/reward/<name>: mean of one reward of the breakdown over the rollouts that have it.
         rollout/zero_variance_groups: share of the scored groups whose rewards are all equal, which teach nothing.
         rollout/status/<status>: share of rollouts that ended so, one for each status.
@@ -50,7 +51,7 @@ def group_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     for status in RolloutStatus:
         metrics[f"rollout/status/{status}"] = fmean(rollout.status is status for rollout in rollouts)
 
-    given = [[rollout.reward for rollout in group.rollouts if rollout.reward is not None] for group in groups]
+    given = [[rollout.reward for rollout in group.rollouts if _is_judged(rollout)] for group in groups]
     rewards = [[value for reward in group if (value := finite(reward)) is not None] for group in given]
     left_out = sum(map(len, given)) - sum(map(len, rewards))
     scored = [group for group in rewards if group]
@@ -81,11 +82,15 @@ def group_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
 def validation_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     """`group_metrics` of held-out groups, under names that begin with "validation/".
 
-    The mean reward is of the rollouts that have one; `validation/unscored` counts the others.
+    The mean reward is of the rollouts that are scored; `validation/unscored` counts the others.
     """
     metrics = {f"validation/{name.removeprefix('rollout/')}": value for name, value in group_metrics(groups).items()}
-    unscored = sum(rollout.reward is None for group in groups for rollout in group.rollouts)
+    unscored = sum(not _is_judged(rollout) for group in groups for rollout in group.rollouts)
     return metrics | {"validation/unscored": float(unscored)}
+
+
+def _is_judged(rollout: Rollout) -> bool:
+    return rollout.reward is not None and not rollout.status.is_fault
 
 
 def finite(value: Any) -> float | None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import shutil
 import zlib
 from pathlib import Path
 
@@ -84,7 +85,13 @@ class Segment:
             return
         os.ftruncate(self._file, size)
         if hasattr(os, "posix_fallocate"):  # a full tmpfs would else kill the process with SIGBUS at the first write
-            os.posix_fallocate(self._file, 0, size)
+            try:
+                os.posix_fallocate(self._file, 0, size)
+            except OSError as error:
+                root = self.path.parent.parent
+                free = f"{shutil.disk_usage(root).free / 1e6:.1f} MB are free"
+                fix = f"{free}; make room there, for a container by --shm-size"
+                raise OSError(error.errno, f"{error.strerror}, {fix}", str(root)) from None
         self.data: NDArray[np.uint8] = np.frombuffer(mmap.mmap(self._file, size), np.uint8)[:num_bytes]
 
     def publish(self, path: Path) -> None:
