@@ -690,6 +690,27 @@ async def test_groups_lost_to_errors_in_a_row_end_the_run_with_the_most_frequent
     ) in str(ended.value)
 
 
+@pytest.mark.looptime
+async def test_groups_that_are_lost_before_anybody_asks_for_a_batch_are_few():
+    played = []
+
+    async def run_group(lease: Lease) -> RolloutGroup:
+        played.append(lease.index)
+        await asyncio.sleep(1)
+        group = group_of(lease.index, 0)
+        group.rollouts[0].status = RolloutStatus.ERROR_ENV
+        group.rollouts[0].failure = Failure("ConnectionError: the sandbox is gone", "env.py:3 in reset", "Traceback")
+        return group
+
+    knobs = {"groups_per_step": 2, "max_staleness": 0, "max_failed_groups": 8}
+    scheduler = GroupScheduler(run_group, SchedulingConfig(**knobs), group_size=1, budget=8)
+    async with running(scheduler):
+        await asyncio.sleep(1000)
+        assert len(played) <= 8 + 2
+        with pytest.raises(TrainingError, match=r"groups in a row were lost to errors.*the sandbox is gone"):
+            await next_of(scheduler)
+
+
 async def test_a_failing_group_ends_the_run_with_its_error():
     async def run_group(lease: Lease) -> RolloutGroup:
         raise RuntimeError("broken reward")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 
 from titan_rl.errors import TrainingError
@@ -19,6 +20,8 @@ class DropLimits:
         self._num_unparsed = 0  # rollouts without a reward in these groups, for their answers could not be parsed
         self._num_lost = 0
         self._errors = ErrorCounts()  # of those groups
+        self._within = asyncio.Event()  # neither limit is reached
+        self._within.set()
 
     def dropped(self, reason: str, group: RolloutGroup | None) -> None:
         """
@@ -30,19 +33,28 @@ class DropLimits:
             self._num_unparsed += sum(
                 rollout.status is RolloutStatus.ERROR_PARSE and rollout.reward is None for rollout in group.rollouts
             )
+        self._update()
 
     def lost(self, group: RolloutGroup) -> None:
         """A group was lost to errors of its rollouts, or to a reward that failed."""
         self._num_lost += 1
         self._errors.add_group(group)
+        self._update()
 
     def judged(self) -> None:
         """A group was not lost to errors, whether or not it is trained on."""
         self._num_lost, self._errors = 0, ErrorCounts()
+        self._update()
 
     def batch_found(self) -> None:
         self._drops.clear()
         self._num_unparsed = 0
+        self._update()
+
+    async def wait_within(self) -> None:
+        """Return while no limit is reached. Else nothing more is to be played until somebody asks for a batch, who is
+        told or finds one."""
+        await self._within.wait()
 
     def check(self) -> None:
         """Called while there is no batch.
@@ -51,7 +63,14 @@ class DropLimits:
             TrainingError: it has run out.
         """
         settings = self._settings
-        if self._drops.total() > settings.max_refills * settings.groups_per_step:
+        if self._too_many_lost:
+            text, count = self._errors.most_common()[0]
+            raise TrainingError(
+                f"{self._num_lost} groups in a row were lost to errors, {count} of their {self._errors.num_rollouts} "
+                f"rollouts to {text}; rollouts.jsonl has more, and logs/controller.log the tracebacks; "
+                f"scheduling.max_failed_groups = {settings.max_failed_groups}"
+            )
+        if self._too_many_drops:
             reasons = ", ".join(f"{reason} ({count})" for reason, count in self._drops.most_common())
             unparsed = (
                 f"{self._num_unparsed} of their rollouts have an answer that could not be parsed, and no reward; "
@@ -63,10 +82,17 @@ class DropLimits:
                 f"{self._drops.total()} groups in a row could not be trained on: {reasons}; "
                 f"{unparsed}raise scheduling.max_refills = {settings.max_refills} if this is expected"
             )
-        if self._num_lost >= settings.max_failed_groups:
-            text, count = self._errors.most_common()[0]
-            raise TrainingError(
-                f"{self._num_lost} groups in a row were lost to errors, {count} of their {self._errors.num_rollouts} "
-                f"rollouts to {text}; rollouts.jsonl has more, and logs/controller.log the tracebacks; "
-                f"scheduling.max_failed_groups = {settings.max_failed_groups}"
-            )
+
+    @property
+    def _too_many_drops(self) -> bool:
+        return self._drops.total() > self._settings.max_refills * self._settings.groups_per_step
+
+    @property
+    def _too_many_lost(self) -> bool:
+        return self._num_lost >= self._settings.max_failed_groups
+
+    def _update(self) -> None:
+        if self._too_many_drops or self._too_many_lost:
+            self._within.clear()
+        else:
+            self._within.set()

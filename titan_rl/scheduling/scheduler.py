@@ -212,6 +212,7 @@ class GroupScheduler:
 
     async def _admit(self) -> None:
         for index in chain(self._backlog.unsettled, count(self._backlog.next_index)):
+            await self._drop_limits.wait_within()
             await self._budget.admit()
             lease = Lease(index, await self._slots.acquire(), self._ledger)
             self._waiting.add(lease)
