@@ -22,11 +22,11 @@ from speaking import byte_tokenizer, qwen3
 from talk import SAMPLING, Forgetful, chat_template_renderer, user
 
 from titan_rl.rollout.renderer import Renderer
-from titan_rl.rollout.renderer.messages import message_of
 from titan_rl.rollout.types import Rollout, RolloutGroup
 from titan_rl.serving.conversations import Prompt, TurnNode
 from titan_rl.serving.episodes import Episode, EpisodeStore
 from titan_rl.serving.identity import identity_of
+from titan_rl.serving.messages import reply_from
 from titan_rl.training.data.family import find_families
 from titan_rl.training.data.sample_builder import build_samples
 from titan_rl.types import Completion, FinishReason, VersionSpan
@@ -182,14 +182,14 @@ class Agent:
         )
         renderer = self.episode.tree._renderer  # pyright: ignore[reportPrivateUsage]
         try:
-            message = message_of(renderer.parse_response(list(ids), tools=tools, prompt_ids=asked.prompt_token_ids))
+            message = reply_from(renderer.parse_response(list(ids), tools=tools, prompt_ids=asked.prompt_token_ids))
         except Exception:
             message = {"role": "assistant", "content": "cannot be parsed"}
         return self.episode.record(asked.prompt, completion, message, SAMPLING), completion
 
     def _as_clients_do(self, message: Any) -> dict[str, Any]:
         """Another form of the same message."""
-        copy = json.loads(json.dumps(dict(message)))
+        copy = json.loads(json.dumps({**message, "content": message["content"] or ""}))
         for change in self._draw(st.sets(st.sampled_from(["trim", "null", "drop reasoning"]))):
             if change == "trim":
                 copy["content"] = copy["content"].strip()
