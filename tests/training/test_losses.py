@@ -21,7 +21,7 @@ from titan_rl.training.data.family import Family
 from titan_rl.training.data.sample import TrainingSample
 from titan_rl.training.losses import BY_NAME, LossTokens, TokenLoss
 from titan_rl.training.objective.objective import Objective
-from titan_rl.training.policy.batch import Batch, make_batch
+from titan_rl.training.policy.tensor_batch import TensorBatch, make_tensor_batch
 from titan_rl.training.settings import ADVANTAGES, LOSSES, CorrectionConfig, TrainingConfig
 
 VERSION, CONTEXT, LIMIT = 7, 512, 20.0
@@ -109,8 +109,10 @@ def kl_loss(training: TrainingConfig, row: Row) -> tuple[float, float]:
     return np.exp(d) - d - 1, 1 - np.exp(d) if inside else 0.0
 
 
-def batch_of(rows: list[Row], num_sequences: int) -> Batch:
-    blank = make_batch([[Family((TrainingSample("g", "g/0", [1, 2], [False, False], [0, 0], [0, 0], [-1, -1], 1.0),))]])
+def batch_of(rows: list[Row], num_sequences: int) -> TensorBatch:
+    blank = make_tensor_batch(
+        [[Family((TrainingSample("g", "g/0", [1, 2], [False, False], [0, 0], [0, 0], [-1, -1], 1.0),))]]
+    )
 
     def column(name: str, dtype: torch.dtype = torch.float64) -> torch.Tensor:
         return torch.tensor([row[name] for row in rows], dtype=dtype)

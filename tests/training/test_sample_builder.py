@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus, Turn
 from titan_rl.training.data.family import Family
 from titan_rl.training.data.sample_builder import build_samples
-from titan_rl.training.policy.batch import make_batch
+from titan_rl.training.policy.tensor_batch import make_tensor_batch
 from titan_rl.types import Completion, FinishReason, SamplingParams, VersionSpan
 
 
@@ -103,7 +103,7 @@ def test_each_token_of_a_sample_has_the_temperature_of_its_turn():
     ]
     (sample,) = build_samples(group(rollout(*played)))
     assert list(sample.temperatures) == [0, 0, 0.5, 0.5, 0, 1.0, 2.0]
-    batch = make_batch([[Family((sample, replace(sample, temperature=0.25)), prefix_length=1)]])
+    batch = make_tensor_batch([[Family((sample, replace(sample, temperature=0.25)), prefix_length=1)]])
     assert batch.temperatures_N.tolist() == [0.5, 0.5, 1.0, 2.0, 0.25, 0.25, 0.25, 0.25]
 
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from titan_rl.training.objective.metrics import TokenRecord, token_metrics
+from titan_rl.training.objective.metrics import TokenStats, token_metrics
 
-RECORD = TokenRecord(
+RECORD = TokenStats(
     valid_N=torch.tensor([True, True, True, False]),
     loss_M=torch.zeros(3),
     log_ratio_M=torch.tensor([0.0, -0.25, 0.5]),
@@ -49,6 +49,6 @@ def test_tokens_sampled_over_keys_of_older_weights_are_not_compared() -> None:
 
 
 def test_micro_batches_become_one_record() -> None:
-    whole = TokenRecord.concatenate([RECORD, RECORD])
+    whole = TokenStats.concatenate([RECORD, RECORD])
     assert float(whole.denominator.sum()) == 6
     assert token_metrics(whole, version=5)["num_nonfinite_tokens"] == 2

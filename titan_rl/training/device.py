@@ -24,7 +24,7 @@ def local_device() -> torch.device:
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
-def aside() -> AbstractContextManager[object]:
+def side_stream() -> AbstractContextManager[object]:
     """Where another thread can read what this one has computed so far, without holding up what this one issues next:
     a stream of its own on an accelerator."""
     if local_device().type != "cuda":

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from titan_rl.errors import StateDictError
-from titan_rl.training.device import aside
+from titan_rl.training.device import side_stream
 from titan_rl.training.readers import LIMIT_S
 from titan_rl.training.settings import ModelConfig
 from titan_rl.training.trainer import TrainerCore
@@ -31,7 +31,7 @@ class _Snapshot:
     version: int
     slices: list[tuple[str, TensorSlice]]
     probes: tuple[Probe, ...]
-    aside: AbstractContextManager[object]  # in which the slices may be read by another thread
+    side_stream: AbstractContextManager[object]  # in which the slices may be read by another thread
 
 
 class WeightPublisher:
@@ -60,7 +60,7 @@ class WeightPublisher:
         seed: int,
     ) -> None:
         self._trainer = trainer
-        self._world = trainer.world.apart()
+        self._world = trainer.world.with_own_group()
         self._transport = transport
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="publish")
         self._publishing: Future[Manifest] | None = None
@@ -108,12 +108,12 @@ class WeightPublisher:
         """What takes all ranks: scoring the probes, and gathering what cannot be published in slices."""
         probes = make_probes(self._trainer.score, self._probe_sequences)
         slices = self._trainer.held_slices()
-        return _Snapshot(self._trainer.version, slices, probes if self._world.is_first else (), aside())
+        return _Snapshot(self._trainer.version, slices, probes if self._world.is_first else (), side_stream())
 
     def _write(self, snapshot: _Snapshot) -> Manifest | Exception:
         """Copy this rank's slices, and wait for no other rank. What fails is for `_settle` to raise."""
         try:
-            with snapshot.aside:
+            with snapshot.side_stream:
                 return self._transport.publish(
                     snapshot.version, self._converted(snapshot), probes=snapshot.probes, tolerance=self._tolerance
                 )

@@ -16,16 +16,16 @@ import torch
 from titan_rl.errors import CheckpointError, TrainingError
 from titan_rl.training.data.sample import TrainingSample
 from titan_rl.training.data.step_plan import StepPlan, plan_step
-from titan_rl.training.objective.metrics import TokenRecord, token_metrics
+from titan_rl.training.objective.metrics import TokenStats, token_metrics
 from titan_rl.training.objective.objective import Objective
 from titan_rl.training.optimizer.gradients import average_and_clip
 from titan_rl.training.optimizer.optimizers import Optimizers
 from titan_rl.training.optimizer.schedule import learning_rate
 from titan_rl.training.parallel.world import World
-from titan_rl.training.policy.batch import Batch
-from titan_rl.training.policy.minibatch import Minibatch
+from titan_rl.training.policy.minibatch import Minibatch, packing_metrics
 from titan_rl.training.policy.policy import Policy
 from titan_rl.training.policy.scoring import draw, score
+from titan_rl.training.policy.tensor_batch import TensorBatch
 from titan_rl.training.protocol import StepResult
 from titan_rl.training.readers import Readers
 from titan_rl.training.settings import CorrectionConfig, ModelConfig, TrainingConfig
@@ -40,7 +40,7 @@ class _Update:
 
     loss: float
     grad_norm: float
-    record: TokenRecord
+    stats: TokenStats
     waited_s: float  # for those who read the weights
 
 
@@ -122,24 +122,14 @@ class TrainerCore:
         proximal = self._proximal_logprobs(minibatches)
         lr = learning_rate(self._version, self._training)
         updates = [self._update(minibatch, proximal, lr) for minibatch in minibatches]
-        record = TokenRecord.concatenate([update.record for update in updates])
-        num_samples = sum(minibatch.num_samples for minibatch in minibatches)
-        num_dropped = sum(minibatch.num_dropped for minibatch in minibatches)
-        num_padding, num_positions = self._world.sum(
-            [
-                sum(minibatch.num_padding for minibatch in minibatches),
-                sum(minibatch.num_positions for minibatch in minibatches),
-            ]
-        )
+        stats = TokenStats.concatenate([update.stats for update in updates])
         metrics = {
             "loss": fmean(update.loss for update in updates),
             "grad_norm": fmean(update.grad_norm for update in updates),
             "lr": lr,
-            "num_samples": float(num_samples - num_dropped),
-            "num_dropped_samples": float(num_dropped),
-            "padding_fraction": num_padding / num_positions,
+            **packing_metrics(minibatches, self._world),
             "wait_for_copy_s": sum(update.waited_s for update in updates),
-            **token_metrics(record, self._version, self._world),
+            **token_metrics(stats, self._version, self._world),
         }
         self._version += 1
         self._is_between_versions = False
@@ -260,11 +250,11 @@ class TrainerCore:
     def _update(self, minibatch: Minibatch, proximal: dict[int, torch.Tensor], lr: float) -> _Update:
         """One optimizer step, or an error and none."""
         self._optimizers.zero_grad()
-        records = [self._accumulate_gradients(batch, proximal.get(id(batch))) for batch in minibatch.batches]
+        by_batch = [self._accumulate_gradients(batch, proximal.get(id(batch))) for batch in minibatch.batches]
         summed, denominator = self._world.sum(
             [
-                float(torch.cat([record.loss_M for record in records]).sum()) if records else 0.0,
-                sum(float(record.denominator) for record in records),
+                float(torch.cat([stats.loss_M for stats in by_batch]).sum()) if by_batch else 0.0,
+                sum(float(stats.denominator) for stats in by_batch),
             ]
         )
         if not denominator:
@@ -282,16 +272,16 @@ class TrainerCore:
         waited = self._readers.wait()
         self._is_between_versions = True
         self._optimizers.step(lr)
-        return _Update(loss, grad_norm, TokenRecord.concatenate(records), waited)
+        return _Update(loss, grad_norm, TokenStats.concatenate(by_batch), waited)
 
-    def _accumulate_gradients(self, batch: Batch, proximal_N: torch.Tensor | None) -> TokenRecord:
+    def _accumulate_gradients(self, batch: TensorBatch, proximal_N: torch.Tensor | None) -> TokenStats:
         """Add the gradient of the batch's summed loss. The sum is divided once the whole batch's tokens are known."""
         reference_N = None
         if self._reference is not None:
             with torch.no_grad():
                 reference_N, _ = self._reference.logprobs(batch)
         logprobs_N, entropies_N = self._policy.logprobs(batch)
-        summed, record = self._objective(
+        summed, stats = self._objective(
             batch,
             logprobs_N,
             entropies_N,
@@ -300,4 +290,4 @@ class TrainerCore:
             reference_logprobs_N=reference_N,
         )
         summed.backward()
-        return record
+        return stats

@@ -19,7 +19,7 @@ from titan_rl.errors import ModelError
 from titan_rl.training.models import ARCHITECTURES, Architecture
 from titan_rl.training.models.architecture import Dimensions
 from titan_rl.training.models.slices import held_slices, hf_names
-from titan_rl.training.parallel.parallel import whole
+from titan_rl.training.parallel.parallel import full_tensor
 from titan_rl.training.parallel.world import World
 from titan_rl.weights.types import TensorSlice
 
@@ -80,7 +80,7 @@ class HFModel:
         """
         adapter = self._adapter()
         for name, tensor in self.decoder.state_dict().items():
-            yield from adapter.to_hf({name: whole(tensor)}).items()
+            yield from adapter.to_hf({name: full_tensor(tensor)}).items()
 
     def held_slices(self, dtype: torch.dtype) -> list[tuple[str, TensorSlice]]:
         """What this rank publishes: see `titan_rl.training.models.slices.held_slices`."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from titan_rl.training.parallel.parallel import held, whole
+from titan_rl.training.parallel.parallel import full_tensor, owned_slice
 from titan_rl.training.parallel.world import World
 from titan_rl.weights.types import Place, TensorSlice
 
@@ -55,12 +55,12 @@ def held_slices(
     found: list[tuple[str, TensorSlice]] = []
     for parameter, tensor in state_dict.items():
         if (direct := names[parameter]) is None:
-            for name, made in adapter.to_hf({parameter: whole(tensor)}).items():
+            for name, made in adapter.to_hf({parameter: full_tensor(tensor)}).items():
                 mine = next(turns) % world.size == world.rank
                 piece = _cut(_own(made, dtype)) if mine else None
                 found += _entries(name, piece, made.shape, dtype, world)
         else:
-            piece = held(tensor, world)
+            piece = owned_slice(tensor, world)
             shape = tensor.shape[1:] if direct.are_rows else tensor.shape
             for row, name in enumerate(direct.names):
                 own = _row(piece, row) if direct.are_rows else piece

@@ -12,7 +12,7 @@ from titan_rl.training.parallel.world import World
 
 
 @dataclass(frozen=True, slots=True)
-class TokenRecord:
+class TokenStats:
     """The trained tokens of a batch, detached. Of N tokens, M are finite and count."""
 
     valid_N: torch.Tensor  # bool
@@ -28,13 +28,13 @@ class TokenRecord:
     denominator: torch.Tensor  # [number of micro-batches], what the sum is divided by
 
     @staticmethod
-    def concatenate(records: Sequence[TokenRecord]) -> TokenRecord:
-        """One record of all of them, of which there is at least one."""
-        columns = {field.name: [getattr(record, field.name) for record in records] for field in fields(TokenRecord)}
-        return TokenRecord(**{name: torch.cat(column) for name, column in columns.items()})
+    def concatenate(by_batch: Sequence[TokenStats]) -> TokenStats:
+        """The tokens of all of them, of which there is at least one."""
+        columns = {field.name: [getattr(stats, field.name) for stats in by_batch] for field in fields(TokenStats)}
+        return TokenStats(**{name: torch.cat(column) for name, column in columns.items()})
 
 
-def token_metrics(record: TokenRecord, version: int, world: World | None = None) -> dict[str, float]:
+def token_metrics(stats: TokenStats, version: int, world: World | None = None) -> dict[str, float]:
     """Metrics over the tokens of all ranks that count, of which there is at least one.
 
     Args:
@@ -56,30 +56,30 @@ def token_metrics(record: TokenRecord, version: int, world: World | None = None)
             the later tokens of others were sampled with keys and values of older weights. Absent if there is none.
     """
     world = world or World()
-    log_ratio_M = record.log_ratio_M.double()
+    log_ratio_M = stats.log_ratio_M.double()
     clamped_M = log_ratio_M.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio_M = clamped_M.exp()
-    staleness_M = (version - record.version_M).double()
-    on_policy_M = log_ratio_M[record.oldest_version_M == version].abs()
+    staleness_M = (version - stats.version_M).double()
+    on_policy_M = log_ratio_M[stats.oldest_version_M == version].abs()
     means = {
         "ratio_mean": ratio_M,
-        "clip_fraction": record.clipped_M,
-        "entropy": record.entropy_M,
+        "clip_fraction": stats.clipped_M,
+        "entropy": stats.entropy_M,
         "approx_kl": ratio_M - 1 - clamped_M,
-        "reference_kl": record.kl_M,
+        "reference_kl": stats.kl_M,
         "staleness_mean": staleness_M,
-        "correction_weight_mean": record.weight_M,
-        "correction_masked_fraction": record.masked_M,
+        "correction_weight_mean": stats.weight_M,
+        "correction_masked_fraction": stats.masked_M,
         "on_policy_logprob_diff_mean": on_policy_M,
     }
     greatest = {
         "ratio_max": ratio_M,
         "staleness_max": staleness_M,
-        "correction_weight_max": record.weight_M,
+        "correction_weight_max": stats.weight_M,
         "on_policy_logprob_diff_max": on_policy_M,
     }
     num_tokens, num_on_policy, num_nonfinite, *sums = world.sum(
-        [log_ratio_M.numel(), on_policy_M.numel(), float((~record.valid_N).sum())]
+        [log_ratio_M.numel(), on_policy_M.numel(), float((~stats.valid_N).sum())]
         + [float(values_M.double().sum()) for values_M in means.values()]
     )
     maxes = world.max([float(values_M.max()) if values_M.numel() else 0.0 for values_M in greatest.values()])

@@ -8,8 +8,8 @@ from titan_rl.calls.imports import find_function
 from titan_rl.training.losses import BY_NAME, ClipRange, LossTokens, kl
 from titan_rl.training.losses.types import sum_by_sequence
 from titan_rl.training.objective.corrections import correct, interpolated_logprobs
-from titan_rl.training.objective.metrics import TokenRecord
-from titan_rl.training.policy.batch import Batch
+from titan_rl.training.objective.metrics import TokenStats
+from titan_rl.training.policy.tensor_batch import TensorBatch
 from titan_rl.training.settings import CorrectionConfig, TrainingConfig
 
 
@@ -31,14 +31,14 @@ class Objective:
 
     def __call__(
         self,
-        batch: Batch,
+        batch: TensorBatch,
         logprobs_N: torch.Tensor,
         entropies_N: torch.Tensor,
         *,
         version: int,
         proximal_logprobs_N: torch.Tensor | None = None,
         reference_logprobs_N: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, TokenRecord]:
+    ) -> tuple[torch.Tensor, TokenStats]:
         """The summed loss of a micro-batch, for `backward`, and what is to be said of its tokens.
 
         Args:
@@ -65,7 +65,7 @@ class Objective:
             loss_M = loss_M + self._training.kl_coef * kl_M
         share_M, denominator = self._average(sequences_M, num_sequences, loss_M)
         summed = (loss_M * share_M).sum()
-        record = TokenRecord(
+        stats = TokenStats(
             valid_N=valid_N,
             loss_M=(loss_M * share_M).detach(),
             log_ratio_M=log_ratio_N[at],
@@ -78,10 +78,10 @@ class Objective:
             oldest_version_M=batch.oldest_versions_N[at],
             denominator=denominator.reshape(1),
         )
-        return summed, record
+        return summed, stats
 
     def _proximal(
-        self, batch: Batch, logprobs_N: torch.Tensor, at_start_N: torch.Tensor | None, version: int
+        self, batch: TensorBatch, logprobs_N: torch.Tensor, at_start_N: torch.Tensor | None, version: int
     ) -> torch.Tensor:
         match self.correction.proximal:
             case "behaviour":

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from titan_rl.training.parallel.parallel import whole
+from titan_rl.training.parallel.parallel import full_tensor
 
 
 def average_and_clip(parameters: Sequence[nn.Parameter], denominator: float, max_norm: float) -> float:
@@ -19,6 +19,6 @@ def average_and_clip(parameters: Sequence[nn.Parameter], denominator: float, max
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     torch._foreach_div_(gradients, denominator)
-    norm = whole(torch.nn.utils.get_total_norm(gradients))
+    norm = full_tensor(torch.nn.utils.get_total_norm(gradients))
     torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     return float(norm)

@@ -47,7 +47,7 @@ def parallelize(model: Any, world: World, training: TrainingConfig) -> None:
             module.set_force_sum_reduction_for_comms(True)  # gloo can do no other
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor that the ranks hold parts of. Called by all of them; one that is whole already is returned as is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -57,7 +57,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def placed(tensor: torch.Tensor) -> TensorSlice:
+def local_slice(tensor: torch.Tensor) -> TensorSlice:
     """The slice of a tensor that this rank holds, sharing its memory; of one that no rank shares, all of it."""
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
@@ -68,13 +68,13 @@ def placed(tensor: torch.Tensor) -> TensorSlice:
     return TensorSlice(own, Place(tuple(start), shape))
 
 
-def held(tensor: torch.Tensor, world: World) -> TensorSlice | None:
+def owned_slice(tensor: torch.Tensor, world: World) -> TensorSlice | None:
     """The slice of a parameter that this rank answers for, sharing its memory. None where it holds nothing of it, or
     only what another rank holds, too."""
     if not isinstance(tensor, DTensor):
-        return placed(tensor) if world.is_first else None
+        return local_slice(tensor) if world.is_first else None
     coordinates = tensor.device_mesh.get_coordinate() or ()
     if any(at and placement.is_replicate() for at, placement in zip(coordinates, tensor.placements, strict=True)):
         return None
-    own = placed(tensor)
+    own = local_slice(tensor)
     return own if own.tensor.numel() else None

@@ -63,7 +63,7 @@ class World:
         dims.build_mesh()
         return World(data_parallel, tensor_parallel, dist.get_rank(), dims)
 
-    def apart(self) -> World:
+    def with_own_group(self) -> World:
         """The same ranks, for another thread: what they agree on there does not get into the way of this one's. All
         ranks call this at the same time. They may wait long for one another."""
         if self.size == 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +11,8 @@ from titan_rl.training.attention.attention import layout_documents
 from titan_rl.training.data.family import Family
 from titan_rl.training.data.sample import TrainingSample
 from titan_rl.training.data.step_plan import MinibatchPlan
-from titan_rl.training.policy.batch import Batch, LayOut, make_batch
+from titan_rl.training.parallel.world import World
+from titan_rl.training.policy.tensor_batch import LayOut, TensorBatch, make_tensor_batch
 
 PLACEHOLDER = Family((TrainingSample("", "", [0, 0], [False, False], [0.0, 0.0], [0.0, 0.0], [-1, -1], 1.0),))
 """What a rank without rows passes through the model, since all ranks meet in every layer."""
@@ -20,7 +22,7 @@ PLACEHOLDER = Family((TrainingSample("", "", [0, 0], [False, False], [0.0, 0.0],
 class Minibatch:
     """What one optimizer step is computed from on this rank."""
 
-    batches: list[Batch]
+    batches: list[TensorBatch]
     num_samples: int  # of all ranks
     num_dropped: int  # of all ranks; longer than a row
     num_padding: int
@@ -34,9 +36,9 @@ class Minibatch:
 
         Args:
             alone: no other rank waits for this one, so micro-batches without a trained token are left out.
-            lay_out: as for `make_batch`.
+            lay_out: as for `make_tensor_batch`.
         """
-        batches = [make_batch(rows or [[PLACEHOLDER]], device, lay_out) for rows in plan.micro_batches]
+        batches = [make_tensor_batch(rows or [[PLACEHOLDER]], device, lay_out) for rows in plan.micro_batches]
         idle = [not rows for rows in plan.micro_batches]
         return Minibatch(
             batches=[batch for batch in batches if batch.num_trained or not alone],
@@ -48,3 +50,21 @@ class Minibatch:
             ),
             num_positions=sum(batch.token_ids_BL.numel() for batch in batches),
         )
+
+
+def packing_metrics(minibatches: Sequence[Minibatch], world: World) -> dict[str, float]:
+    """What became of a step's samples in rows, over all ranks: num_samples trained, num_dropped_samples, which are
+    longer than a row, and padding_fraction, the share of positions that hold none."""
+    num_samples = sum(minibatch.num_samples for minibatch in minibatches)
+    num_dropped = sum(minibatch.num_dropped for minibatch in minibatches)
+    num_padding, num_positions = world.sum(
+        [
+            sum(minibatch.num_padding for minibatch in minibatches),
+            sum(minibatch.num_positions for minibatch in minibatches),
+        ]
+    )
+    return {
+        "num_samples": float(num_samples - num_dropped),
+        "num_dropped_samples": float(num_dropped),
+        "padding_fraction": num_padding / num_positions,
+    }

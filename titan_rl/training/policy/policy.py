@@ -13,10 +13,10 @@ from titan_rl.training.attention.flex_attention import layout_blocks
 from titan_rl.training.device import local_device
 from titan_rl.training.models.experts import replay, routers
 from titan_rl.training.models.folder import HFModel, read_hf_config
-from titan_rl.training.parallel.parallel import local, parallelize, whole
+from titan_rl.training.parallel.parallel import full_tensor, local, parallelize
 from titan_rl.training.parallel.world import World
-from titan_rl.training.policy.batch import Batch, LayOut
 from titan_rl.training.policy.logprobs import selected_logprobs
+from titan_rl.training.policy.tensor_batch import LayOut, TensorBatch
 from titan_rl.training.settings import ModelConfig, TrainingConfig
 from titan_rl.weights.types import TensorSlice
 
@@ -61,11 +61,11 @@ class Policy:
         """See `HFModel.held_slices`."""
         return self._hf.held_slices(self.dtype)
 
-    def logprobs(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    def logprobs(self, batch: TensorBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Logprobs and entropies of the trained tokens at their temperatures.  # [N], [N]"""
         return selected_logprobs(self.logits(batch), batch.targets_N, batch.temperatures_N)
 
-    def logits(self, batch: Batch) -> torch.Tensor:
+    def logits(self, batch: TensorBatch) -> torch.Tensor:
         """What the model predicts in place of each trained token.  # [N, V]
 
         A mixture of experts takes the experts that the batch brings, until the next call: backward may run it again.
@@ -74,9 +74,9 @@ class Policy:
         autocast = self.dtype is not torch.float32
         with torch.autocast(self.device.type, self.dtype) if autocast else nullcontext():
             hidden_BLD = local(self.model(batch.token_ids_BL, batch.positions_BL, batch.layout))
-            return whole(self.model.lm_head(hidden_BLD.flatten(0, 1).index_select(0, batch.predictors_N)))
+            return full_tensor(self.model.lm_head(hidden_BLD.flatten(0, 1).index_select(0, batch.predictors_N)))
 
-    def complaint(self, batch: Batch) -> str | None:
+    def complaint(self, batch: TensorBatch) -> str | None:
         """Why this batch cannot be scored: a token id outside the vocabulary, or more positions than the model has."""
         if not 0 <= int(batch.token_ids_BL.min()) <= int(batch.token_ids_BL.max()) < self.vocab_size:
             return f"a sample has token id {int(batch.token_ids_BL.max())}; the vocabulary is {self.vocab_size}"

@@ -10,8 +10,8 @@ import torch
 from titan_rl.training.data.family import Family
 from titan_rl.training.data.sample import TrainingSample
 from titan_rl.training.parallel.world import World
-from titan_rl.training.policy.batch import make_batch
 from titan_rl.training.policy.policy import Policy
+from titan_rl.training.policy.tensor_batch import make_tensor_batch
 
 
 @torch.no_grad()
@@ -26,7 +26,7 @@ def score(policy: Policy, world: World, sequences: Sequence[Sequence[int]], *, m
             row.append(_asking(sequence, [True] * length))
     if not row:
         return [[] for _ in sequences]
-    batch = make_batch([row], policy.device, policy.lay_out)
+    batch = make_tensor_batch([row], policy.device, policy.lay_out)
     world.agree(policy.complaint(batch))
     logprobs_N, _ = policy.logprobs(batch)
     logprobs = iter(logprobs_N.tolist())
@@ -41,7 +41,7 @@ def draw(policy: Policy, num_sequences: int, length: int, seed: int) -> list[lis
     for size in range(1, length):
         # The token to be drawn is the only one asked for; what stands in its place is not seen by its predictor.
         mask = [False] * size + [True]
-        batch = make_batch([[_asking([*ids, 0], mask)] for ids in sequences], policy.device, policy.lay_out)
+        batch = make_tensor_batch([[_asking([*ids, 0], mask)] for ids in sequences], policy.device, policy.lay_out)
         probs_NV = policy.logits(batch).float().softmax(-1).cpu()
         for ids, token in zip(sequences, torch.multinomial(probs_NV, 1, generator=generator), strict=True):
             ids.append(int(token))

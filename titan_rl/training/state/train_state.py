@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.optim import Optimizer
 
 from titan_rl.errors import CheckpointError, DamagedCheckpointError, NoSpaceError
-from titan_rl.training.parallel.parallel import held, placed
+from titan_rl.training.parallel.parallel import local_slice, owned_slice
 from titan_rl.training.parallel.world import World
 from titan_rl.training.state.checkpoint import atomic_directory, temporary_of, unwritten
 from titan_rl.training.state.checksums import read_checksums, verify, write_checksums, write_summed
@@ -49,7 +49,7 @@ class TrainStateWriter:
     """
 
     def __init__(self, world: World) -> None:
-        self._world = world.apart()
+        self._world = world.with_own_group()
         on_gpu = torch.cuda.is_available()
         # The copies' memory serves the next checkpoint again.
         self._stager = DefaultStager(
@@ -85,7 +85,7 @@ class TrainStateWriter:
             tensors, values = flatten(_state(model, optimizers))
         except TypeError as error:
             raise CheckpointError(str(error)) from error
-        mine = {name: own for name, tensor in tensors.items() if (own := held(tensor, self._world)) is not None}
+        mine = {name: own for name, tensor in tensors.items() if (own := owned_slice(tensor, self._world)) is not None}
         copies = self._stager.stage({name: each.tensor for name, each in mine.items()})
         assert not isinstance(copies, Future), "staging is synchronous"
         slices = {name: TensorSlice(copies[name], each.place) for name, each in mine.items()}
@@ -192,7 +192,7 @@ def _read(directory: Path, model: nn.Module, optimizers: Sequence[Optimizer]) ->
     state = _state(model, optimizers)
     tensors, values = flatten(state)
     _compare(files.names | stored["values"].keys(), tensors.keys() | values.keys())
-    files.read({name: placed(tensor) for name, tensor in tensors.items()})
+    files.read({name: local_slice(tensor) for name, tensor in tensors.items()})
     state = fill(state, stored["values"])
     set_state_dict(model, optimizers, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     torch.set_rng_state(state["rng"])

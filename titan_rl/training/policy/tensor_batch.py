@@ -18,7 +18,7 @@ ROW_MULTIPLE = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class TensorBatch:
     """One micro-batch. B rows of L tokens, N of them trained; a padded tail is a document of its own, untrained."""
 
     token_ids_BL: torch.Tensor  # int64
@@ -44,9 +44,9 @@ class Batch:
 LayOut = Callable[[Sequence[Document], torch.device | str], Layout]
 
 
-def make_batch(
+def make_tensor_batch(
     rows: Sequence[Sequence[Family]], device: torch.device | str = "cpu", lay_out: LayOut = layout_documents
-) -> Batch:
+) -> TensorBatch:
     """Lay rows out as tensors, padded to the longest of them.
 
     The first token of a document has no context to be predicted from, so it is never trained.
@@ -107,7 +107,7 @@ def make_batch(
         return torch.tensor(values, dtype=torch.int64, device=device)
 
     token_ids_T, trained_N = ints(token_ids), ints(trained)
-    return Batch(
+    return TensorBatch(
         token_ids_BL=token_ids_T.view(len(rows), width),
         positions_BL=ints(positions).view(len(rows), width),
         layout=lay_out(documents, device),
