@@ -276,6 +276,8 @@ class Controller:
         """On the way out of a run that failed or was stopped. What ended it is not to be hidden by this. It takes as
         long as it takes; who does not want to wait cancels once more."""
         try:
+            if self._calls.running:
+                logger.info("stopped at version %d, with the trainer at work: waiting for it to finish", self.version)
             await self._calls.wait()
             for step in self._reports.unreported:
                 self._report(step)

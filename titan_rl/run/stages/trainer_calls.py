@@ -38,8 +38,6 @@ class TrainerCalls:
         """On the way out: returns once nothing runs. An error of what ran is logged."""
         if self._call is None:
             return
-        if self.running:
-            logger.info("stopped with the trainer at work: waiting for it to finish")
         await asyncio.wait([self._call])
         if not self._call.cancelled() and (error := self._call.exception()) is not None:
             logger.warning("what the trainer was at work on failed: %r", error)
