@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import os
+import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -438,3 +439,19 @@ def test_a_record_that_does_not_say_how_it_was_sampled_is_refused_with_the_way_o
     )
     with pytest.raises(CheckpointError, match=r"record of another format.*move the folder .* away"):
         reopened(tmp_path)
+
+
+async def test_a_segment_of_another_run_is_refused_though_both_stood_at_the_same_place(tmp_path):
+    positions = []
+    for name in ("one", "other"):
+        journal = RunJournal(tmp_path / name, DataPosition(run=name))
+        journal.finished(0, group_of(0))
+        positions.append(await journal.checkpoint(1, next_index=1))
+        journal.drain()
+    one, other = positions
+    assert replace(one, run="other") == other
+    assert 0 in backlog(RunJournal(tmp_path / "one", one)).finished
+    segment = next((tmp_path / "other").glob("*1.journal"))
+    shutil.copy(segment, tmp_path / "one" / segment.name)
+    with pytest.raises(CheckpointError, match="is of another run than the checkpoint of version 1"):
+        RunJournal(tmp_path / "one", one)

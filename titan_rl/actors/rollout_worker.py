@@ -15,6 +15,7 @@ from monarch.actor import concurrent_endpoint
 from titan_rl.actors.processes.process import ProcessActor
 from titan_rl.actors.processes.remote_process import call
 from titan_rl.calls import stopwatch
+from titan_rl.calls.threads import UsersThreads
 from titan_rl.calls.watchdog import LoopWatchdog
 from titan_rl.generation.request import EngineRequest
 from titan_rl.rollout.copies import portable
@@ -49,6 +50,7 @@ class RolloutWorkerActor(ProcessActor):
         from titan_rl.config.load import load_config
         from titan_rl.config.make_rollouter import make_rollouter
 
+        asyncio.get_running_loop().set_default_executor(UsersThreads())  # the process ends without what hangs there
         self._rollouter = make_rollouter(load_config(self._settings.config_path, check_files=False))
         in_actor = contextvars.copy_context().run  # the watching thread sends for this actor
         name = Path(self._settings.log_path).stem

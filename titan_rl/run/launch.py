@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 from titan_rl.actors.processes.garbage import settled_heap
 from titan_rl.calls.event_loop import run_to_its_end
@@ -85,7 +86,7 @@ def _open_run_dir(config: RunConfig, resume: Path | None) -> RunDirectory:
 def _run_in(run_dir: RunDirectory, config: RunConfig, *, begins: bool) -> int:
     with run_dir.locked():
         if begins:
-            start = Resumption(None, RunState(settings=settings_of(config)))
+            start = Resumption(None, RunState(settings=settings_of(config), run=uuid4().hex))
             start.state.write(run_dir.path)
         else:
             start = resume_from_newest(config, run_dir)

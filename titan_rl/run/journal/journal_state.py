@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
@@ -176,8 +176,14 @@ def read_segments(segments: Sequence[Path], position: DataPosition) -> JournalCo
                     f"{path} has a record of another format: {error}; move the folder {path.parent} away to go on from "
                     "the checkpoint alone"
                 ) from error
-            if isinstance(record, StartRecord) and record.version == position.version:
-                starts.append(record)
+            if isinstance(record, StartRecord):
+                if record.run != position.run:
+                    raise CheckpointError(
+                        f"{path} is of another run than the checkpoint of version {position.version}; put this run's "
+                        f"own back, or move the folder {path.parent} away to go on from the checkpoint alone"
+                    )
+                if record.version == position.version:
+                    starts.append(record)
             state.apply(record)
         if damages:
             losses.append(f"{path}: {sum(damages)} bytes are no record and are passed over")
@@ -194,7 +200,7 @@ def read_segments(segments: Sequence[Path], position: DataPosition) -> JournalCo
             f"{ranges(start.unsettled)}: they are not of one run. Move the folder {segments[0].parent} away to go on "
             "from the checkpoint alone"
         )
-    if not agrees and (segments or position != DataPosition()):
+    if not agrees and (segments or replace(position, run="") != DataPosition()):
         losses.append(_without_beginning(position.version))
     if losses and (again := sorted(state.unsettled - state.finished.keys())):
         losses.append(f"generated again, as far as answers are not recorded: groups {ranges(again)}")

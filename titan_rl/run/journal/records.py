@@ -27,6 +27,7 @@ class StartRecord(msgspec.Struct, tag="start", frozen=True):
     version: int
     next_index: int
     unsettled: list[int]  # positions in the data before next_index that are neither trained nor dropped
+    run: str
 
 
 class CompletionRecord(msgspec.Struct, tag="completion", frozen=True):

@@ -65,12 +65,13 @@ class RunJournal:
         for loss in self.losses:
             logger.warning("%s", loss)
         self._version = position.version
+        self._run = position.run
         self._recorder = Recorder(self._append)
         if found.begins:
             self._writer = LogWriter(segments[-1])
         else:
             self._writer = LogWriter(self._segment(position.version))
-            self._append(StartRecord(position.version, position.next_index, list(position.unsettled)))
+            self._append(StartRecord(position.version, position.next_index, list(position.unsettled), position.run))
             for record in self.state.records():
                 self._append(record)
 
@@ -150,10 +151,10 @@ class RunJournal:
         if next_index > state.next_index:
             state.unsettled.update(range(state.next_index, next_index))
             state.next_index = next_index
-        position = DataPosition(version, state.next_index, tuple(sorted(state.unsettled)))
+        position = DataPosition(version, state.next_index, tuple(sorted(state.unsettled)), self._run)
         open_records = state.records()
         self._writer.switch(self._segment(version))
-        self._append(StartRecord(version, position.next_index, list(position.unsettled)))
+        self._append(StartRecord(version, position.next_index, list(position.unsettled), position.run))
         for record in self._recorder.in_flight(tokens or {}):
             self._append(record)
         for record in open_records:  # what is superseded meanwhile is in the segment as well

@@ -21,6 +21,7 @@ class DataPosition:
     version: int = 0
     next_index: int = 0
     unsettled: tuple[int, ...] = ()  # before next_index, ascending, neither trained nor dropped
+    run: str = ""  # which run's, so that another's journal is not taken for this one's
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,7 @@ class RunState:
 
     Example:
         {"step": 40, "tokens": 181204, "reward_before": 0.44, "next_index": 164, "unsettled": [158, 160, 161, 162, 163],
-         "settings": {"scheduling.groups_per_step": 4, ...}}
+         "settings": {"scheduling.groups_per_step": 4, ...}, "run": "5d0c..."}
     """
 
     step: int = 0  # also the policy version
@@ -38,10 +39,11 @@ class RunState:
     next_index: int = 0
     unsettled: tuple[int, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])  # by dotted name, that the run was made with
+    run: str = ""  # drawn when the run began
 
     @property
     def position(self) -> DataPosition:
-        return DataPosition(self.step, self.next_index, self.unsettled)
+        return DataPosition(self.step, self.next_index, self.unsettled, self.run)
 
     @classmethod
     def read(cls, folder: Path) -> RunState:
@@ -59,6 +61,7 @@ class RunState:
                 next_index=int(values["next_index"]),
                 unsettled=tuple(map(int, values["unsettled"])),
                 settings=dict(values["settings"]),
+                run=str(values["run"]),
             )
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{path} does not say where its run stood: {error!r}") from error
