@@ -131,11 +131,10 @@ class Controller:
         )
 
     def _make_saver(self, router: GeneratorRouter, journal: RunJournal) -> CheckpointSaver:
-        root = self._run_dir.checkpoints
-        copy = RunCopy(root, self._trainer, journal, self._scheduler, router)
+        copy = RunCopy(self._run_dir.checkpoints, self._trainer, journal, self._scheduler, router)
         return CheckpointSaver(
             self._config.checkpoint,
-            root,
+            self._run_dir.checkpoints,
             self._trainer,
             estimate=checkpoint_bytes(self._config),
             copy=lambda version: copy.make(self._state),
@@ -184,8 +183,7 @@ class Controller:
 
     def waits_for(self) -> str:
         """What has to happen for the run to go on, as far as that is known."""
-        trainer = ["the trainer is at work"] if self._calls.running else []
-        return "; ".join([*self._activity.waits_for(), *trainer])
+        return "; ".join([*self._activity.waits_for(), *["the trainer is at work"] * self._calls.running])
 
     def close(self) -> None:
         """Tell what went wrong with rollouts, however the run ended."""
