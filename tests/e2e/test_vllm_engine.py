@@ -291,7 +291,7 @@ async def test_a_swap_with_requests_in_flight_matches_a_reference(
     calls = [generate(seed) for seed in range(6)]
     assert await asyncio.to_thread(borrowed.started.wait, 30)
     pull = asyncio.create_task(loop.pull(1, lambda: weights(new_model), verify if verified else None))
-    while not loop._state.pulls:  # noqa: ASYNC110
+    while not loop._state._pulls:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
     borrowed.release.set()
     await pull
