@@ -15,12 +15,12 @@ from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titan_rl.errors import GenerationError
+from titan_rl.errors import GenerationError, RequestError
 from titan_rl.generation.loop.engine_loop import EngineLoop
 from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.router import GeneratorRouter, Limits
 from titan_rl.generation.scripted_engine import ScriptedEngine
-from titan_rl.types import Completion, FinishReason, SamplingParams, TokenChunk
+from titan_rl.types import Completion, FinishReason, SamplingParams, TokenChunk, VersionSpan
 
 INTERVAL = 4
 
@@ -169,3 +169,53 @@ async def test_what_a_replica_does_to_its_prompt_reaches_neither_the_next_one_no
     await router.generate(mine, request_id="r", sampling=SamplingParams(max_tokens=8))
     await router.close()
     assert (mine, seen) == ([5], [[5], [5]])
+
+
+class SlowToHear:
+    """A replica that aborts reach late, and which refuses an id that it is at."""
+
+    name = "slow-to-hear"
+
+    def __init__(self) -> None:
+        self.heard = asyncio.Event()
+        self.running: set[str] = set()
+        self.answer = asyncio.Event()
+        self.asked = asyncio.Event()
+
+    async def generate(self, prompt_token_ids, *, request_id, session_id=None, sampling) -> Completion:
+        if request_id in self.running:
+            raise RequestError(f"{request_id!r} is in flight")
+        self.running.add(request_id)
+        self.asked.set()
+        await self.answer.wait()
+        self.running.discard(request_id)
+        return Completion(request_id, [7], [0.0], FinishReason.STOP, [VersionSpan(0, 1)])
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        await self.heard.wait()
+        self.running.difference_update(request_ids)
+
+    async def pull(self, version: int) -> None: ...
+    async def pause(self, mode: object) -> None: ...
+    async def resume(self) -> None: ...
+    async def close(self) -> None: ...
+
+
+async def test_a_request_made_again_before_its_engine_hears_that_it_was_cancelled_is_no_duplicate() -> None:
+    replica = SlowToHear()
+    router = GeneratorRouter([replica])
+
+    async def ask() -> Completion:
+        return await router.generate([1], request_id="g/0/0", sampling=SamplingParams(max_tokens=4))
+
+    for _ in range(3):
+        replica.asked.clear()
+        first = asyncio.create_task(ask())
+        await replica.asked.wait()
+        first.cancel()
+        await asyncio.wait([first])
+    replica.answer.set()
+    whole = await ask()
+    assert (whole.request_id, list(whole.token_ids)) == ("g/0/0", [7])
+    replica.heard.set()
+    await router.close()

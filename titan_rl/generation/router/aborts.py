@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Sequence
 
 from titan_rl.calls.bounded import limited
@@ -21,6 +22,7 @@ class Aborts:
         self._tasks = tasks
         self._call_s = call_s
         self._orphans: dict[PooledReplica, list[str]] = {}  # of this turn of the event loop
+        self._unheard = Counter[str]()  # orphans whose replica may not know of it yet
 
     async def send(self, replica: PooledReplica, engine_ids: Sequence[str]) -> None:
         """Ask a replica to end requests, and return when it has heard that, or does not answer in time."""
@@ -41,8 +43,19 @@ class Aborts:
         if not self._orphans:
             asyncio.get_running_loop().call_soon(self._send_orphans)
         self._orphans.setdefault(replica, []).append(engine_id)
+        self._unheard[engine_id] += 1
+
+    def may_run(self, engine_id: str) -> bool:
+        """Whether an engine may be at a request of this id that nobody waits for: another one must not have it."""
+        return engine_id in self._unheard
 
     def _send_orphans(self) -> None:
         orphans, self._orphans = self._orphans, {}
         for replica, engine_ids in orphans.items():
-            self._tasks.start(self.send(replica, engine_ids), f"abort {len(engine_ids)} requests on {replica.name}")
+            self._tasks.start(self._end_orphans(replica, engine_ids), f"abort {len(engine_ids)} on {replica.name}")
+
+    async def _end_orphans(self, replica: PooledReplica, engine_ids: Sequence[str]) -> None:
+        try:
+            await self.send(replica, engine_ids)
+        finally:
+            self._unheard -= Counter(engine_ids)

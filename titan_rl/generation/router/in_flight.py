@@ -26,7 +26,7 @@ T = TypeVar("T")
 class RequestInFlight(Waiter):
     """One request inside the router. Whatever it waits for, it waits in `within`."""
 
-    def __init__(self, request: EngineRequest, cancel_s: float) -> None:
+    def __init__(self, request: EngineRequest, aborts: Aborts, cancel_s: float) -> None:
         super().__init__(f"request {request.request_id!r}", cancel_s)
         self.request_id = request.request_id
         self.engine_id = request.request_id  # differs for each attempt, so that an orphan is never a duplicate
@@ -34,15 +34,19 @@ class RequestInFlight(Waiter):
         self.replica: PooledReplica | None = None  # where it runs; None while it waits for a replica
         self.aborted = False  # its answer is an aborted completion, with the tokens that come back
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._aborts = aborts
         self._num_attempts = 0
 
     def assign(self, replica: PooledReplica) -> EngineRequest:
-        """Begin an attempt, on `replica`. Returns what to ask it for, under an engine id of its own from the second
-        attempt on: "g0/0/0", "g0/0/0~1"."""
+        """Begin an attempt, on `replica`. Returns what to ask it for, under an engine id of its own: "g0/0/0", and
+        "g0/0/0~1" from the second attempt on, or where an engine may be at an earlier request of that id still."""
         self.replica = replica
         self.what = f"request {self.request_id!r} on replica {replica.name}"
-        self.engine_id = f"{self.request_id}~{self._num_attempts}" if self._num_attempts else self.request_id
-        self._num_attempts += 1
+        while True:
+            self.engine_id = f"{self.request_id}~{self._num_attempts}" if self._num_attempts else self.request_id
+            self._num_attempts += 1
+            if not self._aborts.may_run(self.engine_id):
+                break
         return replace(self.partial.rest, request_id=self.engine_id)
 
     def unassign(self) -> None:
@@ -102,7 +106,7 @@ class RequestsInFlight:
         request_id = request.request_id
         if request_id in self._requests:
             raise RequestError(f"request id {request_id!r} is in flight already; request ids must be unique")
-        in_flight = self._requests[request_id] = RequestInFlight(request, self._limits.cancel_s)
+        in_flight = self._requests[request_id] = RequestInFlight(request, self._aborts, self._limits.cancel_s)
         try:
             yield in_flight
         finally:
