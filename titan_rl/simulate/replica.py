@@ -84,6 +84,7 @@ class SimulatedReplica:
         self.name = name
         self.version = 0
         self.busy_s = 0.0  # time spent in steps
+        self.num_tokens = 0  # computed, also those that came to nothing
         self._length_of = length_of
         self._cost = cost
         self._max_running = max_running
@@ -214,6 +215,7 @@ class SimulatedReplica:
         seconds = first + (steps - 1) * each
         await asyncio.sleep(max(0.0, began + seconds - loop.time()))
         self.busy_s += seconds
+        self.num_tokens += steps * count
         self._prompt_tokens = 0
         for sequence in self._running:
             sequence.add(steps, self.version)
