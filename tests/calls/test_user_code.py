@@ -73,15 +73,16 @@ async def test_a_time_limit_is_placed_where_the_users_code_hung():
     assert (where(late.value) or "").endswith("in hang")
 
 
-def test_an_exception_that_cannot_say_what_it_is_does_no_harm():
+@pytest.mark.parametrize("kind", [RuntimeError, SystemExit])
+def test_an_exception_that_cannot_say_what_it_is_does_no_harm(kind: type[BaseException]):
     class Broken(Exception):
         def __str__(self) -> str:
-            raise RuntimeError("no text")
+            raise kind("no text")
 
     def fail() -> None:
         raise Broken
 
-    assert describe(caught(fail)).startswith("Broken: (its text cannot be had: RuntimeError) (")
+    assert describe(caught(fail)).startswith(f"Broken: (its text cannot be had: {kind.__name__}) (")
 
 
 def test_an_exception_without_a_traceback_has_no_place():

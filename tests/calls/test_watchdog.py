@@ -57,7 +57,14 @@ async def test_a_loop_that_turns_is_left_alone() -> None:
     assert listener.told == []
 
 
-async def test_a_message_that_cannot_be_shown_does_not_end_the_watch() -> None:
+@pytest.mark.parametrize("seconds", [0, -1.0, float("nan"), float("inf"), None])
+def test_a_time_that_is_none_is_refused(seconds: Any) -> None:
+    with pytest.raises(ValueError, match="blocked_after_s"):
+        LoopWatchdog(blocked_after_s=seconds)
+
+
+@pytest.mark.parametrize("error", [OSError("no screen"), SystemExit(1)])
+async def test_a_message_that_cannot_be_shown_does_not_end_the_watch(error: BaseException) -> None:
     heard: list[str] = []
     second = threading.Event()
 
@@ -65,7 +72,7 @@ async def test_a_message_that_cannot_be_shown_does_not_end_the_watch() -> None:
         heard.append(text)
         if len(heard) == 2:
             second.set()
-        raise OSError("no screen")
+        raise error
 
     with LoopWatchdog(tell, blocked_after_s=0.05):
         assert second.wait(30)

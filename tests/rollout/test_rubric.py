@@ -277,3 +277,16 @@ async def test_rewards_that_overflow_are_an_error_with_their_values() -> None:
     with pytest.raises(RewardError, match=r"'large': 1e\+308.* too large to add up") as caught:
         await Rubric([large, Reward(lambda _: 1e308, name="other")]).score([rollout()])
     assert not caught.value.ends_run
+
+
+def test_a_failure_policy_that_is_none_is_refused() -> None:
+    class Weighted:
+        name, weight, on_failure = "judge", 1.0, "drop"
+
+        async def values(self, rollouts: Sequence[Rollout]) -> Sequence[float]:
+            return [0.0 for _ in rollouts]
+
+    with pytest.raises(ValueError, match="on_failure of reward 'judge' is 'drop'"):
+        Rubric([Weighted()])
+    with pytest.raises(ValueError, match=r"retries is 1\.5"):
+        FailurePolicy(retries=1.5)  # type: ignore[arg-type]

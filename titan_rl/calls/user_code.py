@@ -65,7 +65,7 @@ def summary(error: BaseException) -> str:
     kind = type(error).__name__
     try:
         text = printable(str(error))
-    except Exception as broken:
+    except BaseException as broken:  # it is not the program's own end that is meant
         text = f"(its text cannot be had: {type(broken).__name__})"
     return f"{kind}: {text}" if text.strip() else kind
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import sys
 import threading
 import time
@@ -60,6 +61,8 @@ class LoopWatchdog:
 
     def __init__(self, tell: Tell | None = None, blocked_after_s: float = BLOCKED_AFTER_S) -> None:
         self._tell = tell
+        if not (isinstance(blocked_after_s, int | float) and 0 < blocked_after_s < math.inf):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(f"LoopWatchdog blocked_after_s is {blocked_after_s!r}; it must be positive and finite")
         self._blocked_after_s = blocked_after_s
         self._turned = threading.Event()
         self._ended = threading.Event()
@@ -129,7 +132,7 @@ class LoopWatchdog:
         if self._tell is not None:
             try:
                 self._tell(text)
-            except Exception as error:
+            except BaseException as error:  # the watch goes on, whatever the listener raises
                 logger.warning("the message was not shown: %r", error)
 
 

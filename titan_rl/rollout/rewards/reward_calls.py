@@ -50,8 +50,8 @@ class FailurePolicy:
     then: Literal["drop_group", "fail_run"] = "drop_group"
 
     def __post_init__(self) -> None:
-        if self.retries < 0:
-            raise ValueError(f"FailurePolicy retries is {self.retries!r}; it must be at least 0")
+        if not isinstance(self.retries, int) or self.retries < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(f"FailurePolicy retries is {self.retries!r}; it must be a whole number, at least 0")
         if not (math.isfinite(self.backoff_s) and self.backoff_s >= 0):
             raise ValueError(f"FailurePolicy backoff_s is {self.backoff_s!r}; it must be finite and at least 0")
         if self.then not in ("drop_group", "fail_run"):

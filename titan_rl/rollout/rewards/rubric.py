@@ -61,6 +61,10 @@ class Rubric:
             raise ValueError(
                 f"the rubric's weights {weights} sum to {self._weight_sum}; the sum must be positive and finite"
             )
+        for reward in rewards:
+            policy = getattr(reward, "on_failure", None)
+            if not isinstance(policy, FailurePolicy | None):
+                raise ValueError(f"on_failure of reward {reward.name!r} is {policy!r}; it must be a FailurePolicy")
         for field, value in (("truncated_reward", truncated_reward), ("error_reward", error_reward)):
             if value is not None and not math.isfinite(value):
                 raise ValueError(f"Rubric {field} is {value!r}; it must be finite or None")
