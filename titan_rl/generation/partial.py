@@ -115,7 +115,7 @@ def _continued(first: Completion, second: Completion) -> Completion:
 
 def _continued_metrics(first: Completion, second: Completion) -> dict[str, float]:
     """Latency and cached prompt tokens are those of the first; queued and interrupted times add up; `inter_token_s` is
-    the mean over both; `num_resumes` counts the seams."""
+    the mean over both; `num_resumes` counts the seams; others are those of the first that has them."""
     before, after = first.metrics, second.metrics
     merged = {**after, **before}
     for name in ("queue_s", "interrupted_s"):

@@ -11,7 +11,8 @@ from titan_rl.types import Completion, GenerateFn, SamplingParams, TokenChunk
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """One prompt to continue. Made where the seam is entered, and passed on as it is from there to the engine.
+    """One prompt to continue. Made where the `GenerateFn` seam is entered, as a router or an engine loop does, and
+    passed on as it is from there to the engine. What is to cross the seam itself has to be in its arguments.
 
     `sampling.max_tokens` counts new tokens only. The prompt becomes a tuple, so that nobody on the way can change it.
     """

@@ -114,9 +114,8 @@ class VLLMEngine:
             # Of a split prompt vLLM rewinds the generator of a seed, which generators on a CPU cannot do.
             enable_chunked_prefill=False if on_cpu else None,
             max_num_batched_tokens=max(CPU_BATCHED_TOKENS, max_context + 1) if on_cpu else None,
-            block_size=32
-            if on_cpu
-            else None,  # the default of 128 hides most of a short conversation from the prefix cache
+            # On a CPU the default of 128 hides most of a short conversation from the prefix cache.
+            block_size=32 if on_cpu else None,
             enable_return_routed_experts=routed_experts,
             tensor_parallel_size=tensor_parallel_size,
             distributed_executor_backend="external_launcher" if tensor_parallel_size > 1 else "uni",

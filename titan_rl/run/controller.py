@@ -174,7 +174,7 @@ class Controller:
 
     @property
     def version(self) -> int:
-        """The step that was trained last, as the trainer said."""
+        """The version of the weights after the step that was trained last, as the trainer said."""
         return self._state.step
 
     def progress(self) -> object:

@@ -14,8 +14,8 @@ from titan_rl.scheduling.waiting_groups import WaitingGroups
 
 
 class TailPolicy:
-    """Carries out `settings.tail`: "continue" leaves such a group alone, "drop" gives it up at an age, and "tail_batch"
-    suspends it until there are others like it, so that the slowest run together.
+    """Carries out `settings.tail`: "carry_over" leaves such a group alone, "drop" gives it up at an age, and
+    "tail_batch" suspends it until there are others like it, so that the slowest run together.
 
     Args:
         capacity: where a group that goes on takes its permits.

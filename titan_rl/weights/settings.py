@@ -11,7 +11,7 @@ from titan_rl.weights.transports.registry import BY_NAME
 
 
 class StateDictConfig(Section):
-    """How every published version is verified by the generators that pull it."""
+    """How every published version travels to the generators, and how they verify it."""
 
     transport: Annotated[str, FunctionName(tuple(BY_NAME))] = "shared_memory"
     """With shared_memory generators are on the trainer's host; with rdma they may be elsewhere, too, and read over the

@@ -19,7 +19,8 @@ ErrorT = TypeVar("ErrorT", bound=Exception)
 
 
 class PendingCall:
-    """One `generate` call and what the engine has produced for it. Filled by the engine's thread alone."""
+    """One `generate` call and what the engine has produced for it. Filled by the engine's thread, and completed
+    under the lock of `LoopState`."""
 
     __slots__ = (
         "_clock",

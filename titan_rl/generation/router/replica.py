@@ -55,7 +55,8 @@ class Replica(Protocol):
             The version that it has then. None says that it is the one asked for.
 
         Raises:
-            StateDictError: the weights cannot be had or are not right; the old ones stay loaded.
+            StateDictError: the weights cannot be had, or are not right. Of wrong ones nobody knows which are
+                loaded, and requests fail until a pull succeeds.
         """
         ...
 

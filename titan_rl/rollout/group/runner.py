@@ -10,6 +10,8 @@ from titan_rl.types import GenerateFn, SamplingParams
 
 
 class GroupRunner(Protocol):
+    """Runs the groups of a run: a `Rollouter`, or the workers that each have one."""
+
     async def run_group(
         self,
         generate: GenerateFn,

@@ -19,7 +19,6 @@ class TrainerCalls:
     when it has ended the version is known."""
 
     def __init__(self) -> None:
-        self.num_done = 0
         self._call: asyncio.Future[Any] | None = None
 
     @property
@@ -30,9 +29,7 @@ class TrainerCalls:
         """What the call returns. Cancelling this leaves the call running; `wait` is its end then."""
         self._call = asyncio.ensure_future(call)
         with stray_cancellation_fails("a call of the trainer"):
-            result = await asyncio.shield(self._call)
-        self.num_done += 1
-        return result
+            return await asyncio.shield(self._call)
 
     async def wait(self) -> None:
         """On the way out: returns once nothing runs. An error of what ran is logged."""
