@@ -1,6 +1,7 @@
 # make train   watch a policy learn: sets up .venv, then runs CONFIG with the overrides in ARGS
-# make test    everything that has to pass: lint, types, all tests at full depth
-# make test-fast    what needs no engine, with fewer random examples: under a minute
+# make test    lint, types, and every test, those on the real stack included
+# make test-fast    what needs no engine: about a minute
+# make test-deep    what needs no engine, with eight times as many random examples
 #
 #   make train CONFIG=examples/alphabet_sort/cpu.toml ARGS="--training.steps 5"
 #   make train EXTRA=gpu CONFIG=examples/alphabet_sort/qwen3_0_6b.toml
@@ -21,20 +22,23 @@ PYTHON = $(shell for p in python3.11 python3.12 python3.13 python3; do \
 # Engines and trainers share the cores as processes; threads on top of that only get in each other's way.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test test-fast test-deep lint types format install clean distclean
+.PHONY: train test test-all test-fast test-deep lint types format install clean distclean
 
 train: $(STAMP)
 	$(BIN)/titan-rl train $(CONFIG) $(ARGS)
 
 # Types are checked beside the first tests, which wait at times; a failure of either fails it all.
 test: lint
-	@$(MAKE) --no-print-directory --jobs=2 types test-deep
+	@$(MAKE) --no-print-directory --jobs=2 types test-all
 
-test-deep: $(STAMP)
-	TITAN_RL_TEST_DEPTH=deep $(PYTEST)
+test-all: $(STAMP)
+	$(PYTEST)
 
 test-fast: $(STAMP)
 	$(PYTEST) --ignore=tests/e2e
+
+test-deep: $(STAMP)
+	TITAN_RL_TEST_DEPTH=deep $(PYTEST) --ignore=tests/e2e
 
 lint: $(STAMP)
 	$(BIN)/ruff check

@@ -24,8 +24,8 @@ LONGEST = [
     "e2e/test_sharded_trainer.py",
     "e2e/test_compile.py",
     "test_storm.py",
-    "test_killed_run.py",
-    "routing/test_poison.py",
+    "run/test_killed_run.py",
+    "generation/test_poison.py",
     "simulate/test_simulation.py",
     "scheduling/test_any_order.py",
 ]

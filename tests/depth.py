@@ -1,4 +1,4 @@
-"""How far the tests that draw examples go: all the way in `make test`, an eighth of it elsewhere."""
+"""How far the tests that draw examples go: all the way in `make test-deep`, an eighth of it elsewhere."""
 
 import os
 

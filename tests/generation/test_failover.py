@@ -176,7 +176,8 @@ class SlowToHear:
 
     name = "slow-to-hear"
 
-    def __init__(self) -> None:
+    def __init__(self, deaf: bool) -> None:
+        self.deaf = deaf
         self.heard = asyncio.Event()
         self.running: set[str] = set()
         self.answer = asyncio.Event()
@@ -192,6 +193,8 @@ class SlowToHear:
         return Completion(request_id, [7], [0.0], FinishReason.STOP, [VersionSpan(0, 1)])
 
     async def abort(self, request_ids: Sequence[str]) -> None:
+        if self.deaf:
+            raise GenerationError("not taken")
         await self.heard.wait()
         self.running.difference_update(request_ids)
 
@@ -201,8 +204,9 @@ class SlowToHear:
     async def close(self) -> None: ...
 
 
-async def test_a_request_made_again_before_its_engine_hears_that_it_was_cancelled_is_no_duplicate() -> None:
-    replica = SlowToHear()
+@pytest.mark.parametrize("deaf", [False, True])
+async def test_a_request_made_again_before_its_engine_hears_that_it_was_cancelled_is_no_duplicate(deaf: bool) -> None:
+    replica = SlowToHear(deaf)
     router = GeneratorRouter([replica])
 
     async def ask() -> Completion:
@@ -214,6 +218,8 @@ async def test_a_request_made_again_before_its_engine_hears_that_it_was_cancelle
         await replica.asked.wait()
         first.cancel()
         await asyncio.wait([first])
+        for _ in range(20):  # a deaf replica has said so by then
+            await asyncio.sleep(0)
     replica.answer.set()
     whole = await ask()
     assert (whole.request_id, list(whole.token_ids)) == ("g/0/0", [7])

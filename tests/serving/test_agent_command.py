@@ -109,3 +109,10 @@ async def test_what_outlives_a_program_is_killed(tmp_path: Path) -> None:
     await agent(tmp_path, script).run(episode, URL)
     assert episode.status is RolloutStatus.COMPLETED
     assert not lives(int((tmp_path / "g0_0" / "left").read_text()))
+
+
+async def test_a_program_that_deletes_its_folder_is_a_crash_like_others(tmp_path: Path) -> None:
+    episode = episode_of()
+    await agent(tmp_path, "rm -rf $PWD; exit 3").run(episode, URL)
+    assert episode.status is RolloutStatus.ERROR_ENV
+    assert "exit code 3; its output cannot be read" in (episode.error or "")

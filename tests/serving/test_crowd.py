@@ -46,6 +46,8 @@ async def test_streams_are_right_under_pulls_and_pauses() -> None:
     async with served() as stage, serve(stage.app) as url, httpx.AsyncClient(limits=limits, timeout=60) as client:
         streams = asyncio.gather(*(streamed(client, url, [number, 1]) for number in range(CLIENTS)))
         version = 0
+        while stage.app.exchanges.num_places_taken == 0:  # noqa: ASYNC110  nothing tells of it
+            await asyncio.sleep(0)
         while not streams.done():
             version += 1
             await stage.router.pull_state_dict(version)
@@ -56,6 +58,7 @@ async def test_streams_are_right_under_pulls_and_pauses() -> None:
                 [number, 1], request_id=f"own-{number}", sampling=SamplingParams(max_tokens=60)
             )
             assert token_ids == own.token_ids
+        assert version > 1
         assert stage.app.exchanges.num_places_taken == 0
 
 

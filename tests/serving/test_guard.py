@@ -177,3 +177,32 @@ def test_serving_needs_no_torch() -> None:
         "import titan_rl.serving.server, titan_rl.serving.client"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+async def test_the_port_is_free_however_the_block_is_left(cancelled: bool) -> None:
+    inside, urls = asyncio.Event(), list[str]()
+
+    async def run() -> None:
+        async with serve(stage.app) as url:
+            urls.append(url)
+            inside.set()
+            if not cancelled:
+                raise ConfigError("of the block's own")
+            await asyncio.Event().wait()
+
+    async with served() as stage:
+        block = asyncio.create_task(run())
+        await inside.wait()
+        if cancelled:
+            block.cancel()
+        with pytest.raises(asyncio.CancelledError if cancelled else ConfigError):
+            await block
+        async with httpx.AsyncClient() as client:
+            with pytest.raises(httpx.ConnectError):
+                await client.get(f"{urls[0]}/health")
+
+
+def test_a_string_is_no_list_of_keys() -> None:
+    with pytest.raises(ConfigError, match="list of keys"):
+        Keys(api="secret")

@@ -64,7 +64,12 @@ class UsersThreads(ThreadPoolExecutor):
                 self._waiting.append(work)
                 return future
             self._running += 1
-        threading.Thread(target=self._work, args=(work,), name="user-thread", daemon=True).start()
+        try:
+            threading.Thread(target=self._work, args=(work,), name="user-thread", daemon=True).start()
+        except RuntimeError:  # the system has no more threads
+            with self._guard:
+                self._running -= 1
+            raise
         return future
 
     def _work(self, work: Callable[[], None] | None) -> None:
@@ -129,8 +134,8 @@ class DaemonThreads:
         raise error
 
     def _start(self, job: _Job) -> None:
-        self._threads += 1
         threading.Thread(target=self._work, args=(job,), name=f"{self._name}-thread", daemon=True).start()
+        self._threads += 1  # under the lock, so that the thread cannot be done before
 
     def _work(self, job: _Job | None) -> None:
         while job is not None:

@@ -52,7 +52,7 @@ def settings(root: type[BaseModel], prefix: str = "") -> Iterator[str]:
             yield from settings(info.annotation, key)
 
 
-RENAMED = {"generation.request_timeout_s": "generation.stall_timeout_s"}
+MEANT = {"generation.request_timeout_s": "generation.stall_timeout_s"}
 """What to offer for a name that is nearer to another setting than to the one that is meant."""
 
 
@@ -89,7 +89,7 @@ def _lines(details: ErrorDetails, root: type[BaseModel], origins: Origins, prefi
 
 def _instead(key: str, root: type[BaseModel], prefix: str) -> str:
     valid = list(settings(root, prefix))
-    guess = RENAMED.get(key) or nearest(key, valid)
+    guess = MEANT.get(key) or nearest(key, valid)
     if guess:
         return f"nearest: {guess}"
     table = key.rpartition(".")[0]

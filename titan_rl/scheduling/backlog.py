@@ -19,8 +19,9 @@ class Backlog:
     Example: a run was lost when 5 and 7 had finished, 6 had not, and a step on 5 was not yet in a checkpoint:
 
         Backlog(next_index=8, unsettled=[5, 6, 7], finished={5: group_5, 7: group_7}, batches=[[5]])
+
     Raises:
-        ValueError: an unsettled group is named twice, or lies behind `next_index`.
+        ValueError: an unsettled group is named twice, or is not before `next_index`.
     """
 
     next_index: int = 0

@@ -214,7 +214,9 @@ class GroupScheduler:
         for index in chain(self._backlog.unsettled, count(self._backlog.next_index)):
             await self._drop_limits.wait_within()
             await self._budget.admit()
-            lease = Lease(index, await self._slots.acquire(), self._ledger)
+            slot = await self._slots.acquire()
+            await self._drop_limits.wait_within()  # what gave the slot back may have reached them
+            lease = Lease(index, slot, self._ledger)
             self._waiting.add(lease)
             self._next_index = max(self._next_index, index + 1)
             if (group := self._backlog.finished.get(index)) is not None:

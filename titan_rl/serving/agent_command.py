@@ -140,9 +140,12 @@ def _marked(mark: str) -> list[int]:
 
 
 def _told(exit_code: int | None, output: Path) -> str:
-    with output.open("rb") as file:
-        file.seek(max(0, output.stat().st_size - _TOLD))
-        text = file.read().decode("utf-8", "replace").strip()
+    try:
+        with output.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _TOLD))
+            text = file.read().decode("utf-8", "replace").strip()
+    except OSError as error:  # the agent may do with its folder what it likes
+        return f"the agent ended with exit code {exit_code}; its output cannot be read: {summary(error)}"
     return f"the agent ended with exit code {exit_code}; its output ends: {text}" if text else (
         f"the agent ended with exit code {exit_code} and printed nothing"
     )  # fmt: skip

@@ -8,10 +8,11 @@ from typing import Any
 
 from titan_rl.rollout.renderer.chat_template import Answer
 from titan_rl.rollout.renderer.types import ParsedResponse, Renderer
+from titan_rl.serving import LEAST_LOGPROB
 from titan_rl.serving.messages import reply_from
 from titan_rl.serving.openai_bodies import ChatBody
 from titan_rl.serving.text import Text, TextReader, find_stop
-from titan_rl.serving.wire import LEAST_LOGPROB, weight_versions
+from titan_rl.serving.wire import weight_versions
 from titan_rl.types import Completion, FinishReason, TokenChunk
 
 _THINK, _THINK_END = "<think>", "</think>"

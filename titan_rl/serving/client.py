@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 
 from titan_rl.errors import GenerationError, RequestError
+from titan_rl.serving import LEAST_LOGPROB
 from titan_rl.types import Completion, FinishReason, SamplingParams, VersionSpan
 
 _REFUSED = frozenset({400, 404, 413, 415, 422})
@@ -129,7 +130,7 @@ class HttpGenerateFn:
         (choice,) = answer["choices"]
         token_ids = [int(token_id) for token_id in choice["token_ids"]]
         logprobs = [float(entry["logprob"]) for entry in choice["logprobs"]["content"]]
-        if not all(map(math.isfinite, logprobs)):
+        if not all(LEAST_LOGPROB < logprob < math.inf for logprob in logprobs):  # which stands for minus infinity
             raise ValueError("a logprob is not finite")
         spans = tuple(
             VersionSpan(int(span["version"]), span["end"] - span["start"])

@@ -189,8 +189,7 @@ class Answer:
         finally:
             if not task.done():
                 task.cancel()
-                with contextlib.suppress(asyncio.CancelledError, Exception):
-                    await task
+                await asyncio.wait((task,), timeout=LAST_WORD_S)
 
 
 def event(data: Any) -> bytes:

@@ -19,10 +19,12 @@ class Keys:
         admin: opens the admin calls and nothing else. Without it there are none.
 
     Raises:
-        ConfigError: a key is empty, not ASCII, or both an admin's and a client's.
+        ConfigError: a key is empty, not ASCII, or both an admin's and a client's; or `api` is one string.
     """
 
     def __init__(self, api: Iterable[str] = (), admin: str | None = None) -> None:
+        if isinstance(api, str):
+            raise ConfigError("the keys of clients are one string; give a list of keys")
         self._api = tuple(key.encode() for key in api)
         self._admin = None if admin is None else admin.encode()
         for key in (*self._api, *(() if self._admin is None else (self._admin,))):

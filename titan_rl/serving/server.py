@@ -53,14 +53,21 @@ async def serve(app: PolicyApp, *, host: str = "127.0.0.1", port: int = 0) -> As
         timeout_graceful_shutdown=GRACE_S,
     )
     server = _Server(config)
-    async with asyncio.TaskGroup() as group:
-        group.create_task(server.serve(sockets=[listener]))
-        await server.ready.wait()
+    serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+    ready = asyncio.ensure_future(server.ready.wait())
+    try:
+        await asyncio.wait((serving, ready), return_when=asyncio.FIRST_COMPLETED)
+        if serving.done():
+            serving.result()
+        yield f"http://{f'[{host}]' if ':' in host else host}:{bound}"
+    finally:
+        ready.cancel()
+        app.exchanges.close()
+        server.should_exit = True
         try:
-            yield f"http://{f'[{host}]' if ':' in host else host}:{bound}"
+            await asyncio.shield(serving)  # it lets go of the port, also where the block was cancelled
         finally:
-            app.exchanges.close()
-            server.should_exit = True
+            listener.close()
 
 
 class _Server(uvicorn.Server):

@@ -9,10 +9,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from starlette.requests import Request
 
+from titan_rl.serving import LEAST_LOGPROB
 from titan_rl.serving.exchange import Answer, Emit, Exchanges
 from titan_rl.serving.policy import Ask, ServedPolicy
 from titan_rl.serving.wire import (
-    LEAST_LOGPROB,
     Body,
     Count,
     One,

@@ -21,9 +21,6 @@ Probability = Annotated[float, Field(ge=0, le=1)]
 TopP = Annotated[float, Field(gt=0, le=1)]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 
-LEAST_LOGPROB = -9999.0
-"""JSON knows no infinity."""
-
 
 class Body(BaseModel):
     """A request. A field that is not listed is refused by its name."""

@@ -24,8 +24,8 @@ class Aborts:
         self._orphans: dict[PooledReplica, list[str]] = {}  # of this turn of the event loop
         self._unheard = Counter[str]()  # orphans whose replica may not know of it yet
 
-    async def send(self, replica: PooledReplica, engine_ids: Sequence[str]) -> None:
-        """Ask a replica to end requests, and return when it has heard that, or does not answer in time."""
+    async def send(self, replica: PooledReplica, engine_ids: Sequence[str]) -> bool:
+        """Ask a replica to end requests, and return whether it has heard that, in time."""
         try:
             async with limited(self._call_s, "the abort"):
                 await replica.calls.abort(engine_ids)
@@ -34,8 +34,9 @@ class Aborts:
                 count = len(engine_ids)
                 logger.warning("replica %s did not take an abort of %d requests: %r", replica.name, count, error)
             replica.takes_aborts = False
-        else:
-            replica.takes_aborts = True
+            return False
+        replica.takes_aborts = True
+        return True
 
     def send_soon(self, replica: PooledReplica, engine_id: str) -> None:
         """Nobody waits for this request any more, and its engine may be at it still. All of one turn of the event loop
@@ -55,7 +56,5 @@ class Aborts:
             self._tasks.start(self._end_orphans(replica, engine_ids), f"abort {len(engine_ids)} on {replica.name}")
 
     async def _end_orphans(self, replica: PooledReplica, engine_ids: Sequence[str]) -> None:
-        try:
-            await self.send(replica, engine_ids)
-        finally:
+        if await self.send(replica, engine_ids):  # else an engine may be at them for ever
             self._unheard -= Counter(engine_ids)

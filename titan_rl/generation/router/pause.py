@@ -72,8 +72,10 @@ class Pause:
             if self.mode is None:
                 raise RuntimeError("the router is not paused; there is nothing to resume")
             self.mode = None
-            await self._apply_to_all()
-            self._open_gate()
+            try:
+                await self._apply_to_all()
+            finally:  # a replica that was not told is told when it is used again; who waits here must go on
+                self._open_gate()
 
     async def wait_open(self) -> None:
         try:
