@@ -13,13 +13,16 @@ from hypothesis import strategies as st
 from served import client_of, served
 from speaking import VOCAB, byte_tokenizer
 
+from titan_rl.generation.scripted_engine import CostModel
 from titan_rl.rollout.renderer import ChatTemplateRenderer
 from titan_rl.serving.limits import ServerLimits
 from titan_rl.serving.server import serve
 from titan_rl.types import SamplingParams
 
 GENERATE = "/inference/v1/generate"
-CLIENTS = 48
+CLIENTS = 24
+LENGTH = 24
+STEP = CostModel(step=0.004)  # long enough for pulls and pauses to come between
 TOKENIZER = byte_tokenizer()
 
 BODIES: dict[str, dict[str, Any]] = {
@@ -30,7 +33,7 @@ BODIES: dict[str, dict[str, Any]] = {
 
 
 async def streamed(client: httpx.AsyncClient, url: str, prompt: list[int]) -> list[int]:
-    body = {"token_ids": prompt, "sampling_params": {"max_tokens": 60}, "stream": True}
+    body = {"token_ids": prompt, "sampling_params": {"max_tokens": LENGTH}, "stream": True}
     token_ids: list[int] = []
     async with client.stream("POST", url + GENERATE, json=body) as answer:
         assert answer.status_code == 200
@@ -43,7 +46,11 @@ async def streamed(client: httpx.AsyncClient, url: str, prompt: list[int]) -> li
 
 async def test_streams_are_right_under_pulls_and_pauses() -> None:
     limits = httpx.Limits(max_connections=CLIENTS)
-    async with served() as stage, serve(stage.app) as url, httpx.AsyncClient(limits=limits, timeout=60) as client:
+    async with (
+        served(engine={"max_running": 8, "cost": STEP}) as stage,
+        serve(stage.app) as url,
+        httpx.AsyncClient(limits=limits, timeout=60) as client,
+    ):
         streams = asyncio.gather(*(streamed(client, url, [number, 1]) for number in range(CLIENTS)))
         version = 0
         while stage.app.exchanges.num_places_taken == 0:  # noqa: ASYNC110  nothing tells of it
@@ -51,14 +58,14 @@ async def test_streams_are_right_under_pulls_and_pauses() -> None:
         while not streams.done():
             version += 1
             await stage.router.pull_state_dict(version)
-            await stage.router.pause(("keep", "abort", "wait")[version % 3])
+            await stage.router.pause(("wait", "keep", "abort", "keep", "abort")[version % 5])
             await stage.router.resume()
         for number, token_ids in enumerate(await streams):
             own = await stage.router.generate(
-                [number, 1], request_id=f"own-{number}", sampling=SamplingParams(max_tokens=60)
+                [number, 1], request_id=f"own-{number}", sampling=SamplingParams(max_tokens=LENGTH)
             )
             assert token_ids == own.token_ids
-        assert version > 1
+        assert version > 2
         assert stage.app.exchanges.num_places_taken == 0
 
 
