@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import tokenizers
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from speaking import byte_tokenizer
 
@@ -49,6 +49,7 @@ def test_pieces_are_the_whole(text: Text, size: int, data: st.DataObject) -> Non
     assert told(text.decode, chunks) == text.decode(token_ids)
 
 
+@example("\x80\x80𐀀𐀀𐀀\x80𐀀𐀀", 5)  # each piece would end within a character
 @given(st.text(max_size=20), st.integers(1, 5))
 def test_no_piece_ends_within_a_character(said: str, size: int) -> None:
     said = said.replace("\ufffd", "")

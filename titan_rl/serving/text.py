@@ -8,6 +8,8 @@ from typing import Any
 _HELD = 24
 """Tokens without text after which text is given as it stands. No character has so many."""
 
+_LONGEST_CHARACTER = 4  # bytes, and so at most as many tokens
+
 Decode = Callable[[Sequence[int]], str]
 """The text of tokens without the special ones."""
 
@@ -53,14 +55,20 @@ class Detokenizer:
     def add(self, token_ids: Sequence[int]) -> str:
         """What can be told of the text with these tokens."""
         self._window += token_ids
-        text = self._decode(self._window)
-        held = len(self._window) - self._read
-        if len(text) <= len(self._given) or (text.endswith("\ufffd") and held < _HELD):
-            return ""
+        whole = len(self._window)
+        for end in range(whole, max(self._read, whole - _LONGEST_CHARACTER), -1):
+            text = self._decode(self._window[:end])
+            if len(text) > len(self._given) and not text.endswith("\ufffd"):
+                return self._give(text, end)
+        if whole - self._read >= _HELD and len(text := self._decode(self._window)) > len(self._given):
+            return self._give(text, whole)
+        return ""
+
+    def _give(self, text: str, end: int) -> str:
+        """What the window has up to `end` and was not given."""
         piece = text[len(self._given) :]
-        self._window = self._window[self._read :]
-        self._read = len(self._window)
-        self._given = self._decode(self._window)
+        self._window, self._read = self._window[self._read :], end - self._read
+        self._given = self._decode(self._window[: self._read])
         return piece
 
     def end(self) -> str:
