@@ -96,6 +96,8 @@ def test_through_interruptions_and_deaths_no_group_is_lost(tmp_path: Path):
         assert all(record["rollout/num_rollouts"] == 16 for record in steps)
         assert all(record["rollout/status/completed"] > 0 for record in steps)
         assert all(record["rollout/status/aborted"] == 0 for record in steps)
+        transcripts = [json.loads(line) for line in (run.folder / "rollouts.jsonl").read_text().splitlines()]
+        assert [t["error"] for t in transcripts if t.get("error")] == []
         assert all(record.get("rollout/status/error_generate", 0) == 0 for record in steps)
         assert any(record.get("completion/num_resumes", 0) > 0 for record in steps)
         assert all(record["train/staleness_max"] <= 4 for record in steps)  # (8 + 4 slots + a window of 8 - 2) // 4

@@ -58,17 +58,19 @@ class RolloutWorkerActor(ProcessActor):
         self._watchdog.__enter__()  # after the imports, for as long as the process lives
 
     @concurrent_endpoint
-    async def run_group(self, sample: Any, group_id: str, group_size: int, sampling: SamplingParams) -> RolloutGroup:
-        """As `Rollouter.run_group`. What goes back to the controller is plain data, without the sample, which is there
-        already: environments may keep in messages and samples what does not pickle."""
+    async def run_group(
+        self, handler: str, sample: Any, group_id: str, group_size: int, sampling: SamplingParams
+    ) -> RolloutGroup:
+        """As `Rollouter.run_group`, asking the controller's handler of that key. What goes back is plain data, without
+        the sample, which is there already: environments may keep in messages and samples what does not pickle."""
         finishing: list[asyncio.Future[None]] = []
 
         def on_finished(rollout: Rollout) -> None:
-            finishing.append(asyncio.ensure_future(self._tell_finished(group_id, portable(rollout))))
+            finishing.append(asyncio.ensure_future(self._tell_finished(handler, portable(rollout))))
 
         task = self._groups[group_id] = asyncio.ensure_future(
             self._rollouter.run_group(
-                partial(self._generate, group_id),
+                partial(self._generate, handler),
                 sample,
                 group_id=group_id,
                 group_size=group_size,
@@ -97,12 +99,12 @@ class RolloutWorkerActor(ProcessActor):
     async def resume_judging(self) -> None:
         self._rollouter.resume_judging()
 
-    async def _tell_finished(self, group_id: str, rollout: Rollout) -> None:
-        await call(self._service.finished, group_id, rollout, who="controller")
+    async def _tell_finished(self, handler: str, rollout: Rollout) -> None:
+        await call(self._service.finished, handler, rollout, who="controller")
 
     async def _generate(
         self,
-        group_id: str,
+        handler: str,
         prompt_token_ids: Sequence[int],
         *,
         request_id: str,
@@ -113,6 +115,6 @@ class RolloutWorkerActor(ProcessActor):
         assert watch is not None, "the rollouter times every request"
         request = EngineRequest(request_id, prompt_token_ids, sampling, session_id)
         with stopwatch.paused():  # the controller, where it is known whether the request waits, counts
-            completion, own_s = await call(self._service.generate, group_id, request, watch.left_s, who="controller")
+            completion, own_s = await call(self._service.generate, handler, request, watch.left_s, who="controller")
         watch.charge(own_s)
         return completion

@@ -70,11 +70,11 @@ class WorkerPool:
 
         for attempt in range(1, self._max_attempts + 1):
             remote = await self._least_loaded()
-            actor, handler = self._workers[remote], GroupHandler(generate, tell)
+            actor, handler = self._workers[remote], GroupHandler(group_id, generate, tell)
             self._load[remote] += group_size
             try:
-                with handling(group_id, handler):
-                    group = await remote.call(actor.run_group, sample, group_id, group_size, sampling)
+                with handling(handler):
+                    group = await remote.call(actor.run_group, handler.key, sample, group_id, group_size, sampling)
                 rollouts = [replace(rollout, sample=sample) for rollout in group.rollouts]
                 return replace(group, sample=sample, rollouts=rollouts)
             except ActorDiedError as error:
