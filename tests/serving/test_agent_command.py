@@ -9,8 +9,8 @@ import pytest
 from talk import SAMPLING, chat_template_renderer, completion, reply, user
 
 from titan_rl.rollout.types import RolloutStatus
-from titan_rl.serving.agent_command import AgentCommand
-from titan_rl.serving.episodes import Episode, EpisodeLimits
+from titan_rl.serving.episodes.agent_command import AgentCommand
+from titan_rl.serving.episodes.episode import Episode, EpisodeLimits
 
 URL = "http://127.0.0.1:1"
 STUBBORN = """

@@ -9,7 +9,7 @@ from talk import SYSTEM, Forgetful, chat_template_renderer, completion, reply, u
 
 from titan_rl.errors import RequestError
 from titan_rl.rollout.renderer import ChatTemplateRenderer
-from titan_rl.serving.conversations import ConversationTree, TurnNode
+from titan_rl.serving.conversations.tree import ConversationTree, TurnNode
 
 
 @pytest.fixture
@@ -201,7 +201,7 @@ def test_a_long_history_costs_one_look_at_each_message(tree: ConversationTree, m
         looks += 1
         return goes_on_with(*arguments)
 
-    monkeypatch.setattr("titan_rl.serving.conversations.Place.goes_on_with", counted)
+    monkeypatch.setattr("titan_rl.serving.conversations.tree.Place.goes_on_with", counted)
     assert tree.prompt([*messages, user("last")]).parent is tree.turns[-1]
     assert looks == len(messages) + 1
 

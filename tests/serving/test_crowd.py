@@ -15,7 +15,7 @@ from speaking import VOCAB, byte_tokenizer
 
 from titan_rl.generation.scripted_engine import CostModel
 from titan_rl.rollout.renderer import ChatTemplateRenderer
-from titan_rl.serving.limits import ServerLimits
+from titan_rl.serving.http.limits import ServerLimits
 from titan_rl.serving.server import serve
 from titan_rl.types import SamplingParams
 
@@ -70,7 +70,7 @@ async def test_streams_are_right_under_pulls_and_pauses() -> None:
 
 
 def fields() -> list[str]:
-    from titan_rl.serving.openapi import openapi
+    from titan_rl.serving.protocols.openapi import openapi
 
     schemas = openapi()["components"]["schemas"].values()
     return sorted({name for schema in schemas for name in schema.get("properties", {})})

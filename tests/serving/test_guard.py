@@ -15,10 +15,10 @@ from served import client_of, served
 
 from titan_rl.errors import ConfigError
 from titan_rl.serving.app import make_app
-from titan_rl.serving.keys import Keys
-from titan_rl.serving.limits import ServerLimits
+from titan_rl.serving.http.keys import Keys
+from titan_rl.serving.http.limits import ServerLimits
+from titan_rl.serving.policy.stream import in_one_piece
 from titan_rl.serving.server import serve
-from titan_rl.serving.stream import in_one_piece
 from titan_rl.types import Completion
 
 GENERATE = "/inference/v1/generate"

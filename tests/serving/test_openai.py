@@ -18,7 +18,7 @@ from speaking import VOCAB, byte_tokenizer, qwen3, script
 
 from titan_rl.rollout.renderer import ChatTemplateRenderer
 from titan_rl.serving.app import make_app
-from titan_rl.serving.limits import ServerLimits
+from titan_rl.serving.http.limits import ServerLimits
 from titan_rl.serving.server import serve
 from titan_rl.types import Completion, FinishReason, VersionSpan
 

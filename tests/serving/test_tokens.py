@@ -13,9 +13,9 @@ from served import CONTEXT, Served, client_of, served, until
 from titan_rl.errors import GenerationError, RequestError
 from titan_rl.serving.app import make_app
 from titan_rl.serving.client import HttpGenerateFn
-from titan_rl.serving.limits import ServerLimits
+from titan_rl.serving.http.limits import ServerLimits
+from titan_rl.serving.policy.stream import in_one_piece
 from titan_rl.serving.server import serve
-from titan_rl.serving.stream import in_one_piece
 from titan_rl.types import Completion, FinishReason, SamplingParams, VersionSpan
 
 PATH = "/inference/v1/generate"

@@ -11,19 +11,19 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from titan_rl.rollout.renderer.types import Renderer
-from titan_rl.serving.admin import Control, admin_routes
-from titan_rl.serving.chat_endpoint import ChatEndpoint
-from titan_rl.serving.completion_endpoint import CompletionEndpoint
-from titan_rl.serving.exchange import Exchanges
-from titan_rl.serving.guard import Guard
-from titan_rl.serving.keys import Keys
-from titan_rl.serving.limits import ServerLimits
-from titan_rl.serving.metrics import ServerMetrics
-from titan_rl.serving.openapi import openapi
-from titan_rl.serving.policy import ServedPolicy
-from titan_rl.serving.stream import StreamFn, unbroken
-from titan_rl.serving.text import Text
-from titan_rl.serving.token_endpoint import TokenEndpoint
+from titan_rl.serving.http.admin import Control, admin_routes
+from titan_rl.serving.http.exchange import Exchanges
+from titan_rl.serving.http.guard import Guard
+from titan_rl.serving.http.keys import Keys
+from titan_rl.serving.http.limits import ServerLimits
+from titan_rl.serving.http.metrics import ServerMetrics
+from titan_rl.serving.policy.served_policy import ServedPolicy
+from titan_rl.serving.policy.stream import StreamFn, unbroken
+from titan_rl.serving.policy.text import Text
+from titan_rl.serving.protocols.openai.chat import ChatEndpoint
+from titan_rl.serving.protocols.openai.completions import CompletionEndpoint
+from titan_rl.serving.protocols.openapi import openapi
+from titan_rl.serving.protocols.tokens import TokenEndpoint
 
 
 class PolicyApp:

@@ -9,11 +9,11 @@ from collections.abc import Container
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from titan_rl.serving.api_error import ApiError, api_error_of
-from titan_rl.serving.exchange import send_error
-from titan_rl.serving.keys import Keys
-from titan_rl.serving.limits import ServerLimits
-from titan_rl.serving.metrics import ServerMetrics
+from titan_rl.serving.http.api_error import ApiError, api_error_of
+from titan_rl.serving.http.exchange import send_error
+from titan_rl.serving.http.keys import Keys
+from titan_rl.serving.http.limits import ServerLimits
+from titan_rl.serving.http.metrics import ServerMetrics
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from titan_rl.calls.user_code import summary
 from titan_rl.rollout.types import RolloutStatus
-from titan_rl.serving.episodes import Episode
+from titan_rl.serving.episodes.episode import Episode
 
 MARK = "TITAN_RL_AGENT"
 """The variable by which the processes of an agent are known, whatever session or parent they have moved to."""

@@ -9,10 +9,10 @@ from typing import Any
 from titan_rl.rollout.renderer.chat_template import Answer
 from titan_rl.rollout.renderer.types import ParsedResponse, Renderer
 from titan_rl.serving import LEAST_LOGPROB
-from titan_rl.serving.messages import reply_from
-from titan_rl.serving.openai_bodies import ChatBody
-from titan_rl.serving.text import Text, TextReader, find_stop
-from titan_rl.serving.wire import weight_versions
+from titan_rl.serving.policy.text import Text, TextReader, find_stop
+from titan_rl.serving.protocols.openai.bodies import ChatBody
+from titan_rl.serving.protocols.openai.messages import reply_from
+from titan_rl.serving.protocols.wire import weight_versions
 from titan_rl.types import Completion, FinishReason, TokenChunk
 
 _THINK, _THINK_END = "<think>", "</think>"

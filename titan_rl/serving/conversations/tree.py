@@ -11,7 +11,7 @@ from titan_rl.errors import RequestError
 from titan_rl.rollout.renderer.messages import renderable
 from titan_rl.rollout.renderer.types import Renderer, Tools
 from titan_rl.rollout.types import Message
-from titan_rl.serving.identity import Identity, identity_of, identity_of_tools
+from titan_rl.serving.conversations.identity import Identity, identity_of, identity_of_tools
 from titan_rl.types import Completion
 
 
@@ -104,7 +104,7 @@ class ConversationTree:
     """The conversations of one episode, by their messages, and the turns in them.
 
     A client sends the whole history with each request. `prompt` finds the longest recorded conversation that it goes on
-    from (what is the same message: `titan_rl.serving.identity`), and tokenizes what is new. A history that differs
+    from (what is the same message: `conversations/identity.py`), and tokenizes what is new. A history that differs
     somewhere goes on from the last turn before that, and is a branch of it.
 
     Where two turns have the same history and say the same, as retries and siblings may, a client goes on from the one

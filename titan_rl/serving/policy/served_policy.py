@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 
 from titan_rl.generation.partial import Partial
 from titan_rl.generation.request import EngineRequest
-from titan_rl.serving.api_error import ApiError
-from titan_rl.serving.metrics import ServerMetrics
-from titan_rl.serving.stream import StreamFn, tokens_between
+from titan_rl.serving.http.api_error import ApiError
+from titan_rl.serving.http.metrics import ServerMetrics
+from titan_rl.serving.policy.stream import StreamFn, tokens_between
 from titan_rl.types import Completion, FinishReason, SamplingParams, TokenChunk
 
 OnTokens = Callable[[int, TokenChunk], int | None]
@@ -39,7 +39,7 @@ class ServedPolicy:
     """
     Args:
         model: the name clients know it by.
-        stream: never broken off by an abort (`titan_rl.serving.stream.unbroken`).
+        stream: never broken off by an abort (`titan_rl.serving.policy.stream.unbroken`).
         max_context: most tokens of prompt and completion.
     """
 

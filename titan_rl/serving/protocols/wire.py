@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeVar
+from collections.abc import Sequence
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 from starlette.requests import Request
 
-from titan_rl.serving.api_error import ApiError, bad_body
+from titan_rl.serving.http.api_error import ApiError
+from titan_rl.serving.http.body import Body
 from titan_rl.types import Completion
-
-M = TypeVar("M", bound=BaseModel)
 
 Zero = Annotated[float, Field(ge=0, le=0)] | None
 One = Annotated[float, Field(ge=1, le=1)] | None
@@ -22,26 +22,41 @@ TopP = Annotated[float, Field(gt=0, le=1)]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 
 
-class Body(BaseModel):
-    """A request. A field that is not listed is refused by its name."""
-
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, frozen=True)
-
-
 class StreamOptions(Body):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None  # there is none
 
 
-async def read(request: Request, kind: type[M]) -> M:
-    """
-    Raises:
-        ApiError: 400, names the field that is wrong.
-    """
-    try:
-        return kind.model_validate_json(await request.body())
-    except ValidationError as error:
-        raise bad_body(error) from None
+class SamplingBody(Body):
+    """How completions are sampled, as OpenAI and vLLM both have it; from `top_k` on it is vLLM's. Without `ignore_eos`,
+    the model's own stop tokens end a completion, too."""
+
+    n: Count | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    max_tokens: Count | None = None
+    seed: Seed | None = None
+    frequency_penalty: Zero = None
+    presence_penalty: Zero = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    min_p: Probability | None = None
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    repetition_penalty: One = None
+    stop_token_ids: list[TokenId] | None = None
+    ignore_eos: bool = False
+
+    def sampling(self, model_stops: Sequence[int]) -> dict[str, Any]:
+        """Fields of `SamplingParams`, without the budget."""
+        own = () if self.ignore_eos else model_stops
+        return {
+            "temperature": 1.0 if self.temperature is None else self.temperature,
+            "top_p": 1.0 if self.top_p is None else self.top_p,
+            "top_k": self.top_k or -1,
+            "min_p": self.min_p or 0.0,
+            "min_tokens": self.min_tokens or 0,
+            "seed": self.seed,
+            "stop_token_ids": tuple(dict.fromkeys((*(self.stop_token_ids or ()), *own))),
+        }
 
 
 def check_choices(count: int, most: int, param: str) -> None:

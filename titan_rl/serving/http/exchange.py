@@ -12,9 +12,9 @@ from typing import Any
 import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
-from titan_rl.serving.api_error import ApiError, api_error_of
-from titan_rl.serving.limits import ServerLimits
-from titan_rl.serving.metrics import ServerMetrics
+from titan_rl.serving.http.api_error import ApiError, api_error_of
+from titan_rl.serving.http.limits import ServerLimits
+from titan_rl.serving.http.metrics import ServerMetrics
 
 Emit = Callable[[Any], None]
 """Takes the next event of a stream, which is sent as JSON."""

@@ -10,9 +10,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from titan_rl.errors import StateDictError
-from titan_rl.serving.api_error import ApiError
-from titan_rl.serving.keys import ADMIN_PREFIX
-from titan_rl.serving.wire import Body, read
+from titan_rl.serving.http.api_error import ApiError
+from titan_rl.serving.http.body import Body, read
+from titan_rl.serving.http.keys import ADMIN_PREFIX
 
 
 class Control(Protocol):

@@ -10,12 +10,13 @@ from typing import Any
 from starlette.requests import Request
 
 from titan_rl.serving import LEAST_LOGPROB
-from titan_rl.serving.api_error import ApiError
-from titan_rl.serving.exchange import Answer, Emit, Exchanges
-from titan_rl.serving.openai_bodies import CompletionBody
-from titan_rl.serving.policy import Ask, ServedPolicy
-from titan_rl.serving.text import Text, TextReader
-from titan_rl.serving.wire import check_choices, read, session_id_of, usage, weight_versions
+from titan_rl.serving.http.api_error import ApiError
+from titan_rl.serving.http.body import read
+from titan_rl.serving.http.exchange import Answer, Emit, Exchanges
+from titan_rl.serving.policy.served_policy import Ask, ServedPolicy
+from titan_rl.serving.policy.text import Text, TextReader
+from titan_rl.serving.protocols.openai.bodies import CompletionBody
+from titan_rl.serving.protocols.wire import check_choices, session_id_of, usage, weight_versions
 from titan_rl.types import Completion, TokenChunk
 
 MAX_TOKENS = 16

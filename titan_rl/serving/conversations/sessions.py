@@ -10,8 +10,8 @@ from cachetools import LRUCache
 
 from titan_rl.rollout.renderer.types import Renderer, Tools
 from titan_rl.rollout.types import Message
-from titan_rl.serving.conversations import ConversationTree, Prompt, TurnNode
-from titan_rl.serving.identity import identity_of, identity_of_tools
+from titan_rl.serving.conversations.identity import identity_of, identity_of_tools
+from titan_rl.serving.conversations.tree import ConversationTree, Prompt, TurnNode
 from titan_rl.types import Completion
 
 

@@ -10,21 +10,14 @@ from pydantic import Field
 from starlette.requests import Request
 
 from titan_rl.serving import LEAST_LOGPROB
-from titan_rl.serving.exchange import Answer, Emit, Exchanges
-from titan_rl.serving.policy import Ask, ServedPolicy
-from titan_rl.serving.wire import (
-    Body,
-    Count,
-    One,
-    Probability,
-    Seed,
+from titan_rl.serving.http.body import Body, read
+from titan_rl.serving.http.exchange import Answer, Emit, Exchanges
+from titan_rl.serving.policy.served_policy import Ask, ServedPolicy
+from titan_rl.serving.protocols.wire import (
+    SamplingBody,
     StreamOptions,
-    Temperature,
     TokenId,
-    TopP,
-    Zero,
     check_choices,
-    read,
     session_id_of,
     usage,
     weight_versions,
@@ -32,28 +25,14 @@ from titan_rl.serving.wire import (
 from titan_rl.types import Completion, TokenChunk
 
 
-class TokenSampling(Body):
-    """Those of vLLM's sampling parameters that are known here. Without `ignore_eos`, the model's own stop tokens end
-    a completion, too."""
+class TokenSampling(SamplingBody):
+    """Those of vLLM's sampling parameters that are known here."""
 
-    n: Count = 1
-    max_tokens: Count | None = None
-    temperature: Temperature = 1.0
-    top_p: TopP = 1.0
-    top_k: Annotated[int, Field(ge=-1, lt=2**31)] = 0
-    min_p: Probability = 0.0
-    min_tokens: Annotated[int, Field(ge=0)] = 0
-    seed: Seed | None = None
-    stop_token_ids: list[TokenId] | None = None
-    ignore_eos: bool = False
     logprobs: Annotated[int, Field(ge=0, le=1)] | None = None
     skip_special_tokens: bool = True  # no text is made of them
     spaces_between_special_tokens: bool = True
     detokenize: bool = True
     stop: Annotated[list[str], Field(max_length=0)] | None = None
-    presence_penalty: Zero = None
-    frequency_penalty: Zero = None
-    repetition_penalty: One = None
 
 
 class GenerateBody(Body):
@@ -78,22 +57,16 @@ class TokenEndpoint:
         body = await read(request, GenerateBody)
         asked = body.sampling_params
         self._policy.check_model(body.model)
-        check_choices(asked.n, self._exchanges.limits.num_choices, "sampling_params.n")
-        own = () if asked.ignore_eos else self._stop_token_ids
+        num_choices = asked.n or 1
+        check_choices(num_choices, self._exchanges.limits.num_choices, "sampling_params.n")
         sampling = self._policy.sampling(
             len(body.token_ids),
             asked.max_tokens,
             "token_ids",
-            temperature=asked.temperature,
-            top_p=asked.top_p,
-            top_k=asked.top_k or -1,
-            min_p=asked.min_p,
-            min_tokens=asked.min_tokens,
-            seed=asked.seed,
-            stop_token_ids=tuple(dict.fromkeys((*(asked.stop_token_ids or ()), *own))),
+            **asked.sampling(self._stop_token_ids),
         )
         request_id = body.request_id or uuid.uuid4().hex
-        ask = Ask(body.token_ids, sampling, asked.n, session_id_of(request), request_id)
+        ask = Ask(body.token_ids, sampling, num_choices, session_id_of(request), request_id)
         with_logprobs = asked.logprobs is not None
 
         async def work(emit: Emit | None) -> Any:
@@ -101,7 +74,7 @@ class TokenEndpoint:
                 return self._response(body, request_id, await self._policy.complete(ask), with_logprobs)
             return await self._stream(body, ask, emit, with_logprobs)
 
-        return Answer(self._exchanges, work, num_places=asked.n, stream=bool(body.stream))
+        return Answer(self._exchanges, work, num_places=num_choices, stream=bool(body.stream))
 
     def _response(
         self, body: GenerateBody, request_id: str, completions: list[Completion], with_logprobs: bool

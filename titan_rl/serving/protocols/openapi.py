@@ -7,8 +7,8 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
-from titan_rl.serving.openai_bodies import ChatBody, CompletionBody
-from titan_rl.serving.token_endpoint import GenerateBody
+from titan_rl.serving.protocols.openai.bodies import ChatBody, CompletionBody
+from titan_rl.serving.protocols.tokens import GenerateBody
 
 _BODIES = {
     "/inference/v1/generate": GenerateBody,

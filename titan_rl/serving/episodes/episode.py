@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
 import math
 import secrets
 from collections.abc import AsyncGenerator, Callable, Mapping
@@ -17,7 +15,7 @@ from titan_rl.rollout.copies import completion_of
 from titan_rl.rollout.group.rollouter import turn_seed
 from titan_rl.rollout.renderer.types import Renderer
 from titan_rl.rollout.types import Message, Rollout, RolloutStatus, Turn
-from titan_rl.serving.conversations import ConversationTree, Prompt, TurnNode
+from titan_rl.serving.conversations.tree import ConversationTree, Prompt, TurnNode
 from titan_rl.types import Completion, SamplingParams
 
 
@@ -260,63 +258,3 @@ class Episode:
     def _time_is_up(self) -> None:
         status = RolloutStatus.TRUNCATED_TIME if self._records else RolloutStatus.ERROR_TIMEOUT
         self.end(status, f"its own time is up: it has {self._limits.time_s:g} s")
-
-
-class EpisodeStore:
-    """The episodes of a server, by their keys.
-
-    A key is looked up by a digest that nobody outside can foresee, so that the time it takes tells nothing of other
-    keys. It opens one episode and no other.
-
-    Example:
-
-        store = EpisodeStore(renderer)
-        episode = store.open("g17/3")
-        store.find(episode.key) is episode          # True
-        episode.end()
-        len(store)                                  # 0
-    """
-
-    def __init__(
-        self, renderer: Renderer, limits: EpisodeLimits | None = None, *, sampling: SamplingParams | None = None
-    ) -> None:
-        self._renderer = renderer
-        self._limits = limits or EpisodeLimits()
-        self._sampling = sampling
-        self._secret = secrets.token_bytes(32)
-        self._by_key: dict[bytes, Episode] = {}
-        self._num_open = 0
-
-    def __len__(self) -> int:
-        """Episodes that are open."""
-        return self._num_open
-
-    def open(self, episode_id: str) -> Episode:
-        """A new episode. Whoever opens it ends it, or its time does.
-
-        Raises:
-            BusyError: as many are open as the limit allows.
-        """
-        if self._num_open >= self._limits.episodes:
-            raise BusyError(f"{self._num_open} episodes are open, which is the limit")
-        episode = Episode(
-            episode_id, self._renderer, self._limits, sampling=self._sampling, on_end=lambda: self._ended(digest)
-        )
-        digest = self._digest(episode.key)
-        self._by_key[digest] = episode
-        self._num_open += 1
-        return episode
-
-    def find(self, key: str) -> Episode | None:
-        """The episode of this key, also for a while after its end; None where there is none."""
-        episode = self._by_key.get(self._digest(key))
-        if episode is None or not hmac.compare_digest(episode.key.encode(), key.encode("utf-8", "replace")):
-            return None
-        return episode
-
-    def _ended(self, digest: bytes) -> None:
-        self._num_open -= 1
-        asyncio.get_running_loop().call_later(self._limits.keep_s, self._by_key.pop, digest)
-
-    def _digest(self, key: str) -> bytes:
-        return hashlib.blake2b(key.encode("utf-8", "replace"), key=self._secret, digest_size=32).digest()

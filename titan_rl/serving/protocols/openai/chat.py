@@ -9,16 +9,17 @@ from typing import Any
 from starlette.requests import Request
 
 from titan_rl.rollout.renderer.types import Renderer
-from titan_rl.serving.api_error import ApiError
-from titan_rl.serving.chat_choice import ChatChoice
-from titan_rl.serving.conversations import Prompt
-from titan_rl.serving.exchange import Answer, Emit, Exchanges
-from titan_rl.serving.messages import messages_from, tools_from
-from titan_rl.serving.openai_bodies import ChatBody
-from titan_rl.serving.policy import Ask, ServedPolicy
-from titan_rl.serving.sessions import Conversation, Conversations
-from titan_rl.serving.text import Text
-from titan_rl.serving.wire import check_choices, read, session_id_of, usage
+from titan_rl.serving.conversations.sessions import Conversation, Conversations
+from titan_rl.serving.conversations.tree import Prompt
+from titan_rl.serving.http.api_error import ApiError
+from titan_rl.serving.http.body import read
+from titan_rl.serving.http.exchange import Answer, Emit, Exchanges
+from titan_rl.serving.policy.served_policy import Ask, ServedPolicy
+from titan_rl.serving.policy.text import Text
+from titan_rl.serving.protocols.openai.bodies import ChatBody
+from titan_rl.serving.protocols.openai.chat_choice import ChatChoice
+from titan_rl.serving.protocols.openai.messages import messages_from, tools_from
+from titan_rl.serving.protocols.wire import check_choices, session_id_of, usage
 from titan_rl.types import Completion
 
 

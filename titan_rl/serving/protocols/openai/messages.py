@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from titan_rl.rollout.renderer.messages import message_of
 from titan_rl.rollout.renderer.types import ParsedResponse
-from titan_rl.serving.api_error import ApiError
+from titan_rl.serving.http.api_error import ApiError
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _TEXT = ("text", "input_text", "output_text")

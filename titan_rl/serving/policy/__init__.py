@@ -1,0 +1,1 @@
+"""The policy that is served: streams that no abort breaks off, completions of a request, the text of tokens."""
