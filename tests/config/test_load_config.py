@@ -173,6 +173,7 @@ number = 3
         "training.optimizer",
         "routing.strategy",
         "generation.engine",
+        "model.renderer",
         "statedict.transport",
     ],
 )

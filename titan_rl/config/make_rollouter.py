@@ -5,22 +5,23 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from titan_rl.calls.imports import find_function
+from titan_rl.config.make_renderer import make_renderer
 from titan_rl.rollout.group.rollouter import Rollouter
-from titan_rl.rollout.renderer import ChatTemplateRenderer
+from titan_rl.rollout.renderer import Renderer
 from titan_rl.rollout.rewards.advantages import BY_NAME
 
 if TYPE_CHECKING:
     from titan_rl.config.run import RunConfig
 
 
-def make_rollouter(config: RunConfig, renderer: ChatTemplateRenderer | None = None) -> Rollouter:
+def make_rollouter(config: RunConfig, renderer: Renderer | None = None) -> Rollouter:
     """With the config's task, limits and advantage.
 
     Args:
-        renderer: by default the one of the model's folder.
+        renderer: by default the one that `model.renderer` names.
     """
     task = config.task
-    renderer = renderer or ChatTemplateRenderer.from_pretrained(config.model.path)
+    renderer = renderer or make_renderer(config.model)
     return Rollouter(
         lambda sample: task.make_env(sample, renderer),
         task.rubric(),

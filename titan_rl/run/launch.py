@@ -24,6 +24,7 @@ from titan_rl.calls.user_code import describe
 from titan_rl.calls.watchdog import LoopWatchdog
 from titan_rl.config.changes import settings_of
 from titan_rl.config.concurrency import throttles
+from titan_rl.config.make_renderer import make_renderer
 from titan_rl.config.make_rollouter import make_rollouter
 from titan_rl.config.run import RunConfig
 from titan_rl.errors import ConfigError, MissingExtraError, TrainingError
@@ -31,7 +32,6 @@ from titan_rl.generation.engines import find_engine
 from titan_rl.generation.router.limits import Limits
 from titan_rl.generation.router.registry import make_strategy
 from titan_rl.generation.router.router import GeneratorRouter
-from titan_rl.rollout.renderer import ChatTemplateRenderer
 from titan_rl.run.checkpoints.resumption import Resumption, resume_from_newest
 from titan_rl.run.controller import Controller
 from titan_rl.run.directory import RunDirectory
@@ -122,7 +122,7 @@ async def _run(
     from titan_rl.weights.segments.folder import clean_dead_segments
 
     await asyncio.sleep(0)  # a signal that came during those imports stops the run here
-    renderer = ChatTemplateRenderer.from_pretrained(config.model.path)
+    renderer = make_renderer(config.model)
     with open_outputs(config, run_dir) as (progress, sinks), contextlib.ExitStack() as resources:
         signals.tell = progress.interrupt
         resources.callback(clean_dead_segments)  # of a trainer that was killed

@@ -31,6 +31,9 @@ class ModelConfig(Section):
     """Of the weights, in the trainer and in the engines."""
     max_context: PositiveInt = 512
     """Most tokens of prompt and completion together."""
+    renderer: Annotated[str, FunctionName(("chat_template",))] = "chat_template"
+    """Between messages and tokens. chat_template reads no calls of tools; `renderers:Qwen3Renderer` and others of that
+    package do. What is named is called with the tokenizer."""
 
 
 class TrainingConfig(Section):

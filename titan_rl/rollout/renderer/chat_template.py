@@ -11,7 +11,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from titan_rl.errors import MissingExtraError, ModelError
+from titan_rl.errors import ModelError
+from titan_rl.rollout.renderer.tokenizer import load_tokenizer
 from titan_rl.rollout.renderer.types import ParsedToolCall
 from titan_rl.rollout.types import Message
 
@@ -83,20 +84,7 @@ class ChatTemplateRenderer:
             ModelError: names the folder, and whether the tokenizer or its chat template is what is missing.
             MissingExtraError: transformers is not installed.
         """
-        try:
-            import transformers
-        except ImportError as error:
-            raise MissingExtraError("transformers", "cpu") from error
-        folder = Path(path)
-        if not folder.is_dir():
-            raise ModelError(f"model folder {str(path)!r} does not exist")
-        if not any(path for pattern in _TOKENIZER_FILES for path in folder.glob(pattern)):
-            raise ModelError(f"model folder {str(path)!r} has no tokenizer (such as tokenizer.json)")
-        try:
-            auto_tokenizer: Any = transformers.AutoTokenizer
-            tokenizer = auto_tokenizer.from_pretrained(folder, local_files_only=True)
-        except Exception as error:  # transformers raises many types here
-            raise ModelError(f"the tokenizer in model folder {str(path)!r} cannot be loaded: {error}") from error
+        tokenizer = load_tokenizer(path)
         if not tokenizer.chat_template:
             raise ModelError(f"model folder {str(path)!r} has no chat template; add a chat_template.jinja to it")
         return cls(tokenizer, template_kwargs=template_kwargs)
@@ -221,7 +209,6 @@ class ChatTemplateRenderer:
 
 
 _QUESTION: tuple[Message, ...] = ({"role": "user", "content": "1"},)
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "*.tiktoken", "vocab.*", "spiece.model")
 
 
 def _answer(text: str) -> Message:
