@@ -31,7 +31,7 @@ from titan_rl.actors.processes.remote_process import RemoteProcess, call
 from titan_rl.actors.processes.supervisor import Supervisor
 from titan_rl.actors.replica import ActorReplica
 from titan_rl.config.sections import GenerationConfig
-from titan_rl.generation.engines import EngineSpec, make_engine
+from titan_rl.generation.registry import EngineSpec, make_engine
 from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.router import GeneratorRouter
 from titan_rl.rollout.group.rollouter import turn_seed

@@ -15,7 +15,7 @@ LIGHT = (
     "cli",
     "config",
     "rollout",
-    "generation.engines",
+    "generation.registry",
     "generation.router",
     "weights.transports.registry",
     "scheduling",

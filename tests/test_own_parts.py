@@ -13,15 +13,16 @@ from titan_rl import EngineLoop, GeneratorRouter, LocalReplica, Rollout, Rollout
 from titan_rl.actors.processes.gpus import GPUAssignment
 from titan_rl.config.load import load_config
 from titan_rl.errors import ConfigError, DataError
-from titan_rl.generation.engines import EngineSpec, find_engine, make_engine
+from titan_rl.generation.registry import EngineSpec, find_engine, make_engine
 from titan_rl.generation.router.registry import make_strategy
 from titan_rl.generation.scripted_engine import ScriptedEngine
-from titan_rl.scheduling.filters import find_filters, first_reason
+from titan_rl.scheduling.filters import first_reason
+from titan_rl.scheduling.registry import find_filter
 from titan_rl.weights.transports.registry import TransportSpec, find_transport, make_transport
 
 OWN = """
 from titan_rl import ScriptedEngine
-from titan_rl.generation.engines import EngineKind
+from titan_rl.generation.registry import EngineKind
 from titan_rl.generation.router import RoundRobin
 from titan_rl.weights.transports.registry import TransportKind
 from titan_rl.weights.types import Manifest
@@ -106,7 +107,7 @@ def group_of(size: int) -> RolloutGroup:
 
 
 def test_a_filter_says_why_a_group_is_left_out() -> None:
-    filters = find_filters(["zero_variance", "own_parts:one_sided"])
+    filters = [find_filter("zero_variance"), find_filter("own_parts:one_sided")]
     assert first_reason(filters, group_of(2)) is None
     assert first_reason(filters, group_of(3)) == "one_sided"
 
@@ -120,7 +121,7 @@ def test_a_filter_says_why_a_group_is_left_out() -> None:
 )
 def test_what_a_filter_does_wrong_is_told_with_its_line(name: str, complaint: str) -> None:
     with pytest.raises(DataError, match=complaint):
-        first_reason(find_filters([name]), group_of(2))
+        first_reason([find_filter(name)], group_of(2))
 
 
 def test_what_an_engine_cannot_do_is_not_asked_of_it() -> None:
@@ -159,7 +160,7 @@ def test_a_transport_that_needs_gpus_says_so() -> None:
         ),
         (lambda: make_strategy("own_parts:nothing", 1), "routing.strategy = 'own_parts:nothing' gave None; it must"),
         (lambda: make_strategy("own_parts:broken", 1), "routing.strategy = .* failed: KeyError: 'answer' .*own_parts"),
-        (lambda: find_filters(["own_parts:gone"]), "scheduling.filters = .*: own_parts has no function gone; it has: "),
+        (lambda: find_filter("own_parts:gone"), "scheduling.filters = .*: own_parts has no function gone; it has: "),
     ],
 )
 def test_what_is_no_such_thing_is_named_with_its_setting(make, complaint: str) -> None:

@@ -28,7 +28,8 @@ from titan_rl.config.load import load_config
 from titan_rl.rollout.group.rollouter import Rollouter
 from titan_rl.rollout.task import drop_reason
 from titan_rl.run.stages.task_groups import TaskGroups
-from titan_rl.scheduling.filters import find_filters, first_reason
+from titan_rl.scheduling.filters import first_reason
+from titan_rl.scheduling.registry import find_filter
 
 IN_THREADS = {
     "environment": "rollout.env_in_thread = true",
@@ -172,5 +173,5 @@ async def test_of_a_filter(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setitem(sys.modules, "own_filters", cast("Any", SimpleNamespace(slow=slow)))
     with LoopWatchdog(block.tell, blocked_after_s=0.05):
-        first_reason(find_filters(["own_filters:slow"]), RolloutGroup("g", None, []))
+        first_reason([find_filter("own_filters:slow")], RolloutGroup("g", None, []))
     assert "only to look at its group" in block.told[0]

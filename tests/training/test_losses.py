@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titan_rl.errors import ConfigError
-from titan_rl.rollout.rewards import advantages
+from titan_rl.rollout.rewards import registry as advantages
 from titan_rl.training.data.family import Family
 from titan_rl.training.data.sample import TrainingSample
 from titan_rl.training.losses import BY_NAME, LossTokens, TokenLoss

@@ -26,7 +26,7 @@ from titan_rl.calls.user_code import reason
 from titan_rl.config.concurrency import Concurrency
 from titan_rl.config.run import RunConfig
 from titan_rl.errors import ActorDiedError, EngineDeadError, EngineStalledError, GenerationError, TitanRLError
-from titan_rl.generation.engines import EngineSpec
+from titan_rl.generation.registry import EngineSpec
 from titan_rl.generation.router.replica import Replica
 from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.weights.board import VersionBoard

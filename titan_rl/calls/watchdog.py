@@ -38,7 +38,7 @@ _CALLERS = {  # module and function of titan_rl that call code of each kind
     ("run/stages/task_groups.py", "validation_samples"): "task",
     ("rollout/task.py", "drop_reason"): "task",
     ("rollout/rewards/advantages.py", "compare"): "advantage",
-    ("scheduling/filters.py", "_reason"): "filter",
+    ("scheduling/registry.py", "_reason"): "filter",
     ("rollout/group/callbacks.py", "call"): "other",
 }
 

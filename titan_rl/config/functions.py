@@ -10,7 +10,7 @@ from titan_rl.config.explain import Origins
 from titan_rl.config.run import RunConfig
 from titan_rl.config.sections import GenerationConfig
 from titan_rl.errors import ConfigError
-from titan_rl.generation.engines import find_engine
+from titan_rl.generation.registry import find_engine
 from titan_rl.settings import FunctionName, Section
 
 

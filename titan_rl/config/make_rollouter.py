@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from titan_rl.calls.imports import find_function
 from titan_rl.config.make_renderer import make_renderer
 from titan_rl.rollout.group.rollouter import Rollouter
 from titan_rl.rollout.renderer import Renderer
-from titan_rl.rollout.rewards.advantages import BY_NAME
+from titan_rl.rollout.rewards.registry import find_advantage
 
 if TYPE_CHECKING:
     from titan_rl.config.run import RunConfig
@@ -25,7 +24,7 @@ def make_rollouter(config: RunConfig, renderer: Renderer | None = None) -> Rollo
     return Rollouter(
         lambda sample: task.make_env(sample, renderer),
         task.rubric(),
-        advantage=find_function("training.advantage", config.training.advantage, BY_NAME),
+        advantage=find_advantage(config.training.advantage),
         limits=config.rollout,
         max_context=config.model.max_context,
         seed=config.seed,

@@ -14,7 +14,7 @@ from pydantic import (
     PositiveInt,
 )
 
-from titan_rl.generation.engines import BY_NAME as ENGINES
+from titan_rl.generation.registry import BY_NAME as ENGINES
 from titan_rl.generation.router.registry import BY_NAME as STRATEGIES
 from titan_rl.settings import FunctionName, Section
 

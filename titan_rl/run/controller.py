@@ -55,7 +55,8 @@ from titan_rl.run.stages.trainer_calls import TrainerCalls
 from titan_rl.run.stages.validation import Validation
 from titan_rl.run.stages.weight_sync import WeightSync
 from titan_rl.scheduling.batch import GroupBatch
-from titan_rl.scheduling.filters import GroupFilter, find_filters, too_few_siblings, too_long
+from titan_rl.scheduling.filters import GroupFilter, too_few_siblings, too_long
+from titan_rl.scheduling.registry import find_filter
 from titan_rl.scheduling.scheduler import GroupScheduler
 from titan_rl.training.data.sample import TrainingSample
 from titan_rl.training.data.sample_builder import build_samples
@@ -288,7 +289,7 @@ class Controller:
 
 def make_filters(config: RunConfig, task: Task) -> list[GroupFilter]:
     """What always makes a group unfit for training, then the config's filters, then the task's own."""
-    named = find_filters(config.scheduling.filters)
+    named = map(find_filter, config.scheduling.filters)
     own = [partial(drop_reason, task)] if isinstance(task, FilteringTask) else []
     return [too_few_siblings, too_long(config.training.row_tokens), *named, *own]
 

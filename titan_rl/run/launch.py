@@ -28,7 +28,7 @@ from titan_rl.config.make_renderer import make_renderer
 from titan_rl.config.make_rollouter import make_rollouter
 from titan_rl.config.run import RunConfig
 from titan_rl.errors import ConfigError, MissingExtraError, TrainingError
-from titan_rl.generation.engines import find_engine
+from titan_rl.generation.registry import find_engine
 from titan_rl.generation.router.limits import Limits
 from titan_rl.generation.router.registry import make_strategy
 from titan_rl.generation.router.router import GeneratorRouter

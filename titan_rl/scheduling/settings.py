@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from titan_rl.scheduling.filters import BY_NAME
+from titan_rl.scheduling.registry import BY_NAME
 from titan_rl.settings import FunctionName, Section
 
 

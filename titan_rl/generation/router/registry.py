@@ -11,10 +11,10 @@ from titan_rl.errors import ConfigError
 from titan_rl.generation.router.affinity import ConsistentHash, GroupAffinity
 from titan_rl.generation.router.strategies import LeastLoaded, RoundRobin, StickySession, Strategy
 
-StrategyFactory = Callable[[int], Strategy]
+StrategyFn = Callable[[int], Strategy]
 """Makes the strategy of one router, given how many sessions it may remember. A class is one, too."""
 
-BY_NAME: dict[str, StrategyFactory] = {
+BY_NAME: dict[str, StrategyFn] = {
     "sticky": lambda max_sessions: StickySession(LeastLoaded(), max_sessions),
     "group_affinity": lambda max_sessions: StickySession(GroupAffinity(LeastLoaded()), max_sessions),
     "consistent_hash": lambda _: ConsistentHash(),
@@ -24,13 +24,22 @@ BY_NAME: dict[str, StrategyFactory] = {
 """The library's own that `routing.strategy` names."""
 
 
+def find_strategy(name: str) -> StrategyFn:
+    """What makes the strategies that `routing.strategy` names.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    return find_function("routing.strategy", name, BY_NAME)
+
+
 def make_strategy(name: str, max_sessions: int) -> Strategy:
     """The strategy that `routing.strategy` names, for one router.
 
     Raises:
         ConfigError: there is none of that name, or it cannot be made.
     """
-    make = find_function("routing.strategy", name, BY_NAME)
+    make = find_strategy(name)
     try:
         strategy: Any = make(max_sessions)
     except Exception as error:

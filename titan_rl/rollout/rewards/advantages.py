@@ -113,13 +113,3 @@ def subtract_batch_mean(groups: Iterable[RolloutGroup]) -> None:
     mean = fmean(rollout.advantage or 0.0 for rollout in compared) if compared else 0.0
     for rollout in compared:
         rollout.advantage = (rollout.advantage or 0.0) - mean
-
-
-BY_NAME: dict[str, AdvantageFn] = {
-    "standardized": standardized,
-    "group_mean": group_mean,
-    "leave_one_out": leave_one_out,
-    "reward": reward,
-    "batch_mean": batch_mean,
-}
-"""The advantages that `training.advantage` in a config names."""
