@@ -123,7 +123,7 @@ class Completion:
                    (VersionSpan(6, 3), VersionSpan(7, 2)))
 
     Raises:
-        ValueError: the lengths disagree, or `finish_reason` or `metrics` are of another type.
+        ValueError: the lengths disagree, or `request_id`, `finish_reason` or `metrics` are of another type.
     """
 
     request_id: str
@@ -136,6 +136,8 @@ class Completion:
     ended: FinishReason | None = None  # of one that says ABORT: how it ended by itself, if it did before it heard
 
     def __post_init__(self) -> None:
+        if not isinstance(self.request_id, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(f"Completion.request_id is {self.request_id!r}; it must be that of its request, a string")
         require_member(self, "finish_reason", FinishReason)
         if not isinstance(self.metrics, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(f"Completion.metrics is {self.metrics!r}; it must map names to numbers")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import shlex
 import signal
@@ -177,6 +178,28 @@ def test_settings_may_stand_anywhere_and_the_last_one_wins(project: Path, launch
     assert main(["train", *given]) == 0
     assert ran[0].training.steps == 9
     assert ran[0].task.train_sample(0, 1) == "a=b"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("-1e-3", -0.001),
+        ("-2", -2),
+        ("-0.5", -0.5),
+        ("1e-3", 0.001),
+        ("-inf", -math.inf),
+        ("[-1e-3, 2]", [-0.001, 2]),
+        ('["a", "b"]', ["a", "b"]),
+    ],
+)
+@pytest.mark.parametrize("joined", [False, True])
+def test_a_value_may_be_a_negative_number_in_any_notation_or_a_list(
+    project: Path, capsys, text: str, value: object, joined: bool
+):
+    given = [f"--task.length={text}"] if joined else ["--task.length", text]
+    assert exit_code(["train", *given, "config.toml", "--dry-run"]) == (0 if value == -2 else 2)
+    streams = capsys.readouterr()
+    assert "length = -2" in streams.out or f"task.length = {value!r} must be a valid integer" in streams.err
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titan_rl.errors import GenerationError, RequestError
+from titan_rl.errors import GenerationError, RequestError, StateDictError
 from titan_rl.generation.loop.engine_loop import EngineLoop
 from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.router import GeneratorRouter, Limits
@@ -224,4 +224,55 @@ async def test_a_request_made_again_before_its_engine_hears_that_it_was_cancelle
     whole = await ask()
     assert (whole.request_id, list(whole.token_ids)) == ("g/0/0", [7])
     replica.heard.set()
+    await router.close()
+
+
+class SecondPullFails(SlowToHear):
+    def __init__(self, name: str) -> None:
+        super().__init__(deaf=True)
+        self.name = name
+        self.heard.set()
+        self.engine_ids: list[str] = []
+        self.pulls = 0
+
+    async def generate(self, prompt_token_ids, *, request_id, session_id=None, sampling) -> Completion:
+        self.engine_ids.append(request_id)
+        return await super().generate(prompt_token_ids, request_id=request_id, sampling=sampling)
+
+    async def pull(self, version: int) -> None:
+        self.pulls += 1
+        if self.pulls == 2:
+            raise StateDictError("once")
+
+
+@pytest.mark.looptime
+@pytest.mark.parametrize("remedy", ["comes back", "hears the next abort", "is removed"])
+async def test_an_id_is_held_back_until_its_replica_has_heard_of_the_abort_or_is_gone(remedy: str) -> None:
+    replica = SecondPullFails("first")
+    router = GeneratorRouter([replica])
+    await router.pull_state_dict(1)
+
+    async def give_up_on(request_id: str) -> None:
+        asking = asyncio.create_task(router.generate([1], request_id=request_id, sampling=SamplingParams(max_tokens=4)))
+        await asyncio.sleep(10.0)
+        asking.cancel()
+        await asyncio.wait([asking])
+        await asyncio.sleep(1.0)
+
+    await give_up_on("r")
+    await give_up_on("r")
+    assert replica.engine_ids == ["r", "r~1"]
+    replica.deaf = False
+    if remedy == "comes back":
+        with pytest.raises(StateDictError):
+            await router.pull_state_dict(2)
+        await asyncio.sleep(10.0)
+    elif remedy == "hears the next abort":
+        await give_up_on("other")
+    else:
+        router.remove_replica("first")
+        replica = SecondPullFails("second")
+        await router.add_replica(replica)
+    await give_up_on("r")
+    assert replica.engine_ids[-1] == "r"
     await router.close()

@@ -15,6 +15,7 @@ from titan_rl.rollout.group.rollouter import Rollouter
 from titan_rl.rollout.rewards.reward import GroupReward, Reward
 from titan_rl.rollout.rewards.reward_calls import FailurePolicy
 from titan_rl.rollout.rewards.rubric import Rubric
+from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus
 from titan_rl.scheduling.filters import too_few_siblings
 from titan_rl.scheduling.lease import Lease
@@ -146,6 +147,37 @@ async def test_siblings_that_still_play_are_stopped_when_their_group_is_doomed(t
         assert too_few_siblings(group) == "reward_failed"
     assert now() < 1.0
     assert [env.closed for env in envs] == [1, 1]
+
+
+async def test_a_sibling_that_is_stopped_while_it_is_run_again_is_told_of_as_finished() -> None:
+    class FailsOnce(Env):
+        async def step(self, completion: Completion) -> TokenStep:
+            if completion.request_id == "g/1/0":
+                raise ConnectionError("once")
+            return await super().step(completion)
+
+    async def slow_again(prompt_token_ids: Sequence[int], *, request_id: str, **_: Any) -> Completion:
+        if request_id.startswith("g/1~1/"):
+            await asyncio.sleep(86_400.0)
+        return await generate(prompt_token_ids, request_id=request_id)
+
+    async def judge(rollout: Rollout) -> float:
+        await asyncio.sleep(5.0)
+        raise ConnectionError("503")
+
+    finished: list[tuple[str, RolloutStatus]] = []
+    rubric = Rubric([Reward(judge, on_failure=FailurePolicy(0))])
+    rollouter = Rollouter(lambda _: FailsOnce(), rubric, max_context=64, limits=RolloutConfig(max_retries=1))
+    group = await rollouter.run_group(
+        slow_again,
+        None,
+        group_id="g",
+        group_size=2,
+        sampling=SamplingParams(max_tokens=4),
+        on_finished=lambda rollout: finished.append((rollout.rollout_id, rollout.status)),
+    )
+    assert finished == [("g/0", RolloutStatus.COMPLETED), ("g/1~1", RolloutStatus.ABORTED)]
+    assert [rollout.rollout_id for rollout in group.rollouts] == ["g/0", "g/1~1"]
 
 
 async def test_a_sibling_that_is_stopped_keeps_its_turns() -> None:

@@ -35,6 +35,7 @@ BAD_ANSWERS: dict[str, tuple[Callable[[], Any], str]] = {
     "text": (lambda: "hi", "generate gave str; it must give a Completion"),
     "metrics of text": (lambda: replace(GOOD, metrics={"interrupted_s": "long"}), "metrics['interrupted_s'] = 'long'"),
     "metrics of None": (lambda: replace(GOOD, metrics=None), "Completion.metrics is None"),
+    "request id of None": (lambda: replace(GOOD, request_id=None), "Completion.request_id is None"),
     "a metric that is no number": (
         lambda: replace(GOOD, metrics={"interrupted_s": float("nan")}),
         "generate gave metrics['interrupted_s'] = nan; it must be finite",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import inspect
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NoReturn, cast, get_args, get_origin
 
@@ -16,6 +17,9 @@ from titan_rl.config.run import RunConfig
 from titan_rl.settings import FunctionName, Section
 
 EXIT_USAGE = 2
+
+_NEGATIVE = re.compile(r"-(\.?\d|inf$|nan$)")
+_OPTION = re.compile(r"--[^=]+")
 
 
 class Parser(argparse.ArgumentParser):
@@ -38,10 +42,12 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]  of several signatures
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> Any:
-        names = {argument.partition("=")[0] for argument in args or () if argument.startswith("--")}
-        for name in names - {"--"} if self._takes_settings else ():
-            with contextlib.suppress(argparse.ArgumentError):  # it is known
-                self.add_argument(name, action=_Override, help=argparse.SUPPRESS)
+        if self._takes_settings and args is not None:
+            args = _with_negative_values(args)
+            names = {argument.partition("=")[0] for argument in args if argument.startswith("--")}
+            for name in names - {"--"}:
+                with contextlib.suppress(argparse.ArgumentError):  # it is known
+                    self.add_argument(name, action=_Override, help=argparse.SUPPRESS)
         return super().parse_known_args(args, namespace)
 
     def print_help(self, file: object = None) -> None:
@@ -72,6 +78,18 @@ class Parser(argparse.ArgumentParser):
                     metavar=None if choices and not function else "VALUE",
                     help=_help(field, function),
                 )
+
+
+def _with_negative_values(args: Sequence[str]) -> list[str]:
+    """`["--training.lr", "-1e-3"]` is `["--training.lr=-1e-3"]`: argparse takes such numbers for options."""
+    joined: list[str] = []
+    for argument in args:
+        option = joined[-1] if joined else ""
+        if _NEGATIVE.match(argument) and _OPTION.fullmatch(option) and "--" not in joined:
+            joined[-1] = f"{option}={argument}"
+        else:
+            joined.append(argument)
+    return joined
 
 
 class _Offered(tuple[str, ...]):

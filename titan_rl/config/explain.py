@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -83,6 +84,12 @@ def _lines(details: ErrorDetails, root: type[BaseModel], origins: Origins, prefi
                 yield f"{origins.of_all()}: {f'[{key}] ' if key else ''}{line}"
         case "model_type" | "model_attributes_type":
             yield f"{origins.of(key)}: {key} = {details['input']!r} must be a table"
+        case "tuple_type" | "list_type":
+            value = json.dumps(details["input"], ensure_ascii=False, default=str)
+            yield f"{origins.of(key)}: {key} = {details['input']!r} must be a list; in brackets: [{value}]"
+        case "too_long":
+            most = details.get("ctx", {})["max_length"]
+            yield f"{origins.of(key)}: {key} = {details['input']!r} has more than {most} items"
         case _:
             yield f"{origins.of(key)}: {key} = {details['input']!r} {message}"
 

@@ -22,7 +22,8 @@ class Aborts:
         self._tasks = tasks
         self._call_s = call_s
         self._orphans: dict[PooledReplica, list[str]] = {}  # of this turn of the event loop
-        self._unheard = Counter[str]()  # orphans whose replica may not know of it yet
+        self._untaken: dict[PooledReplica, list[str]] = {}  # of aborts that failed
+        self._unheard = Counter[str]()  # all orphans whose replica may not know of it yet
 
     async def send(self, replica: PooledReplica, engine_ids: Sequence[str]) -> bool:
         """Ask a replica to end requests, and return whether it has heard that, in time."""
@@ -50,11 +51,25 @@ class Aborts:
         """Whether an engine may be at a request of this id that nobody waits for: another one must not have it."""
         return engine_id in self._unheard
 
+    def send_again(self, replica: PooledReplica) -> None:
+        """The replica may take now what it did not take before."""
+        self._start(replica, ())
+
+    def forget(self, replica: PooledReplica) -> None:
+        """It is removed, so that nobody will ask its engine for anything again."""
+        self._unheard -= Counter(self._untaken.pop(replica, ()))
+
     def _send_orphans(self) -> None:
         orphans, self._orphans = self._orphans, {}
         for replica, engine_ids in orphans.items():
+            self._start(replica, engine_ids)
+
+    def _start(self, replica: PooledReplica, engine_ids: Sequence[str]) -> None:
+        if engine_ids := [*self._untaken.pop(replica, ()), *engine_ids]:
             self._tasks.start(self._end_orphans(replica, engine_ids), f"abort {len(engine_ids)} on {replica.name}")
 
     async def _end_orphans(self, replica: PooledReplica, engine_ids: Sequence[str]) -> None:
-        if await self.send(replica, engine_ids):  # else an engine may be at them for ever
+        if await self.send(replica, engine_ids) or replica.removed:
             self._unheard -= Counter(engine_ids)
+        else:  # the engine may be at them still
+            self._untaken.setdefault(replica, []).extend(engine_ids)

@@ -67,7 +67,7 @@ class GeneratorRouter:
         self._closed: EngineDeadError | None = None
         self._calls: set[asyncio.Timeout] = set()  # of the control calls under way
         self._tasks = TaskSet(on_error=self._fail)
-        aborts = Aborts(self._tasks, self._limits.call_s)
+        self._aborts = aborts = Aborts(self._tasks, self._limits.call_s)
         stalls = StallWatch(stall_timeout_s, self._stalled)
         self._requests = RequestsInFlight(self._limits, aborts, stalls)
         self._pool = Pool(replicas, strategy or StickySession(fallback=LeastLoaded()), self._limits.cancel_s)
@@ -235,6 +235,7 @@ class GeneratorRouter:
             ValueError: there is no replica of that name.
         """
         replica = self._pool.remove(name)
+        self._aborts.forget(replica)
         for request in self._requests.on(replica):
             request.interrupt()
 
@@ -255,6 +256,7 @@ class GeneratorRouter:
         await self._requests.abort(self._requests.find([request.request_id]))
 
     async def _prepare(self, replica: PooledReplica) -> None:
+        self._aborts.send_again(replica)
         await self._puller.apply(replica)
         await self._pause.apply(replica)
 

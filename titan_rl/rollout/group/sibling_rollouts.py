@@ -17,7 +17,7 @@ class SiblingRollouts:
     Args:
         new: the rollout of a sibling that has been run so often before, not begun.
         run: runs one to its end, in place.
-        ended: called with each sibling when it has ended for good.
+        ended: called with each sibling when it has ended for good, or was stopped.
         max_retries: of all siblings together.
     """
 
@@ -55,17 +55,20 @@ class SiblingRollouts:
         """
         for task, rollout in zip(self._tasks, self._rollouts, strict=True):
             if task.cancelled():
-                if self._why_stopped is None:
-                    what = f"rollout {rollout.rollout_id!r}"
-                    raise StrayCancellationError(f"{what} was cancelled, though nobody had asked for that")
-                rollout.status, rollout.error = RolloutStatus.ABORTED, self._why_stopped
+                what = f"rollout {rollout.rollout_id!r}"
+                raise StrayCancellationError(f"{what} was cancelled, though nobody had asked for that")
         return self._rollouts
 
     async def _run_sibling(self, sibling: int) -> None:
         attempt = 0
         while True:
             rollout = self._rollouts[sibling]
-            await self._run(rollout)
+            try:
+                await self._run(rollout)
+            except asyncio.CancelledError:
+                if self._why_stopped is None:
+                    raise
+                rollout.status, rollout.error = RolloutStatus.ABORTED, self._why_stopped
             if not rollout.status.is_fault or self._retries_left == 0:
                 break
             self._retries_left -= 1
