@@ -34,7 +34,7 @@ from titan_rl.config.sections import GenerationConfig
 from titan_rl.generation.registry import EngineSpec, make_engine
 from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.router import GeneratorRouter
-from titan_rl.rollout.group.rollouter import turn_seed
+from titan_rl.rollout.group.rollout_ids import turn_seed
 from titan_rl.run.machine.environment import run_environment
 from titan_rl.weights.board import VersionBoard
 from titan_rl.weights.settings import StateDictConfig

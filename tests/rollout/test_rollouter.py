@@ -20,7 +20,8 @@ from titan_rl import (
 )
 from titan_rl.errors import GenerationError, RequestError, RewardError
 from titan_rl.rollout.group.env_task import CLEANUP_S
-from titan_rl.rollout.group.rollouter import Rollouter, turn_seed
+from titan_rl.rollout.group.rollout_ids import turn_seed
+from titan_rl.rollout.group.rollouter import Rollouter
 from titan_rl.rollout.rewards.reward import Reward
 from titan_rl.rollout.rewards.rubric import Rubric
 from titan_rl.rollout.settings import RolloutConfig

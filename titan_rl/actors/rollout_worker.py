@@ -42,20 +42,28 @@ class RolloutWorkerActor(ProcessActor):
 
     @concurrent_endpoint
     async def start(self) -> None:
-        """Returns once the task and the renderer are there.
+        """Returns once the task is open.
 
         Raises:
             ConfigError: the task cannot be imported here.
         """
         from titan_rl.config.load import load_config
-        from titan_rl.config.make_rollouter import make_rollouter
+        from titan_rl.config.make_rollouter import open_rollouter
 
         asyncio.get_running_loop().set_default_executor(UsersThreads())  # the process ends without what hangs there
-        self._rollouter = make_rollouter(load_config(self._settings.config_path, check_files=False))
         in_actor = contextvars.copy_context().run  # the watching thread sends for this actor
         name = Path(self._settings.log_path).stem
-        self._watchdog = LoopWatchdog(lambda text: in_actor(self._service.say.broadcast, f"{name}: {text}"))
-        self._watchdog.__enter__()  # after the imports, for as long as the process lives
+
+        def tell(text: str) -> None:
+            in_actor(self._service.say.broadcast, f"{name}: {text}")
+
+        config_path = Path(self._settings.config_path)
+        config = load_config(config_path, check_files=False)
+        # Both for as long as the process lives.
+        self._opened = open_rollouter(config, config_path.parent, tell)
+        self._rollouter = await self._opened.__aenter__()
+        self._watchdog = LoopWatchdog(tell)
+        self._watchdog.__enter__()  # after the imports
 
     @concurrent_endpoint
     async def run_group(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from titan_rl.calls.interrupts import is_ctrl_c
 from titan_rl.calls.user_code import describe
 from titan_rl.errors import DataError
-from titan_rl.rollout.environment.types import TokenEnv
+from titan_rl.rollout.environment.types import AgentEnv, TokenEnv
 from titan_rl.rollout.renderer.types import Renderer
 from titan_rl.rollout.rewards.rubric import Rubric
 from titan_rl.rollout.types import RolloutGroup
@@ -32,7 +34,7 @@ class Task(Protocol):
         """The first `count` held-out samples, the same at every call."""
         ...
 
-    def make_env(self, sample: Any, renderer: Renderer) -> TokenEnv:
+    def make_env(self, sample: Any, renderer: Renderer) -> TokenEnv | AgentEnv:
         """A fresh environment for one rollout of the sample. For one of chat messages return
         `MessageTokenEnv(env, renderer)`."""
         ...
@@ -47,6 +49,42 @@ class FilteringTask(Task, Protocol):
     def drop_reason(self, group: RolloutGroup) -> str | None:
         """Why a finished training group is not trained on, as a metric's name; None to train on it."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class RunContext:
+    """The run that a task's rollouts are for, as the process that runs them knows it.
+
+    Args:
+        model: the folder of the model.
+        folder: the run's own.
+        tell: shows a person a line, or writes it to the process's log.
+    """
+
+    model: str
+    renderer: Renderer
+    max_context: int
+    folder: Path
+    tell: Callable[[str], object]
+
+
+@runtime_checkable
+class OpenedTask(Task, Protocol):
+    """A task that holds something open while its rollouts run, such as a server."""
+
+    def open(self, run: RunContext) -> AbstractAsyncContextManager[object]:
+        """Entered in each process that runs rollouts of the task, before the first of them, and left after the last."""
+        ...
+
+
+@asynccontextmanager
+async def opened(task: Task, run: RunContext) -> AsyncGenerator[None]:
+    """Within the block the task may be asked for environments."""
+    if not isinstance(task, OpenedTask):
+        yield
+        return
+    async with task.open(run):
+        yield
 
 
 @contextmanager

@@ -25,13 +25,15 @@ from titan_rl.calls.watchdog import LoopWatchdog
 from titan_rl.config.changes import settings_of
 from titan_rl.config.concurrency import throttles
 from titan_rl.config.make_renderer import make_renderer
-from titan_rl.config.make_rollouter import make_rollouter
+from titan_rl.config.make_rollouter import open_rollouter
 from titan_rl.config.run import RunConfig
 from titan_rl.errors import ConfigError, MissingExtraError, TrainingError
 from titan_rl.generation.registry import find_engine
 from titan_rl.generation.router.limits import Limits
 from titan_rl.generation.router.registry import make_strategy
 from titan_rl.generation.router.router import GeneratorRouter
+from titan_rl.rollout.group.runner import GroupRunner
+from titan_rl.rollout.renderer import Renderer
 from titan_rl.run.checkpoints.resumption import Resumption, resume_from_newest
 from titan_rl.run.controller import Controller
 from titan_rl.run.directory import RunDirectory
@@ -133,7 +135,10 @@ async def _run(
         resources.enter_context(LoopWatchdog(progress.message))
         resources.enter_context(listening(progress.message))
         listen_below(Path(tempfile.gettempdir()))
-        async with start_processes(config, run_dir, board, progress.message) as processes:
+        async with (
+            start_processes(config, run_dir, board, progress.message) as processes,
+            _group_runner(config, run_dir, processes, progress.message, renderer) as group_runner,
+        ):
             resources.enter_context(settled_heap())
             if start.checkpoint is not None:
                 start.loaded(await processes.trainer.load(start.checkpoint))
@@ -142,7 +147,7 @@ async def _run(
             controller = Controller(
                 config,
                 config.task,
-                group_runner=processes.workers if config.rollout.num_workers else make_rollouter(config, renderer),
+                group_runner=group_runner,
                 router=router,
                 trainer=processes.trainer,
                 stop_token_ids=renderer.get_stop_token_ids(),
@@ -162,6 +167,18 @@ async def _run(
             await router.close()
             await processes.trainer.close()
     progress.summary(summary)
+
+
+@contextlib.asynccontextmanager
+async def _group_runner(
+    config: RunConfig, run_dir: RunDirectory, processes: RunProcesses, tell: Callable[[str], object], renderer: Renderer
+) -> AsyncGenerator[GroupRunner]:
+    """Rollout workers, each of which opens the task for itself; or a rollouter in this process."""
+    if config.rollout.num_workers:
+        yield processes.workers
+        return
+    async with open_rollouter(config, run_dir.path, tell, renderer) as rollouter:
+        yield rollouter
 
 
 def _log_to(path: Path) -> None:

@@ -1,14 +1,16 @@
-"""The two environment protocols. An environment is single use: one instance per rollout."""
+"""The environment protocols. An environment is single use: one instance per rollout."""
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from titan_rl.rollout.types import Message, RolloutStatus
-from titan_rl.types import Completion, require_member
+from titan_rl.rollout.types import Message, Rollout, RolloutStatus
+from titan_rl.types import Completion, GenerateFn, SamplingParams, require_member
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +109,46 @@ class MessageEnv(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutPolicy:
+    """The policy as one rollout may ask it, as often and as much at once as it likes.
+
+    Args:
+        generate: within the time that the rollout has left. A completion that says ABORT was interrupted, and nobody
+            goes on with it.
+        sampling: what completions are trained as. Its `seed` is the rollout's, for each request to draw its own from.
+        max_context: most tokens of prompt and completion together.
+        max_turns: most completions.
+        time_is_up: set when the rollout's own time is used up.
+        waiting: the time of its blocks is not the rollout's own.
+    """
+
+    rollout_id: str
+    generate: GenerateFn
+    sampling: SamplingParams
+    max_context: int
+    max_turns: int
+    time_is_up: asyncio.Event
+    waiting: Callable[[], AbstractContextManager[object]]
+
+
+@runtime_checkable
+class AgentEnv(Protocol):
+    """An environment that asks the policy itself, in an order of its own: a program with its own loop."""
+
+    async def play(self, policy: RolloutPolicy, rollout: Rollout) -> None:
+        """Fill in the rollout's `turns`, and its `messages`, `status`, `error`, `failure` and `metrics`.
+
+        Turns whose prompt begins with all tokens of the turn before are one training sample; others begin a new one.
+        Once `policy.time_is_up` it returns within `rollout.env_timeout_s` with what there is.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Called once, on every path, cancellation included."""
+        ...
 
 
 def _require_step(

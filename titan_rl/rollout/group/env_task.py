@@ -12,7 +12,8 @@ from typing import Any
 from titan_rl.calls.interrupts import is_ctrl_c, passes
 from titan_rl.calls.user_code import summary
 from titan_rl.errors import StrayCancellationError
-from titan_rl.rollout.environment.types import TokenEnv
+from titan_rl.rollout.environment.types import AgentEnv, RolloutPolicy, TokenEnv
+from titan_rl.rollout.types import Rollout
 from titan_rl.types import Completion
 
 CLEANUP_S = 5.0
@@ -32,8 +33,8 @@ class EnvTask:
     that does not is left behind with a warning: the environment is closed when it ends, if it ever does.
     """
 
-    def __init__(self, env: TokenEnv) -> None:
-        self._env = env
+    def __init__(self, env: TokenEnv | AgentEnv) -> None:
+        self._env: Any = env
         self._calls: deque[_Call] = deque()  # not begun
         self._closes = False  # the last of them is to close
         self._idle: asyncio.Future[None] | None = None  # what the task waits for while there is none
@@ -45,6 +46,9 @@ class EnvTask:
 
     async def step(self, completion: Completion) -> Any:
         return await self._run(lambda: self._env.step(completion))
+
+    async def play(self, policy: RolloutPolicy, rollout: Rollout) -> None:
+        await self._run(lambda: self._env.play(policy, rollout))
 
     async def close(self, timeout_s: float) -> str | None:
         """Close the environment; return what went wrong. Cancellation waits for that, but not longer than the time

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -12,10 +11,12 @@ from typing import Any, cast
 from titan_rl.calls.stopwatch import Stopwatch
 from titan_rl.rollout.copies import completion_to_give, messages_of, token_advantages_of, token_ids_of
 from titan_rl.rollout.environment.threaded import ThreadedEnv
-from titan_rl.rollout.environment.types import TokenEnv, TokenObservation, TokenStep
+from titan_rl.rollout.environment.types import AgentEnv, TokenEnv, TokenObservation, TokenStep
 from titan_rl.rollout.group.boundary import EndsWith, RolloutEnded
 from titan_rl.rollout.group.callbacks import Callbacks
 from titan_rl.rollout.group.env_task import EnvTask
+from titan_rl.rollout.group.playing import play
+from titan_rl.rollout.group.rollout_ids import new_rollout, turn_seed
 from titan_rl.rollout.group.sibling_rollouts import SiblingRollouts
 from titan_rl.rollout.group.timed import generate_within
 from titan_rl.rollout.rewards.advantages import AdvantageFn, compare, standardized
@@ -48,7 +49,8 @@ class Rollouter:
         generation raised                           ERROR_GENERATE
         another time limit passed                   ERROR_TIMEOUT
 
-    In all of them the turns so far are kept, and the environment is closed once. Cancelling closes it too.
+    In all of them the turns so far are kept, and the environment is closed once. Cancelling closes it too. An
+    `AgentEnv` takes its turns itself, and says how it ended.
 
     Example:
 
@@ -60,7 +62,7 @@ class Rollouter:
         group.rollouts[3].turns[1].completion.request_id       # "g17/3/1"
 
     Args:
-        make_env: makes the single-use environment of one rollout from a sample.
+        make_env: makes the single-use environment of one rollout from a sample: a `TokenEnv` or an `AgentEnv`.
         rubric: scores a group. An aborted group, which has an aborted sibling, is not scored.
         advantage: compares the rewards of the siblings that have one. One that ended in a fault which is not the
             policy's (`RolloutStatus.is_fault`) takes no part.
@@ -73,7 +75,7 @@ class Rollouter:
 
     def __init__(
         self,
-        make_env: Callable[[Any], TokenEnv],
+        make_env: Callable[[Any], TokenEnv | AgentEnv],
         rubric: Rubric,
         *,
         max_context: int,
@@ -174,8 +176,21 @@ class Rollouter:
         env: EnvTask | None = None
         try:
             async with EndsWith(RolloutStatus.ERROR_ENV):
-                env = EnvTask(self._make_env(rollout.sample))
-            rollout.status = await self._take_turns(env, generate, rollout, sampling, watch)
+                made = self._make_env(rollout.sample)
+                env = EnvTask(made)
+            if isinstance(made, AgentEnv):
+                await play(
+                    env,
+                    generate,
+                    replace(sampling, seed=self._seed_of(sampling)),
+                    rollout,
+                    watch,
+                    limits=self.limits,
+                    max_context=self.max_context,
+                    when_late=partial(self._time_is_up, rollout),
+                )
+            else:
+                rollout.status = await self._take_turns(env, generate, rollout, sampling, watch)
         except RolloutEnded as end:
             rollout.status, rollout.error, rollout.failure = end.status, end.error, end.failure
         finally:
@@ -188,11 +203,14 @@ class Rollouter:
                 if self.finish_session is not None:
                     self._callbacks.call("finish_session", self.finish_session, rollout.rollout_id)
 
-    def _make_env(self, sample: Any) -> TokenEnv:
-        def made() -> TokenEnv:
+    def _make_env(self, sample: Any) -> TokenEnv | AgentEnv:
+        def made() -> TokenEnv | AgentEnv:
             env = self.make_env(sample)
-            if not all(callable(getattr(env, name, None)) for name in ("reset", "step", "close")):
-                kind = type(env).__name__
+            kind = type(env).__name__
+            if isinstance(env, AgentEnv):
+                if self.limits.env_in_thread:
+                    raise TypeError(f"{kind} needs the event loop; set rollout.env_in_thread = false")
+            elif not all(callable(getattr(env, name, None)) for name in ("reset", "step", "close")):
                 raise TypeError(f"make_env gave {kind}; it must give an environment, with reset, step and close")
             return env
 
@@ -274,21 +292,7 @@ class Rollouter:
         return RolloutEnded(status, f"its own time is up: rollout_timeout_s is {self.limits.rollout_timeout_s:g}")
 
     def _turn_sampling(self, sampling: SamplingParams, rollout: Rollout, turn: int, room: int) -> SamplingParams:
-        base = self.seed if sampling.seed is None else sampling.seed
-        return replace(sampling.within(room), seed=turn_seed(base, rollout.rollout_id, turn))
+        return replace(sampling.within(room), seed=turn_seed(self._seed_of(sampling), rollout.rollout_id, turn))
 
-
-def new_rollout(group_id: str, sibling: int, sample: Any, attempt: int = 0) -> Rollout:
-    """One that has not begun: "g17/3", or "g17/3~1" where that was run before."""
-    rollout_id = f"{group_id}/{sibling}" + (f"~{attempt}" if attempt else "")
-    return Rollout(rollout_id, group_id, sibling, sample)
-
-
-def turn_seed(base: int, rollout_id: str, turn: int) -> int:
-    """A seed of 63 bits for one turn, the same in every process.
-
-    >>> turn_seed(0, "g0/0", 0) == turn_seed(0, "g0/0", 0) != turn_seed(0, "g0/0", 1)
-    True
-    """
-    digest = hashlib.blake2b(repr((base, rollout_id, turn)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
+    def _seed_of(self, sampling: SamplingParams) -> int:
+        return self.seed if sampling.seed is None else sampling.seed

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from titan_rl.calls.user_code import Failure
 from titan_rl.errors import BusyError, EpisodeEndedError
 from titan_rl.rollout.copies import completion_of
-from titan_rl.rollout.group.rollouter import turn_seed
+from titan_rl.rollout.group.rollout_ids import turn_seed
 from titan_rl.rollout.renderer.types import Renderer
 from titan_rl.rollout.types import Message, Rollout, RolloutStatus, Turn
 from titan_rl.serving.conversations.tree import ConversationTree, Prompt, TurnNode

@@ -1,0 +1,146 @@
+"""Environments that ask the policy themselves: what they are given, their time, and what becomes of their rollout."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from stage import Generator, Stage
+
+from titan_rl import Completion, Rollout, RolloutStatus, Turn
+from titan_rl.rollout.environment.types import RolloutPolicy
+from titan_rl.rollout.settings import RolloutConfig
+from titan_rl.training.data.sample_builder import build_samples
+
+pytestmark = pytest.mark.looptime
+LIMITS = RolloutConfig(rollout_timeout_s=30.0, env_timeout_s=5.0)
+Play = Callable[[RolloutPolicy, Rollout], Coroutine[Any, Any, None]]
+
+
+class Agent:
+    def __init__(self, play: Play) -> None:
+        self._play = play
+        self.closed = 0
+
+    async def play(self, policy: RolloutPolicy, rollout: Rollout) -> None:
+        await self._play(policy, rollout)
+
+    async def close(self) -> None:
+        self.closed += 1
+
+
+def stage_of(play: Play, **kwargs: Any) -> Stage:
+    return Stage(lambda _: Agent(play), **{"limits": LIMITS} | kwargs)  # pyright: ignore[reportArgumentType]
+
+
+async def ask(policy: RolloutPolicy, prompt: list[int], request_id: str) -> Turn:
+    completion = await policy.generate(
+        prompt, request_id=request_id, session_id=policy.rollout_id, sampling=policy.sampling
+    )
+    return Turn(prompt, completion, sampling=policy.sampling)
+
+
+async def two_at_once(policy: RolloutPolicy, rollout: Rollout) -> None:
+    rollout.turns = list(await asyncio.gather(ask(policy, [1], "a"), ask(policy, [2], "b")))
+    rollout.messages = [{"role": "assistant", "content": "done"}]
+
+
+async def test_its_turns_are_scored_and_trained_on_as_others_are() -> None:
+    stage = stage_of(two_at_once)
+    generate = Generator()
+    group = await stage.group(generate, size=2, seed=7)
+    assert stage.given_back(2)
+    assert [call["sampling"].seed for call in generate.calls] == [7] * 4
+    assert {call["session"] for call in generate.calls} == {"g/0", "g/1"}
+    for rollout in group.rollouts:
+        assert (rollout.status, rollout.reward) == (RolloutStatus.COMPLETED, float(rollout.sibling))
+        assert len(rollout.turns) == 2
+    assert len(build_samples(group)) == 4
+
+
+async def test_it_is_told_when_its_time_is_up_and_keeps_what_it_has() -> None:
+    async def until_told(policy: RolloutPolicy, rollout: Rollout) -> None:
+        with policy.waiting():
+            await asyncio.sleep(100.0)
+        rollout.turns.append(await ask(policy, [1], "a"))
+        await policy.time_is_up.wait()
+        rollout.status = RolloutStatus.TRUNCATED_TIME
+
+    (rollout,) = (await stage_of(until_told).group(Generator())).rollouts
+    assert (rollout.status, len(rollout.turns)) == (RolloutStatus.TRUNCATED_TIME, 1)
+    assert rollout.metrics["own_seconds"] == pytest.approx(30.0, abs=0.1)
+    assert rollout.metrics["seconds"] == pytest.approx(130.0, abs=0.1)
+
+
+@pytest.mark.parametrize(("turns", "status"), [(1, RolloutStatus.TRUNCATED_TIME), (0, RolloutStatus.ERROR_TIMEOUT)])
+async def test_one_that_does_not_end_then_is_ended(turns: int, status: RolloutStatus) -> None:
+    async def endless(policy: RolloutPolicy, rollout: Rollout) -> None:
+        for number in range(turns):
+            rollout.turns.append(await ask(policy, [1], str(number)))
+        await asyncio.Event().wait()
+
+    stage = stage_of(endless)
+    (rollout,) = (await stage.group(Generator())).rollouts
+    assert rollout.status is status
+    assert rollout.error == "its own time is up: rollout_timeout_s is 30"
+    assert rollout.metrics["seconds"] == pytest.approx(35.0, abs=0.1)
+    assert stage.given_back()
+
+
+async def test_what_it_raises_or_fills_in_wrongly_ends_its_rollout_alone() -> None:
+    async def raises(policy: RolloutPolicy, rollout: Rollout) -> None:
+        if rollout.sibling == 0:
+            raise KeyError("answer")
+        await two_at_once(policy, rollout)
+
+    one, other = (await stage_of(raises).group(Generator(), size=2)).rollouts
+    assert (one.status, one.error) == (RolloutStatus.ERROR_ENV, "KeyError: 'answer'")
+    assert other.status is RolloutStatus.COMPLETED
+
+    async def no_turn(policy: RolloutPolicy, rollout: Rollout) -> None:
+        rollout.turns.append("said")  # pyright: ignore[reportArgumentType]
+
+    (rollout,) = (await stage_of(no_turn).group(Generator())).rollouts
+    assert (rollout.status, rollout.error) == (
+        RolloutStatus.ERROR_ENV, "TypeError: play gave a turn of type str; it must give a Turn",
+    )  # fmt: skip
+
+
+async def test_a_completion_has_a_limit_of_its_own() -> None:
+    async def hangs(*args: Any, **kwargs: Any) -> Completion:
+        return await asyncio.Future()
+
+    async def tries_twice(policy: RolloutPolicy, rollout: Rollout) -> None:
+        with suppress(TimeoutError):
+            await ask(policy, [1], "a")
+        rollout.error = "gave up"
+
+    limits = RolloutConfig(rollout_timeout_s=30.0, generate_timeout_s=3.0)
+    (rollout,) = (await stage_of(tries_twice, limits=limits).group(hangs)).rollouts
+    assert (rollout.status, rollout.error) == (RolloutStatus.COMPLETED, "gave up")
+    assert rollout.metrics["seconds"] == pytest.approx(3.0)
+
+
+async def test_a_cancelled_group_closes_it() -> None:
+    begun = asyncio.Event()
+
+    async def endless(policy: RolloutPolicy, rollout: Rollout) -> None:
+        begun.set()
+        await asyncio.Event().wait()
+
+    stage = stage_of(endless)
+    running = asyncio.create_task(stage.group(Generator()))
+    await begun.wait()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert stage.given_back()
+
+
+@pytest.mark.looptime(False)
+async def test_it_cannot_run_in_a_thread() -> None:
+    limits = LIMITS.model_copy(update={"env_in_thread": True})
+    (rollout,) = (await stage_of(two_at_once, limits=limits).group(Generator())).rollouts
+    assert rollout.status is RolloutStatus.ERROR_ENV
+    assert "set rollout.env_in_thread = false" in (rollout.error or "")

@@ -1,0 +1,104 @@
+"""Environments that ask the policy themselves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager
+
+from titan_rl.calls.bounded import OutOfTimeError, limited
+from titan_rl.calls.stopwatch import Stopwatch
+from titan_rl.rollout.environment.types import RolloutPolicy
+from titan_rl.rollout.group.boundary import EndsWith, RolloutEnded
+from titan_rl.rollout.group.env_task import EnvTask
+from titan_rl.rollout.group.timed import generate_within
+from titan_rl.rollout.settings import RolloutConfig
+from titan_rl.rollout.types import Rollout, RolloutStatus, Turn
+from titan_rl.types import Completion, GenerateFn, SamplingParams, require_member
+
+_LOOK_S = 0.05  # at least between two looks at a watch that stands
+
+
+async def play(
+    env: EnvTask,
+    generate: GenerateFn,
+    sampling: SamplingParams,
+    rollout: Rollout,
+    watch: Stopwatch,
+    *,
+    limits: RolloutConfig,
+    max_context: int,
+    when_late: Callable[[], RolloutEnded],
+) -> None:
+    """Have an `AgentEnv` fill in the rollout.
+
+    Args:
+        sampling: with the seed that the rollout's requests draw theirs from.
+        when_late: makes what is raised where it goes on without end after its time is up.
+
+    Raises:
+        RolloutEnded: it raised, or filled in what is no rollout: ERROR_ENV. Or what `when_late` makes.
+    """
+
+    async def ask(
+        prompt_token_ids: Sequence[int], *, request_id: str, session_id: str | None = None, sampling: SamplingParams
+    ) -> Completion:
+        async with limited(limits.generate_timeout_s, "the completion"):
+            return await generate_within(
+                watch, generate, prompt_token_ids, request_id=request_id, session_id=session_id, sampling=sampling
+            )
+
+    time_is_up = asyncio.Event()
+    policy = RolloutPolicy(
+        rollout.rollout_id, ask, sampling, max_context, limits.max_turns, time_is_up, waiting=watch.pause
+    )
+    try:
+        async with (
+            _telling_when_over(watch, time_is_up, grace_s=limits.env_timeout_s),
+            EndsWith(RolloutStatus.ERROR_ENV, watch=watch),
+        ):
+            await env.play(policy, rollout)
+            _check(rollout)
+    except OutOfTimeError:
+        raise when_late() from None
+
+
+@asynccontextmanager
+async def _telling_when_over(watch: Stopwatch, time_is_up: asyncio.Event, grace_s: float) -> AsyncGenerator[None]:
+    """Sets the event once the watch is over. The block may take so long after that.
+
+    Raises:
+        OutOfTimeError: it took longer.
+    """
+    scope = asyncio.timeout(None)
+
+    async def look() -> None:
+        while not watch.is_over:  # noqa: ASYNC110  it stands and goes on as requests wait
+            await asyncio.sleep(max(watch.left_s, _LOOK_S))
+        time_is_up.set()
+        scope.reschedule(asyncio.get_running_loop().time() + grace_s)
+
+    looking: asyncio.Task[None] | None = None
+    try:
+        async with scope:
+            looking = asyncio.create_task(look())
+            yield
+    except TimeoutError as error:
+        if not scope.expired():
+            raise
+        raise OutOfTimeError(f"the environment goes on {grace_s:g} s after its time was up") from error
+    finally:
+        if looking is not None:
+            looking.cancel()
+
+
+def _check(rollout: Rollout) -> None:
+    """
+    Raises:
+        TypeError: a turn is no `Turn`.
+        ValueError: the status is no `RolloutStatus`.
+    """
+    require_member(rollout, "status", RolloutStatus)
+    for turn in rollout.turns:
+        if not isinstance(turn, Turn):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"play gave a turn of type {type(turn).__name__}; it must give a Turn")
