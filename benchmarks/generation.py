@@ -24,12 +24,12 @@ import cloudpickle
 
 from benchmarks.paired import forth_and_back, ratio, report
 from titan_rl import Completion, Reward, Rollouter, RolloutStatus, Rubric, SamplingParams, TokenObservation, TokenStep
+from titan_rl.actors.actor_replica import ActorReplica
 from titan_rl.actors.generator import GeneratorActor, GeneratorSettings
 from titan_rl.actors.processes.garbage import settle_heap
 from titan_rl.actors.processes.process import enter_actor_process
 from titan_rl.actors.processes.remote_process import RemoteProcess, call
 from titan_rl.actors.processes.supervisor import Supervisor
-from titan_rl.actors.replica import ActorReplica
 from titan_rl.config.sections import GenerationConfig
 from titan_rl.generation.registry import EngineSpec, make_engine
 from titan_rl.generation.request import EngineRequest

@@ -12,9 +12,9 @@ pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 
 from run.test_controller import Counting
 
+from titan_rl.actors.actor_replica import ActorReplica
 from titan_rl.actors.processes.remote_process import RemoteProcess
 from titan_rl.actors.processes.supervisor import ProcessFailure
-from titan_rl.actors.replica import ActorReplica
 from titan_rl.actors.run_processes import RunProcesses
 from titan_rl.config.run import RunConfig
 from titan_rl.config.sections import GenerationConfig

@@ -20,7 +20,7 @@ pytest.importorskip("vllm", reason="needs the cpu or gpu extra")
 
 from e2e.runs import REPOSITORY, process_writing_to
 
-from titan_rl.actors.replica import ActorReplica
+from titan_rl.actors.actor_replica import ActorReplica
 from titan_rl.actors.run_processes import RunProcesses, start_processes
 from titan_rl.config.load import load_config
 from titan_rl.errors import EngineDeadError, GenerationError

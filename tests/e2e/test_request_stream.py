@@ -14,10 +14,10 @@ import pytest
 
 pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 
+from titan_rl.actors.actor_replica import ActorReplica
 from titan_rl.actors.processes.process import ProcessActor
 from titan_rl.actors.processes.remote_process import RemoteProcess, call
 from titan_rl.actors.processes.supervisor import Supervisor
-from titan_rl.actors.replica import ActorReplica
 from titan_rl.actors.request_stream import RequestServer
 from titan_rl.errors import GenerationError, RequestError
 from titan_rl.generation.request import EngineRequest

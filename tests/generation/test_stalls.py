@@ -17,10 +17,10 @@ from looptime import new_event_loop
 
 from titan_rl.errors import EngineStalledError, GenerationError
 from titan_rl.generation.router import GeneratorRouter, Limits
-from titan_rl.generation.router.pooled_replica import PooledReplica
+from titan_rl.generation.router.pool import PooledReplica
 from titan_rl.generation.router.stall import StallWatch
 from titan_rl.generation.scripted_engine import CostModel
-from titan_rl.simulate.replica import SimulatedReplica
+from titan_rl.simulate.simulated_replica import SimulatedReplica
 from titan_rl.testing.fake_replica import FakeReplica
 from titan_rl.types import Completion, FinishReason, SamplingParams, TokenChunk
 

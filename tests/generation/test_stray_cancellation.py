@@ -9,7 +9,7 @@ import pytest
 
 from titan_rl.errors import GenerationError, StrayCancellationError
 from titan_rl.generation.router import GeneratorRouter, LeastLoaded, Limits, RoundRobin
-from titan_rl.generation.router.tasks import TaskSet
+from titan_rl.generation.router.background_tasks import BackgroundTasks
 from titan_rl.testing.fake_replica import FakeReplica
 from titan_rl.types import Completion, FinishReason, SamplingParams
 
@@ -156,7 +156,7 @@ async def test_in_a_close_the_others_are_closed() -> None:
 
 async def test_a_background_task_does_not_vanish_by_it() -> None:
     errors: list[BaseException] = []
-    tasks = TaskSet(errors.append)
+    tasks = BackgroundTasks(errors.append)
     gone = asyncio.get_running_loop().create_future()
     gone.cancel()
 

@@ -46,7 +46,7 @@ def test_an_interruption_ends_the_live_display_and_what_follows_is_plain(
     with Progress(10, terminal) as progress:
         progress.step(StepReport(1, 0.5, 0.5, 100.0, 0.0, 1.0))
         assert "\x1b[?25l" in terminal.getvalue(), "the live display hides the cursor"
-        progress.interrupt("stopping")
+        progress.end_with("stopping")
         assert terminal.getvalue().rstrip().endswith("\x1b[?25h"), "it is shown again"
         progress.step(StepReport(2, 0.75, 0.5, 100.0, 0.0, 1.0))
     assert capfd.readouterr().err == "titan-rl: stopping\n"

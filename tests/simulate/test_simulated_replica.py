@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from titan_rl import FinishReason, SamplingParams
 from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.scripted_engine import CostModel, ScriptedEngine
-from titan_rl.simulate.replica import SimulatedReplica
+from titan_rl.simulate.simulated_replica import SimulatedReplica
 
 STOP = 9
 COST = CostModel(step=1.0, request=0.25, prompt_token=0.125, load=3.0)  # exact in binary

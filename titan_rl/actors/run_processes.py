@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from monarch.actor import this_proc
 
+from titan_rl.actors.actor_replica import ActorReplica
 from titan_rl.actors.generate_service import GenerateService
 from titan_rl.actors.generator import GeneratorActor, GeneratorSettings
 from titan_rl.actors.processes.gpus import GPUAssignment, visible_gpus
@@ -18,7 +19,6 @@ from titan_rl.actors.processes.process import ProcessActor, stderr_into
 from titan_rl.actors.processes.remote_process import RemoteProcess, call
 from titan_rl.actors.processes.respawns import RespawnLimit, Respawns
 from titan_rl.actors.processes.supervisor import ProcessFailure, Supervisor
-from titan_rl.actors.replica import ActorReplica
 from titan_rl.actors.rollout_worker import RolloutWorkerActor, RolloutWorkerSettings
 from titan_rl.actors.trainer import ActorTrainer, TrainerActor, TrainerSettings
 from titan_rl.actors.worker_pool import WorkerPool

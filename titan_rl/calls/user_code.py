@@ -14,9 +14,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType
+from typing import TypeVar
 
 from titan_rl.calls.plain import printable
 from titan_rl.errors import TitanRLError
+
+ErrorT = TypeVar("ErrorT", bound=Exception)
 
 _OWN = str(Path(__file__).parents[1])
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
@@ -89,6 +92,12 @@ def where(error: BaseException) -> str | None:
         if (place := innermost(traceback.extract_tb(one.__traceback__))) is not None:
             return place
     return None
+
+
+def with_cause(error: ErrorT, cause: BaseException | None) -> ErrorT:
+    """`error` as `raise error from cause` would have it."""
+    error.__cause__ = cause
+    return error
 
 
 def innermost(frames: Sequence[traceback.FrameSummary]) -> str | None:

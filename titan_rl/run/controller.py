@@ -206,11 +206,11 @@ class Controller:
             began = time.monotonic()
             batch = await self._scheduler.next_batch()
             waited = time.monotonic() - began
-            async with self._groups.interrupted(self._config.scheduling.on_batch_ready) as interrupted:
+            async with self._groups.paused(self._config.scheduling.on_batch_ready) as paused:
                 step = await self._calls.finish(self._train_on(batch))
                 await self._publish(step, batch, background)
                 self._reports.add(step, {"time/wait_for_rollouts_s": waited, "time/step_s": time.monotonic() - began})
-                if interrupted:
+                if paused:
                     await ended(self._syncing)
             if step < self._config.training.steps:  # the end has a validation and a checkpoint of its own
                 await self._validate_if_due(step)

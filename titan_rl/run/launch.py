@@ -126,7 +126,7 @@ async def _run(
     await asyncio.sleep(0)  # a signal that came during those imports stops the run here
     renderer = make_renderer(config.model)
     with open_outputs(config, run_dir) as (progress, sinks), contextlib.ExitStack() as resources:
-        signals.tell = progress.interrupt
+        signals.tell = progress.end_with
         resources.callback(clean_dead_segments)  # of a trainer that was killed
         progress.message(f"run directory: {run_dir.path}")
         progress.message(f"starting {describe_processes(config)}")

@@ -41,7 +41,7 @@ class DropLimits:
         self._errors.add_group(group)
         self._update()
 
-    def judged(self) -> None:
+    def not_lost(self) -> None:
         """A group was not lost to errors, whether or not it is trained on."""
         self._num_lost, self._errors = 0, ErrorCounts()
         self._update()

@@ -243,7 +243,7 @@ class GroupScheduler:
         if reason in LOST:
             self._drop_limits.lost(group)
         else:
-            self._drop_limits.judged()
+            self._drop_limits.not_lost()
         if reason is None:
             lease.finish(group)
             if self._observer is not None:

@@ -23,7 +23,7 @@ from titan_rl.scheduling.ledger import lengths
 from titan_rl.scheduling.scheduler import GroupScheduler
 from titan_rl.scheduling.settings import SchedulingConfig
 from titan_rl.simulate.cluster import Cluster
-from titan_rl.simulate.replica import SimulatedReplica
+from titan_rl.simulate.simulated_replica import SimulatedReplica
 from titan_rl.simulate.tokens import Repeated
 from titan_rl.simulate.workload import Workload
 from titan_rl.types import Completion, SamplingParams

@@ -11,7 +11,8 @@ from titan_rl.generation.engine import Engine
 from titan_rl.generation.loop.engine_rank import EngineRank, Weights
 from titan_rl.generation.loop.loop_decision import LoopAction, LoopDecision
 from titan_rl.generation.loop.loop_state import LoopState
-from titan_rl.generation.loop.pending import Outbox, PendingPull
+from titan_rl.generation.loop.outbox import Outbox
+from titan_rl.generation.loop.pending_pull import PendingPull
 from titan_rl.generation.loop.ranks import Ranks
 from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.types import KVPolicy, PullResult

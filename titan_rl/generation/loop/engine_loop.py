@@ -27,7 +27,8 @@ from titan_rl.generation.engine import Engine
 from titan_rl.generation.loop.engine_driver import run_engine
 from titan_rl.generation.loop.engine_rank import Items, Verify
 from titan_rl.generation.loop.loop_state import LoopState
-from titan_rl.generation.loop.pending import PendingCall, PendingPull
+from titan_rl.generation.loop.pending_call import PendingCall
+from titan_rl.generation.loop.pending_pull import PendingPull
 from titan_rl.generation.loop.ranks import OneRank, Ranks
 from titan_rl.generation.request import EngineRequest, OnChunk
 from titan_rl.generation.types import KVPolicy, PauseMode, PullResult

@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from titan_rl.calls.user_code import summary
+from titan_rl.calls.user_code import summary, with_cause
 from titan_rl.errors import RequestError, StateDictError
 from titan_rl.generation.engine import Engine, TokenDelta
 from titan_rl.generation.loop.loop_decision import LoopAction
-from titan_rl.generation.loop.pending import with_cause
 from titan_rl.generation.loop.ranks import Ranks
 from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.types import KVPolicy

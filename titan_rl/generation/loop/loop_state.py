@@ -7,11 +7,14 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 
+from titan_rl.calls.user_code import with_cause
 from titan_rl.errors import EngineDeadError, GenerationError, StateDictError
 from titan_rl.generation.engine import TokenDelta
-from titan_rl.generation.loop.calls import Calls
 from titan_rl.generation.loop.loop_decision import LoopAction, LoopDecision
-from titan_rl.generation.loop.pending import Outbox, PendingCall, PendingPull, with_cause
+from titan_rl.generation.loop.outbox import Outbox
+from titan_rl.generation.loop.pending_call import PendingCall
+from titan_rl.generation.loop.pending_calls import PendingCalls
+from titan_rl.generation.loop.pending_pull import PendingPull
 from titan_rl.generation.types import PauseMode, PullResult
 from titan_rl.types import FinishReason
 
@@ -22,15 +25,15 @@ class LoopState:
     """A monitor: the one object that both sides touch, by its methods alone. Each of them takes the lock, which is seen
     nowhere else, and none holds it longer than a few dictionary operations; only `decide` sleeps, and lets go of it.
 
-    Futures are resolved by way of an `Outbox`: the callers' methods send theirs once they have let go of the lock, and
-    the engine's thread sends its own once a turn.
+    Futures are resolved by way of an `Outbox`, which is sent without the lock: by the callers' methods before they
+    return, and by the engine's thread once a turn and before it sleeps.
     """
 
     def __init__(self, version: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
         self._lock = threading.Condition()  # reentrant; the engine's thread sleeps on it
         self._version = version  # the newest weights that were loaded and found right; never goes back
-        self._calls = Calls()
+        self._calls = PendingCalls()
         self._pulls: list[PendingPull] = []
         self._barriers: Waiters = []  # resolved between two steps, once nothing is being aborted
         self._drained: Waiters = []  # resolved once nothing runs
@@ -74,15 +77,17 @@ class LoopState:
 
     def submit(self, call: PendingCall) -> None:
         """Queue a call, or resolve it at once."""
+        outbox = Outbox()
         with self._lock:
             self.require_alive()
             if self._distrusted is not None:
                 raise self._distrust_error()
             if self._paused is PauseMode.ABORT:
-                call.future.set_result(call.completion(FinishReason.ABORT))
-                return
-            self._calls.add(call)
-            self._lock.notify()
+                outbox.resolve(call.future, call.completion(FinishReason.ABORT))
+            else:
+                self._calls.add(call)
+                self._lock.notify()
+        outbox.send()
 
     def forget(self, call: PendingCall) -> None:
         """Free a request whose caller is gone."""
@@ -111,6 +116,7 @@ class LoopState:
         return count
 
     def pause(self, mode: PauseMode, drained: asyncio.Future[None]) -> None:
+        outbox = Outbox()
         with self._lock:
             self.require_alive()
             if self._paused is not None:
@@ -119,8 +125,9 @@ class LoopState:
             if mode is PauseMode.WAIT:
                 self._drained.append(drained)
             else:
-                drained.set_result(None)
+                outbox.resolve(drained, None)
             self._lock.notify()
+        outbox.send()
 
     def resume(self) -> None:
         outbox = Outbox()
@@ -129,7 +136,7 @@ class LoopState:
             if self._paused is None:
                 raise RuntimeError("not paused; pause() comes first")
             self._paused = None
-            _release(self._drained, outbox)
+            _resolve_all(self._drained, outbox)
             self._lock.notify()
         outbox.send()
 
@@ -167,25 +174,31 @@ class LoopState:
 
     def decide(self) -> LoopDecision:
         """Sleep until there is something to do: CLOSE before PULL before ABORT before STEP."""
-        with self._lock:
-            calls = self._calls
-            while True:
-                if self._closing:
-                    return LoopDecision(LoopAction.CLOSE)
-                if self._pulls:
-                    newest = max(self._pulls, key=lambda pull: pull.version)
-                    return LoopDecision(LoopAction.PULL, version=newest.version, manifest=newest.manifest)
-                if calls.aborting or self._barriers:
-                    return LoopDecision(LoopAction.ABORT, request_ids=tuple(calls.aborting))
-                if self._paused is None and len(calls):
-                    return LoopDecision(LoopAction.STEP, requests=calls.admit(self._version))
-                if self._paused is PauseMode.WAIT and calls.running:
-                    return LoopDecision(LoopAction.STEP)
+        while True:
+            outbox = Outbox()
+            with self._lock:
+                if (decision := self._next_decision()) is not None:
+                    return decision
                 if self._drained:
-                    outbox = Outbox()
-                    _release(self._drained, outbox)
-                    outbox.send()
-                self._lock.wait()
+                    _resolve_all(self._drained, outbox)
+                else:
+                    self._lock.wait()
+            outbox.send()
+
+    def _next_decision(self) -> LoopDecision | None:
+        calls = self._calls
+        if self._closing:
+            return LoopDecision(LoopAction.CLOSE)
+        if self._pulls:
+            newest = max(self._pulls, key=lambda pull: pull.version)
+            return LoopDecision(LoopAction.PULL, version=newest.version, manifest=newest.manifest)
+        if calls.aborting or self._barriers:
+            return LoopDecision(LoopAction.ABORT, request_ids=tuple(calls.aborting))
+        if self._paused is None and len(calls):
+            return LoopDecision(LoopAction.STEP, requests=calls.admit(self._version))
+        if self._paused is PauseMode.WAIT and calls.running:
+            return LoopDecision(LoopAction.STEP)
+        return None
 
     def absorb(
         self, rejected: Mapping[str, Exception], deltas: Iterable[TokenDelta], began: float, outbox: Outbox
@@ -209,7 +222,7 @@ class LoopState:
         with self._lock:
             self._calls.aborted(request_ids, outbox)
             if not self._calls.aborting:
-                _release(self._barriers, outbox)
+                _resolve_all(self._barriers, outbox)
 
     def pull_of(self, version: int) -> PendingPull:
         """One that waits for this version."""
@@ -249,7 +262,7 @@ class LoopState:
             calls, _ = self._calls.clear()
             for future in [*(call.future for call in (*calls, *self._pulls)), *self._drained]:
                 outbox.resolve(future, with_cause(EngineDeadError(reason), cause))
-            _release(self._barriers, outbox)  # there is nothing left to abort
+            _resolve_all(self._barriers, outbox)  # there is nothing left to abort
             self._pulls.clear()
             self._drained.clear()
         outbox.send()
@@ -259,7 +272,7 @@ class LoopState:
         return with_cause(error, self._distrusted)
 
 
-def _release(waiters: Waiters, outbox: Outbox) -> None:
+def _resolve_all(waiters: Waiters, outbox: Outbox) -> None:
     for waiter in waiters:
         outbox.resolve(waiter, None)
     waiters.clear()

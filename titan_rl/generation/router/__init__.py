@@ -3,7 +3,7 @@
 from titan_rl.generation.router.affinity import ConsistentHash, GroupAffinity
 from titan_rl.generation.router.limits import Limits
 from titan_rl.generation.router.pause import PauseReport
-from titan_rl.generation.router.pooled_replica import ReplicaStatus
+from titan_rl.generation.router.pool import ReplicaStatus
 from titan_rl.generation.router.pull import PullMode, PullReport
 from titan_rl.generation.router.replica import Replica
 from titan_rl.generation.router.router import GeneratorRouter

@@ -8,17 +8,17 @@ from collections import Counter
 from collections.abc import Sequence
 
 from titan_rl.calls.bounded import limited
-from titan_rl.generation.router.pooled_replica import PooledReplica
-from titan_rl.generation.router.tasks import TaskSet
+from titan_rl.generation.router.background_tasks import BackgroundTasks
+from titan_rl.generation.router.pool import PooledReplica
 
 logger = logging.getLogger(__name__)
 
 
 class Aborts:
-    """A replica that does not take an abort is not judged by that: its requests will tell. The log has it once, until
+    """A replica that does not take an abort is not blamed for that: its requests will tell. The log has it once, until
     the replica takes one again."""
 
-    def __init__(self, tasks: TaskSet, call_s: float) -> None:
+    def __init__(self, tasks: BackgroundTasks, call_s: float) -> None:
         self._tasks = tasks
         self._call_s = call_s
         self._orphans: dict[PooledReplica, list[str]] = {}  # of this turn of the event loop

@@ -9,11 +9,11 @@ from titan_rl.calls import stopwatch
 from titan_rl.errors import EngineDeadError, EngineStalledError, RequestError
 from titan_rl.generation.router.health import Health
 from titan_rl.generation.router.in_flight import RequestInFlight
-from titan_rl.generation.router.pooled_replica import PooledReplica
+from titan_rl.generation.router.pool import PooledReplica
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class FailedAttempt:
     """One attempt of a request that failed."""
 
     replica: PooledReplica
@@ -47,8 +47,8 @@ class Blame:
         self._health = health
         self._wait_s = wait_s
 
-    async def lay(self, request: RequestInFlight, failures: list[Failure]) -> None:
-        """Judge the last of a request's failures.
+    async def lay(self, request: RequestInFlight, failures: list[FailedAttempt]) -> None:
+        """Say who is at fault in the last of a request's failures, and act on it.
 
         Raises:
             RequestError: it is the request's fault.

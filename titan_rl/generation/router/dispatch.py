@@ -10,13 +10,12 @@ from titan_rl.errors import EngineDeadError, EngineStalledError, GenerationError
 from titan_rl.generation.partial import aborted_late
 from titan_rl.generation.request import EngineRequest, OnChunk
 from titan_rl.generation.router.aborts import Aborts
-from titan_rl.generation.router.blame import Blame, Failure
+from titan_rl.generation.router.blame import Blame, FailedAttempt
 from titan_rl.generation.router.health import Health
 from titan_rl.generation.router.in_flight import RequestInFlight, RequestsInFlight
 from titan_rl.generation.router.limits import Limits
 from titan_rl.generation.router.pause import Pause
-from titan_rl.generation.router.pool import Pool, Reservation
-from titan_rl.generation.router.pooled_replica import PooledReplica
+from titan_rl.generation.router.pool import Pool, PooledReplica, Reservation
 from titan_rl.generation.router.stall import StallWatch
 from titan_rl.generation.router.waiter import NotResumedError
 from titan_rl.types import Completion, TokenChunk
@@ -42,7 +41,7 @@ class Dispatcher:
         self.closed: EngineDeadError | None = None
         self._pool = pool
         self._requests = requests
-        self._blame = Blame(health, limits.judge_s)
+        self._blame = Blame(health, limits.blame_s)
         self._pause = pause
         self._aborts = aborts
         self._stalls = stalls
@@ -50,11 +49,11 @@ class Dispatcher:
         self._max_attempts = max_attempts
 
     async def generate(self, request: EngineRequest, on_chunk: OnChunk | None = None) -> Completion:
-        failures: list[Failure] = []
+        failures: list[FailedAttempt] = []
         with self._requests.track(request) as in_flight:
             partial = in_flight.partial
             while (reservation := await self._reserve(in_flight)) is not None:
-                failure: Failure | None = None
+                failure: FailedAttempt | None = None
                 with reservation as replica:
                     epoch = replica.epoch
                     try:
@@ -63,8 +62,8 @@ class Dispatcher:
                         raise
                     except Exception as error:
                         partial.keep_chunks()
-                        if not in_flight.interrupted:  # else aborted, or its replica was removed: nobody's failure
-                            failure = Failure(replica, epoch, error, replica.num_served)
+                        if not in_flight.was_cut_short:  # else aborted, or its replica was removed: nobody's failure
+                            failure = FailedAttempt(replica, epoch, error, replica.num_served)
                     finally:
                         in_flight.unassign()
                 if failure is not None:
@@ -97,7 +96,7 @@ class Dispatcher:
                     else:
                         await in_flight.within(self._limits.no_replica_s, self._pool.serving.wait())
             except TimeoutError:
-                if in_flight.interrupted:
+                if in_flight.was_cut_short:
                     continue
                 if not self._pause.open.is_set():
                     raise self._pause.not_resumed() from None

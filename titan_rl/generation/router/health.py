@@ -6,11 +6,10 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
+from titan_rl.generation.router.background_tasks import BackgroundTasks
 from titan_rl.generation.router.limits import Limits
-from titan_rl.generation.router.pool import Pool
-from titan_rl.generation.router.pooled_replica import PooledReplica
+from titan_rl.generation.router.pool import Pool, PooledReplica
 from titan_rl.generation.router.replica import Replica
-from titan_rl.generation.router.tasks import TaskSet
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +31,7 @@ class Health:
     def __init__(
         self,
         pool: Pool,
-        tasks: TaskSet,
+        tasks: BackgroundTasks,
         limits: Limits,
         *,
         prepare: Callable[[PooledReplica], Awaitable[None]],

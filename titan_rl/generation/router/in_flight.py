@@ -15,7 +15,7 @@ from titan_rl.generation.partial import Partial
 from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.router.aborts import Aborts
 from titan_rl.generation.router.limits import Limits
-from titan_rl.generation.router.pooled_replica import PooledReplica
+from titan_rl.generation.router.pool import PooledReplica
 from titan_rl.generation.router.stall import StallWatch
 from titan_rl.generation.router.waiter import Waiter
 
@@ -132,7 +132,7 @@ class RequestsInFlight:
         for request in requests:
             request.aborted = True
             if request.replica is None:
-                request.interrupt()
+                request.cut_short()
         try:
             async with asyncio.timeout(self._limits.abort_s):
                 while running := [request for request in requests if not request.done.done()]:
@@ -145,7 +145,7 @@ class RequestsInFlight:
             if not (running := [request for request in requests if not request.done.done()]):
                 return ()
         for request in running:
-            request.interrupt()
+            request.cut_short()
         await asyncio.wait([request.done for request in running], timeout=self._limits.cancel_s)
         given_up = tuple(request.request_id for request in running)
         logger.warning("%d aborted requests did not return and were cancelled: %s", len(given_up), given_up[:16])

@@ -22,7 +22,7 @@ class Limits:
     reabort_interval_s: float = 2.0  # an abort is repeated for requests that reached their engine after it
     cancel_s: float = 5.0  # cancelled calls and tasks end; what is left is logged and let go
     call_s: float = 10.0  # one pause, resume, abort or close call to a replica
-    judge_s: float = 2.0  # replicas that failed a request go on to serve others, if it is the request's fault
+    blame_s: float = 2.0  # replicas that failed a request go on to serve others, if it is the request's fault
     quarantine_s: float = 1.0  # before a failed replica is tried again; doubles with each failure in a row
     max_quarantine_s: float = 60.0
 

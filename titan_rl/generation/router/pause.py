@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from titan_rl.calls.bounded import limited
 from titan_rl.generation.router.in_flight import RequestsInFlight
 from titan_rl.generation.router.limits import Limits
-from titan_rl.generation.router.pool import Pool
-from titan_rl.generation.router.pooled_replica import PooledReplica
+from titan_rl.generation.router.pool import Pool, PooledReplica
 from titan_rl.generation.router.waiter import NotResumedError
 from titan_rl.generation.types import PauseMode
 

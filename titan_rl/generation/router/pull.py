@@ -12,8 +12,7 @@ from titan_rl.calls.bounded import limited
 from titan_rl.errors import StateDictError
 from titan_rl.generation.router.in_flight import RequestsInFlight
 from titan_rl.generation.router.limits import Limits
-from titan_rl.generation.router.pool import Pool
-from titan_rl.generation.router.pooled_replica import PooledReplica
+from titan_rl.generation.router.pool import Pool, PooledReplica
 
 logger = logging.getLogger(__name__)
 

@@ -12,18 +12,17 @@ from titan_rl.calls.bounded import limited
 from titan_rl.errors import EngineDeadError, EngineStalledError
 from titan_rl.generation.request import EngineRequest, OnChunk
 from titan_rl.generation.router.aborts import Aborts
+from titan_rl.generation.router.background_tasks import BackgroundTasks
 from titan_rl.generation.router.dispatch import Dispatcher
 from titan_rl.generation.router.health import Health, OnReplicaFailed
 from titan_rl.generation.router.in_flight import RequestsInFlight
 from titan_rl.generation.router.limits import Limits
 from titan_rl.generation.router.pause import Pause, PauseReport
-from titan_rl.generation.router.pool import Pool
-from titan_rl.generation.router.pooled_replica import PooledReplica, ReplicaStatus
+from titan_rl.generation.router.pool import Pool, PooledReplica, ReplicaStatus
 from titan_rl.generation.router.pull import Puller, PullMode, PullReport
 from titan_rl.generation.router.replica import Replica
 from titan_rl.generation.router.stall import StallWatch
 from titan_rl.generation.router.strategies import LeastLoaded, StickySession, Strategy
-from titan_rl.generation.router.tasks import TaskSet
 from titan_rl.generation.types import PauseMode
 from titan_rl.types import Completion, SamplingParams
 
@@ -66,7 +65,7 @@ class GeneratorRouter:
         self._limits = limits or Limits()
         self._closed: EngineDeadError | None = None
         self._calls: set[asyncio.Timeout] = set()  # of the control calls under way
-        self._tasks = TaskSet(on_error=self._fail)
+        self._tasks = BackgroundTasks(on_error=self._fail)
         self._aborts = aborts = Aborts(self._tasks, self._limits.call_s)
         stalls = StallWatch(stall_timeout_s, self._stalled)
         self._requests = RequestsInFlight(self._limits, aborts, stalls)
@@ -237,7 +236,7 @@ class GeneratorRouter:
         replica = self._pool.remove(name)
         self._aborts.forget(replica)
         for request in self._requests.on(replica):
-            request.interrupt()
+            request.cut_short()
 
     async def close(self) -> None:
         """Fail what is in flight with `EngineDeadError` and close every replica. Closing again does nothing."""
@@ -285,7 +284,7 @@ class GeneratorRouter:
             return
         self._closed = self._dispatcher.closed = reason
         for request in self._requests:
-            request.interrupt()
+            request.cut_short()
         for scope in self._calls:
             scope.reschedule(asyncio.get_running_loop().time())
 

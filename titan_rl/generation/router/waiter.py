@@ -27,7 +27,7 @@ class Waiter:
 
     def __init__(self, what: str, cancel_s: float) -> None:
         self.what = what
-        self.interrupted = False  # the present wait was cut short by the router, and by nobody's failure
+        self.was_cut_short = False  # the present wait was cut short by the router, and by nobody's failure
         self.interrupted_s = 0.0  # spent frozen, or waiting for a pause to end
         self._cancel_s = cancel_s
         self._call: BoundedCall[Any] | None = None  # what is waited for at present
@@ -48,11 +48,11 @@ class Waiter:
             frozen_s: the wait begins frozen, for so long at most.
 
         Raises:
-            TimeoutError: `seconds` have passed, not counting frozen ones, or `interrupt` was called.
+            TimeoutError: `seconds` have passed, not counting frozen ones, or `cut_short` was called.
             NotResumedError: it was frozen for too long.
             Exception: what `fail` was called with.
         """
-        self.interrupted, self._failure = False, None
+        self.was_cut_short, self._failure = False, None
         call = self._call = BoundedCall(coroutine, self.what, cleanup_s=self._cancel_s, error_type=GenerationError)
         try:
             if seconds is not None:
@@ -65,9 +65,9 @@ class Waiter:
                 raise
             if self._failure is not None:
                 raise self._failure from None
-            if self._frozen_at is not None and not self.interrupted:
+            if self._frozen_at is not None and not self.was_cut_short:
                 raise NotResumedError("frozen by a pause that was not resumed in time") from error
-            raise TimeoutError("interrupted" if self.interrupted else f"it took longer than {seconds:g} s") from error
+            raise TimeoutError("cut short" if self.was_cut_short else f"it took longer than {seconds:g} s") from error
         finally:
             self._call = None
             self._end_freeze()
@@ -82,10 +82,10 @@ class Waiter:
             self._stopwatch_pause.end()
             self._stopwatch_pause = None
 
-    def interrupt(self) -> None:
+    def cut_short(self) -> None:
         """End the present wait with `TimeoutError`."""
         if self._is_waiting:
-            self.interrupted = True
+            self.was_cut_short = True
             self._cut()
 
     def fail(self, error: Exception) -> None:
@@ -98,7 +98,7 @@ class Waiter:
     def _is_waiting(self) -> bool:
         """In a wait that nobody has cut short yet."""
         call = self._call
-        return call is not None and not (call.expired() or self.interrupted or self._failure)
+        return call is not None and not (call.expired() or self.was_cut_short or self._failure)
 
     def _cut(self) -> None:
         assert self._call is not None

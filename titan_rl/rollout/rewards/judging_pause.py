@@ -33,7 +33,7 @@ class JudgingPause:
         """Begin the grace period. One that has begun goes on."""
         if self._over.is_set():
             self._over.clear()
-            self._grace = asyncio.get_running_loop().call_later(self._grace_s, self._interrupt)
+            self._grace = asyncio.get_running_loop().call_later(self._grace_s, self._cancel_all)
 
     def end(self) -> None:
         if self._grace is not None:
@@ -41,8 +41,8 @@ class JudgingPause:
         self._over.set()
 
     async def judge(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """The result of `work()`, which is called again each time it is interrupted. A cancellation of the caller is
-        no interruption, whenever it comes."""
+        """The result of `work()`, which is called again each time a pause has cancelled it. A cancellation of the
+        caller ends it, whenever it comes."""
         while True:
             if not self._over.is_set():
                 await self._wait()
@@ -58,7 +58,7 @@ class JudgingPause:
                 if not scope.expired():
                     raise
 
-    def _interrupt(self) -> None:
+    def _cancel_all(self) -> None:
         for scope in self._at_work:
             scope.reschedule(asyncio.get_running_loop().time())
         if self._at_work:

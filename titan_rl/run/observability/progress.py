@@ -109,7 +109,7 @@ class Progress:
         """One line of text, above the live display."""
         self._console.print(Text(text, style="dim" if self._live else ""))
 
-    def interrupt(self, text: str) -> None:
+    def end_with(self, text: str) -> None:
         """One line on standard error, for which the live display ends. Callable from a signal handler."""
         if self._live is not None:
             self._live.stop()

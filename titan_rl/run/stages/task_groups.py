@@ -86,14 +86,14 @@ class TaskGroups:
         )
 
     @contextlib.asynccontextmanager
-    async def interrupted(self, mode: PauseMode | str) -> AsyncGenerator[bool]:
+    async def paused(self, mode: PauseMode | str) -> AsyncGenerator[bool]:
         """Rollouts in flight wait for the length of the block, or end with what they have; see `GeneratorRouter.pause`.
 
         Args:
             mode: as `scheduling.on_batch_ready`: with "continue" they go on.
 
         Yields:
-            whether they are interrupted.
+            whether generation is paused.
         """
         if mode == "continue":
             yield False

@@ -6,13 +6,14 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from titan_rl.errors import GenerationError, RequestError
 from titan_rl.generation.engine import TokenDelta, problem_of
-from titan_rl.generation.loop.pending import Outbox, PendingCall
+from titan_rl.generation.loop.outbox import Outbox
+from titan_rl.generation.loop.pending_call import PendingCall
 from titan_rl.generation.partial import aborted_late
 from titan_rl.generation.request import EngineRequest
 from titan_rl.types import FinishReason
 
 
-class Calls:
+class PendingCalls:
     """A call waits until a step lets it join the batch, and then runs until it is resolved. Part of a `LoopState`,
     which alone touches it, and under its lock."""
 

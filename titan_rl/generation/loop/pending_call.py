@@ -1,21 +1,14 @@
-"""What is between a caller's event loop and the engine's thread: the calls that wait, and the results going back."""
+"""One open `generate` call of an engine loop."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 
-from titan_rl.generation.engine import Engine, TokenDelta
+from titan_rl.generation.engine import TokenDelta
 from titan_rl.generation.request import EngineRequest, OnChunk
-from titan_rl.generation.types import PullResult
 from titan_rl.types import Completion, FinishReason, TokenChunk, VersionSpan
-
-logger = logging.getLogger(__name__)
-
-ErrorT = TypeVar("ErrorT", bound=Exception)
 
 
 class PendingCall:
@@ -120,70 +113,3 @@ class PendingCall:
                 spans.append(VersionSpan(version, count))
             end = min(end, index)
         return tuple(reversed(spans))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PendingPull:
-    """One `pull` call."""
-
-    version: int
-    items: Iterable[tuple[str, Any]]
-    source: Iterator[tuple[str, Any]]  # what `items` reads from; closed if nobody does
-    verify: Callable[[Engine], object] | None
-    manifest: Any
-    future: asyncio.Future[PullResult]
-
-    def close(self) -> None:
-        """Let go of what was opened. What that raises is told of in the log: it is no reason to serve no more, and says
-        nothing against weights that were loaded and found right."""
-        try:
-            if (close := getattr(self.source, "close", None)) is not None:
-                close()
-        except BaseException:  # a transport's own, whatever it is
-            logger.exception("the source of version %d failed to close", self.version)
-
-
-class Outbox:
-    """Results for the futures of several event loops, delivered with one wake-up for each loop."""
-
-    def __init__(self) -> None:
-        self._by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Any, Any]]] = {}
-
-    def resolve(self, future: asyncio.Future[Any], value: Any) -> None:
-        """`value` becomes the future's result, or its exception if it is one."""
-        self._by_loop.setdefault(future.get_loop(), []).append((future, value))
-
-    def call(self, loop: asyncio.AbstractEventLoop, function: Callable[[Any], None], value: Any) -> None:
-        """`function(value)` runs on `loop`, in order with the results."""
-        self._by_loop.setdefault(loop, []).append((function, value))
-
-    def send(self) -> None:
-        if not self._by_loop:
-            return
-        batches, self._by_loop = self._by_loop, {}
-        for loop, batch in batches.items():
-            try:
-                loop.call_soon_threadsafe(_deliver, loop, batch)
-            except RuntimeError:  # the loop is closed, so nobody awaits these any more
-                assert loop.is_closed()
-
-
-def _deliver(loop: asyncio.AbstractEventLoop, batch: list[tuple[Any, Any]]) -> None:
-    for target, value in batch:
-        if not isinstance(target, asyncio.Future):
-            try:
-                target(value)
-            except Exception as error:
-                loop.call_exception_handler({"message": f"{target!r} failed", "exception": error})
-        elif target.done():  # its caller has been cancelled
-            continue
-        elif isinstance(value, BaseException):
-            target.set_exception(value)
-        else:
-            target.set_result(value)
-
-
-def with_cause(error: ErrorT, cause: BaseException | None) -> ErrorT:
-    """`error` as `raise error from cause` would have it."""
-    error.__cause__ = cause
-    return error

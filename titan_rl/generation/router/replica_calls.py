@@ -15,7 +15,7 @@ from titan_rl.types import Completion
 T = TypeVar("T")
 
 
-class GuardedReplica:
+class ReplicaCalls:
     """A replica whose calls fail by an `Exception` if they fail, and end soon after they are cancelled.
 
     Each call but `generate` is a task of its own: one that is slow to end, once it is cancelled, is left behind.

@@ -29,7 +29,7 @@ async def cancel_and_drain(tasks: Collection[asyncio.Task[Any]], timeout_s: floa
     return list(left)
 
 
-class TaskSet:
+class BackgroundTasks:
     """Tasks that run until they are done or the set is closed. An exception in one goes to `on_error`."""
 
     def __init__(self, on_error: Callable[[BaseException], None]) -> None:
