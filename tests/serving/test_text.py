@@ -97,10 +97,10 @@ def test_text_ends_before_the_first_stop(said: str, stops: tuple[str, ...], text
         piece, count = reader.add(token_ids[at : at + size])
         pieces.append(piece)
         num_tokens += count
-        if reader.stopped:
+        if reader.stop is not None:
             break
     pieces.append(reader.end())
     assert "".join(pieces) == text
-    assert reader.stopped == any(stop in said for stop in stops)
+    assert (reader.stop is not None) == any(stop in said for stop in stops)
     kept = BYTES.decode(token_ids[:num_tokens])
-    assert kept == said if not reader.stopped else any(kept.endswith(stop) for stop in stops)
+    assert kept == said if reader.stop is None else any(kept.endswith(stop) for stop in stops)

@@ -11,6 +11,8 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from titan_rl.rollout.renderer.types import Renderer
+from titan_rl.serving.conversations.sessions import Conversations
+from titan_rl.serving.conversations.turn import Turns
 from titan_rl.serving.http.admin import Control, admin_routes
 from titan_rl.serving.http.exchange import Exchanges
 from titan_rl.serving.http.guard import Guard
@@ -80,6 +82,10 @@ def make_app(
     whole = unbroken(stream, wait_until_resumed=wait_until_resumed)
     policy = ServedPolicy(model, whole, max_context, metrics)
     text = None if tokenizer is None else Text(tokenizer)
+    turns = None
+    if text is not None and renderer is not None:
+        conversations = Conversations(renderer, most=limits.num_conversations, most_turns=limits.conversation_turns)
+        turns = Turns(policy, text, renderer, conversations)
     if stop_token_ids is None:
         stop_token_ids = () if renderer is None else renderer.get_stop_token_ids()
     stops = tuple(stop_token_ids)
@@ -115,7 +121,7 @@ def make_app(
         Route("/v1/models/{name:path}", one_model),
         _post("/inference/v1/generate", TokenEndpoint(policy, exchanges, stops)),
         _post("/v1/completions", CompletionEndpoint(policy, exchanges, text, stops)),
-        _post("/v1/chat/completions", ChatEndpoint(policy, exchanges, text, renderer, stops)),
+        _post("/v1/chat/completions", ChatEndpoint(turns, exchanges, stops)),
         *(admin_routes(control) if control is not None else ()),
     ]
     router = Router(routes, redirect_slashes=False)

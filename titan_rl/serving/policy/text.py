@@ -20,6 +20,8 @@ class Text:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._backend: Any = getattr(tokenizer, "backend_tokenizer", tokenizer)
+        added: dict[int, Any] = self._backend.get_added_tokens_decoder()
+        self._special = frozenset(token_id for token_id, token in added.items() if token.special)
 
     def encode(self, text: str) -> list[int]:
         """With the special tokens that the tokenizer begins a text with."""
@@ -29,6 +31,10 @@ class Text:
     def decode(self, token_ids: Sequence[int]) -> str:
         """Without special tokens."""
         return self._backend.decode(list(token_ids), skip_special_tokens=True)
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether `decode` leaves it out."""
+        return token_id in self._special
 
     def piece(self, token_id: int) -> str:
         """What is shown for one token, special or not."""
@@ -84,14 +90,14 @@ class TextReader:
         before: see `Detokenizer`.
 
     Attributes:
-        stopped: whether one of them was found.
+        stop: the one that was found.
     """
 
     def __init__(self, decode: Decode, stops: Sequence[str] = (), before: Sequence[int] = ()) -> None:
         self._detokenizer = Detokenizer(decode, before)
         self._stops = tuple(stops)
         self._held = ""  # text that may be the beginning of a stop
-        self.stopped = False
+        self.stop: str | None = None
 
     def add(self, token_ids: Sequence[int]) -> tuple[str, int]:
         """
@@ -104,16 +110,16 @@ class TextReader:
         text = ""
         for count, token_id in enumerate(token_ids, 1):
             text += self._until_stop(self._detokenizer.add([token_id]))
-            if self.stopped:
+            if self.stop is not None:
                 return text, count
         return text, len(token_ids)
 
     def end(self) -> str:
         """The rest of the text."""
-        if self.stopped:
+        if self.stop is not None:
             return ""
         text = self._until_stop(self._detokenizer.end())
-        if not self.stopped:
+        if self.stop is None:
             text, self._held = text + self._held, ""
         return text
 
@@ -122,7 +128,7 @@ class TextReader:
             return ""
         text = self._held + piece
         if (end := find_stop(text, self._stops)) is not None:
-            self.stopped, self._held = True, ""
+            self.stop, self._held = next(stop for stop in self._stops if text.startswith(stop, end)), ""
             return text[:end]
         keep = max((_overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - keep :]

@@ -8,8 +8,11 @@ from typing import Annotated, Any
 from pydantic import Field
 from starlette.requests import Request
 
+from titan_rl.serving import LEAST_LOGPROB
+from titan_rl.serving.conversations.turn import Turns
 from titan_rl.serving.http.api_error import ApiError
 from titan_rl.serving.http.body import Body
+from titan_rl.serving.policy.text import Text
 from titan_rl.types import Completion
 
 Zero = Annotated[float, Field(ge=0, le=0)] | None
@@ -59,6 +62,16 @@ class SamplingBody(Body):
         }
 
 
+def turns_of(turns: Turns | None) -> Turns:
+    """
+    Raises:
+        ApiError: 400, there is no renderer.
+    """
+    if turns is None:
+        raise ApiError(400, "this server has no renderer for messages; ask /inference/v1/generate")
+    return turns
+
+
 def check_choices(count: int, most: int, param: str) -> None:
     """
     Raises:
@@ -105,3 +118,13 @@ def session_id_of(request: Request) -> str | None:
     if given is not None and len(given) > 256:
         raise ApiError(400, "the header X-Session-ID is longer than 256 characters")
     return given or None
+
+
+def token_logprobs(text: Text, token_ids: Sequence[int], logprobs: Sequence[float]) -> list[dict[str, Any]]:
+    """In the form of OpenAI's chat."""
+    told: list[dict[str, Any]] = []
+    for token_id, logprob in zip(token_ids, logprobs, strict=True):
+        piece = text.piece(token_id)
+        in_bytes = None if "\ufffd" in piece else list(piece.encode())  # else its bytes are part of a character
+        told.append({"token": piece, "logprob": max(logprob, LEAST_LOGPROB), "bytes": in_bytes, "top_logprobs": ()})
+    return told

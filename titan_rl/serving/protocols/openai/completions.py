@@ -132,7 +132,7 @@ class _Choice:
         self._pieces.append(piece)
         if self._emit is not None:
             self._tell(piece, chunk, count)
-        return count if self._reader.stopped else None
+        return count if self._reader.stop is not None else None
 
     def whole(self, completion: Completion) -> dict[str, Any]:
         text = "".join(self._pieces) + self._reader.end()

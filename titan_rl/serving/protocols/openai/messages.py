@@ -1,14 +1,10 @@
-"""Messages of OpenAI's protocol: those a client sends, and those it is given."""
+"""The messages and tools that a client sends."""
 
 from __future__ import annotations
 
-import json
-import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from titan_rl.rollout.renderer.messages import message_of
-from titan_rl.rollout.renderer.types import ParsedResponse
 from titan_rl.serving.http.api_error import ApiError
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
@@ -38,29 +34,6 @@ def tools_from(given: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]
         if not isinstance(cast("Any", function).get("parameters", {}), Mapping):
             raise _wrong(f"tools[{index}].function.parameters", "must be an object")
     return [dict(tool) for tool in given] if given else None
-
-
-def reply_from(parsed: ParsedResponse, *, end: int | None = None) -> dict[str, Any]:
-    """The message a client is given. A call of a tool that is malformed is part of its text, as it was written.
-
-    Args:
-        end: where the content ends in a stop string.
-    """
-    message: dict[str, Any] = {"refusal": None, **message_of(parsed)}
-    content = parsed.content if end is None else parsed.content[:end]
-    calls: list[dict[str, Any]] = []
-    for call in parsed.tool_calls:
-        if call.name is None or str(call.status) != "ok":
-            content += str(getattr(call, "raw", ""))
-            continue
-        arguments = call.arguments if isinstance(call.arguments, str) else json.dumps(call.arguments or {})
-        function = {"name": call.name, "arguments": arguments}
-        calls.append({"id": call.id or f"call_{uuid.uuid4().hex}", "type": "function", "function": function})
-    message.pop("tool_calls", None)
-    if calls:
-        message["tool_calls"] = calls
-    message["content"] = content if content or not calls else None
-    return message
 
 
 def _message(given: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -1,0 +1,273 @@
+"""One completion as a message, whole or as it comes."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from titan_rl.rollout.renderer.chat_template import Answer
+from titan_rl.rollout.renderer.messages import message_of
+from titan_rl.rollout.renderer.types import ParsedResponse, Renderer
+from titan_rl.serving.policy.text import Text, TextReader, find_stop
+from titan_rl.types import Completion, FinishReason, TokenChunk
+
+_THINK, _THINK_END = "<think>", "</think>"
+_MAY_BEGIN_A_CALL = "<[{(`"
+_MAY_END_A_CALL = frozenset(">]})`")
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What a reply says next. `Reply.message` is what its deltas say together."""
+
+    reasoning: str = ""
+    content: str = ""
+    tool_calls: Sequence[dict[str, Any]] = ()  # whole ones, in the form of OpenAI's chat
+    token_ids: Sequence[int] = ()
+    logprobs: Sequence[float] = ()  # [num_tokens]
+
+    def __bool__(self) -> bool:
+        return bool(self.reasoning or self.content or self.tool_calls or self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """
+    Attributes:
+        message: in the form of OpenAI's chat, as a client is given it and will send it back.
+        stop: the string that ended it, where one did.
+    """
+
+    message: dict[str, Any]
+    completion: Completion
+    stop: str | None = None
+
+    @property
+    def content(self) -> str:
+        return self.message["content"] or ""
+
+    @property
+    def reasoning(self) -> str:
+        return self.message.get("reasoning_content") or ""
+
+    @property
+    def tool_calls(self) -> list[dict[str, Any]]:
+        return self.message.get("tool_calls") or []
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        reason = self.completion.finish_reason
+        return FinishReason.TOOL_CALLS if self.tool_calls and reason is FinishReason.STOP else reason
+
+
+class _Mode(Enum):
+    UNKNOWN = "what comes next has no text yet"
+    THINKING = "reasoning is told as it comes"
+    LIVE = "content is told as it comes"
+    HELD = "what the text is shows when it is whole"
+
+
+@dataclass(slots=True)
+class _Told:
+    """What a client was told of so far."""
+
+    reasoning: str = ""
+    content: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyForm:
+    """How the replies to a prompt are read.
+
+    Args:
+        tools: those offered. Without any, what looks like a call of one is text.
+        one_call: a completion ends with the first call of a tool.
+        stops: strings that end a completion; they are not part of its content.
+    """
+
+    renderer: Renderer
+    text: Text
+    prompt_token_ids: Sequence[int] = field(repr=False)
+    tools: list[dict[str, Any]] | None = None
+    one_call: bool = False
+    stops: tuple[str, ...] = ()
+
+    @property
+    def may_cut(self) -> bool:
+        """Whether a completion can end before the model ends it."""
+        return bool(self.stops) or (self.one_call and bool(self.tools))
+
+    def parsed(self, token_ids: Sequence[int]) -> ParsedResponse:
+        try:
+            parsed = self.renderer.parse_response(
+                list(token_ids), tools=self.tools, prompt_ids=list(self.prompt_token_ids)
+            )
+        except Exception:  # a renderer raises where there is no message in it; there is text
+            return Answer(self.text.decode(token_ids))
+        if self.tools or not parsed.tool_calls:
+            return parsed
+        content = self.text.decode(token_ids).rpartition(_THINK_END)[2].strip()
+        return Answer(content, reasoning_content=parsed.reasoning_content)
+
+
+class ReplyReader:
+    """Only a renderer knows what in a completion is content, reasoning or a call of a tool, and it reads whole
+    completions. So text is told as it comes where it can be one thing alone: reasoning until it closes, content until
+    there is a character or a special token with which a call of a tool may begin. The rest is told at the end."""
+
+    def __init__(self, form: ReplyForm) -> None:
+        self._form = form
+        self._reader = TextReader(form.text.decode, form.stops)
+        self._token_ids: list[int] = []
+        self._pending = ""  # text that is not told yet
+        self._told = _Told()
+        self._mode = _Mode.UNKNOWN
+        self._begins_thinking = form.text.decode(list(form.prompt_token_ids[-8:])).rstrip().endswith(_THINK)
+
+    def take(self, chunk: TokenChunk) -> tuple[Delta, int | None]:
+        """
+        Returns:
+            delta: what there is to tell.
+            end: tokens of the chunk after which the completion ends, if it does.
+        """
+        piece, count = self._reader.add(chunk.token_ids)
+        before = len(self._token_ids)
+        self._token_ids += chunk.token_ids[:count]
+        end = count if self._reader.stop is not None else self._end_of_call(before)
+        if end is not None and end < count:
+            del self._token_ids[before + end :]
+            count = end
+        if self._form.tools and any(map(self._form.text.is_special, chunk.token_ids[:count])):
+            self._mode = _Mode.HELD
+        reasoning, content = self._told_now(piece)
+        return Delta(reasoning, content, (), chunk.token_ids[:count], chunk.logprobs[:count]), end
+
+    def end(self, completion: Completion) -> tuple[Delta, Reply]:
+        """The rest, and all of it."""
+        whole = self.whole(completion)
+        message, told = dict(whole.message), self._told
+        rest = self._pending + self._reader.end()
+        if not whole.reasoning.startswith(told.reasoning):  # what was told stands, and is the message that comes back
+            message["reasoning_content"] = told.reasoning + (rest if self._mode is _Mode.THINKING else "")
+        if not whole.content.startswith(told.content):
+            message["content"] = told.content + ("" if whole.tool_calls else rest)
+        reply = Reply(message, completion, whole.stop)
+        return Delta(
+            reply.reasoning[len(told.reasoning) :], reply.content[len(told.content) :], reply.tool_calls
+        ), reply
+
+    def whole(self, completion: Completion) -> Reply:
+        """All of it, where nothing was told before."""
+        parsed = self._form.parsed(completion.token_ids)
+        message = reply_from(parsed, end=find_stop(parsed.content, self._form.stops))
+        return Reply(message, completion, self._reader.stop)
+
+    def _end_of_call(self, before: int) -> int | None:
+        """Tokens of the last chunk up to the end of the first call."""
+        form = self._form
+        if not (form.one_call and form.tools) or not self._may_end_a_call(self._token_ids[before:]):
+            return None
+        if not _has_call(form.parsed(self._token_ids)):
+            return None
+        ends = range(before + 1, len(self._token_ids) + 1)
+        return next(end for end in ends if _has_call(form.parsed(self._token_ids[:end]))) - before
+
+    def _may_end_a_call(self, token_ids: Sequence[int]) -> bool:
+        text = self._form.text
+        return any(
+            text.is_special(one) or any(mark in text.piece(one) for mark in _MAY_END_A_CALL) for one in token_ids
+        )
+
+    def _told_now(self, piece: str) -> tuple[str, str]:
+        """Reasoning and content that can be told with this piece."""
+        self._pending += piece
+        reasoning = content = ""
+        if self._mode is _Mode.UNKNOWN:
+            self._find_mode()
+        if self._mode is _Mode.THINKING:
+            reasoning = self._tell_reasoning()
+        if self._mode is _Mode.LIVE:
+            content = self._tell_content()
+        return reasoning, content
+
+    def _find_mode(self) -> None:
+        shown = self._pending.strip()
+        thinks = self._begins_thinking or shown.startswith(_THINK)
+        if not shown or (not self._begins_thinking and _THINK.startswith(shown)):
+            return
+        parsed = self._form.parsed(self._token_ids)
+        if parsed.tool_calls:
+            self._mode = _Mode.HELD
+        elif thinks and not self._told.reasoning and parsed.reasoning_content and not parsed.content:
+            self._mode = _Mode.THINKING
+            self._pending = self._pending.lstrip().removeprefix(_THINK)
+        elif not thinks and parsed.content.strip().startswith(shown):
+            self._mode = _Mode.LIVE
+            if not parsed.content[:1].isspace():
+                self._pending = self._pending.lstrip()
+        elif not thinks or parsed.content or _THINK_END in self._pending:
+            self._mode = _Mode.HELD
+
+    def _tell_reasoning(self) -> str:
+        text, closed, rest = self._pending.partition(_THINK_END)
+        if closed:
+            self._mode, self._begins_thinking = _Mode.UNKNOWN, False
+            self._pending = rest
+            text = text.strip() if not self._told.reasoning else text.rstrip()
+            self._told.reasoning += text
+            if rest.strip():
+                self._find_mode()
+            return text
+        if not self._told.reasoning:
+            self._pending = self._pending.lstrip()
+        mark = self._pending.find("<") if self._form.tools else self._pending.rfind("<")
+        may_close = mark >= 0 and (bool(self._form.tools) or _THINK_END.startswith(self._pending[mark:]))
+        text = (self._pending[:mark] if may_close else self._pending).rstrip()
+        self._pending = self._pending[len(text) :]
+        self._told.reasoning += text
+        return text
+
+    def _tell_content(self) -> str:
+        ends = [end for mark in _MAY_BEGIN_A_CALL if (end := self._pending.find(mark)) >= 0]
+        text = self._pending
+        if self._form.tools and ends:
+            text = text[: min(ends)]
+        text = text.rstrip()  # a renderer may strip what follows
+        self._pending = self._pending[len(text) :]
+        self._told.content += text
+        return text
+
+
+def _has_call(parsed: ParsedResponse) -> bool:
+    return any(_is_call(call) for call in parsed.tool_calls)
+
+
+def _is_call(call: Any) -> bool:
+    return call.name is not None and str(call.status) == "ok"
+
+
+def reply_from(parsed: ParsedResponse, *, end: int | None = None) -> dict[str, Any]:
+    """The message a client is given. A call of a tool that is malformed is part of its text, as it was written.
+
+    Args:
+        end: where the content ends in a stop string.
+    """
+    message: dict[str, Any] = {"refusal": None, **message_of(parsed)}
+    content = parsed.content if end is None else parsed.content[:end]
+    calls: list[dict[str, Any]] = []
+    for call in parsed.tool_calls:
+        if not _is_call(call):
+            content += str(getattr(call, "raw", ""))
+            continue
+        arguments = call.arguments if isinstance(call.arguments, str) else json.dumps(call.arguments or {})
+        function = {"name": call.name, "arguments": arguments}
+        calls.append({"id": call.id or f"call_{uuid.uuid4().hex}", "type": "function", "function": function})
+    message.pop("tool_calls", None)
+    if calls:
+        message["tool_calls"] = calls
+    message["content"] = content if content or not calls else None
+    return message

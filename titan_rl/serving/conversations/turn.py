@@ -1,0 +1,117 @@
+"""A turn of a conversation: from its messages to the replies, whichever protocol asks."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from titan_rl.rollout.renderer.types import Renderer
+from titan_rl.rollout.types import Message
+from titan_rl.serving.conversations.reply import Delta, Reply, ReplyForm, ReplyReader
+from titan_rl.serving.conversations.sessions import Conversation, Conversations
+from titan_rl.serving.conversations.tree import Prompt
+from titan_rl.serving.policy.served_policy import Ask, ServedPolicy
+from titan_rl.serving.policy.text import Text
+from titan_rl.types import TokenChunk
+
+OnDelta = Callable[[int, Delta], None]
+"""Told of what the reply of this index says next."""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnAsk:
+    """
+    Args:
+        messages: the whole conversation, in the form of OpenAI's chat.
+        sampling: fields of `SamplingParams`, without the budget and the model's own stop tokens.
+        max_tokens: None is all the room there is.
+        one_call: a reply ends with the first call of a tool.
+        param: the field that the messages are from.
+    """
+
+    messages: Sequence[Message]
+    tools: list[dict[str, Any]] | None
+    max_tokens: int | None
+    sampling: dict[str, Any] = field(default_factory=dict[str, Any])
+    num_choices: int = 1
+    stops: tuple[str, ...] = ()
+    one_call: bool = False
+    session_id: str | None = None
+    param: str = "messages"
+
+
+class Turns:
+    """Turns of the conversations of all clients."""
+
+    def __init__(self, policy: ServedPolicy, text: Text, renderer: Renderer, conversations: Conversations) -> None:
+        self.policy = policy
+        self.text = text
+        self._renderer = renderer
+        self._conversations = conversations
+
+    def begin(self, asked: TurnAsk, id_prefix: str) -> Turn:
+        """The turn that is asked for. Nothing is generated or kept before its `replies`.
+
+        Raises:
+            RequestError: the renderer refuses the messages.
+            ApiError: 400, the conversation fills the context, or two values do not go together.
+        """
+        conversation = self._conversations.of(asked.session_id, asked.messages, asked.tools)
+        prompt = conversation.tree.prompt(asked.messages, asked.tools)
+        sampling = self.policy.sampling(len(prompt.token_ids), asked.max_tokens, asked.param, **asked.sampling)
+        request_id = f"{id_prefix}{uuid.uuid4().hex}"
+        ask = Ask(prompt.token_ids, sampling, asked.num_choices, conversation.session_of(prompt), request_id)
+        form = ReplyForm(self._renderer, self.text, prompt.token_ids, asked.tools, asked.one_call, asked.stops)
+        return Turn(self.policy, conversation, prompt, ask, form)
+
+
+class Turn:
+    """
+    Attributes:
+        id: of the request, for its client.
+        prompt_token_ids: what is generated from.  # [num_prompt_tokens]
+    """
+
+    def __init__(
+        self, policy: ServedPolicy, conversation: Conversation, prompt: Prompt, ask: Ask, form: ReplyForm
+    ) -> None:
+        self.id = ask.request_id
+        self.prompt_token_ids = prompt.token_ids
+        self._policy = policy
+        self._conversation = conversation
+        self._prompt = prompt
+        self._ask = ask
+        self._form = form
+
+    async def replies(self, on_delta: OnDelta | None = None) -> list[Reply]:
+        """Generate. What a client was told is what the turn is known by when it comes back.
+
+        Returns:
+            [num_choices], all of which are kept.
+        """
+        readers = [ReplyReader(self._form) for _ in range(self._ask.num_choices)]
+
+        def on_tokens(index: int, chunk: TokenChunk) -> int | None:
+            delta, end = readers[index].take(chunk)
+            if delta and on_delta is not None:
+                on_delta(index, delta)
+            return end
+
+        # Nobody reads the text before it is whole, unless there is something in it to look for.
+        is_watched = on_delta is not None or self._form.may_cut
+        completions = await self._policy.complete(self._ask, on_tokens if is_watched else None)
+        replies: list[Reply] = []
+        for index, (reader, completion) in enumerate(zip(readers, completions, strict=True)):
+            if on_delta is None:
+                replies.append(reader.whole(completion))
+                continue
+            rest, reply = reader.end(completion)
+            if rest:
+                on_delta(index, rest)
+            replies.append(reply)
+        for reply in replies:
+            assert self._ask.session_id is not None
+            self._conversation.add(self._prompt, reply.completion, reply.message, self._ask.session_id)
+        return replies
