@@ -172,17 +172,19 @@ class EngineLoop:
         """
         self._require_started()
         mode = PauseMode(mode)
-        drained: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._state.pause(mode, drained)
-        try:
-            async with asyncio.timeout(timeout_s):
-                await drained
-        except TimeoutError:
-            running = self._state.running_ids
-            logger.warning("pause('wait') gave up on %d requests after %g s and aborts them", len(running), timeout_s)
-            await self.abort(running)
+        late: tuple[str, ...] = ()
+        if mode is PauseMode.WAIT:
+            drained: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._state.pause(mode, drained)
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await drained
+            except TimeoutError:
+                late = self._state.running_ids
+                logger.warning("pause('wait') gave up on %d requests after %g s and aborts them", len(late), timeout_s)
         else:
-            await self.abort(None if mode is PauseMode.ABORT else ())
+            self._state.pause(mode)
+        await self.abort(None if mode is PauseMode.ABORT else late)
 
     async def resume(self) -> None:
         """Step again.

@@ -115,19 +115,16 @@ class LoopState:
         outbox.send()
         return count
 
-    def pause(self, mode: PauseMode, drained: asyncio.Future[None]) -> None:
-        outbox = Outbox()
+    def pause(self, mode: PauseMode, drained: asyncio.Future[None] | None = None) -> None:
+        """Step no more; in mode WAIT once nothing runs, with which `drained` resolves."""
         with self._lock:
             self.require_alive()
             if self._paused is not None:
                 raise RuntimeError(f"already paused ({self._paused}); resume() before pausing again")
             self._paused = mode
-            if mode is PauseMode.WAIT:
+            if drained is not None:
                 self._drained.append(drained)
-            else:
-                outbox.resolve(drained, None)
             self._lock.notify()
-        outbox.send()
 
     def resume(self) -> None:
         outbox = Outbox()
