@@ -1,9 +1,12 @@
-"""What a user writes first. README.md shows the two examples word for word; this file runs them."""
+"""What a user writes first. README.md shows the examples word for word; this file runs them."""
 
 import inspect
+import re
+import sys
 from pathlib import Path
 
 import pytest
+from rollout.test_message_token_env import LetterRenderer
 
 from titan_rl import (
     Completion,
@@ -16,6 +19,7 @@ from titan_rl import (
     TokenObservation,
     TokenStep,
     VersionSpan,
+    load_config,
 )
 
 README = Path(__file__).parents[1] / "README.md"
@@ -59,3 +63,29 @@ def test_the_readme_shows_these_examples() -> None:
     readme = README.read_text()
     for example in (CountDown, count_down, test_a_custom_env_and_a_mock_generate_play_a_group):
         assert inspect.getsource(example).strip() in readme
+
+
+@pytest.mark.skipif(not README.exists(), reason="an installed package has no README")
+async def test_the_readmes_task_is_named_by_its_file_and_played(tmp_path: Path, monkeypatch) -> None:
+    (module,) = re.findall(r"```python\n(import random\n.*?)```", README.read_text(), re.DOTALL)
+    (settings,) = re.findall(r"```toml\n(.*?)```", README.read_text(), re.DOTALL)
+    (tmp_path / "sums.py").write_text(module)
+    (tmp_path / "sums.toml").write_text(settings)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    task = load_config("sums.toml", check_files=False).task
+    assert type(task) is sys.modules.pop("sums").Sums
+
+    async def second_time_right(prompt_token_ids, *, request_id, session_id=None, sampling) -> Completion:
+        text = "".join(map(chr, prompt_token_ids))
+        a, b = re.findall(r"\d+", text)[:2]
+        answer = [*map(ord, str(int(a) + int(b)) if "No." in text else "unsure"), 0]
+        return Completion(request_id, answer, [0.0] * len(answer), FinishReason.STOP, [VersionSpan(0, len(answer))])
+
+    rollouter = Rollouter(lambda sample: task.make_env(sample, LetterRenderer()), task.rubric(), max_context=1024)
+    (sample,) = task.validation_samples(1)
+    group = await rollouter.run_group(
+        second_time_right, sample, group_id="g", group_size=2, sampling=SamplingParams(max_tokens=64)
+    )
+    assert max(sample) > 99
+    assert [(rollout.reward, len(rollout.turns)) for rollout in group.rollouts] == [(0.5, 2)] * 2

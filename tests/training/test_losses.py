@@ -5,7 +5,9 @@ The reference goes token by token in plain loops, with derivatives worked out by
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,7 @@ from titan_rl.errors import ConfigError
 from titan_rl.rollout.rewards import registry as advantages
 from titan_rl.training.data.family import Family
 from titan_rl.training.data.sample import TrainingSample
-from titan_rl.training.losses import BY_NAME, LossTokens, TokenLoss
+from titan_rl.training.losses import BY_NAME, ClipRange, LossTokens, TokenLoss
 from titan_rl.training.objective.objective import Objective
 from titan_rl.training.policy.tensor_batch import TensorBatch, make_tensor_batch
 from titan_rl.training.settings import ADVANTAGES, LOSSES, CorrectionConfig, TrainingConfig
@@ -256,19 +258,24 @@ def test_splitting_a_batch_changes_nothing() -> None:
         np.testing.assert_allclose(sum(part["loss"] for part in parts), whole["loss"])
 
 
-def twice_reinforce(tokens: LossTokens, clip: object) -> TokenLoss:
-    loss_N = -2 * tokens.advantages_N * tokens.logprobs_N
-    return TokenLoss(loss_N, torch.zeros_like(loss_N, dtype=torch.bool))
+def capped(tokens: LossTokens, clip: ClipRange) -> TokenLoss:
+    """-min(r_t, 1 + high) * A_t: the ratio is bounded from above, whatever the advantage."""
+    ratios_N = tokens.log_ratios().exp()
+    most = 1 + clip.high
+    return TokenLoss(-ratios_N.clamp(max=most) * tokens.advantages_N, ratios_N > most)
 
 
-def test_a_loss_of_ones_own() -> None:
-    rows = [row_of()]
-    training = TrainingConfig(loss=f"{__name__}:twice_reinforce")
-    logprobs = torch.tensor([-1.0], dtype=torch.float64, requires_grad=True)
-    summed, _ = Objective(training, CorrectionConfig(), CONTEXT)(
-        batch_of(rows, 1), logprobs, torch.zeros(1), version=VERSION
+def test_a_loss_of_ones_own_as_the_docs_show_it() -> None:
+    assert inspect.getsource(capped).strip() in (Path(__file__).parents[2] / "docs" / "training.md").read_text()
+    rows = [row_of(policy=-1.0, behaviour=-1.0 - np.log(1.1)), row_of(policy=-1.0, behaviour=-3.0)]
+    training = TrainingConfig(loss=f"{__name__}:capped", clip_high=0.25)
+    logprobs = torch.tensor([row["policy"] for row in rows], dtype=torch.float64, requires_grad=True)
+    summed, stats = Objective(training, CorrectionConfig(), CONTEXT)(
+        batch_of(rows, 1), logprobs, torch.zeros(2), version=VERSION
     )
-    assert summed.item() == 2.0
+    summed.backward()
+    np.testing.assert_allclose([summed.item(), *logprobs.grad], [-1.1 - 1.25, -1.1, 0.0])
+    assert stats.clipped_M.tolist() == [False, True]
     with pytest.raises(ConfigError, match="has no function thrice"):
         Objective(TrainingConfig(loss=f"{__name__}:thrice"), CorrectionConfig(), CONTEXT)
     with pytest.raises(ValueError, match="must be one of grpo, gspo, cispo, reinforce"):
