@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Awaitable
 from contextlib import asynccontextmanager
 from typing import Any, Generic, TypeVar
 
-from titan_rl.calls.interrupts import passes
+from titan_rl.calls.ctrl_c import passes
 from titan_rl.calls.user_code import summary
 from titan_rl.errors import StrayCancellationError
 

@@ -1,4 +1,5 @@
-"""Objects that a config names: one of the library's by its name, or the user's as "module:name"."""
+"""What is imported when it is asked for: objects that a config names, one of the library's by its name or the user's
+as "module:name"; and optional dependencies."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any, TypeVar
 
-from titan_rl.errors import ConfigError
+from titan_rl.errors import ConfigError, MissingExtraError
 
 T = TypeVar("T")
 
@@ -68,6 +69,25 @@ def find_function(setting: str, name: str, known: Mapping[str, T]) -> T:
         there = ", ".join(_functions(import_module(module_name))) or "none"
         raise ConfigError(f"{setting} = {name!r}: {module_name} has no function {attribute}; it has: {there}")
     return found  # pyright: ignore[reportReturnType]
+
+
+def require(module: str, extra: str) -> ModuleType:
+    """Import `module`, which the optional dependencies `extra` bring.
+
+    Example: `torch = require("torch", "cpu")`.
+
+    Raises:
+        MissingExtraError: it is not installed; the message names the extra. A module that is installed and fails
+            while it is imported raises its own error.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        # `import torchtitan.models.qwen3` fails with the name of the first package that is absent. Anything else
+        # that is absent was wanted by the module itself, and hiding that name would mislead.
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise
+        raise MissingExtraError(error.name, extra) from error
 
 
 def _functions(module: ModuleType) -> list[str]:

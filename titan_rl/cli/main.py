@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import cast
 
-from titan_rl.calls.output import OutputError, replace_closed_streams, tell
 from titan_rl.calls.user_code import reason, summary
 from titan_rl.cli import completion, train
 from titan_rl.cli.options import EXIT_USAGE, Parser
 from titan_rl.errors import ConfigError, ModelError, TitanRLError
+from titan_rl.run.observability.standard_streams import OutputError, replace_closed_streams, tell
 
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 128 + signal.SIGINT

@@ -11,9 +11,9 @@ from typing import Any, Literal, NoReturn, cast, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from titan_rl.calls.output import say, tell
 from titan_rl.config.functions import function_name
 from titan_rl.config.run import RunConfig
+from titan_rl.run.observability.standard_streams import say, tell
 from titan_rl.settings import FunctionName, Section
 
 EXIT_USAGE = 2

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 
-from titan_rl.calls.output import say, tell
 from titan_rl.cli.options import Parser
 from titan_rl.cli.run_folder import CONFIG, find_run
 from titan_rl.config.changes import check_resume
 from titan_rl.config.concurrency import throttles
 from titan_rl.config.load import dump_config, load_config
 from titan_rl.errors import ConfigError
+from titan_rl.run.observability.standard_streams import say, tell
 
 
 def set_up(parser: Parser) -> None:

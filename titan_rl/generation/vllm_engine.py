@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from titan_rl.calls.extras import require
+from titan_rl.calls.imports import require
 from titan_rl.errors import ModelError, RequestError
 from titan_rl.generation.engine import TokenDelta
 from titan_rl.generation.request import EngineRequest

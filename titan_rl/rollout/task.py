@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from titan_rl.calls.interrupts import is_ctrl_c
+from titan_rl.calls.ctrl_c import is_ctrl_c
 from titan_rl.calls.user_code import describe
 from titan_rl.errors import DataError
 from titan_rl.rollout.environment.types import AgentEnv, TokenEnv

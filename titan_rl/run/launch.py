@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from titan_rl.actors.processes.garbage import settled_heap
-from titan_rl.calls.event_loop import run_to_its_end
 from titan_rl.calls.user_code import describe
 from titan_rl.calls.watchdog import LoopWatchdog
 from titan_rl.config.changes import settings_of
@@ -42,6 +41,7 @@ from titan_rl.run.journal.run_journal import RunJournal
 from titan_rl.run.journal.run_state import RunState
 from titan_rl.run.machine.disk_space import check_room, size_of
 from titan_rl.run.machine.environment import file_modes, run_environment, scratch_root
+from titan_rl.run.machine.event_loop import run_to_its_end
 from titan_rl.run.machine.guard import guarded
 from titan_rl.run.machine.stop_signals import StopSignals, tell_on_stderr
 from titan_rl.run.observability.outputs import open_outputs

@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from titan_rl.calls.ctrl_c import is_ctrl_c
 from titan_rl.calls.imports import find_function
-from titan_rl.calls.interrupts import is_ctrl_c
 from titan_rl.calls.user_code import describe
 from titan_rl.errors import DataError
 from titan_rl.rollout.types import RolloutGroup

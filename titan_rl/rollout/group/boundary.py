@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any
 
 from titan_rl.calls.cancellation import asked_to_cancel
-from titan_rl.calls.interrupts import passes
+from titan_rl.calls.ctrl_c import passes
 from titan_rl.calls.stopwatch import Stopwatch
 from titan_rl.calls.user_code import Failure
 from titan_rl.rollout.types import RolloutStatus

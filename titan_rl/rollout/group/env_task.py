@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
-from titan_rl.calls.interrupts import is_ctrl_c, passes
+from titan_rl.calls.ctrl_c import is_ctrl_c, passes
 from titan_rl.calls.user_code import summary
 from titan_rl.errors import StrayCancellationError
 from titan_rl.rollout.environment.types import AgentEnv, RolloutPolicy, TokenEnv

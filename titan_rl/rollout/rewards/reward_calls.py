@@ -12,7 +12,7 @@ from itertools import count
 from typing import Any, Literal, TypeVar, cast
 
 from titan_rl.calls.bounded import OutOfTimeError, bounded
-from titan_rl.calls.interrupts import is_ctrl_c
+from titan_rl.calls.ctrl_c import is_ctrl_c
 from titan_rl.calls.plain import safe_text, snapshot
 from titan_rl.calls.threads import DaemonThreads
 from titan_rl.calls.user_code import place_of, summary, where

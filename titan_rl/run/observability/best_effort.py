@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from titan_rl.calls.interrupts import is_ctrl_c
+from titan_rl.calls.ctrl_c import is_ctrl_c
 from titan_rl.calls.user_code import summary
 
 logger = logging.getLogger(__name__)

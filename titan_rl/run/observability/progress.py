@@ -20,8 +20,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from titan_rl.calls.output import silence
 from titan_rl.run.machine.stop_signals import tell_on_stderr
+from titan_rl.run.observability.standard_streams import silence
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from functools import partial
 
-from titan_rl.calls.extras import require
+from titan_rl.calls.imports import require
 from titan_rl.config.sections import LoggingConfig
 from titan_rl.run.directory import RunDirectory
 from titan_rl.run.observability.best_effort import BestEffort, Tell

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from titan_rl.calls.extras import require
+from titan_rl.calls.imports import require
 from titan_rl.errors import MissingExtraError
 
 
