@@ -30,14 +30,13 @@ from titan_rl.actors.processes.garbage import settle_heap
 from titan_rl.actors.processes.process import enter_actor_process
 from titan_rl.actors.processes.remote_process import RemoteProcess, call
 from titan_rl.actors.processes.supervisor import Supervisor
-from titan_rl.config.sections import GenerationConfig
+from titan_rl.config.sections import GenerationConfig, StateDictConfig
 from titan_rl.generation.registry import EngineSpec, make_engine
 from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.router import GeneratorRouter
 from titan_rl.rollout.group.rollout_ids import turn_seed
 from titan_rl.run.machine.environment import run_environment
 from titan_rl.weights.board import VersionBoard
-from titan_rl.weights.settings import StateDictConfig
 from titan_rl.weights.types import Manifest, Probe
 
 from monarch.actor import Actor, concurrent_endpoint, this_proc  # isort: skip

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 
 from benchmarks.generation import make_model
 from titan_rl.training.data.sample import TrainingSample
-from titan_rl.training.data.step_plan import plan_step
+from titan_rl.training.parts import make_planner
 from titan_rl.training.policy.minibatch import Minibatch
 from titan_rl.training.settings import ModelConfig, TrainingConfig
 from titan_rl.training.trainer import TrainerCore
@@ -55,7 +55,7 @@ class BareLoop:
     def __init__(self, model: ModelConfig, training: TrainingConfig, samples: Sequence[TrainingSample]) -> None:
         self._policy = TrainerCore(model, training, seed=0)._policy
         self._optimizer = torch.optim.AdamW(self._policy.model.parameters(), lr=training.lr, fused=True)
-        ((plan,),) = plan_step(samples, training)
+        ((plan,),) = make_planner(training)(samples)
         self.minibatch = Minibatch.from_plan(plan, self._policy.device, alone=True, lay_out=self._policy.lay_out)
 
     def step(self) -> None:

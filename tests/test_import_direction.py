@@ -18,7 +18,7 @@ MAY_IMPORT = {
     "settings": "",
     "types": "",
     "calls": "errors",
-    "weights": "calls errors settings",
+    "weights": "calls errors",
     "generation": "calls errors types",
     "rollout": "calls errors settings types",
     "scheduling": "calls errors rollout settings types",

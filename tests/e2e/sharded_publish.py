@@ -19,7 +19,6 @@ from titan_rl.training.publishing import WeightPublisher
 from titan_rl.training.settings import ModelConfig, TrainingConfig
 from titan_rl.training.trainer import TrainerCore
 from titan_rl.weights.parts import join
-from titan_rl.weights.settings import StateDictConfig
 from titan_rl.weights.transports.shared_memory import SharedMemoryTransport
 from titan_rl.weights.types import Manifest
 
@@ -29,9 +28,8 @@ class Rank:
         self.trainer = TrainerCore(model, training, seed=0)
         self.world = self.trainer.world
         self.transport = SharedMemoryTransport(f"sharded-{self.world.rank}")
-        statedict = StateDictConfig(num_probes=2)
         with patch.object(publishing, "PROBE_TOKENS", 8):  # they are drawn one by one, by all ranks
-            self.publisher = WeightPublisher(self.trainer, self.transport, model=model, statedict=statedict, seed=0)
+            self.publisher = WeightPublisher(self.trainer, self.transport, num_probes=2)
         self.samples = on_policy_samples(self.trainer, 50, 20, 33, 41)
 
     def publish(self) -> list[Manifest]:

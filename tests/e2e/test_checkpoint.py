@@ -19,8 +19,7 @@ from tiny_policy import make_tiny_qwen3, make_trainer, on_policy_samples, sequen
 from transformers import AutoModelForCausalLM
 
 from titan_rl.errors import CheckpointError, DamagedCheckpointError
-from titan_rl.training.optimizer.optimizers import NamedParameters
-from titan_rl.training.settings import TrainingConfig
+from titan_rl.training.optimizer.optimizers import NamedParameters, OptimizerSpec
 from titan_rl.training.state import train_state
 from titan_rl.training.trainer import TrainerCore
 
@@ -30,18 +29,18 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return make_tiny_qwen3(tmp_path_factory.mktemp(request.param), tied=request.param == "tied")
 
 
-def two_rates(parameters: NamedParameters, training: TrainingConfig) -> torch.optim.Optimizer:
+def two_rates(parameters: NamedParameters, spec: OptimizerSpec) -> torch.optim.Optimizer:
     """Norms learn at a tenth of the rate of the others, embeddings not at all."""
     groups: dict[float, list[torch.nn.Parameter]] = {0.0: [], 0.1: [], 1.0: []}
     for name, parameter in parameters:
         groups[0.0 if "tok_embeddings" in name else 0.1 if "norm" in name else 1.0].append(parameter)
     return torch.optim.RMSprop(
-        [{"params": members, "lr": training.lr * rate} for rate, members in groups.items()], lr=training.lr
+        [{"params": members, "lr": spec.lr * rate} for rate, members in groups.items()], lr=spec.lr
     )
 
 
-def named_nadam(parameters: NamedParameters, training: TrainingConfig) -> torch.optim.Optimizer:
-    return torch.optim.NAdam(parameters, lr=training.lr, betas=training.betas)
+def named_nadam(parameters: NamedParameters, spec: OptimizerSpec) -> torch.optim.Optimizer:
+    return torch.optim.NAdam(parameters, lr=spec.lr, betas=spec.betas)
 
 
 @pytest.mark.parametrize(

@@ -25,10 +25,8 @@ from titan_rl.generation.loop.engine_loop import EngineLoop
 from titan_rl.generation.vllm_engine import VLLMEngine
 from titan_rl.training.data.sample import TrainingSample
 from titan_rl.training.publishing import WeightPublisher
-from titan_rl.training.settings import ModelConfig
 from titan_rl.types import Completion, SamplingParams
 from titan_rl.weights.probes import verify
-from titan_rl.weights.settings import StateDictConfig
 from titan_rl.weights.transports.shared_memory import SharedMemoryTransport
 
 NUM_VERSIONS, IN_FLIGHT, LENGTH = 6, 8, 90
@@ -50,9 +48,7 @@ async def test_each_token_is_that_of_its_version(tmp_path: Path) -> None:
         return asyncio.create_task(loop.generate(asked[name], request_id=name, sampling=sampling))
 
     with SharedMemoryTransport("test-hot-swaps") as transport:
-        publisher = WeightPublisher(
-            trainer, transport, model=ModelConfig(path=str(folder)), statedict=StateDictConfig(), seed=0
-        )
+        publisher = WeightPublisher(trainer, transport)
 
         async def publish_and_pull() -> None:
             manifest = publisher.publish()

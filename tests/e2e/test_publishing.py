@@ -16,9 +16,7 @@ from titan_rl.training import publishing
 from titan_rl.training.losses.grpo import grpo_loss
 from titan_rl.training.losses.types import ClipRange, LossTokens, TokenLoss
 from titan_rl.training.publishing import WeightPublisher
-from titan_rl.training.settings import ModelConfig
 from titan_rl.training.trainer import TrainerCore
-from titan_rl.weights.settings import StateDictConfig
 from titan_rl.weights.transports.shared_memory import SharedMemoryTransport
 from titan_rl.weights.types import Manifest
 
@@ -61,9 +59,7 @@ def step(trainer: TrainerCore, samples: Any) -> dict[str, float]:
 
 
 def make_publisher(trainer: TrainerCore, transport: SharedMemoryTransport, folder: Path) -> WeightPublisher:
-    return WeightPublisher(
-        trainer, transport, model=ModelConfig(path=str(folder)), statedict=StateDictConfig(num_probes=1), seed=0
-    )
+    return WeightPublisher(trainer, transport, num_probes=1)
 
 
 def test_the_next_forward_runs_while_a_version_is_copied_and_the_optimizer_waits(tmp_path: Path) -> None:

@@ -18,13 +18,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titan_rl.errors import ConfigError
-from titan_rl.rollout.rewards import registry as advantages
 from titan_rl.training.data.family import Family
 from titan_rl.training.data.sample import TrainingSample
-from titan_rl.training.losses import BY_NAME, ClipRange, LossTokens, TokenLoss
+from titan_rl.training.losses import ClipRange, LossTokens, TokenLoss
+from titan_rl.training.losses.registry import BY_NAME, find_loss
 from titan_rl.training.objective.objective import Objective
+from titan_rl.training.parts import make_objective
 from titan_rl.training.policy.tensor_batch import TensorBatch, make_tensor_batch
-from titan_rl.training.settings import ADVANTAGES, LOSSES, CorrectionConfig, TrainingConfig
+from titan_rl.training.settings import CorrectionConfig, TrainingConfig
 
 VERSION, CONTEXT, LIMIT = 7, 512, 20.0
 NAN, INF = float("nan"), float("inf")
@@ -134,7 +135,7 @@ def check(rows: list[Row], training: TrainingConfig, correction: CorrectionConfi
     logprobs = torch.tensor([row["policy"] for row in rows], dtype=torch.float64, requires_grad=True)
     start = torch.tensor([row["start"] for row in rows], dtype=torch.float64)
     held_to = torch.tensor([row["reference"] for row in rows], dtype=torch.float64)
-    summed, record = Objective(training, correction, CONTEXT)(
+    summed, record = make_objective(training, correction, CONTEXT)(
         batch_of(rows, num_sequences=4),
         logprobs,
         torch.zeros(len(rows)),
@@ -268,20 +269,15 @@ def capped(tokens: LossTokens, clip: ClipRange) -> TokenLoss:
 def test_a_loss_of_ones_own_as_the_docs_show_it() -> None:
     assert inspect.getsource(capped).strip() in (Path(__file__).parents[2] / "docs" / "training.md").read_text()
     rows = [row_of(policy=-1.0, behaviour=-1.0 - np.log(1.1)), row_of(policy=-1.0, behaviour=-3.0)]
-    training = TrainingConfig(loss=f"{__name__}:capped", clip_high=0.25)
+    own = find_loss(f"{__name__}:capped")
     logprobs = torch.tensor([row["policy"] for row in rows], dtype=torch.float64, requires_grad=True)
-    summed, stats = Objective(training, CorrectionConfig(), CONTEXT)(
+    summed, stats = Objective(own, ClipRange(0.2, 0.25), max_context=CONTEXT)(
         batch_of(rows, 1), logprobs, torch.zeros(2), version=VERSION
     )
     summed.backward()
     np.testing.assert_allclose([summed.item(), *logprobs.grad], [-1.1 - 1.25, -1.1, 0.0])
     assert stats.clipped_M.tolist() == [False, True]
     with pytest.raises(ConfigError, match="has no function thrice"):
-        Objective(TrainingConfig(loss=f"{__name__}:thrice"), CorrectionConfig(), CONTEXT)
+        find_loss(f"{__name__}:thrice")
     with pytest.raises(ValueError, match="must be one of grpo, gspo, cispo, reinforce"):
         TrainingConfig(loss="ppo")
-
-
-def test_the_names_of_the_config_are_those_of_the_library() -> None:
-    assert set(LOSSES) == set(BY_NAME)
-    assert set(ADVANTAGES) == set(advantages.BY_NAME)

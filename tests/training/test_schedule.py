@@ -5,12 +5,14 @@ from typing import Any
 import pytest
 
 from titan_rl.training.optimizer.schedule import learning_rate
-from titan_rl.training.settings import TrainingConfig
 
 
-def rates(**settings: Any) -> list[float]:
-    training = TrainingConfig(lr=1.0, **settings)
-    return [learning_rate(step, training) for step in range(training.steps)]
+def rate(step: int, *, steps: int, warmup_steps: int = 0, decay: Any = "constant", min_lr_ratio: float = 0.1) -> float:
+    return learning_rate(step, steps=steps, lr=1.0, warmup_steps=warmup_steps, decay=decay, min_lr_ratio=min_lr_ratio)
+
+
+def rates(steps: int, **arguments: Any) -> list[float]:
+    return [rate(step, steps=steps, **arguments) for step in range(steps)]
 
 
 def test_constant_is_full_after_the_warm_up():
@@ -18,17 +20,14 @@ def test_constant_is_full_after_the_warm_up():
 
 
 def test_linear_ends_at_the_least_rate():
-    assert rates(steps=6, warmup_steps=2, lr_decay="linear", min_lr_ratio=0.0) == [0.5, 1.0, 0.75, 0.5, 0.25, 0.0]
+    assert rates(steps=6, warmup_steps=2, decay="linear", min_lr_ratio=0.0) == [0.5, 1.0, 0.75, 0.5, 0.25, 0.0]
 
 
 def test_cosine_is_halfway_in_the_middle_and_ends_at_the_least_rate():
-    assert rates(steps=5, lr_decay="cosine", min_lr_ratio=0.1) == pytest.approx(
-        [1.0, 0.868, 0.55, 0.232, 0.1], abs=1e-3
-    )
+    assert rates(steps=5, decay="cosine", min_lr_ratio=0.1) == pytest.approx([1.0, 0.868, 0.55, 0.232, 0.1], abs=1e-3)
 
 
 @pytest.mark.parametrize("decay", ["constant", "linear", "cosine"])
 def test_one_step_and_steps_past_the_end(decay: Any):
-    assert rates(steps=1, lr_decay=decay) == [1.0]
-    training = TrainingConfig(steps=3, lr=1.0, lr_decay=decay, min_lr_ratio=0.5)
-    assert learning_rate(9, training) == learning_rate(2, training)
+    assert rates(steps=1, decay=decay) == [1.0]
+    assert rate(9, steps=3, decay=decay, min_lr_ratio=0.5) == rate(2, steps=3, decay=decay, min_lr_ratio=0.5)

@@ -10,13 +10,31 @@ from hypothesis import strategies as st
 from titan_rl.training.data.family import Family
 from titan_rl.training.data.sample import TrainingSample
 from titan_rl.training.data.step_plan import StepPlan, plan_step
-from titan_rl.training.settings import TrainingConfig
 
 
 def sample(index: int, length: int, group: int, prompt: int = 0) -> TrainingSample:
     """One whose first `prompt` of `length` tokens are not trained, and those of its group."""
     zeros, mask = [0.0] * length, [t >= prompt for t in range(length)]
     return TrainingSample(f"g{group}", f"r{index}", [1] * length, mask, zeros, zeros, [0] * length, 1.0)
+
+
+def planned(
+    samples: list[TrainingSample],
+    *,
+    ranks: int,
+    row_tokens: int,
+    rows: int = 8,
+    minibatches: int = 1,
+    share_prompts: bool = True,
+) -> list[StepPlan]:
+    return plan_step(
+        samples,
+        row_tokens=row_tokens,
+        rows_per_micro_batch=rows,
+        minibatches=minibatches,
+        ranks=ranks,
+        share_prompts=share_prompts,
+    )
 
 
 def rows_of(plan: StepPlan) -> list[list[list[Family]]]:
@@ -33,8 +51,7 @@ samples = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 6)), max_size=40
 def test_every_sample_is_trained_once_or_dropped(
     samples: list[TrainingSample], ranks: int, minibatches: int, rows: int
 ) -> None:
-    training = TrainingConfig(data_parallel=ranks, minibatches=minibatches, row_tokens=32, rows_per_micro_batch=rows)
-    plans = plan_step(samples, training)
+    plans = planned(samples, ranks=ranks, minibatches=minibatches, row_tokens=32, rows=rows)
     assert len(plans) == ranks
     assert len({tuple(len(minibatch.micro_batches) for minibatch in plan) for plan in plans}) == 1
     trained: Counter[str] = Counter()
@@ -57,17 +74,14 @@ def test_every_sample_is_trained_once_or_dropped(
 
 @given(st.lists(st.integers(8, 32), min_size=16, max_size=64), st.integers(2, 4))
 def test_rows_are_dealt_evenly(lengths: list[int], ranks: int) -> None:
-    plans = plan_step(
-        [sample(i, length, 0) for i, length in enumerate(lengths)],
-        TrainingConfig(data_parallel=ranks, row_tokens=64, rows_per_micro_batch=2),
-    )
+    plans = planned([sample(i, length, 0) for i, length in enumerate(lengths)], ranks=ranks, row_tokens=64, rows=2)
     rows = [sum(len(micro_batch) for minibatch in plan for micro_batch in minibatch.micro_batches) for plan in plans]
     assert len(set(rows)) == 1
 
 
 def test_families_are_split_where_there_are_fewer_than_ranks() -> None:
     samples = [sample(4 * group + i, 40, group, prompt=32) for group in range(3) for i in range(4)]
-    plans = plan_step(samples, TrainingConfig(data_parallel=4, row_tokens=128))
+    plans = planned(samples, ranks=4, row_tokens=128)
     assert [len(row) for plan in plans for row in rows_of(plan)] == [1, 1, 1, 1]
     assert sorted(
         len(family.samples) for plan in plans for rows in rows_of(plan) for row in rows for family in row
@@ -91,14 +105,9 @@ def test_no_rank_idles_while_another_has_what_could_be_split(
         for group, (prompt, answers) in enumerate(groups)
         for i, answer in enumerate(answers)
     ]
-    training = TrainingConfig(
-        data_parallel=ranks,
-        minibatches=minibatches,
-        row_tokens=48,
-        rows_per_micro_batch=rows,
-        share_prompts=share_prompts,
+    plans = planned(
+        samples, ranks=ranks, minibatches=minibatches, row_tokens=48, rows=rows, share_prompts=share_prompts
     )
-    plans = plan_step(samples, training)
     trained = Counter(
         s.rollout_id
         for plan in plans

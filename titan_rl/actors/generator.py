@@ -18,7 +18,7 @@ from titan_rl.actors.processes.process import ProcessActor
 from titan_rl.actors.request_stream import RequestServer
 from titan_rl.actors.wire import Packed
 from titan_rl.calls.cancellation import stray_cancellation_fails
-from titan_rl.config.sections import GenerationConfig
+from titan_rl.config.sections import GenerationConfig, StateDictConfig
 from titan_rl.generation.engine import Engine
 from titan_rl.generation.loop.engine_loop import EngineLoop
 from titan_rl.generation.loop.engine_rank import Items, Weights, follow_leader
@@ -27,7 +27,6 @@ from titan_rl.generation.registry import EngineSpec, make_engine
 from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.types import KVPolicy, PauseMode
 from titan_rl.weights.probes import verify
-from titan_rl.weights.settings import StateDictConfig
 from titan_rl.weights.transports.registry import TransportSpec, make_transport
 from titan_rl.weights.types import Manifest, StateDictTransport
 

@@ -21,6 +21,7 @@ from titan_rl.actors.processes.process import ProcessActor
 from titan_rl.actors.processes.remote_process import RemoteProcess
 from titan_rl.calls.threads import in_thread
 from titan_rl.calls.user_code import summary
+from titan_rl.config.sections import StateDictConfig
 from titan_rl.errors import ActorDiedError, CheckpointError, TitanRLError
 from titan_rl.training.data.sample import TrainingSample
 from titan_rl.training.data.step_plan import StepPlan, plan_step
@@ -28,7 +29,6 @@ from titan_rl.training.protocol import StepResult, agreed_version
 from titan_rl.training.settings import CorrectionConfig, ModelConfig, TrainingConfig
 from titan_rl.training.state.checkpoint import step_directory
 from titan_rl.weights.parts import join
-from titan_rl.weights.settings import StateDictConfig
 from titan_rl.weights.transports.registry import TransportSpec, make_transport
 from titan_rl.weights.types import Manifest
 
@@ -86,8 +86,8 @@ class TrainerActor(ProcessActor):
         self._publisher = WeightPublisher(
             self._trainer,
             make_transport(statedict.transport, TransportSpec(settings.run_id, statedict.pull_timeout_s)),
-            model=settings.model,
-            statedict=statedict,
+            num_probes=statedict.num_probes,
+            tolerance=statedict.tolerance,
             seed=settings.seed,
         )
         logger.info("training the model of %s", settings.model.path)
@@ -146,14 +146,22 @@ class ActorTrainer:
 
     def __init__(self, remote: RemoteProcess, ranks: Any, training: TrainingConfig) -> None:
         self._remote = remote
-        self._training = training
+        self._plan = partial(
+            plan_step,
+            row_tokens=training.row_tokens,
+            rows_per_micro_batch=training.rows_per_micro_batch,
+            minibatches=training.minibatches,
+            ranks=training.data_parallel,
+            share_prompts=training.share_prompts,
+        )
+        self._tensor_parallel = training.tensor_parallel
         size = training.data_parallel * training.tensor_parallel
         self._ranks = [ranks.slice(procs=rank) for rank in range(size)]
 
     async def step(self, samples: Sequence[TrainingSample]) -> StepResult:
         """As `TrainerCore.step`. Each rank is sent its own rows."""
-        plans = await in_thread(plan_step, samples, self._training)
-        rows = ([plan] for plan in plans for _ in range(self._training.tensor_parallel))
+        plans = await in_thread(self._plan, samples)
+        rows = ([plan] for plan in plans for _ in range(self._tensor_parallel))
         results: list[StepResult] = await self._all("train", *rows)
         agreed_version([result.version for result in results], "after a step")
         return results[0]

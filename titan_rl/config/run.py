@@ -13,6 +13,7 @@ from titan_rl.config.sections import (
     LoggingConfig,
     RoutingConfig,
     SamplingConfig,
+    StateDictConfig,
     ValidationConfig,
 )
 from titan_rl.rollout.settings import RolloutConfig
@@ -20,7 +21,6 @@ from titan_rl.rollout.task import Task
 from titan_rl.scheduling.settings import SchedulingConfig
 from titan_rl.settings import Section
 from titan_rl.training.settings import CorrectionConfig, ModelConfig, TrainingConfig
-from titan_rl.weights.settings import StateDictConfig
 
 
 class RunConfig(Section):

@@ -13,15 +13,13 @@ import torch
 from titan_rl.errors import StateDictError
 from titan_rl.training.device import side_stream
 from titan_rl.training.readers import LIMIT_S
-from titan_rl.training.settings import ModelConfig
 from titan_rl.training.trainer import TrainerCore
 from titan_rl.weights.probes import make_probes
-from titan_rl.weights.settings import StateDictConfig
 from titan_rl.weights.types import Manifest, Probe, StateDictTransport, TensorSlice
 
 PROBE_TOKENS = 32
 NUM_KEPT = 2  # versions: a generator may still be reading the one before the newest
-TOLERANCE = {"float32": 1e-5, "bfloat16": 0.1}
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +40,9 @@ class WeightPublisher:
 
     Args:
         transport: of this rank alone.
+        num_probes: sequences by which readers check a version.
+        tolerance: largest mean logprob difference of one; by default 1e-5 in float32 and 0.1 in bfloat16.
+        seed: of the sequences.
 
     Example:
 
@@ -55,9 +56,9 @@ class WeightPublisher:
         trainer: TrainerCore,
         transport: StateDictTransport,
         *,
-        model: ModelConfig,
-        statedict: StateDictConfig,
-        seed: int,
+        num_probes: int = 4,
+        tolerance: float | None = None,
+        seed: int = 0,
     ) -> None:
         self._trainer = trainer
         self._world = trainer.world.with_own_group()
@@ -65,10 +66,9 @@ class WeightPublisher:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="publish")
         self._publishing: Future[Manifest] | None = None
         self._kept: deque[int] = deque()  # versions that can be read, ascending
-        self._dtype: torch.dtype = getattr(torch, model.dtype)
-        self._tolerance = statedict.tolerance or TOLERANCE[model.dtype]
-        length = min(PROBE_TOKENS, model.max_context - 1)  # a reader may have to add a token to score them
-        self._probe_sequences = trainer.draw(statedict.num_probes, length, seed)
+        self._tolerance = tolerance or TOLERANCE[trainer.dtype]
+        length = min(PROBE_TOKENS, trainer.max_context - 1)  # a reader may have to add a token to score them
+        self._probe_sequences = trainer.draw(num_probes, length, seed)
 
     def begin(self) -> None:
         """Begin to publish this rank's part of the current version. All ranks call this at the same time."""
@@ -140,4 +140,4 @@ class WeightPublisher:
 
     def _converted(self, snapshot: _Snapshot) -> Iterator[tuple[str, TensorSlice]]:
         for name, piece in snapshot.slices:
-            yield name, TensorSlice(piece.tensor.to(self._dtype), piece.place)
+            yield name, TensorSlice(piece.tensor.to(self._trainer.dtype), piece.place)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Self
 
 from pydantic import (
     Field,
@@ -13,13 +13,23 @@ from pydantic import (
     model_validator,
 )
 
+from titan_rl.rollout.rewards.registry import BY_NAME as ADVANTAGES
 from titan_rl.settings import FunctionName, Section
+from titan_rl.training.choices import (
+    ActivationCheckpointing,
+    Attention,
+    Average,
+    CorrectionMask,
+    CorrectionWeight,
+    DType,
+    KLEstimate,
+    LearningRateDecay,
+    Proximal,
+)
+from titan_rl.training.losses.registry import BY_NAME as LOSSES
+from titan_rl.training.optimizer.registry import BY_NAME as OPTIMIZERS
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
-
-OPTIMIZERS = ("adamw", "adam", "sgd", "muon")
-LOSSES = ("grpo", "gspo", "cispo", "reinforce")
-ADVANTAGES = ("standardized", "group_mean", "leave_one_out", "reward", "batch_mean")
 
 
 class ModelConfig(Section):
@@ -27,7 +37,7 @@ class ModelConfig(Section):
 
     path: str
     """Hugging Face folder: config.json, safetensors, tokenizer and chat template."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: DType = "float32"
     """Of the weights, in the trainer and in the engines."""
     max_context: PositiveInt = 512
     """Most tokens of prompt and completion together."""
@@ -47,9 +57,9 @@ class TrainingConfig(Section):
     """Steps over which the learning rate rises linearly to `lr`."""
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
     """Learning rate at the last step relative to `lr`; the decay from one to the other is `lr_decay`."""
-    lr_decay: Literal["constant", "linear", "cosine"] = "constant"
+    lr_decay: LearningRateDecay = "constant"
     """Shape of the learning rate after the warm-up, over the run's own steps."""
-    optimizer: Annotated[str, FunctionName(OPTIMIZERS)] = "adamw"
+    optimizer: Annotated[str, FunctionName(tuple(OPTIMIZERS))] = "adamw"
     """Of the parameters; muon takes adamw for what is no matrix."""
     betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), strict=False)  # TOML has lists, no tuples
     """Decay rates of the first and second moment; for sgd and muon the first is the momentum."""
@@ -61,19 +71,19 @@ class TrainingConfig(Section):
     """Gradients with a larger norm are scaled down to it."""
     minibatches: PositiveInt = 1
     """Optimizer steps that one batch is split into, siblings together."""
-    loss: Annotated[str, FunctionName(LOSSES)] = "grpo"
+    loss: Annotated[str, FunctionName(tuple(LOSSES))] = "grpo"
     """Of the policy."""
-    average: Literal["token", "sequence", "constant"] = "token"
+    average: Average = "token"
     """All tokens of the batch count alike, all sequences do, or a sequence's sum is divided by model.max_context."""
     kl_coef: NonNegativeFloat = 0.0
     """Weight of the KL to the model as loaded, which is then kept beside the policy; 0 leaves both out."""
-    kl: Literal["k2", "k3"] = "k3"
+    kl: KLEstimate = "k3"
     """Estimate of that KL."""
     clip_low: float = Field(default=0.2, gt=0, le=1)
     """The policy ratio is clipped below 1 - clip_low."""
     clip_high: PositiveFloat = 0.28
     """The policy ratio is clipped above 1 + clip_high."""
-    advantage: Annotated[str, FunctionName(ADVANTAGES)] = "standardized"
+    advantage: Annotated[str, FunctionName(tuple(ADVANTAGES))] = "standardized"
     """What makes advantages of the rewards of a group."""
     share_prompts: bool = True
     """What the siblings of a group have in common is passed through the model once, not once for each."""
@@ -81,9 +91,9 @@ class TrainingConfig(Section):
     """Trainer processes, or groups of them, that have rows of their own; they share parameters and optimizer (FSDP)."""
     tensor_parallel: PositiveInt = 1
     """Trainer processes that compute each row together, every one with a part of each matrix."""
-    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    activation_checkpointing: ActivationCheckpointing = "none"
     """What the backward pass computes again instead of keeping it."""
-    attention: Literal["document", "flex"] = "document"
+    attention: Attention = "document"
     """Documents of similar length are gathered and attended together, or one kernel goes over all rows, on GPUs."""
     compile: bool = False
     """Transformer blocks are compiled by torch, which takes a while in the first steps, and on CPUs a C++ compiler."""
@@ -105,13 +115,13 @@ class TrainingConfig(Section):
 class CorrectionConfig(Section):
     """What is done about tokens that older weights, or another engine, sampled. By default the clip alone."""
 
-    proximal: Literal["behaviour", "recomputed", "interpolated"] = "behaviour"
+    proximal: Proximal = "behaviour"
     """Ratios are clipped against what the generator sampled from, the policy at the start of the step, or a mean."""
-    weight: Literal["none", "token", "sequence"] = "none"
+    weight: CorrectionWeight = "none"
     """Losses are weighed by proximal over behaviour probability, of the token or of the whole sequence."""
     cap: PositiveFloat | None = None
     """Largest such weight. By default there is no limit."""
-    mask: Literal["none", "token", "sequence", "geometric"] = "none"
+    mask: CorrectionMask = "none"
     """Tokens or sequences are left out whose proximal over behaviour probability is out of `bounds`."""
     bounds: tuple[PositiveFloat, PositiveFloat] = Field(default=(0.5, 5.0), strict=False)
     """Lowest and highest ratio that `mask` keeps."""

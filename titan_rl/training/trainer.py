@@ -15,15 +15,12 @@ import torch
 
 from titan_rl.errors import CheckpointError, TrainingError
 from titan_rl.training.data.sample import TrainingSample
-from titan_rl.training.data.step_plan import StepPlan, plan_step
+from titan_rl.training.data.step_plan import StepPlan
 from titan_rl.training.objective.metrics import TokenStats, token_metrics
-from titan_rl.training.objective.objective import Objective
 from titan_rl.training.optimizer.gradients import average_and_clip
-from titan_rl.training.optimizer.optimizers import Optimizers
-from titan_rl.training.optimizer.schedule import learning_rate
 from titan_rl.training.parallel.world import World
+from titan_rl.training.parts import make_objective, make_optimizers, make_planner, make_policy, make_schedule
 from titan_rl.training.policy.minibatch import Minibatch, packing_metrics
-from titan_rl.training.policy.policy import Policy
 from titan_rl.training.policy.scoring import draw, score
 from titan_rl.training.policy.tensor_batch import TensorBatch
 from titan_rl.training.protocol import StepResult
@@ -75,13 +72,15 @@ class TrainerCore:
         torch.manual_seed(seed)
         self._config = model_config
         self._training = training
-        self._objective = Objective(training, correction or CorrectionConfig(), model_config.max_context)
-        self._world = World.join(training)
-        self._policy = Policy(model_config, training, self._world)
+        self._objective = make_objective(training, correction or CorrectionConfig(), model_config.max_context)
+        self._world = World.join(data_parallel=training.data_parallel, tensor_parallel=training.tensor_parallel)
+        self._policy = make_policy(model_config, training, self._world)
         self._model = self._policy.model
-        self._reference = Policy(model_config, training, self._world) if training.kl_coef else None
+        self._reference = make_policy(model_config, training, self._world) if training.kl_coef else None
         self._parameters = list(self._model.parameters())
-        self._optimizers = Optimizers(self._model, training)
+        self._optimizers = make_optimizers(self._policy, training)
+        self._learning_rate = make_schedule(training)
+        self._plan = make_planner(training)
         self._writer = TrainStateWriter(self._world)
         self._readers = Readers()
         self._version = 0
@@ -91,6 +90,16 @@ class TrainerCore:
     def version(self) -> int:
         """The policy version of the current weights: 0 as loaded, one more after each step."""
         return self._version
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which weights are published and exported: `model.dtype`."""
+        return self._policy.dtype
+
+    @property
+    def max_context(self) -> int:
+        """Most tokens of a sequence: `model.max_context`."""
+        return self._config.max_context
 
     @property
     def world(self) -> World:
@@ -107,7 +116,7 @@ class TrainerCore:
             TrainingError: a minibatch has no token to train on, a token id is outside the vocabulary, or loss or
                 gradient is not finite. Weights, optimizer state and version are as before that minibatch.
         """
-        return self.train(plan_step(samples, self._training)[self._world.data_rank])
+        return self.train(self._plan(samples)[self._world.data_rank])
 
     def train(self, plan: StepPlan) -> StepResult:
         """This rank's share of a step: the part of `plan_step` for its data-parallel rank.
@@ -120,7 +129,7 @@ class TrainerCore:
         complaints = (self._policy.complaint(batch) for minibatch in minibatches for batch in minibatch.batches)
         self._world.agree(next((complaint for complaint in complaints if complaint is not None), None))
         proximal = self._proximal_logprobs(minibatches)
-        lr = learning_rate(self._version, self._training)
+        lr = self._learning_rate(self._version)
         updates = [self._update(minibatch, proximal, lr) for minibatch in minibatches]
         stats = TokenStats.concatenate([update.stats for update in updates])
         metrics = {
@@ -145,7 +154,7 @@ class TrainerCore:
             TrainingError: a token id is outside the vocabulary.
             ValueError: a sequence is longer than model.max_context.
         """
-        return score(self._policy, self._world, sequences, max_context=self._config.max_context)
+        return score(self._policy, self._world, sequences, max_context=self.max_context)
 
     def draw(self, num_sequences: int, length: int, seed: int) -> list[list[int]]:
         """Sequences sampled from the current policy at temperature 1, after a random first token.
@@ -242,7 +251,7 @@ class TrainerCore:
     def _proximal_logprobs(self, minibatches: Sequence[Minibatch]) -> dict[int, torch.Tensor]:
         """Logprobs under the weights at the start of the step, by the id of the micro-batch. Empty where the forward
         pass of the update gives them: the first minibatch is updated from these very weights."""
-        if len(minibatches) == 1 or self._objective.correction.proximal != "recomputed":
+        if len(minibatches) == 1 or self._objective.proximal != "recomputed":
             return {}
         with torch.no_grad():
             return {id(b): self._policy.logprobs(b)[0] for minibatch in minibatches for b in minibatch.batches}

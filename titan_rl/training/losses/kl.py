@@ -8,8 +8,11 @@ Schulman, 2020, "Approximating KL divergence", http://joschu.net/blog/kl-approx.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
+from titan_rl.training.choices import KLEstimate
 from titan_rl.training.losses.types import MAX_LOG_RATIO
 
 
@@ -24,5 +27,7 @@ def k3(logprobs_N: torch.Tensor, reference_logprobs_N: torch.Tensor) -> torch.Te
     return d_N.exp() - d_N - 1
 
 
-BY_NAME = {"k2": k2, "k3": k3}
-"""The estimates that `training.kl` names."""
+KLFn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+ESTIMATES: dict[KLEstimate, KLFn] = {"k2": k2, "k3": k3}
+"""Those that `training.kl` names."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to this magnitude: exp(20) is finite in every dtype used. Beyond it there is no gradient."""
@@ -61,5 +63,5 @@ def sum_by_sequence(values_N: torch.Tensor, sequences_N: torch.Tensor, num_seque
 def mean_by_sequence(values_N: torch.Tensor, sequences_N: torch.Tensor, num_sequences: int) -> torch.Tensor:
     """The mean over the sequence that each token is of.  # [N]"""
     sums_S = sum_by_sequence(values_N, sequences_N, num_sequences)
-    counts_S = sum_by_sequence(torch.ones_like(values_N), sequences_N, num_sequences)
+    counts_S = sum_by_sequence(values_N.new_ones(len(values_N)), sequences_N, num_sequences)
     return (sums_S / counts_S.clamp(min=1))[sequences_N]

@@ -35,8 +35,8 @@ from dataclasses import dataclass
 
 import torch
 
+from titan_rl.training.choices import CorrectionMask, CorrectionWeight
 from titan_rl.training.losses.types import MAX_LOG_RATIO, mean_by_sequence, sum_by_sequence
-from titan_rl.training.settings import CorrectionConfig
 
 ROUNDING = 1e-5
 """Of logprobs in float32. So far beyond a bound a log-ratio is taken to be at it: there, exp(log(0.1)) < 0.1."""
@@ -70,35 +70,46 @@ def correct(
     behaviour_logprobs_N: torch.Tensor,
     sequences_N: torch.Tensor,
     num_sequences: int,
-    config: CorrectionConfig,
+    *,
+    weight: CorrectionWeight = "none",
+    cap: float | None = None,
+    mask: CorrectionMask = "none",
+    bounds: tuple[float, float] = (1.0, 1.0),
+    veto: float | None = None,
 ) -> Correction:
-    """Weights and masks of finite tokens. Log-ratios are clamped to +-20, of tokens and of whole sequences."""
+    """Weights and masks of finite tokens. Log-ratios are clamped to +-20, of tokens and of whole sequences.
+
+    Args:
+        cap: of the weights.
+        bounds: lowest and highest ratio that `mask` keeps.
+        veto: a sequence with a token whose ratio is below this is masked.
+    """
     with torch.no_grad():
         log_rho_N = _clamp(proximal_logprobs_N - behaviour_logprobs_N)
         log_product_N = _clamp(sum_by_sequence(log_rho_N, sequences_N, num_sequences))[sequences_N]
 
-        match config.weight:
+        match weight:
             case "token":
                 weights_N = log_rho_N.exp()
             case "sequence":
                 weights_N = log_product_N.exp()
             case "none":
                 weights_N = torch.ones_like(log_rho_N)
-        if config.cap is not None:
-            weights_N = weights_N.clamp(max=config.cap)
+        if cap is not None:
+            weights_N = weights_N.clamp(max=cap)
 
         kept_N = torch.ones_like(log_rho_N, dtype=torch.bool)
-        if config.mask != "none":
-            low, high = config.bounds
+        if mask != "none":
+            low, high = bounds
             measured = {
                 "token": log_rho_N,
                 "sequence": log_product_N,
                 "geometric": mean_by_sequence(log_rho_N, sequences_N, num_sequences),
             }
-            log_measured_N = measured[config.mask]
+            log_measured_N = measured[mask]
             kept_N &= (log_measured_N >= math.log(low) - ROUNDING) & (log_measured_N <= math.log(high) + ROUNDING)
-        if config.veto is not None:
-            vetoes_N = (log_rho_N < math.log(config.veto) - ROUNDING).to(log_rho_N.dtype)
+        if veto is not None:
+            vetoes_N = (log_rho_N < math.log(veto) - ROUNDING).to(log_rho_N.dtype)
             kept_N &= sum_by_sequence(vetoes_N, sequences_N, num_sequences)[sequences_N] == 0
     return Correction(weights_N.where(kept_N, 0.0), ~kept_N)
 

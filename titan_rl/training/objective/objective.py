@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
-from titan_rl.calls.imports import find_function
-from titan_rl.training.losses import BY_NAME, ClipRange, LossTokens, kl
+from titan_rl.training.choices import Average, Proximal
+from titan_rl.training.losses import ClipRange, LossFn, LossTokens
+from titan_rl.training.losses.kl import KLFn, k3
 from titan_rl.training.losses.types import sum_by_sequence
-from titan_rl.training.objective.corrections import correct, interpolated_logprobs
+from titan_rl.training.objective.corrections import Correction, correct, interpolated_logprobs
 from titan_rl.training.objective.metrics import TokenStats
 from titan_rl.training.policy.tensor_batch import TensorBatch
-from titan_rl.training.settings import CorrectionConfig, TrainingConfig
+
+CorrectFn = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], Correction]
+"""`correct`, with what it is to do."""
 
 
 class Objective:
@@ -18,16 +23,35 @@ class Objective:
 
     A token with a value that is not finite is in neither; one that a correction masks is in the denominator alone.
 
-    Raises:
-        ConfigError: there is no such `training.loss`.
+    Args:
+        clip: of the ratios, as the loss understands it.
+        average: "constant" divides the sum over a sequence by `max_context`.
+        proximal: what ratios are clipped against; see `titan_rl.training.objective.corrections`.
+        kl_coef: of the KL to a reference model.
+
+    Example: `Objective(grpo_loss, ClipRange(0.2, 0.28), max_context=512, correct=partial(correct, weight="token"))`
     """
 
-    def __init__(self, training: TrainingConfig, correction: CorrectionConfig, max_context: int) -> None:
-        self.correction = correction
-        self._training = training
+    def __init__(
+        self,
+        loss: LossFn,
+        clip: ClipRange,
+        *,
+        max_context: int,
+        average: Average = "token",
+        proximal: Proximal = "behaviour",
+        correct: CorrectFn = correct,
+        kl_coef: float = 0.0,
+        kl: KLFn = k3,
+    ) -> None:
+        self._loss = loss
+        self._clip = clip
         self._max_context = max_context
-        self._policy_loss = find_function("training.loss", training.loss, BY_NAME)
-        self._clip = ClipRange(training.clip_low, training.clip_high)
+        self._average: Average = average
+        self.proximal: Proximal = proximal
+        self._correct = correct
+        self._kl_coef = kl_coef
+        self._kl = kl
 
     def __call__(
         self,
@@ -44,9 +68,9 @@ class Objective:
         Args:
             version: of the weights at the start of the update.
             proximal_logprobs_N: under those weights; by default `logprobs_N` is.
-            reference_logprobs_N: of the reference model, where `training.kl_coef` is not 0.
+            reference_logprobs_N: of the reference model, where there is one.
         """
-        old_N = self._proximal(batch, logprobs_N, proximal_logprobs_N, version)
+        old_N = self._proximal_logprobs(batch, logprobs_N, proximal_logprobs_N, version)
         log_ratio_N = logprobs_N.detach() - batch.behaviour_logprobs_N
         valid_N = torch.isfinite(log_ratio_N) & torch.isfinite(old_N)
         if reference_logprobs_N is not None:
@@ -55,15 +79,15 @@ class Objective:
         at = valid_N.nonzero().squeeze(-1)
         sequences_M, num_sequences = batch.sequences_N[at], batch.num_sequences
         tokens = LossTokens(logprobs_N[at], old_N[at], batch.advantages_N[at], sequences_M, num_sequences)
-        policy = self._policy_loss(tokens, self._clip)
-        correction = correct(old_N[at], batch.behaviour_logprobs_N[at], sequences_M, num_sequences, self.correction)
+        policy = self._loss(tokens, self._clip)
+        correction = self._correct(old_N[at], batch.behaviour_logprobs_N[at], sequences_M, num_sequences)
         # Multiplying by 0 would leave NaN where the loss of a masked token overflows.
         loss_M = (policy.loss_N * correction.weights_N).where(~correction.masked_N, 0.0)
         kl_M = torch.zeros_like(loss_M)
         if reference_logprobs_N is not None:
-            kl_M = kl.BY_NAME[self._training.kl](tokens.logprobs_N, reference_logprobs_N[at])
-            loss_M = loss_M + self._training.kl_coef * kl_M
-        share_M, denominator = self._average(sequences_M, num_sequences, loss_M)
+            kl_M = self._kl(tokens.logprobs_N, reference_logprobs_N[at])
+            loss_M = loss_M + self._kl_coef * kl_M
+        share_M, denominator = self._shares(sequences_M, num_sequences, loss_M)
         summed = (loss_M * share_M).sum()
         stats = TokenStats(
             valid_N=valid_N,
@@ -80,10 +104,10 @@ class Objective:
         )
         return summed, stats
 
-    def _proximal(
+    def _proximal_logprobs(
         self, batch: TensorBatch, logprobs_N: torch.Tensor, at_start_N: torch.Tensor | None, version: int
     ) -> torch.Tensor:
-        match self.correction.proximal:
+        match self.proximal:
             case "behaviour":
                 return batch.behaviour_logprobs_N
             case "recomputed":
@@ -91,14 +115,14 @@ class Objective:
             case "interpolated":
                 return interpolated_logprobs(logprobs_N, batch.behaviour_logprobs_N, batch.versions_N, version)
 
-    def _average(
+    def _shares(
         self, sequences_M: torch.Tensor, num_sequences: int, like_M: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Each token's share of the sum, and what this micro-batch adds to the denominator."""
         ones_M = torch.ones_like(like_M)
         counts_S = sum_by_sequence(ones_M, sequences_M, num_sequences)
         num_present = (counts_S > 0).sum().to(like_M.dtype)
-        match self._training.average:
+        match self._average:
             case "token":
                 return ones_M, ones_M.sum()
             case "sequence":

@@ -1,6 +1,6 @@
-"""The optimizers that `training.optimizer` names, and the one interface to those of a run.
+"""The library's own optimizers, and the one interface to those of a run.
 
-An optimizer is made by a function from the named parameters of the model and the settings. With several ranks the
+An optimizer is made by a function from the named parameters of the model and an `OptimizerSpec`. With several ranks the
 parameters are DTensors, of which torch's optimizers update each rank's part.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,9 +16,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 import titan_rl.training.device  # noqa: F401  before torchtitan
-from titan_rl.calls.imports import find_function
 from titan_rl.errors import ConfigError
-from titan_rl.training.settings import TrainingConfig
+from titan_rl.training.optimizer.registry import find_optimizer
 
 # isort: split
 from torchtitan.components.checkpointer.utils import canonical_fqn
@@ -25,33 +25,44 @@ from torchtitan.components.checkpointer.utils import canonical_fqn
 NamedParameters = Sequence[tuple[str, nn.Parameter]]
 """torchtitan's names, such as "layers.0.attention.wo.weight". torch's optimizers take such pairs as they are."""
 
-OptimizerFn = Callable[[NamedParameters, TrainingConfig], Optimizer | list[Optimizer]]
+
+@dataclass(frozen=True, slots=True)
+class OptimizerSpec:
+    """What is asked of an optimizer: the settings of `[training]` that have these names."""
+
+    lr: float
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+
+
+OptimizerFn = Callable[[NamedParameters, OptimizerSpec], Optimizer | list[Optimizer]]
 """Every parameter goes to one of the optimizers. The learning rates of their groups stay in the proportion that they
-have to `training.lr`, and follow its schedule."""
+have to `spec.lr`, and follow its schedule."""
 
 
-def adamw(parameters: NamedParameters, training: TrainingConfig) -> Optimizer:
+def adamw(parameters: NamedParameters, spec: OptimizerSpec) -> Optimizer:
     """Adam with decoupled weight decay (arXiv:1711.05101)."""
-    return _fused(torch.optim.AdamW, parameters, training)
+    return _fused(torch.optim.AdamW, parameters, spec)
 
 
-def adam(parameters: NamedParameters, training: TrainingConfig) -> Optimizer:
+def adam(parameters: NamedParameters, spec: OptimizerSpec) -> Optimizer:
     """Adam (arXiv:1412.6980). Weight decay is added to the gradient."""
-    return _fused(torch.optim.Adam, parameters, training)
+    return _fused(torch.optim.Adam, parameters, spec)
 
 
-def sgd(parameters: NamedParameters, training: TrainingConfig) -> Optimizer:
+def sgd(parameters: NamedParameters, spec: OptimizerSpec) -> Optimizer:
     """Gradient descent with the momentum `betas[0]`. Weight decay is added to the gradient."""
     return torch.optim.SGD(
         _tensors(parameters),
-        lr=training.lr,
-        momentum=training.betas[0],
-        weight_decay=training.weight_decay,
+        lr=spec.lr,
+        momentum=spec.betas[0],
+        weight_decay=spec.weight_decay,
         foreach=True,  # fused, it does not take DTensors
     )
 
 
-def muon(parameters: NamedParameters, training: TrainingConfig) -> list[Optimizer]:
+def muon(parameters: NamedParameters, spec: OptimizerSpec) -> list[Optimizer]:
     """Muon with the momentum `betas[0]` for the matrices of the layers, and AdamW for the rest: embeddings, the head,
     norms, and experts, which are stacks of matrices.
 
@@ -62,40 +73,38 @@ def muon(parameters: NamedParameters, training: TrainingConfig) -> list[Optimize
     return [
         torch.optim.Muon(
             _tensors(matrices),
-            lr=training.lr,
-            momentum=training.betas[0],
-            weight_decay=training.weight_decay,
+            lr=spec.lr,
+            momentum=spec.betas[0],
+            weight_decay=spec.weight_decay,
             adjust_lr_fn="match_rms_adamw",
         ),
-        adamw([(name, p) for name, p in parameters if name not in names], training),
+        adamw([(name, p) for name, p in parameters if name not in names], spec),
     ]
-
-
-BY_NAME: dict[str, OptimizerFn] = {"adamw": adamw, "adam": adam, "sgd": sgd, "muon": muon}
-"""The optimizers that `training.optimizer` in a config names."""
 
 
 class Optimizers:
     """The optimizers of one model, stepped together.
+
+    Args:
+        name: as `training.optimizer` has it.
 
     Raises:
         ConfigError: there is no such `training.optimizer`, it makes something else than optimizers, or they do not
             have every parameter once.
     """
 
-    def __init__(self, model: nn.Module, training: TrainingConfig) -> None:
-        parameters = [(canonical_fqn(name), parameter) for name, parameter in model.named_parameters()]
-        made = find_function("training.optimizer", training.optimizer, BY_NAME)(parameters, training)
-        self.parts = _optimizers(training.optimizer, made)
-        _check_parameters(training.optimizer, self.parts, parameters)
-        self._proportions = [float(group["lr"]) / training.lr for group in self._groups()]
+    def __init__(self, model: nn.Module, name: str, spec: OptimizerSpec) -> None:
+        parameters = [(canonical_fqn(fqn), parameter) for fqn, parameter in model.named_parameters()]
+        self.parts = _optimizers(name, find_optimizer(name)(parameters, spec))
+        _check_parameters(name, self.parts, parameters)
+        self._proportions = [float(group["lr"]) / spec.lr for group in self._groups()]
 
     def zero_grad(self) -> None:
         for part in self.parts:
             part.zero_grad()
 
     def step(self, lr: float) -> None:
-        """Update the parameters, at the learning rate `lr` in place of `training.lr`."""
+        """Update the parameters, at the learning rate `lr` in place of the spec's."""
         for group, proportion in zip(self._groups(), self._proportions, strict=True):
             group["lr"] = lr * proportion
         for part in self.parts:
@@ -107,14 +116,14 @@ class Optimizers:
 
 
 def _fused(
-    optimizer: type[torch.optim.Adam | torch.optim.AdamW], parameters: NamedParameters, training: TrainingConfig
+    optimizer: type[torch.optim.Adam | torch.optim.AdamW], parameters: NamedParameters, spec: OptimizerSpec
 ) -> Optimizer:
     return optimizer(
         _tensors(parameters),
-        lr=training.lr,
-        betas=training.betas,
-        eps=training.eps,
-        weight_decay=training.weight_decay,
+        lr=spec.lr,
+        betas=spec.betas,
+        eps=spec.eps,
+        weight_decay=spec.weight_decay,
         fused=True,
     )
 

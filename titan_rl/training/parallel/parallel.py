@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
+from titan_rl.training.choices import ActivationCheckpointing
 from titan_rl.training.device import local_device  # before torchtitan
 from titan_rl.training.parallel.compilation import compile_blocks
 from titan_rl.training.parallel.world import World
-from titan_rl.training.settings import TrainingConfig
 from titan_rl.weights.types import Place, TensorSlice
 
 # isort: split
@@ -22,9 +22,11 @@ from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
 _CHECKPOINTING = {"full": FullAC.Config, "selective": SelectiveAC.Config}
 
 
-def parallelize(model: Any, world: World, training: TrainingConfig) -> None:
-    """Compile and checkpoint activations as the settings say and, in a world of several ranks, spread the parameters,
-    all in place.
+def parallelize(
+    model: Any, world: World, *, compile: bool = False, activation_checkpointing: ActivationCheckpointing = "none"
+) -> None:
+    """Compile and checkpoint activations on request and, in a world of several ranks, spread the parameters, all in
+    place.
 
     Gradients are summed over the ranks, not averaged: the loss has a denominator of its own.
     """
@@ -32,9 +34,9 @@ def parallelize(model: Any, world: World, training: TrainingConfig) -> None:
         model.parallelize(world.dims)
         if model.enable_weight_tying:
             model.tok_embeddings.weight = model.lm_head.weight  # each was split into a parameter of its own
-    if training.compile:  # inside of checkpointing: torch would not compile around it
+    if compile:  # inside of checkpointing: torch would not compile around it
         compile_blocks(model, local_device())
-    if (checkpointing := _CHECKPOINTING.get(training.activation_checkpointing)) is not None:
+    if (checkpointing := _CHECKPOINTING.get(activation_checkpointing)) is not None:
         checkpointing().build(dump_folder="").apply(model)
     if world.size == 1:
         return

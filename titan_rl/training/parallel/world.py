@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from titan_rl.errors import TitanRLError, TrainingError
 from titan_rl.training.device import local_device
-from titan_rl.training.settings import TrainingConfig
 
 T = TypeVar("T")
 
@@ -33,13 +32,12 @@ class World:
     group: Any = None  # in which they agree; None is torch.distributed's own
 
     @staticmethod
-    def join(training: TrainingConfig) -> World:
+    def join(*, data_parallel: int = 1, tensor_parallel: int = 1) -> World:
         """Meet the other ranks, as torch.distributed's environment variables say. Alone there is nobody to meet.
 
         Raises:
-            TrainingError: there are more or fewer processes than the settings ask for.
+            TrainingError: there are more or fewer processes than that.
         """
-        data_parallel, tensor_parallel = training.data_parallel, training.tensor_parallel
         size = data_parallel * tensor_parallel
         found = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
         if found != size:

@@ -10,6 +10,7 @@ import torch
 
 from titan_rl.training.attention.attention import layout_documents
 from titan_rl.training.attention.flex_attention import layout_blocks
+from titan_rl.training.choices import ActivationCheckpointing, Attention, DType
 from titan_rl.training.device import local_device
 from titan_rl.training.models.experts import replay, routers
 from titan_rl.training.models.folder import HFModel, read_hf_config
@@ -17,10 +18,9 @@ from titan_rl.training.parallel.parallel import full_tensor, local, parallelize
 from titan_rl.training.parallel.world import World
 from titan_rl.training.policy.logprobs import selected_logprobs
 from titan_rl.training.policy.tensor_batch import LayOut, TensorBatch
-from titan_rl.training.settings import ModelConfig, TrainingConfig
 from titan_rl.weights.types import TensorSlice
 
-_LAY_OUT: dict[str, LayOut] = {"document": layout_documents, "flex": layout_blocks}
+_LAY_OUT: dict[Attention, LayOut] = {"document": layout_documents, "flex": layout_blocks}
 
 
 class Policy:
@@ -30,22 +30,36 @@ class Policy:
     Batches for it are made with its `lay_out`. In a world of several ranks each holds a part, and all of them call
     every method at the same time.
 
+    Args:
+        max_context: most tokens that it attends to.
+        row_tokens: of a batch, at most.
+
     Raises:
         ModelError: the folder lacks a file, or its config and weights do not fit together.
     """
 
-    def __init__(self, config: ModelConfig, training: TrainingConfig, world: World) -> None:
-        folder = Path(config.path)
+    def __init__(
+        self,
+        folder: Path,
+        world: World,
+        *,
+        max_context: int,
+        row_tokens: int,
+        dtype: DType = "float32",
+        attention: Attention = "document",
+        compile: bool = False,
+        activation_checkpointing: ActivationCheckpointing = "none",
+    ) -> None:
         self.device = local_device()
-        self.lay_out = _LAY_OUT[training.attention]
-        self.dtype: torch.dtype = getattr(torch, config.dtype)
+        self.lay_out = _LAY_OUT[attention]
+        self.dtype: torch.dtype = getattr(torch, dtype)
         # Positions restart with every sample, so rows may be longer than what the model can attend to.
-        positions = read_hf_config(folder).get("max_position_embeddings", training.row_tokens)
-        self._longest = max(config.max_context, min(training.row_tokens, positions))
+        positions = read_hf_config(folder).get("max_position_embeddings", row_tokens)
+        self._longest = max(max_context, min(row_tokens, positions))
         self._hf = HFModel(folder, self.device, world, max_context=self._longest)
         self.model = self._hf.decoder
         self._routers = routers(self.model)
-        parallelize(self.model, world, training)
+        parallelize(self.model, world, compile=compile, activation_checkpointing=activation_checkpointing)
 
     @property
     def vocab_size(self) -> int:

@@ -1,0 +1,13 @@
+"""What the parts of a trainer can be told by name. Settings check it, the parts act on it."""
+
+from typing import Literal
+
+DType = Literal["float32", "bfloat16"]
+Attention = Literal["document", "flex"]
+ActivationCheckpointing = Literal["none", "selective", "full"]
+LearningRateDecay = Literal["constant", "linear", "cosine"]
+Average = Literal["token", "sequence", "constant"]
+KLEstimate = Literal["k2", "k3"]
+Proximal = Literal["behaviour", "recomputed", "interpolated"]
+CorrectionWeight = Literal["none", "token", "sequence"]
+CorrectionMask = Literal["none", "token", "sequence", "geometric"]

@@ -1,0 +1,91 @@
+"""The parts of a trainer, of the settings [model], [training] and [correction]: what takes these tables apart.
+
+The parts themselves take plain arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from titan_rl.training.data.sample import TrainingSample
+from titan_rl.training.data.step_plan import StepPlan, plan_step
+from titan_rl.training.losses import ClipRange
+from titan_rl.training.losses.kl import ESTIMATES
+from titan_rl.training.losses.registry import find_loss
+from titan_rl.training.objective.corrections import correct
+from titan_rl.training.objective.objective import Objective
+from titan_rl.training.optimizer.optimizers import Optimizers, OptimizerSpec
+from titan_rl.training.optimizer.schedule import learning_rate
+from titan_rl.training.parallel.world import World
+from titan_rl.training.policy.policy import Policy
+from titan_rl.training.settings import CorrectionConfig, ModelConfig, TrainingConfig
+
+
+def make_policy(model: ModelConfig, training: TrainingConfig, world: World) -> Policy:
+    """Raises what `Policy` does."""
+    return Policy(
+        Path(model.path),
+        world,
+        max_context=model.max_context,
+        row_tokens=training.row_tokens,
+        dtype=model.dtype,
+        attention=training.attention,
+        compile=training.compile,
+        activation_checkpointing=training.activation_checkpointing,
+    )
+
+
+def make_objective(training: TrainingConfig, correction: CorrectionConfig, max_context: int) -> Objective:
+    """
+    Raises:
+        ConfigError: there is no such `training.loss`.
+    """
+    return Objective(
+        find_loss(training.loss),
+        ClipRange(training.clip_low, training.clip_high),
+        max_context=max_context,
+        average=training.average,
+        proximal=correction.proximal,
+        correct=partial(
+            correct,
+            weight=correction.weight,
+            cap=correction.cap,
+            mask=correction.mask,
+            bounds=correction.bounds,
+            veto=correction.veto,
+        ),
+        kl_coef=training.kl_coef,
+        kl=ESTIMATES[training.kl],
+    )
+
+
+def make_optimizers(policy: Policy, training: TrainingConfig) -> Optimizers:
+    """Raises what `Optimizers` does."""
+    spec = OptimizerSpec(training.lr, betas=training.betas, eps=training.eps, weight_decay=training.weight_decay)
+    return Optimizers(policy.model, training.optimizer, spec)
+
+
+def make_schedule(training: TrainingConfig) -> Callable[[int], float]:
+    """The learning rate of a step, counted from 0."""
+    return partial(
+        learning_rate,
+        steps=training.steps,
+        lr=training.lr,
+        warmup_steps=training.warmup_steps,
+        decay=training.lr_decay,
+        min_lr_ratio=training.min_lr_ratio,
+    )
+
+
+def make_planner(training: TrainingConfig) -> Callable[[Sequence[TrainingSample]], list[StepPlan]]:
+    """`plan_step`, told how."""
+    return partial(
+        plan_step,
+        row_tokens=training.row_tokens,
+        rows_per_micro_batch=training.rows_per_micro_batch,
+        minibatches=training.minibatches,
+        ranks=training.data_parallel,
+        share_prompts=training.share_prompts,
+    )
