@@ -66,7 +66,8 @@ from titan_rl.rollout.task import Task
 from titan_rl.rollout.types import Message, Rollout, RolloutGroup, RolloutStatus, Turn
 from titan_rl.scheduling.backlog import Backlog
 from titan_rl.scheduling.batch import GroupBatch
-from titan_rl.scheduling.lease import Lease, RunGroup
+from titan_rl.scheduling.lease import Lease
+from titan_rl.scheduling.run_group import RunGroup
 from titan_rl.scheduling.scheduler import GroupScheduler
 from titan_rl.scheduling.settings import SchedulingConfig
 from titan_rl.training.data.sample import TrainingSample

@@ -39,7 +39,7 @@ class UsersThreads(ThreadPoolExecutor):
     def __init__(self, size: int = 256) -> None:
         super().__init__(size)
         self._size = size
-        self._guard = threading.Lock()
+        self._lock = threading.Lock()
         self._running = 0
         self._waiting: deque[Callable[[], None]] = deque()
         self._closed = False
@@ -57,7 +57,7 @@ class UsersThreads(ThreadPoolExecutor):
             else:
                 future.set_result(result)
 
-        with self._guard:
+        with self._lock:
             if self._closed:
                 raise RuntimeError("the run's event loop takes no more work for threads")
             if self._running == self._size:
@@ -67,7 +67,7 @@ class UsersThreads(ThreadPoolExecutor):
         try:
             threading.Thread(target=self._work, args=(work,), name="user-thread", daemon=True).start()
         except RuntimeError:  # the system has no more threads
-            with self._guard:
+            with self._lock:
                 self._running -= 1
             raise
         return future
@@ -75,12 +75,12 @@ class UsersThreads(ThreadPoolExecutor):
     def _work(self, work: Callable[[], None] | None) -> None:
         while work is not None:
             work()
-            with self._guard:
+            with self._lock:
                 work = self._waiting.popleft() if self._waiting else None
                 self._running -= work is None
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        with self._guard:
+        with self._lock:
             self._closed = True
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from titan_rl.errors import ConfigError
 from titan_rl.rollout.types import RolloutGroup
@@ -58,20 +57,3 @@ class Backlog:
                 )
             admitted -= set(batch)
             left -= len(batch)
-
-
-class SchedulerObserver(Protocol):
-    """Is told of what a scheduler must not forget, as it happens. A group is told of by its position in the data."""
-
-    def finished(self, index: int, group: RolloutGroup) -> None:
-        """It will be in a batch."""
-        ...
-
-    def dropped(self, step: int, index: int, reason: str, group: RolloutGroup | None) -> None:
-        """It will be in none, and makes room for another, in `step` at the earliest. `group` is None where it never
-        finished."""
-        ...
-
-    def batch(self, version: int, indices: Sequence[int]) -> None:
-        """What the step from `version` is trained on."""
-        ...

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Protocol
 
 from titan_rl.rollout.types import Rollout, RolloutGroup
-from titan_rl.scheduling.capacity import RolloutCapacity, RolloutPermits
-from titan_rl.scheduling.ledger import GroupState, Ledger
-from titan_rl.scheduling.slots import Slot
+from titan_rl.scheduling.admission.capacity import RolloutCapacity, RolloutPermits
+from titan_rl.scheduling.admission.slots import Slot
+from titan_rl.scheduling.group_state import GroupState
+from titan_rl.scheduling.ledger import Ledger
 from titan_rl.scheduling.suspension import Suspension
 
 
@@ -51,7 +51,7 @@ class Lease:
         self._unfinished = max(0, self._unfinished - 1)
         self._permits.keep(self._unfinished)
 
-    def start(self, permits: RolloutPermits, version: int) -> None:
+    def mark_running(self, permits: RolloutPermits, version: int) -> None:
         self._permits, self._unfinished, self.version = permits, permits.count, version
         self._move(GroupState.RUNNING)
 
@@ -84,11 +84,11 @@ class Lease:
         self._permits.keep(0)
         self._due.set()
 
-    def finish(self, group: RolloutGroup) -> None:
+    def mark_done(self, group: RolloutGroup) -> None:
         self.group = group
         self._move(GroupState.DONE)
 
-    def train(self) -> RolloutGroup:
+    def mark_training(self) -> RolloutGroup:
         assert self.group is not None, "only a finished group is trained on"
         self._move(GroupState.TRAINING)
         return self.group
@@ -101,11 +101,3 @@ class Lease:
     def _move(self, state: GroupState | None) -> None:
         self._ledger.move(self._state, state)
         self._state = state
-
-
-class RunGroup(Protocol):
-    """Given to the scheduler, which calls it for each group that it starts."""
-
-    async def __call__(self, lease: Lease) -> RolloutGroup:
-        """Run the group of training sample number `lease.index` to its end."""
-        ...

@@ -4,20 +4,10 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from enum import StrEnum
 from statistics import fmean
 
 from titan_rl.rollout.types import RolloutGroup
-
-
-class GroupState(StrEnum):
-    """What a group that holds a slot does. In this order, but for suspensions."""
-
-    PENDING = "pending"  # waits until its rollouts fit beside those in flight
-    RUNNING = "running"
-    SUSPENDED = "suspended"  # waits, with its tokens, for the tail batch
-    DONE = "done"  # waits for its batch
-    TRAINING = "training"  # in a batch, until the version trained on it is pulled
+from titan_rl.scheduling.group_state import GroupState
 
 
 class Ledger:

@@ -12,19 +12,20 @@ from typing import Any, Self
 
 from titan_rl.errors import TrainingError
 from titan_rl.rollout.types import RolloutGroup
-from titan_rl.scheduling.backlog import Backlog, SchedulerObserver
+from titan_rl.scheduling.admission.budget import Budget
+from titan_rl.scheduling.admission.capacity import RolloutCapacity
+from titan_rl.scheduling.admission.drop_limits import DropLimits
+from titan_rl.scheduling.admission.slots import SlotPool
+from titan_rl.scheduling.backlog import Backlog
 from titan_rl.scheduling.batch import GroupBatch, check_age, step_from
-from titan_rl.scheduling.budget import Budget
-from titan_rl.scheduling.capacity import RolloutCapacity
-from titan_rl.scheduling.drop_limits import DropLimits
-from titan_rl.scheduling.end_callback import WithEndCallback
 from titan_rl.scheduling.filters import LOST, GroupFilter, first_reason, too_few_siblings
-from titan_rl.scheduling.lease import Lease, RunGroup
+from titan_rl.scheduling.lease import Lease
 from titan_rl.scheduling.ledger import Ledger
+from titan_rl.scheduling.observer import SchedulerObserver
+from titan_rl.scheduling.run_group import RunGroup
 from titan_rl.scheduling.settings import SchedulingConfig
-from titan_rl.scheduling.slots import SlotPool
-from titan_rl.scheduling.tail import TailPolicy
-from titan_rl.scheduling.task_scope import TaskScope
+from titan_rl.scheduling.tail import LongTail
+from titan_rl.scheduling.task_scope import TaskScope, WithEndCallback
 from titan_rl.scheduling.waiting_groups import WaitingGroups
 
 logger = logging.getLogger(__name__)
@@ -100,7 +101,7 @@ class GroupScheduler:
         self._waiting = WaitingGroups(settings.overtaking_window, self._backlog.batches)
         self._changed = asyncio.Event()
         self._tasks = TaskScope(on_error=self._changed.set)
-        self._tail = TailPolicy(settings, self._waiting, self._capacity, self._tasks)
+        self._tail = LongTail(settings, self._waiting, self._capacity, self._tasks)
         self._running_groups: dict[int, asyncio.Task[None]] = {}
         self._drop_limits = DropLimits(settings)
         self._is_running = self._is_over = False  # `run` was called; it ends
@@ -191,22 +192,21 @@ class GroupScheduler:
         self._drop_stale()
         while not (indices := self._waiting.next_batch(self._batch_size)):
             self._drop_limits.check()
-            more_can_come = bool(self._slots.free) and self._budget.may_admit
-            self._tail.resume_if_due(self._batch_size, more_can_come=more_can_come)
+            self._tail.resume_if_due(self._batch_size, more_can_come=self._slots.free > 0 and self._budget.may_admit)
             self._changed.clear()
             await self._changed.wait()
             self._check_going()
             self._drop_stale()
         leases = self._waiting.take_batch(indices)
         self._budget.hand_out(len(leases))
-        groups = [lease.train() for lease in leases]
+        groups = [lease.mark_training() for lease in leases]
         check_age(groups, self._next_version, self._settings)
         self._drop_limits.batch_found()
         if self._observer is not None:
             self._observer.batch(self._next_version, indices)
         self._tail.batch_formed(newest=indices[-1])
         metrics = self._ledger.close_batch(groups, self._next_version)
-        batch = GroupBatch(groups, self._next_version, metrics, lambda: self._release(leases, batch.step))
+        batch = GroupBatch(groups, self._next_version, metrics, lambda: self._settle(leases, batch.step))
         self._next_version = batch.step
         return batch
 
@@ -220,10 +220,10 @@ class GroupScheduler:
             self._waiting.add(lease)
             self._next_index = max(self._next_index, index + 1)
             if (group := self._backlog.finished.get(index)) is not None:
-                lease.finish(group)
+                lease.mark_done(group)
                 self._changed.set()
                 continue
-            lease.start(await self._capacity.take(self._group_size), self._version)
+            lease.mark_running(await self._capacity.take(self._group_size), self._version)
             self._running_groups[index] = task = self._tasks.begin(partial(self._run_one, lease), f"group-{index}")
             task.add_done_callback(partial(self._note_end, lease))
 
@@ -245,7 +245,7 @@ class GroupScheduler:
         else:
             self._drop_limits.not_lost()
         if reason is None:
-            lease.finish(group)
+            lease.mark_done(group)
             if self._observer is not None:
                 self._observer.finished(lease.index, group)
         else:
@@ -279,7 +279,7 @@ class GroupScheduler:
     def _batch_size(self) -> int:
         return min(self._settings.groups_per_step, self._budget.left)
 
-    def _release(self, leases: Sequence[Lease], version: int) -> None:
+    def _settle(self, leases: Sequence[Lease], version: int) -> None:
         """The generators have pulled what was trained on these."""
         self._version = version
         for lease in leases:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import partial
 
-from titan_rl.scheduling.capacity import RolloutCapacity
+from titan_rl.scheduling.admission.capacity import RolloutCapacity
+from titan_rl.scheduling.group_state import GroupState
 from titan_rl.scheduling.lease import Lease
-from titan_rl.scheduling.ledger import GroupState
 from titan_rl.scheduling.settings import SchedulingConfig
 from titan_rl.scheduling.task_scope import TaskScope
 from titan_rl.scheduling.waiting_groups import WaitingGroups
 
 
-class TailPolicy:
+class LongTail:
     """Carries out `settings.tail`: "carry_over" leaves such a group alone, "drop" gives it up at an age, and
     "tail_batch" suspends it until there are others like it, so that the slowest run together.
 
