@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from clients import ANSWERS, TOKENIZER, TOOL, openai_client, talking
 from openai.types import Completion as TextCompletion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from served import Served, client_of, served, until
-from speaking import VOCAB, byte_tokenizer, qwen3, script
+from served import client_of, served, until
+from speaking import qwen3
 
 from titan_rl.rollout.renderer import ChatTemplateRenderer
 from titan_rl.serving.app import make_app
@@ -23,46 +23,6 @@ from titan_rl.serving.server import serve
 from titan_rl.types import Completion, FinishReason, VersionSpan
 
 CHAT = "/v1/chat/completions"
-TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
-CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "ü"}}\n</tool_call>'
-TOKENIZER = byte_tokenizer()
-ANSWERS = {
-    "hi": "  Grüße, 世界 🎉!\n",
-    "think": "<think>\nhm\n</think>\n\nyes",
-    "look": "I look." + CALL,
-    "broken": 'So <tool_call>\n{"name": \n</tool_call>',
-    "sky": "blue",
-    "count": "1, 2, 3, stop, 4",
-}
-
-
-def answer(asked: str) -> str:
-    return ANSWERS.get(asked, f"you said {asked}")
-
-
-@asynccontextmanager
-async def talking(
-    renderer: Any = None, *, count: int = 2, limits: ServerLimits | None = None, **engine: Any
-) -> AsyncIterator[Served]:
-    settings = {"script": script(TOKENIZER, answer), "vocab_size": VOCAB, "max_context": 2048, **engine}
-    async with served(
-        engine=settings,
-        count=count,
-        limits=limits or ServerLimits(request_s=30.0),
-        max_context=2048,
-        tokenizer=TOKENIZER,
-        renderer=renderer or ChatTemplateRenderer(TOKENIZER),
-    ) as stage:
-        yield stage
-
-
-@asynccontextmanager
-async def agent(stage: Served) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with (
-        serve(stage.app) as url,
-        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
-    ):
-        yield client
 
 
 def user(text: str) -> Any:
@@ -85,7 +45,7 @@ def joined(events: list[dict[str, Any]], index: int = 0) -> str:
 
 
 async def test_a_conversation_keeps_its_tokens() -> None:
-    async with talking() as stage, agent(stage) as client:
+    async with talking() as stage, openai_client(stage) as client:
         ask = client.chat.completions.create
         more: Any = {"return_token_ids": True}
         messages = [{"role": "developer", "content": "be brief"}, user("hi")]
@@ -164,7 +124,7 @@ async def test_text_is_told_as_it_comes() -> None:
 
 
 async def test_tools_are_called_and_answered() -> None:
-    async with talking(qwen3(TOKENIZER)) as stage, agent(stage) as client:
+    async with talking(qwen3(TOKENIZER)) as stage, openai_client(stage) as client:
         messages: Any = [user("look")]
         more: Any = {"return_token_ids": True}
         for stream in (False, True):
@@ -236,7 +196,7 @@ async def test_text_completions() -> None:
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-            "messages[0].content[0]",
+            "messages[0].content[0].type",
         ),
         ({"messages": [user("x"), {"role": "assistant", "tool_calls": [{}]}]}, "messages[1].tool_calls[0].function"),
         ({"top_logprobs": 3}, "top_logprobs"),
@@ -281,7 +241,7 @@ async def test_a_server_without_a_renderer_says_so() -> None:
 
 
 async def test_pauses_pulls_and_a_death_in_the_middle_of_a_chat() -> None:
-    async with talking(block_at_step=5) as stage, agent(stage) as client:
+    async with talking(engine={"block_at_step": 5}) as stage, openai_client(stage) as client:
         asked = asyncio.create_task(collected(client, "hi"))
         await until(lambda: any(engine.started.is_set() for engine in stage.engines.engines))
         hit = next(at for at, engine in enumerate(stage.engines.engines) if engine.started.is_set())

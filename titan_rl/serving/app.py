@@ -22,8 +22,11 @@ from titan_rl.serving.http.metrics import ServerMetrics
 from titan_rl.serving.policy.served_policy import ServedPolicy
 from titan_rl.serving.policy.stream import StreamFn, unbroken
 from titan_rl.serving.policy.text import Text
+from titan_rl.serving.protocols.anthropic.errors import ANTHROPIC
+from titan_rl.serving.protocols.anthropic.messages import CountTokensEndpoint, MessagesEndpoint
 from titan_rl.serving.protocols.openai.chat import ChatEndpoint
 from titan_rl.serving.protocols.openai.completions import CompletionEndpoint
+from titan_rl.serving.protocols.openai.responses import ResponsesEndpoint
 from titan_rl.serving.protocols.openapi import openapi
 from titan_rl.serving.protocols.tokens import TokenEndpoint
 
@@ -55,6 +58,7 @@ def make_app(
     stop_token_ids: Sequence[int] | None = None,
     limits: ServerLimits | None = None,
     keys: Keys | None = None,
+    any_model: bool = False,
     wait_until_resumed: Callable[[], Awaitable[object]] | None = None,
     control: Control | None = None,
 ) -> PolicyApp:
@@ -72,6 +76,7 @@ def make_app(
         renderer: between messages and tokens. Without it there is no chat.
         stop_token_ids: the model's own, which end a completion unless a client asks for `ignore_eos`. By default the
             renderer's.
+        any_model: answer under any other name, too, for agents that have a model's name written into them.
         wait_until_resumed: awaited before an aborted completion is gone on with.
         control: what the admin calls act on. Without it, or without an admin key, there are none.
     """
@@ -80,7 +85,7 @@ def make_app(
     metrics = ServerMetrics()
     exchanges = Exchanges(limits, metrics)
     whole = unbroken(stream, wait_until_resumed=wait_until_resumed)
-    policy = ServedPolicy(model, whole, max_context, metrics)
+    policy = ServedPolicy(model, whole, max_context, metrics, any_model=any_model)
     text = None if tokenizer is None else Text(tokenizer)
     turns = None
     if text is not None and renderer is not None:
@@ -122,10 +127,14 @@ def make_app(
         _post("/inference/v1/generate", TokenEndpoint(policy, exchanges, stops)),
         _post("/v1/completions", CompletionEndpoint(policy, exchanges, text, stops)),
         _post("/v1/chat/completions", ChatEndpoint(turns, exchanges, stops)),
+        _post("/v1/responses", ResponsesEndpoint(turns, exchanges, stops)),
+        _post("/v1/messages", MessagesEndpoint(turns, exchanges, stops)),
+        _post("/v1/messages/count_tokens", CountTokensEndpoint(turns)),
         *(admin_routes(control) if control is not None else ()),
     ]
+    dialects = {route.path: ANTHROPIC for route in routes if route.path.startswith("/v1/messages")}
     router = Router(routes, redirect_slashes=False)
-    guard = Guard(router, keys, limits, metrics, {route.path for route in routes})
+    guard = Guard(router, keys, limits, metrics, {route.path for route in routes}, dialects)
     return PolicyApp(guard, keys, exchanges)
 
 

@@ -151,8 +151,11 @@ class ReplyReader:
         whole = self.whole(completion)
         message, told = dict(whole.message), self._told
         rest = self._pending + self._reader.end()
-        if not whole.reasoning.startswith(told.reasoning):  # what was told stands, and is the message that comes back
+        if told.content or not whole.reasoning.startswith(told.reasoning):
+            # What was told stands, and is the message that comes back; reasoning comes before content.
             message["reasoning_content"] = told.reasoning + (rest if self._mode is _Mode.THINKING else "")
+            if not message["reasoning_content"]:
+                del message["reasoning_content"]
         if not whole.content.startswith(told.content):
             message["content"] = told.content + ("" if whole.tool_calls else rest)
         reply = Reply(message, completion, whole.stop)

@@ -33,7 +33,7 @@ class TurnAsk:
 
     messages: Sequence[Message]
     tools: list[dict[str, Any]] | None
-    max_tokens: int | None
+    max_tokens: int | None = None
     sampling: dict[str, Any] = field(default_factory=dict[str, Any])
     num_choices: int = 1
     stops: tuple[str, ...] = ()
@@ -58,13 +58,23 @@ class Turns:
             RequestError: the renderer refuses the messages.
             ApiError: 400, the conversation fills the context, or two values do not go together.
         """
-        conversation = self._conversations.of(asked.session_id, asked.messages, asked.tools)
-        prompt = conversation.tree.prompt(asked.messages, asked.tools)
+        conversation, prompt = self._prompt(asked)
         sampling = self.policy.sampling(len(prompt.token_ids), asked.max_tokens, asked.param, **asked.sampling)
         request_id = f"{id_prefix}{uuid.uuid4().hex}"
         ask = Ask(prompt.token_ids, sampling, asked.num_choices, conversation.session_of(prompt), request_id)
         form = ReplyForm(self._renderer, self.text, prompt.token_ids, asked.tools, asked.one_call, asked.stops)
         return Turn(self.policy, conversation, prompt, ask, form)
+
+    def num_prompt_tokens(self, asked: TurnAsk) -> int:
+        """
+        Raises:
+            RequestError: the renderer refuses the messages.
+        """
+        return len(self._prompt(asked)[1].token_ids)
+
+    def _prompt(self, asked: TurnAsk) -> tuple[Conversation, Prompt]:
+        conversation = self._conversations.of(asked.session_id, asked.messages, asked.tools)
+        return conversation, conversation.tree.prompt(asked.messages, asked.tools)
 
 
 class Turn:

@@ -68,6 +68,8 @@ def bad_body(error: ValidationError) -> ApiError:
     first = next((one for one in details if one["type"] == "extra_forbidden"), details[0])
     param = ""
     for step in first["loc"]:
+        if isinstance(step, str) and (step == "str" or not step.isidentifier()):
+            continue  # which of several types it could be
         param += f"[{step}]" if isinstance(step, int) else f".{step}" if param else step
     if first["type"] == "extra_forbidden":
         return ApiError(400, f"{param} is not supported here; leave it out", param=param, code="unsupported_parameter")

@@ -13,6 +13,7 @@ import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
 from titan_rl.serving.http.api_error import ApiError, api_error_of
+from titan_rl.serving.http.dialect import OPENAI, Dialect
 from titan_rl.serving.http.limits import ServerLimits
 from titan_rl.serving.http.metrics import ServerMetrics
 
@@ -103,7 +104,7 @@ class Answer:
     Args:
         work: given None, returns the body. Given an `Emit`, tells it each event of the stream, and returns nothing.
         num_places: completions that it generates at once.
-        done: the data of a stream's last event; None if it has none.
+        dialect: of its protocol.
     """
 
     def __init__(
@@ -113,13 +114,13 @@ class Answer:
         *,
         num_places: int,
         stream: bool,
-        done: bytes | None = b"[DONE]",
+        dialect: Dialect = OPENAI,
     ) -> None:
         self._exchanges = exchanges
         self._work = work
         self._num_places = num_places
         self._is_stream = stream
-        self._done = done
+        self._dialect = dialect
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = False
@@ -148,12 +149,10 @@ class Answer:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LAST_WORD_S):  # a client that does not read is not waited for
                     if not started:
-                        await send_error(send, told)
+                        await send_error(send, told, self._dialect)
                     elif self._is_stream:
-                        await tell(event(told.body()) + self._last(), more=False)
-
-    def _last(self) -> bytes:
-        return b"" if self._done is None else b"data: " + self._done + b"\n\n"
+                        error = self._dialect.event(self._dialect.stream_error(told))
+                        await tell(error + self._dialect.last, more=False)
 
     async def _stream(self, tell: Callable[..., Awaitable[None]]) -> None:
         """Events are sent as they are told of, those of one turn of the event loop in one piece. The first of them
@@ -162,7 +161,7 @@ class Answer:
         wake = asyncio.Event()
 
         def emit(data: Any) -> None:
-            waiting.append(event(data))
+            waiting.append(self._dialect.event(data))
             wake.set()
 
         async def work() -> None:
@@ -185,16 +184,11 @@ class Answer:
                     waiting.clear()
                     await tell(chunk, more=True)
             task.result()
-            await tell(self._last(), more=False)
+            await tell(self._dialect.last, more=False)
         finally:
             if not task.done():
                 task.cancel()
                 await asyncio.wait((task,), timeout=LAST_WORD_S)
-
-
-def event(data: Any) -> bytes:
-    """One server-sent event."""
-    return b"data: " + msgspec.json.encode(data) + b"\n\n"
 
 
 async def send_start(send: Send, status: int, headers: Mapping[str, str]) -> None:
@@ -209,8 +203,8 @@ async def send_json(send: Send, status: int, body: Any, headers: Mapping[str, st
     await send({"type": "http.response.body", "body": encoded, "more_body": False})
 
 
-async def send_error(send: Send, error: ApiError) -> None:
-    await send_json(send, error.status, error.body(), error.headers)
+async def send_error(send: Send, error: ApiError, dialect: Dialect = OPENAI) -> None:
+    await send_json(send, error.status, dialect.error(error), error.headers)
 
 
 def _closing() -> ApiError:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Container
+from collections.abc import Container, Mapping
 
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from titan_rl.serving.http.api_error import ApiError, api_error_of
+from titan_rl.serving.http.dialect import OPENAI, Dialect
 from titan_rl.serving.http.exchange import send_error
 from titan_rl.serving.http.keys import Keys
 from titan_rl.serving.http.limits import ServerLimits
@@ -19,16 +20,28 @@ logger = logging.getLogger(__name__)
 
 
 class Guard:
-    """The outermost application. It reads a request's body whole, and turns whatever is raised into an answer."""
+    """The outermost application. It reads a request's body whole, and turns whatever is raised into an answer.
+
+    Args:
+        paths: those that the metrics name.
+        dialects: of paths whose errors are not told in OpenAI's form.
+    """
 
     def __init__(
-        self, app: ASGIApp, keys: Keys, limits: ServerLimits, metrics: ServerMetrics, paths: Container[str]
+        self,
+        app: ASGIApp,
+        keys: Keys,
+        limits: ServerLimits,
+        metrics: ServerMetrics,
+        paths: Container[str],
+        dialects: Mapping[str, Dialect],
     ) -> None:
         self._app = app
         self._keys = keys
         self._limits = limits
         self._metrics = metrics
         self._paths = paths
+        self._dialects = dialects
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -59,7 +72,7 @@ class Guard:
             if started:
                 logger.error("a request failed after its answer had begun", exc_info=error)
                 raise
-            await send_error(noted, api_error_of(error))
+            await send_error(noted, api_error_of(error), self._dialects.get(scope["path"], OPENAI))
 
     async def _body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
         most = self._limits.body_bytes

@@ -41,12 +41,16 @@ class ServedPolicy:
         model: the name clients know it by.
         stream: never broken off by an abort (`titan_rl.serving.policy.stream.unbroken`).
         max_context: most tokens of prompt and completion.
+        any_model: any other name is this policy's, too.
     """
 
-    def __init__(self, model: str, stream: StreamFn, max_context: int, metrics: ServerMetrics) -> None:
+    def __init__(
+        self, model: str, stream: StreamFn, max_context: int, metrics: ServerMetrics, *, any_model: bool = False
+    ) -> None:
         self.model = model
         self.max_context = max_context
         self.created = int(time.time())
+        self._any_model = any_model
         self._stream = stream
         self._metrics = metrics
 
@@ -55,7 +59,7 @@ class ServedPolicy:
         Raises:
             ApiError: 404, it is another's name.
         """
-        if name is not None and name != self.model:
+        if name is not None and name != self.model and not self._any_model:
             message = f"there is no model of this name; this server has {self.model!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 

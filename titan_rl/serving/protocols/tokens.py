@@ -14,6 +14,7 @@ from titan_rl.serving.http.body import Body, read
 from titan_rl.serving.http.exchange import Answer, Emit, Exchanges
 from titan_rl.serving.policy.served_policy import Ask, ServedPolicy
 from titan_rl.serving.protocols.wire import (
+    Count,
     SamplingBody,
     StreamOptions,
     TokenId,
@@ -28,6 +29,8 @@ from titan_rl.types import Completion, TokenChunk
 class TokenSampling(SamplingBody):
     """Those of vLLM's sampling parameters that are known here."""
 
+    n: Count | None = None
+    max_tokens: Count | None = None
     logprobs: Annotated[int, Field(ge=0, le=1)] | None = None
     skip_special_tokens: bool = True  # no text is made of them
     spaces_between_special_tokens: bool = True

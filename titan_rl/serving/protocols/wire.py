@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Any
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, cast
 
 from pydantic import Field
 from starlette.requests import Request
@@ -31,13 +31,11 @@ class StreamOptions(Body):
 
 
 class SamplingBody(Body):
-    """How completions are sampled, as OpenAI and vLLM both have it; from `top_k` on it is vLLM's. Without `ignore_eos`,
+    """How completions are sampled; from `top_k` on the fields are vLLM's, in every protocol. Without `ignore_eos`,
     the model's own stop tokens end a completion, too."""
 
-    n: Count | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
-    max_tokens: Count | None = None
     seed: Seed | None = None
     frequency_penalty: Zero = None
     presence_penalty: Zero = None
@@ -60,6 +58,56 @@ class SamplingBody(Body):
             "seed": self.seed,
             "stop_token_ids": tuple(dict.fromkeys((*(self.stop_token_ids or ()), *own))),
         }
+
+
+def wrong(param: str, message: str) -> ApiError:
+    """A 400 that names a field of a message."""
+    return ApiError(400, f"{param} {message}", param=param)
+
+
+def string_in(given: Mapping[str, Any], name: str, where: str, *, default: str | None = None) -> str:
+    """
+    Raises:
+        ApiError: 400, it is no string, or missing and there is no default.
+    """
+    value = given.get(name)
+    if value is None and default is not None:
+        return default
+    if not isinstance(value, str):
+        raise wrong(f"{where}.{name}", "must be a string")
+    return value
+
+
+def objects_in(given: Any, where: str) -> list[Mapping[str, Any]]:
+    """
+    Raises:
+        ApiError: 400, it is no list of objects.
+    """
+    if not isinstance(given, list):
+        raise wrong(where, "must be a list")
+    entries = cast("list[Any]", given)
+    for index, entry in enumerate(entries):
+        if not isinstance(entry, Mapping):
+            raise wrong(f"{where}[{index}]", "must be an object")
+    return cast("list[Mapping[str, Any]]", entries)
+
+
+def text_in(content: Any, where: str, types: Sequence[str]) -> str:
+    """The text of content: a string, or parts of these types.
+
+    Raises:
+        ApiError: 400, names the part that is something else.
+    """
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise wrong(where, "must be a string or a list of parts")
+    text = ""
+    for index, part in enumerate(objects_in(content, where)):
+        if part.get("type") not in types:
+            raise wrong(f"{where}[{index}].type", f"is not supported; only {' and '.join(map(repr, types))} is")
+        text += string_in(part, "text", f"{where}[{index}]")
+    return text
 
 
 def turns_of(turns: Turns | None) -> Turns:

@@ -17,6 +17,8 @@ class TextBody(SamplingBody):
     """What chat and text completions have in common."""
 
     model: str | None = None
+    n: Count | None = None
+    max_tokens: Count | None = None
     stop: StopString | Annotated[list[StopString], Field(max_length=16)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -48,7 +50,9 @@ class ChatBody(TextBody):
     response_format: TextFormat | None = None
     modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
     store: Literal[False] | None = None
-    # These say nothing of the completion.
+    # These say nothing of the completion: how much it thinks is the policy's own.
+    reasoning_effort: str | None = None
+    verbosity: str | None = None
     metadata: dict[str, str] | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
@@ -57,3 +61,36 @@ class ChatBody(TextBody):
 
 class TextFormat(Body):
     type: Literal["text"]
+
+
+class ResponsesText(Body):
+    format: TextFormat | None = None
+    verbosity: str | None = None
+
+
+class ResponsesBody(SamplingBody):
+    input: str | Annotated[list[dict[str, Any]], Field(min_length=1)]
+    model: str | None = None
+    instructions: str | None = None
+    previous_response_id: Annotated[str, Field(max_length=256)] | None = None
+    max_output_tokens: Count | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    parallel_tool_calls: bool | None = None
+    store: bool | None = None
+    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
+    top_logprobs: Literal[0] | None = None
+    text: ResponsesText | None = None
+    truncation: Literal["disabled"] | None = None
+    background: Literal[False] | None = None
+    return_token_ids: bool = False
+    metadata: dict[str, str] | None = None
+    # These say nothing of the completion: how much it thinks is the policy's own.
+    reasoning: dict[str, Any] | None = None
+    user: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    safety_identifier: str | None = None
+    service_tier: Literal["auto", "default"] | None = None

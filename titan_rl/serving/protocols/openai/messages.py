@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from titan_rl.serving.http.api_error import ApiError
+from titan_rl.serving.protocols.wire import text_in, wrong
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-_TEXT = ("text", "input_text", "output_text")
+TEXT_PARTS = ("text", "input_text", "output_text")
 
 
 def messages_from(given: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -27,56 +27,36 @@ def tools_from(given: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]
     """
     for index, tool in enumerate(given or ()):
         if tool.get("type") != "function":
-            raise _wrong(f"tools[{index}].type", "must be 'function'")
+            raise wrong(f"tools[{index}].type", "must be 'function'")
         function = tool.get("function")
         if not isinstance(function, Mapping) or not isinstance(cast("Any", function).get("name"), str):
-            raise _wrong(f"tools[{index}].function", "must be an object with a name")
+            raise wrong(f"tools[{index}].function", "must be an object with a name")
         if not isinstance(cast("Any", function).get("parameters", {}), Mapping):
-            raise _wrong(f"tools[{index}].function.parameters", "must be an object")
+            raise wrong(f"tools[{index}].function.parameters", "must be an object")
     return [dict(tool) for tool in given] if given else None
 
 
 def _message(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     role = given.get("role")
     if not isinstance(role, str) or role not in _ROLES:
-        raise _wrong(f"{where}.role", f"must be one of {', '.join(_ROLES)}")
+        raise wrong(f"{where}.role", f"must be one of {', '.join(_ROLES)}")
     message = {name: value for name, value in given.items() if value is not None and name != "content"}
     message["role"] = _ROLES[role]
-    message["content"] = _content(given.get("content"), f"{where}.content")
+    message["content"] = text_in(given.get("content"), f"{where}.content", TEXT_PARTS)
     if (calls := message.get("tool_calls")) is not None:
         if not isinstance(calls, list):
-            raise _wrong(f"{where}.tool_calls", "must be a list")
+            raise wrong(f"{where}.tool_calls", "must be a list")
         for index, call in enumerate(cast("list[Any]", calls)):
             _check_call(call, f"{where}.tool_calls[{index}]")
     for name in ("reasoning_content", "reasoning", "name", "tool_call_id"):
         if not isinstance(message.get(name, ""), str):
-            raise _wrong(f"{where}.{name}", "must be a string")
+            raise wrong(f"{where}.{name}", "must be a string")
     return message
-
-
-def _content(content: Any, where: str) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    if not isinstance(content, list):
-        raise _wrong(where, "must be a string or a list of parts")
-    text = ""
-    for index, part in enumerate(cast("list[Any]", content)):
-        if not isinstance(part, Mapping) or not isinstance(cast("Any", part).get("text"), str):
-            raise _wrong(f"{where}[{index}]", "is not supported; only parts of type 'text' are")
-        part = cast("Mapping[str, Any]", part)
-        if part.get("type") not in _TEXT:
-            raise _wrong(f"{where}[{index}].type", "is not supported; only 'text' is")
-        text += part["text"]
-    return text
 
 
 def _check_call(call: Any, where: str) -> None:
     function: Any = cast("Mapping[str, Any]", call).get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(cast("Any", function).get("name"), str):
-        raise _wrong(f"{where}.function", "must be an object with a name")
+        raise wrong(f"{where}.function", "must be an object with a name")
     if not isinstance(cast("Any", function).get("arguments", ""), str | Mapping):
-        raise _wrong(f"{where}.function.arguments", "must be a string")
-
-
-def _wrong(param: str, message: str) -> ApiError:
-    return ApiError(400, f"{param} {message}", param=param)
+        raise wrong(f"{where}.function.arguments", "must be a string")

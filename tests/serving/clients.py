@@ -1,0 +1,78 @@
+"""A policy that gives known answers to known questions, and the clients that agents have."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anthropic
+import openai
+from served import Served, served
+from speaking import VOCAB, byte_tokenizer, script
+
+from titan_rl.rollout.renderer import ChatTemplateRenderer
+from titan_rl.serving.http.limits import ServerLimits
+from titan_rl.serving.server import serve
+
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "ü"}}\n</tool_call>'
+TOKENIZER = byte_tokenizer()
+ANSWERS = {
+    "hi": "  Grüße, 世界 🎉!\n",
+    "think": "<think>\nhm\n</think>\n\nyes",
+    "look": "I look." + CALL,
+    "broken": 'So <tool_call>\n{"name": \n</tool_call>',
+    "sky": "blue",
+    "count": "1, 2, 3, stop, 4",
+}
+
+
+@asynccontextmanager
+async def talking(
+    renderer: Any = None,
+    *,
+    answers: dict[str, str] | None = None,
+    engine: dict[str, Any] | None = None,
+    **app: Any,
+) -> AsyncIterator[Served]:
+    """Two engines that answer what is in `ANSWERS`.
+
+    Args:
+        engine: settings of `ScriptedEngine`.
+        app: those of `make_app`.
+    """
+    told = answers or ANSWERS
+
+    def answer(asked: str) -> str:
+        return told.get(asked, f"you said {asked}")
+
+    async with served(
+        engine={"script": script(TOKENIZER, answer), "vocab_size": VOCAB, "max_context": 2048, **(engine or {})},
+        **{
+            "limits": ServerLimits(request_s=30.0),
+            "max_context": 2048,
+            "tokenizer": TOKENIZER,
+            "renderer": renderer or ChatTemplateRenderer(TOKENIZER),
+            **app,
+        },
+    ) as stage:
+        yield stage
+
+
+@asynccontextmanager
+async def openai_client(stage: Served) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with (
+        serve(stage.app) as url,
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        yield client
+
+
+@asynccontextmanager
+async def anthropic_client(stage: Served) -> AsyncIterator[anthropic.AsyncAnthropic]:
+    async with (
+        serve(stage.app) as url,
+        anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0) as client,
+    ):
+        yield client

@@ -1,0 +1,170 @@
+"""`/v1/messages` with Anthropic's client, unmodified."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import anthropic
+import pytest
+from anthropic.types import Message, RawMessageStreamEvent
+from clients import ANSWERS, CALL, TOKENIZER, anthropic_client, talking
+from pydantic import TypeAdapter
+from served import client_of
+from speaking import qwen3
+
+from titan_rl.rollout.renderer import ChatTemplateRenderer
+from titan_rl.serving.http.keys import Keys
+from titan_rl.serving.http.limits import ServerLimits
+from titan_rl.serving.server import serve
+
+MESSAGES = "/v1/messages"
+TOOL: Any = {"name": "look", "input_schema": {"type": "object", "properties": {}}}
+EVENT: TypeAdapter[RawMessageStreamEvent] = TypeAdapter(RawMessageStreamEvent)
+TOKENS: Any = {"return_token_ids": True}
+
+
+def user(content: Any) -> Any:
+    return {"role": "user", "content": content}
+
+
+@pytest.mark.parametrize("name", list(ANSWERS))
+@pytest.mark.parametrize("make", [qwen3, ChatTemplateRenderer])
+async def test_a_stream_says_what_a_whole_message_says(name: str, make: Callable[..., Any]) -> None:
+    asked = {"messages": [user(name)], "tools": [TOOL], "max_tokens": 100, **TOKENS}
+    async with talking(make(TOKENIZER)) as stage, client_of(stage.app) as client:
+        whole = (await client.post(MESSAGES, json=asked)).json()
+        text = (await client.post(MESSAGES, json={**asked, "stream": True})).text
+    events = [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: ")]
+    Message.model_validate(whole)
+    for event in events:
+        EVENT.validate_python(event)
+    assert (events[0]["type"], events[-1]["type"]) == ("message_start", "message_stop")
+    assert events[-2]["delta"] == {"stop_reason": whole["stop_reason"], "stop_sequence": None}
+    assert events[-2]["usage"] == whole["usage"]
+    assert events[-2]["token_ids"] == whole["token_ids"]
+    for at, block in enumerate(whole["content"]):
+        mine = [event for event in events if event.get("index") == at]
+        assert (mine[0]["type"], mine[-1]["type"]) == ("content_block_start", "content_block_stop")
+        assert mine[0]["content_block"]["type"] == block["type"]
+        deltas = [event["delta"] for event in mine[1:-1]]
+        if block["type"] == "tool_use":
+            assert json.loads("".join(delta["partial_json"] for delta in deltas)) == block["input"]
+        else:
+            key = block["type"]
+            assert "".join(delta[key] for delta in deltas) == block[key]
+
+
+async def test_blocks_that_come_back_keep_their_tokens() -> None:
+    async with talking(qwen3(TOKENIZER)) as stage, anthropic_client(stage) as client:
+        for stream in (False, True):
+            asked: Any = {"model": "policy", "max_tokens": 100, "tools": [TOOL], "extra_body": TOKENS}
+            asked["system"] = [{"type": "text", "text": "be brief", "cache_control": {"type": "ephemeral"}}]
+            first = await answered(client, stream, messages=[user("look")], **asked)
+            text, use = first.content
+            assert (text.text, use.name, use.input, first.stop_reason) == ("I look.", "look", {"at": "ü"}, "tool_use")
+            result = {"type": "tool_result", "tool_use_id": use.id, "content": [{"type": "text", "text": "sky"}]}
+            content = [block.model_dump(exclude_none=True) for block in first.content]
+            history = [user("look"), {"role": "assistant", "content": content}, user([result])]
+            then = await answered(client, stream, messages=history, **asked)
+            if not stream:  # the client drops what it does not know from the events
+                so_far = first.prompt_token_ids + first.token_ids
+                assert then.prompt_token_ids[: len(so_far)] == so_far
+                count = await client.messages.count_tokens(
+                    model="policy", messages=history, tools=[TOOL], system="be brief"
+                )
+                assert count.input_tokens == len(then.prompt_token_ids)
+
+
+async def answered(client: anthropic.AsyncAnthropic, stream: bool, **asked: Any) -> Any:
+    if not stream:
+        return await client.messages.create(**asked)
+    async with client.messages.stream(**asked) as events:
+        async for _ in events:
+            pass
+        return await events.get_final_message()
+
+
+def test_the_sync_client_too() -> None:
+    async def whole() -> None:
+        async with talking(qwen3(TOKENIZER)) as stage, serve(stage.app) as url:
+            await asyncio.to_thread(sync, url)
+
+    def sync(url: str) -> None:
+        with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as client:
+            asked: Any = {"model": "policy", "max_tokens": 50}
+            done = client.messages.create(messages=[user("think")], **asked)
+            assert [block.type for block in done.content] == ["thinking", "text"]
+            again = [user("think"), {"role": "assistant", "content": done.content}, user("sky")]
+            with client.messages.stream(messages=again, **asked) as stream:
+                assert "".join(stream.text_stream) == "blue"
+            stopped = client.messages.create(messages=[user("count")], stop_sequences=["stop", "9"], **asked)
+            assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "stop")
+            cut = client.messages.create(model="policy", max_tokens=2, messages=[user("sky")])
+            assert (cut.stop_reason, cut.usage.output_tokens) == ("max_tokens", 2)
+            with pytest.raises(anthropic.NotFoundError, match="no model"):
+                client.messages.create(model="claude", max_tokens=2, messages=[user("sky")])
+
+    asyncio.run(whole())
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [user([{"type": "image", "source": {}}])]}, "messages[0].content[0].type"),
+        ({"messages": [user("x"), {"role": "assistant", "content": "y"}]}, "messages[1].role"),
+        ({"messages": [user([{"type": "tool_result"}])]}, "messages[0].content[0].tool_use_id"),
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type"),
+        ({"tools": [{"name": "look"}]}, "tools[0].input_schema"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice.type"),
+        ({"output_config": {"format": {}}}, "output_config.format"),
+        ({"container": "c"}, "container"),
+        ({"messages": [user("x" * 3000)]}, "messages"),
+    ],
+)
+async def test_what_is_not_supported_is_named(change: dict[str, Any], param: str) -> None:
+    async with talking() as stage, client_of(stage.app) as client:
+        told = await client.post(MESSAGES, json={"max_tokens": 5, "messages": [user("x")], **change})
+    error = told.json()
+    assert (told.status_code, error["type"], error["error"]["type"]) == (400, "error", "invalid_request_error")
+    assert param in error["error"]["message"]
+
+
+async def test_every_refusal_is_in_its_own_form() -> None:
+    keys, limits = Keys(api=["secret"]), ServerLimits(body_bytes=100)
+    async with talking(limits=limits, keys=keys) as stage, serve(stage.app) as url:
+        asked: Any = {"model": "policy", "max_tokens": 5}
+        async with anthropic.AsyncAnthropic(base_url=url, api_key="wrong", max_retries=0) as client:
+            with pytest.raises(anthropic.AuthenticationError) as caught:
+                await client.messages.create(messages=[user("x")], **asked)
+            assert caught.value.body["error"]["type"] == "authentication_error"
+        async with anthropic.AsyncAnthropic(base_url=url, api_key="secret", max_retries=0) as client:
+            with pytest.raises(anthropic.RequestTooLargeError):
+                await client.messages.create(messages=[user("x" * 200)], **asked)
+
+
+async def test_a_stream_that_fails_ends_with_the_error() -> None:
+    limits = ServerLimits(request_s=0.3)
+    async with talking(limits=limits, engine={"block_at_step": 3}) as stage, anthropic_client(stage) as client:
+        with pytest.raises(anthropic.APIStatusError, match="not answered within"):
+            await answered(client, True, model="policy", max_tokens=50, messages=[user("hi")])
+
+
+async def test_one_call_at_a_time() -> None:
+    async with talking(qwen3(TOKENIZER), answers={"look": CALL + CALL}) as stage, client_of(stage.app) as client:
+        asked = {"messages": [user("look")], "tools": [TOOL], "max_tokens": 200}
+        for disabled, number in ((False, 2), (True, 1)):
+            choice = {"type": "auto", "disable_parallel_tool_use": disabled}
+            message = (await client.post(MESSAGES, json={**asked, "tool_choice": choice})).json()
+            assert [block["type"] for block in message["content"]] == ["tool_use"] * number
+
+
+async def test_any_model_may_be_asked_for_where_the_server_says_so() -> None:
+    async with talking(any_model=True) as stage, anthropic_client(stage) as client:
+        done = await client.messages.create(model="claude-opus-9", max_tokens=20, messages=[user("sky")])
+        assert (done.content[0].text, done.model) == ("blue", "policy")

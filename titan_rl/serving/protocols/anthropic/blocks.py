@@ -1,0 +1,171 @@
+"""Anthropic's messages, made of blocks, as those of OpenAI's chat; and a reply as blocks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+from titan_rl.rollout.types import Message
+from titan_rl.serving.conversations.reply import Delta
+from titan_rl.serving.protocols.anthropic.bodies import ConversationBody
+from titan_rl.serving.protocols.wire import objects_in, string_in, text_in, wrong
+
+_TEXT = ("text",)
+
+Tell = Callable[[dict[str, Any]], None]
+
+
+def messages_from_blocks(body: ConversationBody) -> list[Message]:
+    """
+    Raises:
+        ApiError: 400, names the field that is wrong or not supported.
+    """
+    messages: list[Message] = []
+    if system := text_in(body.system, "system", _TEXT):
+        messages.append({"role": "system", "content": system})
+    for index, message in enumerate(body.messages):
+        where = f"messages[{index}]"
+        role, content = message.get("role"), message.get("content")
+        if role == "user":
+            messages += _of_user(content, f"{where}.content")
+        elif role == "assistant":
+            messages.append(_of_assistant(content, f"{where}.content"))
+        elif role == "system":
+            messages.append({"role": "system", "content": text_in(content, f"{where}.content", _TEXT)})
+        else:
+            raise wrong(f"{where}.role", "must be one of user, assistant, system")
+    if messages[-1].get("role") == "assistant":
+        where = f"messages[{len(body.messages) - 1}].role"
+        raise wrong(where, "is the assistant's; a reply that was begun is not gone on with")
+    return messages
+
+
+def tools_from_anthropic(given: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:
+    """The tools in the form of OpenAI's chat.
+
+    Raises:
+        ApiError: 400, one is run by the server, or has no name.
+    """
+    tools: list[dict[str, Any]] = []
+    for index, tool in enumerate(given or ()):
+        where = f"tools[{index}]"
+        if tool.get("type") not in (None, "custom"):
+            raise wrong(f"{where}.type", "must be 'custom'; this server runs no tools of its own")
+        schema = tool.get("input_schema")
+        if not isinstance(schema, Mapping):
+            raise wrong(f"{where}.input_schema", "must be an object")
+        function = {"name": string_in(tool, "name", where), "parameters": dict(cast("Mapping[str, Any]", schema))}
+        if description := string_in(tool, "description", where, default=""):
+            function = {"name": function["name"], "description": description, "parameters": function["parameters"]}
+        tools.append({"type": "function", "function": function})
+    return tools or None
+
+
+class ReplyBlocks:
+    """The blocks of one reply, and the events that tell of them.
+
+    Attributes:
+        blocks: [thinking, text, uses of tools], those that there are.
+    """
+
+    def __init__(self, tell: Tell) -> None:
+        self.blocks: list[dict[str, Any]] = []
+        self._tell = tell
+        self._is_open = False
+
+    def take(self, delta: Delta) -> None:
+        if delta.reasoning:
+            if not self._goes_on("thinking"):
+                self._begin({"type": "thinking", "thinking": "", "signature": ""})
+            self._add("thinking", delta.reasoning, "thinking_delta")
+        if delta.content:
+            if not self._goes_on("text"):
+                self._begin({"type": "text", "text": "", "citations": None})
+            self._add("text", delta.content, "text_delta")
+        for call in delta.tool_calls:
+            function = call["function"]
+            self._begin({"type": "tool_use", "id": call["id"], "name": function["name"], "input": {}})
+            self._delta({"type": "input_json_delta", "partial_json": function["arguments"]})
+            self.blocks[-1]["input"] = _input(function["arguments"])
+
+    def end(self) -> None:
+        if self._is_open:
+            self._tell({"type": "content_block_stop", "index": len(self.blocks) - 1})
+            self._is_open = False
+
+    def _goes_on(self, kind: str) -> bool:
+        return self._is_open and self.blocks[-1]["type"] == kind
+
+    def _begin(self, block: dict[str, Any]) -> None:
+        self.end()
+        self.blocks.append(block)
+        self._is_open = True
+        self._tell({"type": "content_block_start", "index": len(self.blocks) - 1, "content_block": dict(block)})
+
+    def _add(self, name: str, text: str, kind: str) -> None:
+        self.blocks[-1][name] += text
+        self._delta({"type": kind, name: text})
+
+    def _delta(self, delta: dict[str, Any]) -> None:
+        self._tell({"type": "content_block_delta", "index": len(self.blocks) - 1, "delta": delta})
+
+
+def _of_user(content: Any, where: str) -> list[Message]:
+    """Results of tools are messages of their own, and text between them the user's."""
+    if not isinstance(content, list):
+        return [{"role": "user", "content": text_in(content, where, _TEXT)}]
+    messages: list[Message] = []
+    for index, block in enumerate(objects_in(content, where)):
+        at = f"{where}[{index}]"
+        if block.get("type") == "tool_result":
+            result = text_in(block.get("content"), f"{at}.content", _TEXT)
+            call_id = string_in(block, "tool_use_id", at)
+            messages.append({"role": "tool", "tool_call_id": call_id, "content": result})
+            continue
+        text = text_in([block], where, _TEXT) if block.get("type") == "text" else _unknown(at)
+        if messages and messages[-1].get("role") == "user":
+            messages[-1] = {"role": "user", "content": f"{messages[-1]['content']}{text}"}
+        else:
+            messages.append({"role": "user", "content": text})
+    return messages or [{"role": "user", "content": ""}]
+
+
+def _of_assistant(content: Any, where: str) -> Message:
+    if not isinstance(content, list):
+        return {"role": "assistant", "content": text_in(content, where, _TEXT)}
+    text = thinking = ""
+    calls: list[dict[str, Any]] = []
+    for index, block in enumerate(objects_in(content, where)):
+        at = f"{where}[{index}]"
+        if block.get("type") == "text":
+            text += string_in(block, "text", at)
+        elif block.get("type") == "thinking":
+            thinking += string_in(block, "thinking", at)
+        elif block.get("type") == "tool_use":
+            given = block.get("input")
+            if not isinstance(given, Mapping):
+                raise wrong(f"{at}.input", "must be an object")
+            function = {"name": string_in(block, "name", at), "arguments": json.dumps(given)}
+            calls.append({"id": string_in(block, "id", at), "type": "function", "function": function})
+        else:
+            _unknown(at)
+    message: dict[str, Any] = {"role": "assistant", "content": text}
+    if thinking:
+        message["reasoning_content"] = thinking
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _unknown(where: str) -> str:
+    raise wrong(f"{where}.type", "is not supported; text, thinking, tool_use and tool_result are")
+
+
+def _input(arguments: str) -> dict[str, Any]:
+    """What cannot be arguments, the protocol has no place for; a tool then finds them under a name of their own."""
+    try:
+        parsed = json.loads(arguments)
+    except ValueError:
+        parsed = arguments
+    return parsed if isinstance(parsed, dict) else {"arguments": parsed}

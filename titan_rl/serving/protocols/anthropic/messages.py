@@ -1,0 +1,140 @@
+"""`POST /v1/messages`: blocks in, blocks out; and how many tokens a conversation has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from titan_rl.serving.conversations.reply import Delta, Reply
+from titan_rl.serving.conversations.turn import Turn, TurnAsk, Turns
+from titan_rl.serving.http.body import read
+from titan_rl.serving.http.exchange import Answer, Emit, Exchanges
+from titan_rl.serving.protocols.anthropic.blocks import ReplyBlocks, messages_from_blocks, tools_from_anthropic
+from titan_rl.serving.protocols.anthropic.bodies import ConversationBody, MessagesBody
+from titan_rl.serving.protocols.anthropic.errors import ANTHROPIC
+from titan_rl.serving.protocols.wire import session_id_of, turns_of, weight_versions
+from titan_rl.types import FinishReason
+
+_STOP_REASONS = {FinishReason.LENGTH: "max_tokens", FinishReason.TOOL_CALLS: "tool_use"}
+
+
+class MessagesEndpoint:
+    def __init__(self, turns: Turns | None, exchanges: Exchanges, stop_token_ids: Sequence[int]) -> None:
+        self._turns = turns
+        self._exchanges = exchanges
+        self._stop_token_ids = stop_token_ids
+
+    async def __call__(self, request: Request) -> Answer:
+        turns = turns_of(self._turns)
+        body = await read(request, MessagesBody)
+        asked = _asked(
+            turns,
+            body,
+            request,
+            max_tokens=body.max_tokens,
+            sampling=body.sampling(self._stop_token_ids),
+            stops=tuple(body.stop_sequences or ()),
+            one_call=body.tool_choice is not None and bool(body.tool_choice.disable_parallel_tool_use),
+        )
+        work = _Work(turns.begin(asked, "msg_"), turns.policy.model, with_token_ids=body.return_token_ids)
+        return Answer(self._exchanges, work, num_places=1, stream=bool(body.stream), dialect=ANTHROPIC)
+
+
+class CountTokensEndpoint:
+    def __init__(self, turns: Turns | None) -> None:
+        self._turns = turns
+
+    async def __call__(self, request: Request) -> Response:
+        turns = turns_of(self._turns)
+        body = await read(request, ConversationBody)
+        return JSONResponse({"input_tokens": turns.num_prompt_tokens(_asked(turns, body, request))})
+
+
+def _asked(turns: Turns, body: ConversationBody, request: Request, **more: Any) -> TurnAsk:
+    turns.policy.check_model(body.model)
+    tools = tools_from_anthropic(body.tools)
+    is_none = body.tool_choice is not None and body.tool_choice.type == "none"
+    messages = messages_from_blocks(body)
+    return TurnAsk(messages, None if is_none else tools, session_id=session_id_of(request), **more)
+
+
+class _Work:
+    """How one turn is told of."""
+
+    def __init__(self, turn: Turn, model: str, *, with_token_ids: bool) -> None:
+        self._turn = turn
+        self._model = model
+        self._with_token_ids = with_token_ids
+
+    async def __call__(self, emit: Emit | None) -> Any:
+        return await self._whole() if emit is None else await self._stream(emit)
+
+    async def _whole(self) -> dict[str, Any]:
+        (reply,) = await self._turn.replies()
+        blocks = ReplyBlocks(lambda event: None)
+        blocks.take(Delta(reply.reasoning, reply.content, reply.tool_calls))
+        return {
+            **self._message(blocks.blocks),
+            **_ending(reply),
+            "usage": self._usage(reply),
+            **self._extension(reply),
+        }
+
+    async def _stream(self, emit: Emit) -> None:
+        blocks = ReplyBlocks(emit)
+        begun = False
+
+        def begin() -> None:
+            nonlocal begun
+            if not begun:
+                begun = True
+                emit({"type": "message_start", "message": self._message([])})
+
+        def on_delta(_: int, delta: Delta) -> None:
+            begin()
+            blocks.take(delta)
+
+        (reply,) = await self._turn.replies(on_delta)
+        begin()
+        blocks.end()
+        usage = self._usage(reply)
+        emit({"type": "message_delta", "delta": _ending(reply), "usage": usage, **self._extension(reply)})
+        emit({"type": "message_stop"})
+
+    def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self._turn.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._model,
+            "content": content,
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": {"input_tokens": len(self._turn.prompt_token_ids), "output_tokens": 0},
+        }
+
+    def _usage(self, reply: Reply) -> dict[str, Any]:
+        """Tokens of the prompt that were cached are counted beside the others, not among them."""
+        num_prompt = len(self._turn.prompt_token_ids)
+        cached = min(num_prompt, int(reply.completion.metrics.get("cached_prompt_tokens", 0)))
+        return {
+            "input_tokens": num_prompt - cached,
+            "cache_read_input_tokens": cached,
+            "cache_creation_input_tokens": 0,
+            "output_tokens": len(reply.completion.token_ids),
+        }
+
+    def _extension(self, reply: Reply) -> dict[str, Any]:
+        told: dict[str, Any] = {"weight_versions": weight_versions(reply.completion)}
+        if self._with_token_ids:
+            told["prompt_token_ids"] = list(self._turn.prompt_token_ids)
+            told["token_ids"] = reply.completion.token_ids
+        return told
+
+
+def _ending(reply: Reply) -> dict[str, Any]:
+    reason = _STOP_REASONS.get(reply.finish_reason, "end_turn" if reply.stop is None else "stop_sequence")
+    return {"stop_reason": reason, "stop_sequence": reply.stop}
