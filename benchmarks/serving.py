@@ -28,23 +28,23 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.controller import CHUNK, Replica
 from benchmarks.paired import Spread, forth_and_back, ratio, report
 from titan_rl.actors.processes.garbage import settle_heap
-from titan_rl.generation.loop.engine_loop import EngineLoop
-from titan_rl.generation.loop.local_replica import LocalReplica
+from titan_rl.generation.request import EngineRequest, OnChunk
 from titan_rl.generation.router import GeneratorRouter
-from titan_rl.generation.scripted_engine import CostModel, ScriptedEngine
 from titan_rl.rollout.renderer import ChatTemplateRenderer
 from titan_rl.serving.app import PolicyApp, make_app
-from titan_rl.serving.conversations import ConversationTree
+from titan_rl.serving.conversations.tree import ConversationTree
 from titan_rl.serving.server import serve
-from titan_rl.types import Completion, FinishReason, SamplingParams, VersionSpan
+from titan_rl.types import Completion, FinishReason, SamplingParams, TokenChunk, VersionSpan
 
 MODEL = Path(__file__).parents[1] / "examples" / "alphabet_sort" / "base"  # 0.9M parameters
 SESSIONS, CONTEXT, TURNS = 64, 512, 100
 LENGTHS = range(32, 97)  # tokens of a completion, so that requests neither come nor end together
 QUESTION = "Sort these names alphabetically by first name: LenaFischer MarcusVega AnnaPetrov"
 START_S = 180.0
+TOKEN_S = 0.005
 
 
 @dataclass(frozen=True)
@@ -242,13 +242,24 @@ async def measure_vllm(clients: Clients, rounds: int) -> None:
             report(f"p50_latency_{way}{name}", Spread(p50[way]), "s")
 
 
+class Waiting(Replica):
+    """A replica that takes 5 ms for each token, and leaves the processor to others meanwhile."""
+
+    async def stream(self, request: EngineRequest, on_chunk: OnChunk) -> Completion:
+        token_ids = [5 + place % 380 for place in range(request.sampling.max_tokens)]
+        logprobs = [-0.5] * len(token_ids)
+        for first in range(0, len(token_ids), CHUNK):
+            told = token_ids[first : first + CHUNK]
+            await asyncio.sleep(TOKEN_S * len(told))
+            spans = (VersionSpan(0, len(told)),)
+            on_chunk(TokenChunk(request.request_id, told, logprobs[: len(told)], spans))
+        spans = (VersionSpan(0, len(token_ids)),)
+        return Completion(request.request_id, token_ids, logprobs, FinishReason.LENGTH, spans)
+
+
 async def measure_overhead(clients: Clients, rounds: int) -> None:
-    """64 sessions on engines that wait 5 ms for each token."""
-    engine = partial(ScriptedEngine, vocab_size=390, max_context=CONTEXT, cost=CostModel(step=0.005))
-    loops = [EngineLoop(engine, stream_interval=32) for _ in range(2)]
-    for one in loops:
-        await one.start()
-    router = GeneratorRouter([LocalReplica(str(index), one, lambda version: []) for index, one in enumerate(loops)])
+    """64 sessions, as fast as the replicas go."""
+    router = GeneratorRouter([Waiting(str(index)) for index in range(2)])
     prompt = list(range(64))
 
     async def generated() -> float:
