@@ -16,11 +16,10 @@ import random
 import sys
 import tempfile
 import time
-import urllib.error
 import urllib.request
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
@@ -111,27 +110,30 @@ class Clients:
 
 
 @asynccontextmanager
-async def process(command: Sequence[str], log: Path, **environment: str) -> AsyncGenerator[None]:
+async def server(command: Sequence[str], port: int, log: Path, **environment: str) -> AsyncGenerator[str]:
+    """A server in a process of its own, once it answers."""
+    url, started_by = f"http://127.0.0.1:{port}", time.monotonic() + START_S
     with log.open("wb") as output:
-        started = await asyncio.create_subprocess_exec(
+        process = await asyncio.create_subprocess_exec(
             *command, stdout=output, stderr=output, env={**os.environ, **environment}
         )
     try:
-        yield
-    finally:
-        started.terminate()
-        await started.wait()
-
-
-async def until_healthy(url: str, log: Path) -> None:
-    async with asyncio.timeout(START_S):
         while True:
-            try:
+            if process.returncode is not None or time.monotonic() > started_by:
+                raise RuntimeError(f"{command} does not serve:\n{said(log)}")
+            with suppress(OSError):
                 await asyncio.to_thread(urllib.request.urlopen, f"{url}/health", timeout=5)
-            except (urllib.error.URLError, OSError):
-                await asyncio.sleep(0.2)
-            else:
-                return
+                break
+            await asyncio.sleep(0.2)
+        yield url
+    finally:
+        with suppress(ProcessLookupError):
+            process.terminate()
+        await process.wait()
+
+
+def said(log: Path) -> str:
+    return log.read_text()[-2000:]
 
 
 def free_port() -> int:
@@ -165,18 +167,16 @@ async def vllm_server(folder: Path, stream_interval: int) -> AsyncGenerator[str]
     command += [text for name, value in settings.items() for text in (f"--{name}", str(value))]
     command += ["--no-enable-chunked-prefill", "--enforce-eager", "--disable-uvicorn-access-log"]
     environment = {**ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "TORCHDYNAMO_DISABLE": "1"}
-    async with process(command, log, **environment):
-        url = f"http://127.0.0.1:{port}"
-        await until_healthy(url, log)
+    async with server(command, port, log, **environment) as url:
         yield url
 
 
 async def serve_model(port: int, folder: Path, stream_interval: int) -> None:
     """This server, over a generator actor."""
     from benchmarks.generation import Engines
+    from titan_rl.actors.actor_replica import ActorReplica
     from titan_rl.actors.generator import GeneratorActor
     from titan_rl.actors.processes.remote_process import RemoteProcess
-    from titan_rl.actors.replica import ActorReplica
     from titan_rl.config.sections import GenerationConfig
     from titan_rl.weights.board import VersionBoard
 
@@ -213,9 +213,7 @@ def chat_app(router: GeneratorRouter) -> PolicyApp:
 async def own_server(folder: Path, stream_interval: int) -> AsyncGenerator[str]:
     port, log = free_port(), folder / "own.log"
     own = ["--serve", str(port), "--folder", str(folder), "--stream-interval", str(stream_interval)]
-    async with process([sys.executable, "-m", "benchmarks.serving", *own], log):
-        url = f"http://127.0.0.1:{port}"
-        await until_healthy(url, log)
+    async with server([sys.executable, "-m", "benchmarks.serving", *own], port, log) as url:
         yield url
 
 
@@ -312,7 +310,7 @@ async def measure_history(rounds: int) -> None:
             timed[f"match_{turn + 1}"] = timing(list(messages), tree.prompt)
         prompt = tree.prompt(messages)
         completion = Completion(str(turn), [5, 6, 7], [-1.0] * 3, FinishReason.STOP, [VersionSpan(0, 3)])
-        messages.append(tree.add(prompt, completion, {"role": "assistant", "content": "LenaFischer"}).message)
+        messages.append(dict(tree.add(prompt, completion, {"role": "assistant", "content": "LenaFischer"}).message))
     timed["render"] = timing(list(messages), lambda history: renderer.render_ids(history, add_generation_prompt=True))
     measured = await forth_and_back(rounds, timed)
     for name in timed:

@@ -275,6 +275,56 @@ async def test_only_faults_of_the_connection_are_tried_again() -> None:
     assert not answers
 
 
+async def test_a_full_server_is_waited_for_as_long_as_there_is_time() -> None:
+    limits = ServerLimits(num_places=1, request_s=30.0)
+    async with served(engine={"block_at_step": 2}, count=1, limits=limits) as stage:
+        (engine,) = stage.engines.engines
+        transport = httpx.ASGITransport(stage.app)
+        async with HttpGenerateFn("http://policy", transport=transport) as ask:
+            first = asyncio.create_task(ask([1], request_id="first", sampling=SamplingParams(2)))
+            await until(lambda: stage.app.exchanges.num_places_taken == 1)
+            async with HttpGenerateFn("http://policy", transport=transport, timeout_s=0.05) as hurried:
+                with pytest.raises(GenerationError, match=r"within 0\.05 s"):
+                    await hurried([1], request_id="hurried", sampling=SamplingParams(2))
+            second = asyncio.create_task(ask([1], request_id="second", sampling=SamplingParams(2)))
+            engine.release.set()
+            assert (await first).token_ids == (await second).token_ids
+
+
+async def test_a_429_that_does_not_say_when_to_come_again_is_an_answer() -> None:
+    transport = httpx.MockTransport(lambda request: httpx.Response(429, json={}))
+    async with HttpGenerateFn("http://policy", transport=transport) as ask:
+        with pytest.raises(GenerationError, match="429"):
+            await ask([1], request_id="r", sampling=SamplingParams(2))
+
+
+async def test_versions_by_other_names_than_numbers_are_the_client_s() -> None:
+    choice = {
+        "token_ids": [7, 8],
+        "logprobs": {"content": [{"token_id": 7, "logprob": -1.0}, {"token_id": 8, "logprob": -2.0}]},
+        "finish_reason": "stop",
+        "weight_versions": [{"version": "default", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 2}],
+    }
+    transport = httpx.MockTransport(lambda request: httpx.Response(200, json={"choices": [choice]}))
+    async with HttpGenerateFn("http://policy", transport=transport, version=3) as ask:
+        completion = await ask([1], request_id="r", sampling=SamplingParams(2))
+    assert tuple(completion.version_spans) == (VersionSpan(3, 1), VersionSpan(4, 1))
+
+
+async def test_a_cancelled_call_frees_the_server_s_place() -> None:
+    async with served(engine={"block_at_step": 2}, count=1) as stage, serve(stage.app) as url:
+        (engine,) = stage.engines.engines
+        async with HttpGenerateFn(url) as ask:
+            asked = asyncio.create_task(ask([1], request_id="r", sampling=SamplingParams(400)))
+            await asyncio.to_thread(engine.started.wait, 20)
+            asked.cancel()
+            await asyncio.wait([asked])
+            await until(lambda: stage.app.exchanges.num_places_taken == 0)
+        engine.release.set()
+        await until(lambda: not any(replica.num_requests for replica in stage.router.replicas))
+        assert engine.num_steps < 400
+
+
 @pytest.mark.parametrize("said", [{}, {"choices": []}, {"choices": [{"token_ids": [1], "finish_reason": "stop"}]}, []])
 async def test_an_answer_that_is_no_completion_is_the_servers_fault(said: Any) -> None:
     transport = httpx.MockTransport(lambda request: httpx.Response(200, json=said))

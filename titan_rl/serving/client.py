@@ -20,7 +20,8 @@ _REFUSED = frozenset({400, 404, 413, 415, 422})
 class HttpGenerateFn:
     """A `GenerateFn` over HTTP: a server of titan_rl, vLLM's own, or another of that protocol.
 
-    Only faults of the connection are tried again, so that a server that fails is heard of.
+    Only faults of the connection are tried again, so that a server that fails is heard of. One that is full, and says
+    with a 429 when to come again, is waited for.
 
     Example:
 
@@ -31,8 +32,8 @@ class HttpGenerateFn:
         url: where the server is; the path of the endpoint is added.
         model: None is whichever it serves.
         api_key: sent as a bearer token.
-        version: the policy version of tokens whose server does not tell.
-        timeout_s: of one completion, all retries included.
+        version: the policy version of tokens whose server does not tell, or tells by other names than numbers.
+        timeout_s: of one completion, all retries and waits included.
         connection_attempts: how often a connection is tried, ever more slowly.
         transport: of httpx, in the place of the network.
 
@@ -88,7 +89,8 @@ class HttpGenerateFn:
         """
         Raises:
             RequestError: the server refuses the request, or it asks for routed experts, which do not travel.
-            GenerationError: the server cannot be reached, fails, is full, or says what cannot be understood.
+            GenerationError: the server cannot be reached, fails, is full for too long, or says what cannot be
+                understood.
         """
         if sampling.return_routed_experts:
             raise RequestError(f"request {request_id!r} asks for routed experts, which do not travel over HTTP")
@@ -102,6 +104,9 @@ class HttpGenerateFn:
         try:
             async with asyncio.timeout(self._timeout_s) as scope:
                 response = await self._post(body, headers)
+                while (pause_s := _full_for(response)) is not None:
+                    await asyncio.sleep(pause_s)
+                    response = await self._post(body, headers)
         except TimeoutError as error:
             if not scope.expired():
                 raise
@@ -133,7 +138,7 @@ class HttpGenerateFn:
         if not all(LEAST_LOGPROB < logprob < math.inf for logprob in logprobs):  # which stands for minus infinity
             raise ValueError("a logprob is not finite")
         spans = tuple(
-            VersionSpan(int(span["version"]), span["end"] - span["start"])
+            VersionSpan(self._version_of(span["version"]), span["end"] - span["start"])
             for span in choice.get("weight_versions") or ()
         )
         if not spans and token_ids:
@@ -143,6 +148,16 @@ class HttpGenerateFn:
         return Completion(
             request_id, token_ids, logprobs, FinishReason(choice["finish_reason"]), spans, metrics=metrics
         )
+
+    def _version_of(self, told: Any) -> int:
+        """vLLM names weights that were never updated "default"."""
+        return int(told) if str(told).isdecimal() else self._version
+
+
+def _full_for(response: httpx.Response) -> float | None:
+    """Seconds after which a full server wants to be asked again; None if this is its answer."""
+    after = response.headers.get("retry-after", "")
+    return max(0.01, float(after)) if response.status_code == 429 and after.isdecimal() else None
 
 
 def _wire_sampling(sampling: SamplingParams) -> dict[str, Any]:

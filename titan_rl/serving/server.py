@@ -7,11 +7,13 @@ import ipaddress
 import socket
 from collections.abc import AsyncGenerator, Generator
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 
 import uvicorn
 
 from titan_rl.errors import ConfigError
 from titan_rl.serving.app import PolicyApp
+from titan_rl.serving.http.connection import Connection
 
 GRACE_S = 5
 """How long a connection may take to end when the server does."""
@@ -43,6 +45,7 @@ async def serve(app: PolicyApp, *, host: str = "127.0.0.1", port: int = 0) -> As
     bound = listener.getsockname()[1]
     config = uvicorn.Config(
         app,
+        http=partial(Connection, app.exchanges.limits),  # pyright: ignore[reportArgumentType]
         lifespan="off",
         ws="none",
         log_config=None,

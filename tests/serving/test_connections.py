@@ -1,0 +1,137 @@
+"""Clients that misbehave on their connection: none holds a place, or the server, for longer than its limits say."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from served import Served, served, until
+
+from titan_rl.serving.http.limits import ServerLimits
+from titan_rl.serving.server import serve
+
+PATH = "/inference/v1/generate"
+SHORT = ServerLimits(head_s=0.05, body_s=0.05, body_bytes=10_000, read_s=0.05, request_s=30.0)
+
+
+def request(max_tokens: int = 8, **more: Any) -> bytes:
+    asked = {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": max_tokens}, **more}
+    return with_head(json.dumps(asked).encode())
+
+
+def with_head(body: bytes, length: int | None = None) -> bytes:
+    length = len(body) if length is None else length
+    head = f"host: policy\r\ncontent-type: application/json\r\ncontent-length: {length}\r\n"
+    return f"POST {PATH} HTTP/1.1\r\n{head}\r\n".encode() + body
+
+
+@asynccontextmanager
+async def connected(limits: ServerLimits = SHORT, **engine: Any) -> AsyncIterator[tuple[Served, Connection]]:
+    async with (
+        served(engine=engine, count=1, limits=limits) as stage,
+        serve(stage.app) as url,
+        asyncio.timeout(20),
+    ):
+        connection = Connection(int(url.rpartition(":")[2]))
+        try:
+            yield stage, connection
+        finally:
+            connection.socket.close()
+
+
+class Connection:
+    """A client of which a test says every byte."""
+
+    def __init__(self, port: int) -> None:
+        self.socket = socket.create_connection(("127.0.0.1", port))
+        self.socket.setblocking(False)
+
+    async def send(self, data: bytes) -> None:
+        await asyncio.get_running_loop().sock_sendall(self.socket, data)
+
+    async def rest(self) -> bytes:
+        """What comes until the server closes the connection."""
+        said = b""
+        while data := await asyncio.get_running_loop().sock_recv(self.socket, 1 << 16):
+            said += data
+        return said
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST ", request()[:60]])
+async def test_a_head_that_does_not_come_is_not_waited_for(sent: bytes) -> None:
+    async with connected() as (_, connection):
+        await connection.send(sent)
+        assert await connection.rest() == b""
+
+
+async def test_nor_is_that_of_a_second_request() -> None:
+    async with connected() as (_, connection):
+        await connection.send(request() + b"POST ")
+        assert (await connection.rest()).startswith(b"HTTP/1.1 200 ")
+
+
+async def test_a_head_that_does_not_end_is_not_kept() -> None:
+    async with connected(ServerLimits(request_s=30.0)) as (_, connection):
+        await connection.send(b"GET /health HTTP/1.1\r\nhost: policy\r\nx: ")
+        with pytest.raises(ConnectionError):  # noqa: PT012 it is cut off while it sends
+            for _ in range(1000):
+                await connection.send(b"x" * 10_000)
+                await asyncio.sleep(0)
+
+
+async def test_after_a_body_that_is_refused_the_connection_ends() -> None:
+    """What is left of it is not read for ever."""
+    async with connected() as (_, connection):
+        await connection.send(with_head(b"", length=10**9))
+        answering = asyncio.create_task(connection.rest())
+        with pytest.raises(ConnectionError):  # noqa: PT012
+            while True:
+                await connection.send(b" " * 10_000)
+                await asyncio.sleep(0.005)
+        answering.cancel()
+
+
+async def test_a_body_in_drops_is_not_waited_for() -> None:
+    async with connected() as (_, connection):
+        await connection.send(with_head(b"", length=1000))
+        answering = asyncio.create_task(connection.rest())
+        while not answering.done():
+            try:
+                await connection.send(b" ")
+            except ConnectionError:
+                break
+            await asyncio.wait([answering], timeout=0.01)
+        assert (await answering).startswith(b"HTTP/1.1 408 ")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_shuts_its_half_has_gone(stream: bool) -> None:
+    async with connected(block_at_step=2) as (stage, connection):
+        await connection.send(request(400, stream=stream))
+        await until(lambda: stage.app.exchanges.num_places_taken == 1)
+        connection.socket.shutdown(socket.SHUT_WR)
+        await until(lambda: stage.app.exchanges.num_places_taken == 0)
+        stage.engines.engines[0].release.set()
+        await until(lambda: not any(replica.num_requests for replica in stage.router.replicas))
+        assert stage.engines.engines[0].num_steps < 400
+
+
+async def test_a_client_that_never_reads_has_gone() -> None:
+    """Its place is free, and so is its connection, whose last bytes nobody takes."""
+    async with connected() as (stage, connection):
+        connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        asked = json.dumps(
+            {
+                "token_ids": [1],
+                "sampling_params": {"max_tokens": 200, "logprobs": 0, "n": 64},
+                "stream": True,
+            }
+        ).encode()
+        await connection.send(with_head(asked))
+        await until(lambda: stage.app.exchanges.num_places_taken > 0)
+        await until(lambda: stage.app.exchanges.num_places_taken == 0)

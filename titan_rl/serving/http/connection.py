@@ -1,0 +1,80 @@
+"""One connection of a client, which may send as slowly and read as little as it likes, but not for ever."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from titan_rl.serving.http.limits import ServerLimits
+
+LINGER_S = 2.0
+"""How long the rest of a refused body is read and dropped, so that its client can read why."""
+
+
+class Connection(HttpToolsProtocol):
+    """Uvicorn's, with limits on what happens before and beside the application: a request's head, the rest of a body
+    that nobody waits for, and what a client does not read.
+
+    Args:
+        limits: of them `head_bytes`, `head_s` and `read_s`.
+    """
+
+    def __init__(self, limits: ServerLimits, **uvicorns: Any) -> None:
+        super().__init__(**uvicorns)
+        self._limits = limits
+        self._head_bytes: int | None = None  # of the head that is arriving
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        super().connection_made(transport)
+        self._end_after("head", self._limits.head_s)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        for what in list(self._timers):
+            self._go_on(what)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._head_bytes is not None:
+            self._head_bytes += len(data)
+        super().data_received(data)
+        if self._head_bytes is not None and self._head_bytes > self._limits.head_bytes:
+            self.transport.abort()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._head_bytes = 0
+        self._end_after("head", self._limits.head_s)
+
+    def on_headers_complete(self) -> None:
+        self._head_bytes = None
+        self._go_on("head")
+        super().on_headers_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.cycle.more_body:  # it was answered before its body had come
+            self._end_after("body", min(LINGER_S, self._limits.body_s))
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._go_on("body")
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._end_after("read", self._limits.read_s)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._go_on("read")
+
+    def _end_after(self, what: str, seconds: float) -> None:
+        """Unless `_go_on` is called before. What nobody reads is not waited for."""
+        if what not in self._timers:
+            self._timers[what] = self.loop.call_later(seconds, self.transport.abort)
+
+    def _go_on(self, what: str) -> None:
+        if (timer := self._timers.pop(what, None)) is not None:
+            timer.cancel()
