@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 from titan_rl.errors import ConfigError
 from titan_rl.rollout.types import RolloutGroup
-from titan_rl.scheduling.settings import SchedulingConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +35,12 @@ class Backlog:
                 f"Backlog.unsettled has {beyond}; it must be of groups before next_index = {self.next_index}"
             )
 
-    def check_admission(self, settings: SchedulingConfig, budget: int) -> None:
+    def check_admission(self, num_slots: int, budget: int) -> None:
         """Every batch can be handed out again: its groups are admitted by the time that those before it are pulled.
+
+        Args:
+            num_slots: groups that are admitted and not yet trained on, at most.
+            budget: groups that are still to be trained on.
 
         Raises:
             ConfigError: they would not be, because the settings are others than those of the earlier run.
@@ -46,14 +49,13 @@ class Backlog:
         for batch in self.batches:
             if left <= 0:
                 return
-            while queue and len(admitted) < settings.num_slots:
+            while queue and len(admitted) < num_slots:
                 admitted.add(queue.popleft())
             if missing := set(batch) - admitted:
                 raise ConfigError(
                     f"the batch of groups {list(batch)} cannot be trained again as it was: group {min(missing)} would "
-                    f"never start with scheduling.groups_per_step = {settings.groups_per_step}, max_staleness = "
-                    f"{settings.max_staleness}, oversample = {settings.oversample:g} ({settings.num_slots} slots) and "
-                    f"{budget} groups more to train; resume with the settings that the run had"
+                    f"never start in the {num_slots} slots that scheduling.groups_per_step, max_staleness and "
+                    f"oversample come to, with {budget} groups more to train; resume with the settings that the run had"
                 )
             admitted -= set(batch)
             left -= len(batch)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from titan_rl.errors import TrainingError
 from titan_rl.rollout.types import RolloutGroup
-from titan_rl.scheduling.settings import SchedulingConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +50,18 @@ def step_from(version: int) -> int:
     return version + 1
 
 
-def check_age(groups: Sequence[RolloutGroup], version: int, settings: SchedulingConfig) -> None:
-    """No token of a batch is older than the bound when the step from `version` is trained on it.
+def check_age(groups: Sequence[RolloutGroup], version: int, bound: int, max_staleness: int) -> None:
+    """No token of a batch is more than `bound` versions old when the step from `version` is trained on it.
+
+    Args:
+        max_staleness: what the bound follows from, for the message.
 
     Raises:
         TrainingError: one is.
     """
     oldest = min((v for group in groups for v in group.versions), default=version)
-    if version - oldest > settings.age_bound:
+    if version - oldest > bound:
         raise TrainingError(
             f"a token of version {oldest} reached the step from version {version}, but with "
-            f"scheduling.max_staleness = {settings.max_staleness} tokens are at most {settings.age_bound} versions old"
+            f"scheduling.max_staleness = {max_staleness} tokens are at most {bound} versions old"
         )

@@ -91,7 +91,7 @@ class GroupScheduler:
         self._version = version
         self._next_version = version  # that the next batch is trained from
         self._backlog = backlog or Backlog()
-        self._backlog.check_admission(settings, budget)
+        self._backlog.check_admission(settings.num_slots, budget)
         self._next_index = self._backlog.next_index
         self._observer = observer
         self._ledger = Ledger(clock or asyncio.get_running_loop().time)
@@ -101,9 +101,9 @@ class GroupScheduler:
         self._waiting = WaitingGroups(settings.overtaking_window, self._backlog.batches)
         self._changed = asyncio.Event()
         self._tasks = TaskScope(on_error=self._changed.set)
-        self._tail = LongTail(settings, self._waiting, self._capacity, self._tasks)
+        self._tail = LongTail(settings.tail, settings.tail_age, self._waiting, self._capacity, self._tasks)
         self._running_groups: dict[int, asyncio.Task[None]] = {}
-        self._drop_limits = DropLimits(settings)
+        self._drop_limits = DropLimits(settings.groups_per_step, settings.max_refills, settings.max_failed_groups)
         self._is_running = self._is_over = False  # `run` was called; it ends
 
     @property
@@ -200,7 +200,7 @@ class GroupScheduler:
         leases = self._waiting.take_batch(indices)
         self._budget.hand_out(len(leases))
         groups = [lease.mark_training() for lease in leases]
-        check_age(groups, self._next_version, self._settings)
+        check_age(groups, self._next_version, self._settings.age_bound, self._settings.max_staleness)
         self._drop_limits.batch_found()
         if self._observer is not None:
             self._observer.batch(self._next_version, indices)

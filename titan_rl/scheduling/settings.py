@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from titan_rl.scheduling.registry import BY_NAME
+from titan_rl.scheduling.tail import Tail
 from titan_rl.settings import FunctionName, Section
 
 
@@ -25,7 +26,7 @@ class SchedulingConfig(Section):
     with oversample as many as run for a step."""
     on_batch_ready: Literal["continue", "keep", "abort"] = "continue"
     """While a batch is trained and pulled, generation goes on, is frozen with its KV cache, or leaves the engines."""
-    tail: Literal["carry_over", "tail_batch", "drop"] = "carry_over"
+    tail: Tail = "carry_over"
     """Unfinished groups that a batch overtook run on, wait until groups_per_step of them do, or are dropped by age."""
     tail_age: PositiveInt = 1
     """With tail = "drop": versions pulled since its admission at which an unfinished group is dropped."""

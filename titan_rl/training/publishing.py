@@ -15,10 +15,9 @@ from titan_rl.training.device import side_stream
 from titan_rl.training.readers import LIMIT_S
 from titan_rl.training.trainer import TrainerCore
 from titan_rl.weights.probes import make_probes
-from titan_rl.weights.types import Manifest, Probe, StateDictTransport, TensorSlice
+from titan_rl.weights.types import NUM_KEPT, Manifest, Probe, StateDictTransport, TensorSlice
 
 PROBE_TOKENS = 32
-NUM_KEPT = 2  # versions: a generator may still be reading the one before the newest
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.1}
 
 
@@ -134,7 +133,7 @@ class WeightPublisher:
             raise
         assert isinstance(written, Manifest)
         self._kept.append(written.version)
-        if len(self._kept) > NUM_KEPT:
+        if len(self._kept) > NUM_KEPT:  # a transport may have made room already, before it wrote
             self._transport.release(self._kept.popleft())
         return written
 

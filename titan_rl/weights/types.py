@@ -6,6 +6,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+NUM_KEPT = 2
+"""Versions that can be read at a time: a reader may still be at the one before the newest."""
+
 
 @dataclass(frozen=True, slots=True)
 class Place:

@@ -8,14 +8,20 @@ from collections import Counter
 from titan_rl.errors import TrainingError
 from titan_rl.rollout.group.failures import ErrorCounts
 from titan_rl.rollout.types import RolloutGroup, RolloutStatus
-from titan_rl.scheduling.settings import SchedulingConfig
 
 
 class DropLimits:
-    """Counts what was dropped since the last batch, and the groups that were lost to errors in a row."""
+    """Counts what was dropped since the last batch, and the groups that were lost to errors in a row.
 
-    def __init__(self, settings: SchedulingConfig) -> None:
-        self._settings = settings
+    Args:
+        max_refills: so often may all `groups_per_step` groups of a batch be dropped.
+        max_failed_groups: so many lost in a row are too many.
+    """
+
+    def __init__(self, groups_per_step: int, max_refills: int, max_failed_groups: int) -> None:
+        self._groups_per_step = groups_per_step
+        self._max_refills = max_refills
+        self._max_failed_groups = max_failed_groups
         self._drops: Counter[str] = Counter()
         self._num_unparsed = 0  # rollouts without a reward in these groups, for their answers could not be parsed
         self._num_lost = 0
@@ -62,13 +68,12 @@ class DropLimits:
         Raises:
             TrainingError: it has run out.
         """
-        settings = self._settings
         if self._too_many_lost:
             text, count = self._errors.most_common()[0]
             raise TrainingError(
                 f"{self._num_lost} groups in a row were lost to errors, {count} of their {self._errors.num_rollouts} "
                 f"rollouts to {text}; rollouts.jsonl has more, and logs/controller.log the tracebacks; "
-                f"scheduling.max_failed_groups = {settings.max_failed_groups}"
+                f"scheduling.max_failed_groups = {self._max_failed_groups}"
             )
         if self._too_many_drops:
             reasons = ", ".join(f"{reason} ({count})" for reason, count in self._drops.most_common())
@@ -80,16 +85,16 @@ class DropLimits:
             )
             raise TrainingError(
                 f"{self._drops.total()} groups in a row could not be trained on: {reasons}; "
-                f"{unparsed}raise scheduling.max_refills = {settings.max_refills} if this is expected"
+                f"{unparsed}raise scheduling.max_refills = {self._max_refills} if this is expected"
             )
 
     @property
     def _too_many_drops(self) -> bool:
-        return self._drops.total() > self._settings.max_refills * self._settings.groups_per_step
+        return self._drops.total() > self._max_refills * self._groups_per_step
 
     @property
     def _too_many_lost(self) -> bool:
-        return self._num_lost >= self._settings.max_failed_groups
+        return self._num_lost >= self._max_failed_groups
 
     def _update(self) -> None:
         if self._too_many_drops or self._too_many_lost:

@@ -19,7 +19,7 @@ from titan_rl.weights.assembly import assemble
 from titan_rl.weights.layout import fill, lay_out, size_of
 from titan_rl.weights.segments.segment import BLOCK_WORDS, Segment, lock_published
 from titan_rl.weights.segments.segment_store import SegmentStore
-from titan_rl.weights.types import Manifest, Part, Probe, TensorSlice
+from titan_rl.weights.types import NUM_KEPT, Manifest, Part, Probe, TensorSlice
 
 DEVICE_INDEX = 6  # of the arguments by which torch rebuilds a tensor of another process
 
@@ -183,7 +183,7 @@ class CudaIPCTransport:
     """
 
     def __init__(
-        self, run_id: str, *, keep: int = 2, root: Path | None = None, memory: SharedDeviceMemory | None = None
+        self, run_id: str, *, keep: int = NUM_KEPT, root: Path | None = None, memory: SharedDeviceMemory | None = None
     ) -> None:
         self._memory = memory or CudaMemory()
         orphans = Orphans()

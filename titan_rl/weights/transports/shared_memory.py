@@ -15,7 +15,7 @@ from titan_rl.weights.layout import fill, lay_out, size_of
 from titan_rl.weights.segments.segment import Checksum, Segment
 from titan_rl.weights.segments.segment_reader import SegmentReader
 from titan_rl.weights.segments.segment_store import SegmentStore
-from titan_rl.weights.types import Manifest, Part, Probe, TensorSlice
+from titan_rl.weights.types import NUM_KEPT, Manifest, Part, Probe, TensorSlice
 
 
 class SharedMemoryTransport:
@@ -39,7 +39,7 @@ class SharedMemoryTransport:
         ValueError: `run_id` is no plain file name, or `keep` is below 1.
     """
 
-    def __init__(self, run_id: str, *, keep: int = 2, root: Path | None = None) -> None:
+    def __init__(self, run_id: str, *, keep: int = NUM_KEPT, root: Path | None = None) -> None:
         self._store = SegmentStore(run_id, Segment, keep=keep, root=root)
         self._reader = SegmentReader()
 
