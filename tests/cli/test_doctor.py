@@ -1,0 +1,58 @@
+"""What the machine lacks for a run."""
+
+import json
+
+import pytest
+
+from titan_rl.cli import doctor
+from titan_rl.cli.main import main
+from titan_rl.run.machine.checkup import Finding, check_up, try_out
+
+
+def test_what_is_tried_out_is_found_to_work_to_fail_to_crash_or_to_hang():
+    trials = {
+        "works": "print('chatter'); found = 'device cpu'",
+        "fails": "import no_such_package_anywhere",
+        "crashes": "import os; os.abort()",
+        "hangs": "while True: pass",
+    }
+    found = {finding.subject: finding for finding in try_out(trials, "install it", timeout_s=2.0)}
+    assert found["works"] == Finding("works", "ok", "device cpu")
+    said = {subject: finding.found for subject, finding in found.items()}
+    assert "No module named 'no_such_package_anywhere'" in said["fails"]
+    assert said["crashes"] == "ended with code -6"
+    assert said["hangs"] == "did not come to an end within 2 s"
+    assert {(f.state, f.fix) for f in found.values() if f.subject != "works"} == {("missing", "install it")}
+
+
+def test_the_machine_and_the_packages_are_looked_at(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("titan_rl.run.machine.checkup.try_out", lambda *_: iter(()))
+    monkeypatch.setenv("OMP_NUM_THREADS", "64")
+    found = {finding.subject: finding for finding in check_up()}
+    assert {"python", "cores", "memory", "shared memory", "open files", "scratch", "torch", "torchmonarch"} <= set(
+        found
+    )
+    assert (found["threads"].state, found["threads"].fix) == ("warning", "unset OMP_NUM_THREADS")
+    assert all(finding.fix is None for finding in found.values() if finding.state == "ok")
+
+
+def test_it_says_what_to_do_and_ends_with_1_if_a_run_cannot_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    found = [Finding("cores", "ok", "2"), Finding("import vllm", "missing", "not there", "pip install it")]
+    monkeypatch.setattr(doctor, "check_up", lambda: iter(found))
+    assert main(["doctor"]) == 1
+    printed = capsys.readouterr()
+    assert "missing  import vllm       not there" in printed.out
+    assert "-> pip install it" in printed.out
+    assert printed.err == "titan-rl: 1 of these keep a run from starting\n"
+    monkeypatch.setattr(doctor, "check_up", lambda: iter(found[:1]))
+    assert main(["doctor", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"subject": "cores", "state": "ok", "found": "2", "fix": None}
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out.startswith("titan-rl 0.")

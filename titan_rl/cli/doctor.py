@@ -1,0 +1,39 @@
+"""`titan-rl doctor [--json]`: what this machine lacks for a run, and the command that mends it."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+
+import msgspec
+
+from titan_rl.cli.options import Parser
+from titan_rl.run.machine.checkup import Finding, check_up
+from titan_rl.run.observability.standard_streams import say, tell
+
+
+def set_up(parser: Parser) -> None:
+    parser.description = (
+        "Look at the machine and at what is installed: what a run needs and can use, and what to do about what is "
+        "missing. Ends with 1 if a run cannot start."
+    )
+    parser.add_argument("--json", action="store_true", help="print a JSON object a line")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    missing = 0
+    for finding in check_up():
+        missing += finding.state == "missing"
+        say(_as_json(finding) if arguments.json else _as_text(finding))
+    tell(f"titan-rl: {f'{missing} of these keep a run from starting' if missing else 'a run can start here'}")
+    return 1 if missing else 0
+
+
+def _as_json(finding: Finding) -> str:
+    return msgspec.json.encode(asdict(finding)).decode() + "\n"
+
+
+def _as_text(finding: Finding) -> str:
+    fix = f"\n{'':27}-> {finding.fix}" if finding.fix else ""
+    return f"{finding.state:8} {finding.subject:18}{finding.found}{fix}\n"

