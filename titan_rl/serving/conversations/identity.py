@@ -56,6 +56,11 @@ def identity_of(message: Message) -> Identity:
     return Identity(_digest({"role": "assistant", **_without_empty(said)}), _digest(text) if text else None)
 
 
+def identity_of_tokens(token_ids: Sequence[int]) -> Identity:
+    """Of what a client said in tokens. No message has it."""
+    return Identity(_digest({"tokens": list(token_ids)}))
+
+
 def identity_of_tools(tools: Tools | None) -> bytes:
     """Equal for the same tools in the same order. None offered and an empty list are the same."""
     return _digest([_without_empty(tool) for tool in tools or ()])

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import uuid
+from collections import OrderedDict
 from collections.abc import Sequence
 from hashlib import blake2b
-
-from cachetools import LRUCache
 
 from titan_rl.rollout.renderer.types import Renderer, Tools
 from titan_rl.rollout.types import Message
@@ -16,9 +15,14 @@ from titan_rl.types import Completion
 
 
 class Conversation:
-    """A tree of turns, and the session in which each of them was sampled."""
+    """A tree of turns, and the session in which each of them was sampled.
 
-    def __init__(self, renderer: Renderer, session_id: str | None) -> None:
+    Args:
+        key: what it is found by.
+    """
+
+    def __init__(self, key: bytes, renderer: Renderer, session_id: str | None) -> None:
+        self.key = key
         self.tree = ConversationTree(renderer)
         self._session_id = session_id
         self._sessions: dict[TurnNode, str] = {}
@@ -34,7 +38,7 @@ class Conversation:
 
 
 class Conversations:
-    """The conversations of all clients, by the session they name, else by how they begin.
+    """The conversations of all clients: each client's own, by the session it names, else by how they begin.
 
     The least recently used are forgotten, and those with too many turns begin anew: what comes back of them is
     tokenized again.
@@ -42,18 +46,52 @@ class Conversations:
     Args:
         most: conversations that are remembered.
         most_turns: of each.
+        most_bytes: about what all of them may keep in memory.
     """
 
-    def __init__(self, renderer: Renderer, *, most: int, most_turns: int) -> None:
+    def __init__(self, renderer: Renderer, *, most: int, most_turns: int, most_bytes: int) -> None:
         self._renderer = renderer
+        self._most = most
         self._most_turns = most_turns
-        self._conversations: LRUCache[bytes, Conversation] = LRUCache(most)
+        self._most_bytes = most_bytes
+        self._found: OrderedDict[bytes, Conversation] = OrderedDict()  # the one longest unused comes first
+        self._num_bytes = 0
 
-    def of(self, session_id: str | None, messages: Sequence[Message], tools: Tools | None) -> Conversation:
-        key = _opening(messages, tools) if session_id is None else b"session:" + session_id.encode()
-        found = self._conversations.get(key)
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def of(
+        self, client: bytes, session_id: str | None, messages: Sequence[Message], tools: Tools | None
+    ) -> Conversation:
+        """The one that these messages are of, or a new one, which is remembered once it has a turn.
+
+        Args:
+            client: whose it is. Nobody else's requests find it.
+        """
+        how = (b"opening", _opening(messages, tools)) if session_id is None else (b"session", session_id.encode())
+        key = blake2b(b"\0".join((client, *how)), digest_size=16).digest()
+        found = self._found.get(key)
         if found is None or len(found.tree.turns) >= self._most_turns:
-            found = self._conversations[key] = Conversation(self._renderer, session_id)
+            return Conversation(key, self._renderer, session_id)
+        self._found.move_to_end(key)
+        return found
+
+    def add(
+        self, conversation: Conversation, prompt: Prompt, completion: Completion, message: Message, session_id: str
+    ) -> None:
+        """Record a turn of one of them."""
+        found = self._forget(conversation.key)
+        if found is not None and prompt.after is None and len(found.tree.turns) < self._most_turns:
+            conversation = found  # several began it at once
+        conversation.add(prompt, completion, message, session_id)
+        self._found[conversation.key] = conversation
+        self._num_bytes += conversation.tree.num_bytes
+        while len(self._found) > self._most or (self._num_bytes > self._most_bytes and self._found):
+            self._forget(next(iter(self._found)))
+
+    def _forget(self, key: bytes) -> Conversation | None:
+        if (found := self._found.pop(key, None)) is not None:
+            self._num_bytes -= found.tree.num_bytes
         return found
 
 

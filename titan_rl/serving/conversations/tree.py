@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from sys import getsizeof
+from typing import Any, cast
 
 from titan_rl.calls.plain import snapshot
 from titan_rl.calls.user_code import summary
@@ -11,8 +13,14 @@ from titan_rl.errors import RequestError
 from titan_rl.rollout.renderer.messages import renderable
 from titan_rl.rollout.renderer.types import Renderer, Tools
 from titan_rl.rollout.types import Message
-from titan_rl.serving.conversations.identity import Identity, identity_of, identity_of_tools
+from titan_rl.serving.conversations.identity import Identity, identity_of, identity_of_tokens, identity_of_tools
+from titan_rl.serving.conversations.prefixes import Prefixes
 from titan_rl.types import Completion
+
+
+_IN_TOKENS = b"tokens"
+_TOKEN_BYTES = 36  # of an integer and its place in a list
+_TURN_BYTES = 256
 
 
 @dataclass(slots=True, eq=False)
@@ -65,7 +73,8 @@ class Prompt:
     token_ids: Sequence[int]  # [num_prompt_tokens]
     parent: TurnNode | None
     added_token_ids: Sequence[int] = field(repr=False)  # those behind the parent's, or all
-    after: Place = field(repr=False)  # how far the tree knows the conversation
+    root: bytes = field(repr=False)  # of the tools that it begins with
+    after: Place | None = field(repr=False)  # how far the tree knows the conversation, if at all
     new_messages: Sequence[tuple[Identity, Message]] = field(repr=False)  # the rest of it
 
 
@@ -93,11 +102,13 @@ class Place:
             return same.values()
         return (same[identity.reasoning],) if identity.reasoning in same else ()
 
-    def enter(self, identity: Identity, message: Message) -> Place:
+    def enter(self, identity: Identity, message: Message) -> tuple[Place, int]:
+        """Its place, and the bytes that are new with it."""
         same = self.next.setdefault(identity.digest, {})
-        if identity.reasoning not in same:
-            same[identity.reasoning] = Place(snapshot(message), self)
-        return same[identity.reasoning]
+        if identity.reasoning in same:
+            return same[identity.reasoning], 0
+        place = same[identity.reasoning] = Place(snapshot(message), self)
+        return place, _bytes_of(place.message)
 
 
 class ConversationTree:
@@ -122,11 +133,18 @@ class ConversationTree:
         more.token_ids[: len(turn.token_ids)] == turn.token_ids             # True
 
     Args:
-        renderer: where its `bridge_to_next_turn` cannot extend a turn, the conversation is rendered whole.
+        renderer: where its `bridge_to_next_turn` cannot extend a turn, the conversation is rendered whole. Without one
+            there are conversations in tokens alone.
+
+    Attributes:
+        num_bytes: about what it keeps in memory.
     """
 
-    def __init__(self, renderer: Renderer) -> None:
+    def __init__(self, renderer: Renderer | None) -> None:
+        self.num_bytes = 0
         self._renderer = renderer
+        self._prefixes = Prefixes[TurnNode]()
+        self._num_in_prefixes = 0  # turns, the first ones
         self._roots: dict[bytes, Place] = {}  # by the tools offered, which are part of what a prompt begins with
         self._turns: list[TurnNode] = []
 
@@ -147,16 +165,32 @@ class ConversationTree:
         if not messages:
             raise RequestError("messages is empty; a conversation has at least one")
         identities = [identity_of(message) for message in messages]
-        root = self._roots.setdefault(identity_of_tools(tools), Place())
-        turn, after, known = self._find(root, identities)
+        root = identity_of_tools(tools)
+        turn, after, known = self._find(self._roots.get(root), identities)
         rest = list(zip(identities[known:], messages[known:], strict=True))
         if turn is not None:
             so_far = turn.token_ids
             token_ids = self._extend(turn, messages[known:], tools)
             if token_ids[: len(so_far)] == so_far:
-                return Prompt(token_ids, turn, token_ids[len(so_far) :], after, rest)
+                return Prompt(token_ids, turn, token_ids[len(so_far) :], root, after, rest)
         token_ids = self._render(messages, tools)
-        return Prompt(token_ids, None, token_ids, after, rest)
+        return Prompt(token_ids, None, token_ids, root, after, rest)
+
+    def prompt_of_tokens(self, token_ids: Sequence[int], show: Callable[[Sequence[int]], str]) -> Prompt:
+        """As `prompt`, of a client that keeps tokens itself. It goes on from the longest turn whose prompt and
+        completion it begins with.
+
+        Args:
+            show: the text of tokens, for the transcript.
+        """
+        for turn in self._turns[self._num_in_prefixes :]:
+            self._prefixes.add(turn.token_ids, turn)
+        self._num_in_prefixes = len(self._turns)
+        parent = min(self._prefixes.longest(token_ids), key=_first_to_go_on_from, default=None)
+        added = list(token_ids[0 if parent is None else len(parent.token_ids) :])
+        said = [(identity_of_tokens(added), {"role": "user", "content": show(added)})] if added else []
+        after = self._roots.get(_IN_TOKENS) if parent is None else parent.place
+        return Prompt(list(token_ids), parent, added, _IN_TOKENS, after, said)
 
     def add(self, prompt: Prompt, completion: Completion, message: Message) -> TurnNode:
         """Record what was sampled from a prompt. One prompt may be added to often: siblings.
@@ -164,9 +198,11 @@ class ConversationTree:
         Args:
             message: the completion as the client is given it, with all that a client may send back: ids of tool calls.
         """
-        place = prompt.after
+        place = prompt.after or self._roots.setdefault(prompt.root, Place())
         for identity, said in [*prompt.new_messages, (identity_of(message), message)]:
-            place = place.enter(identity, said)
+            place, num_bytes = place.enter(identity, said)
+            self.num_bytes += num_bytes
+        self.num_bytes += _TURN_BYTES + _TOKEN_BYTES * (len(prompt.added_token_ids) + 2 * len(completion.token_ids))
         parent = prompt.parent
         turn = TurnNode(len(self._turns), parent, prompt.added_token_ids, completion, snapshot(message), place)
         self._turns.append(turn)
@@ -205,21 +241,24 @@ class ConversationTree:
             messages += reversed(new)
         return messages
 
-    def _find(self, root: Place, identities: Sequence[Identity]) -> tuple[TurnNode | None, Place, int]:
+    def _find(
+        self, root: Place | None, identities: Sequence[Identity]
+    ) -> tuple[TurnNode | None, Place | None, int]:
         """The last turn of the longest recorded conversation that these messages go on from, its place, and how many
         messages lead there."""
-        found: tuple[TurnNode | None, Place, int] = None, root, 0
-        places = [root]
+        found: tuple[TurnNode | None, Place | None, int] = None, root, 0
+        places = [] if root is None else [root]
         for number, identity in enumerate(identities, 1):
             places = [after for place in places for after in place.goes_on_with(identity)]
             if not places:
                 break
             if turns := [(turn, place) for place in places for turn in place.turns]:
-                found = (*min(turns, key=lambda pair: (len(pair[0].children), -pair[0].index)), number)
+                found = (*min(turns, key=lambda pair: _first_to_go_on_from(pair[0])), number)
         return found
 
     def _extend(self, turn: TurnNode, new_messages: Sequence[Message], tools: Tools | None) -> list[int]:
         """The tokens of a turn and of what comes after it; none where the renderer cannot extend it."""
+        assert self._renderer is not None
         try:
             bridged = self._renderer.bridge_to_next_turn(
                 turn.prompt_token_ids,
@@ -232,6 +271,8 @@ class ConversationTree:
         return [] if bridged is None else list(bridged.token_ids)
 
     def _render(self, messages: Sequence[Message], tools: Tools | None) -> list[int]:
+        if self._renderer is None:
+            raise RequestError("there is no renderer for messages")
         try:
             return list(
                 self._renderer.render_ids(
@@ -240,3 +281,16 @@ class ConversationTree:
             )
         except Exception as error:  # a template may raise anything
             raise RequestError(f"messages cannot be rendered for this model: {summary(error)}") from error
+
+
+def _first_to_go_on_from(turn: TurnNode) -> tuple[int, int]:
+    return len(turn.children), -turn.index
+
+
+def _bytes_of(value: Any) -> int:
+    if isinstance(value, Mapping):
+        items = cast("Mapping[Any, Any]", value).items()
+        return sum((_bytes_of(key) + _bytes_of(item) for key, item in items), _TURN_BYTES)
+    if isinstance(value, list):
+        return sum(map(_bytes_of, cast("list[Any]", value)), 64)
+    return getsizeof(value)

@@ -6,6 +6,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 from titan_rl.generation.partial import Partial
@@ -26,6 +27,8 @@ class Ask:
 
     Args:
         num_choices: how many. With a seed, each has one of its own.
+        stream: what generates them; None is the server's policy.
+        scope: entered while they are generated.
     """
 
     prompt_token_ids: Sequence[int]  # [num_prompt_tokens]
@@ -33,6 +36,13 @@ class Ask:
     num_choices: int
     session_id: str | None
     request_id: str
+    stream: StreamFn | None = None
+    scope: Callable[[], AbstractAsyncContextManager[object]] = nullcontext
+
+    def sampling_of(self, index: int) -> SamplingParams:
+        """How the completion of this index is sampled."""
+        sampling = self.sampling
+        return sampling if sampling.seed is None or not index else replace(sampling, seed=sampling.seed + index)
 
 
 class ServedPolicy:
@@ -97,22 +107,26 @@ class ServedPolicy:
         self._metrics.prompt_tokens.inc(len(ask.prompt_token_ids))
         unique = f"{ask.request_id}-{uuid.uuid4().hex[:12]}"
         requests = [
-            EngineRequest(f"{unique}-{index}", ask.prompt_token_ids, _seeded(ask.sampling, index), ask.session_id)
+            EngineRequest(f"{unique}-{index}", ask.prompt_token_ids, ask.sampling_of(index), ask.session_id)
             for index in range(ask.num_choices)
         ]
-        if len(requests) == 1:
-            return [await self._complete_one(0, requests[0], on_tokens)]
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [
-                    group.create_task(self._complete_one(index, request, on_tokens))
-                    for index, request in enumerate(requests)
-                ]
-        except ExceptionGroup as errors:
-            raise errors.exceptions[0] from None
-        return [task.result() for task in tasks]
+        stream = ask.stream or self._stream
+        async with ask.scope():
+            if len(requests) == 1:
+                return [await self._complete_one(0, requests[0], stream, on_tokens)]
+            try:
+                async with asyncio.TaskGroup() as group:
+                    tasks = [
+                        group.create_task(self._complete_one(index, request, stream, on_tokens))
+                        for index, request in enumerate(requests)
+                    ]
+            except ExceptionGroup as errors:
+                raise errors.exceptions[0] from None
+            return [task.result() for task in tasks]
 
-    async def _complete_one(self, index: int, request: EngineRequest, on_tokens: OnTokens | None) -> Completion:
+    async def _complete_one(
+        self, index: int, request: EngineRequest, stream: StreamFn, on_tokens: OnTokens | None
+    ) -> Completion:
         began = time.monotonic()
         partial = Partial(request)
         keep, num_tokens, is_cut = partial.begin(), 0, False
@@ -134,7 +148,7 @@ class ServedPolicy:
             num_tokens += len(chunk.token_ids)
             keep(chunk)
 
-        task = asyncio.create_task(self._stream(request, tell))
+        task = asyncio.create_task(stream(request, tell))
         try:
             completion = await task
         except asyncio.CancelledError:
@@ -156,7 +170,3 @@ class ServedPolicy:
 def _is_cancelled() -> bool:
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
-
-
-def _seeded(sampling: SamplingParams, index: int) -> SamplingParams:
-    return sampling if sampling.seed is None or not index else replace(sampling, seed=sampling.seed + index)
