@@ -10,7 +10,8 @@ from talk import SAMPLING, chat_template_renderer, completion, reply, user
 
 from titan_rl.rollout.types import RolloutStatus
 from titan_rl.serving.episodes.agent_command import AgentCommand
-from titan_rl.serving.episodes.episode import Episode, EpisodeLimits
+from titan_rl.serving.episodes.episode import Episode
+from titan_rl.serving.episodes.limits import EpisodeLimits
 
 URL = "http://127.0.0.1:1"
 STUBBORN = """
@@ -26,7 +27,7 @@ while :; do sleep 0.1; done
 
 
 def episode_of(time_s: float = 60.0) -> Episode:
-    return Episode("g0/0", chat_template_renderer(), EpisodeLimits(time_s=time_s))
+    return Episode("g0.0", chat_template_renderer(), EpisodeLimits(time_s=time_s))
 
 
 def agent(tmp_path: Path, script: str, end_s: float = 0.1) -> AgentCommand:
@@ -43,7 +44,7 @@ def lives(pid: int) -> bool:
 async def started(tmp_path: Path) -> list[int]:
     """The processes of `STUBBORN`, when all of them run."""
     async with asyncio.timeout(60.0):
-        while not (file := tmp_path / "g0_0" / "all").exists():  # noqa: ASYNC110
+        while not (file := tmp_path / "g0.0" / "all").exists():  # noqa: ASYNC110
             await asyncio.sleep(0.02)
     return [int(line) for line in file.read_text().split()]
 
@@ -53,7 +54,7 @@ async def test_a_program_has_a_folder_and_the_way_to_its_episode(tmp_path: Path)
     script = "pwd; echo $OPENAI_BASE_URL $ANTHROPIC_BASE_URL; [ $OPENAI_API_KEY = $ANTHROPIC_API_KEY ] && echo same"
     await agent(tmp_path, script).run(episode, URL + "/")
     assert episode.status is RolloutStatus.COMPLETED
-    folder = tmp_path / "g0_0"
+    folder = tmp_path / "g0.0"
     assert (folder / "output.txt").read_text().split() == [str(folder), f"{URL}/v1", URL, "same"]
 
 
@@ -108,7 +109,7 @@ async def test_what_outlives_a_program_is_killed(tmp_path: Path) -> None:
     script = "(setsid sh -c 'echo $$ > pid; mv pid left; sleep 60' &) ; while ! [ -e left ]; do sleep 0.02; done"
     await agent(tmp_path, script).run(episode, URL)
     assert episode.status is RolloutStatus.COMPLETED
-    assert not lives(int((tmp_path / "g0_0" / "left").read_text()))
+    assert not lives(int((tmp_path / "g0.0" / "left").read_text()))
 
 
 async def test_a_program_that_deletes_its_folder_is_a_crash_like_others(tmp_path: Path) -> None:

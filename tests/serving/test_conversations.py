@@ -9,7 +9,7 @@ from talk import SYSTEM, Forgetful, chat_template_renderer, completion, reply, u
 
 from titan_rl.errors import RequestError
 from titan_rl.rollout.renderer import ChatTemplateRenderer
-from titan_rl.serving.conversations.tree import ConversationTree, TurnNode
+from titan_rl.serving.conversations.tree import ConversationTree, Place, TurnNode
 
 
 @pytest.fixture
@@ -194,7 +194,7 @@ def test_a_long_history_costs_one_look_at_each_message(tree: ConversationTree, m
         say(tree, messages, reply(f"a{n}"))
         messages.append(reply(f"a{n}"))
     looks = 0
-    goes_on_with = type(tree.prompt([SYSTEM]).after).goes_on_with
+    goes_on_with = Place.goes_on_with
 
     def counted(*arguments: Any) -> Any:
         nonlocal looks

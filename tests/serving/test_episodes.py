@@ -12,7 +12,8 @@ from talk import SAMPLING, SYSTEM, chat_template_renderer, completion, reply, us
 from titan_rl.errors import BusyError, EpisodeEndedError
 from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus
 from titan_rl.serving.conversations.tree import TurnNode
-from titan_rl.serving.episodes.episode import Episode, EpisodeLimits
+from titan_rl.serving.episodes.episode import Episode
+from titan_rl.serving.episodes.limits import EpisodeLimits
 from titan_rl.serving.episodes.store import EpisodeStore
 from titan_rl.training.data.sample_builder import build_samples, count_branches
 from titan_rl.types import SamplingParams
@@ -156,7 +157,7 @@ async def test_a_request_that_fails_or_is_cancelled_is_no_longer_in_flight() -> 
 async def test_what_cannot_be_recorded() -> None:
     episode = store().open("e")
     say(episode, [user("a")], "b", "r0")
-    with pytest.raises(ValueError, match="'r0' is of another turn"):
+    with pytest.raises(ValueError, match="'r0' has a choice 0"):
         say(episode, [user("a")], "b", "r0")
     with pytest.raises(LookupError, match="'r9'"):
         episode.reward({"solved": 1.0}, "r9")
@@ -193,14 +194,23 @@ async def test_a_store_has_room_for_so_many() -> None:
 
 async def test_an_agent_says_when_a_completion_ends_and_training_how_it_is_sampled() -> None:
     asked = SamplingParams(max_tokens=10, temperature=0.0, top_p=0.5, seed=42, stop_token_ids=(3,))
-    assert store().open("e").sampling_for(asked) is asked
+    assert store().open("e").sampling_for(asked, [1]) is asked
 
-    trained = EpisodeStore(chat_template_renderer(), sampling=SamplingParams(max_tokens=8, min_tokens=1, seed=7))
-    one, other = trained.open("one"), trained.open("other")
-    given = [one.sampling_for(asked), one.sampling_for(asked), other.sampling_for(asked)]
-    assert len({sampling.seed for sampling in given}) == 3
+    own = SamplingParams(max_tokens=8, min_tokens=1, seed=7)
+    one, other = (store().open(name, sampling=own) for name in ("one", "other"))
+    given = [one.sampling_for(asked, [1]), one.sampling_for(asked, [1]), one.sampling_for(asked, [2])]
+    given.append(other.sampling_for(asked, [1]))
+    assert len({sampling.seed for sampling in given}) == 4
     assert [replace(sampling, seed=None) for sampling in given] == [
         SamplingParams(max_tokens=8, min_tokens=1, stop_token_ids=(3,))
-    ] * 3
-    unseeded = EpisodeStore(chat_template_renderer(), sampling=SamplingParams(max_tokens=16)).open("e")
-    assert unseeded.sampling_for(asked).seed is None
+    ] * 4
+    unseeded = store().open("e", sampling=SamplingParams(max_tokens=16))
+    assert unseeded.sampling_for(asked, [1]).seed is None
+
+
+async def test_what_is_asked_at_once_draws_the_same_in_any_order() -> None:
+    own = SamplingParams(max_tokens=8, seed=7)
+    one, again = (store().open("e", sampling=own) for _ in range(2))
+    prompts = [[1], [2], [1]]
+    seeds = [one.sampling_for(SAMPLING, prompt).seed for prompt in prompts]
+    assert [again.sampling_for(SAMPLING, prompt).seed for prompt in ([2], [1], [1])] == [seeds[1], seeds[0], seeds[2]]

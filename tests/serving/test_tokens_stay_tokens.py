@@ -69,12 +69,19 @@ class Conversation:
 
 class Agent:
     def __init__(
-        self, episode: Episode, vocabulary: range, stop: int, data: st.DataObject, *, always_extends: bool
+        self,
+        episode: Episode,
+        renderer: Renderer,
+        vocabulary: range,
+        data: st.DataObject,
+        *,
+        always_extends: bool,
     ) -> None:
         self.episode = episode
+        self._renderer = renderer
         self.asked: list[Asked] = []
         self._vocabulary = vocabulary
-        self._stop = stop
+        self._stop = renderer.get_stop_token_ids()[0]
         self._always_extends = always_extends
         self._draw = data.draw
         self._conversations: list[Conversation] = []
@@ -181,9 +188,10 @@ class Agent:
             FinishReason.STOP if ends else FinishReason.LENGTH,
             [VersionSpan(1, old), VersionSpan(2, len(ids) - old)],
         )
-        renderer = self.episode.tree._renderer  # pyright: ignore[reportPrivateUsage]
         try:
-            message = reply_from(renderer.parse_response(list(ids), tools=tools, prompt_ids=asked.prompt_token_ids))
+            message = reply_from(
+                self._renderer.parse_response(list(ids), tools=tools, prompt_ids=asked.prompt_token_ids)
+            )
         except Exception:
             message = {"role": "assistant", "content": "cannot be parsed"}
         return self.episode.record(asked.prompt, completion, message, SAMPLING), completion
@@ -225,9 +233,9 @@ def test_trained_tokens_are_the_sampled_ones(name: str, data: st.DataObject) -> 
     async def talk() -> None:
         renderer = make_renderer()
         store = EpisodeStore(renderer)
-        stop = renderer.get_stop_token_ids()[0]
         agents = [
-            Agent(store.open(f"e{n}"), vocabulary, stop, data, always_extends=name == "chat template") for n in range(2)
+            Agent(store.open(f"e{n}"), renderer, vocabulary, data, always_extends=name == "chat template")
+            for n in range(2)
         ]
         for _ in range(data.draw(st.integers(2, 20))):
             data.draw(st.sampled_from(agents)).act()

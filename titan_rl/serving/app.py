@@ -11,9 +11,13 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from titan_rl.rollout.renderer.types import Renderer
+from titan_rl.serving.admission import Admission
 from titan_rl.serving.conversations.sessions import Conversations
 from titan_rl.serving.conversations.turn import Turns
+from titan_rl.serving.episodes.endpoints import Open, Opened, episode_routes
+from titan_rl.serving.episodes.store import EpisodeStore
 from titan_rl.serving.http.admin import Control, admin_routes
+from titan_rl.serving.http.api_error import ApiError
 from titan_rl.serving.http.exchange import Exchanges
 from titan_rl.serving.http.guard import Guard
 from titan_rl.serving.http.keys import Keys
@@ -61,6 +65,8 @@ def make_app(
     any_model: bool = False,
     wait_until_resumed: Callable[[], Awaitable[object]] | None = None,
     control: Control | None = None,
+    episodes: EpisodeStore | None = None,
+    open_episode: Open | None = None,
 ) -> PolicyApp:
     """Serve the policy behind `stream` under the name `model`.
 
@@ -79,6 +85,8 @@ def make_app(
         any_model: answer under any other name, too, for agents that have a model's name written into them.
         wait_until_resumed: awaited before an aborted completion is gone on with.
         control: what the admin calls act on. Without it, or without an admin key, there are none.
+        episodes: whose keys are let in, too, each for its episode alone.
+        open_episode: what `POST /episodes` does. Without it harnesses cannot open any.
     """
     limits = limits or ServerLimits()
     keys = keys or Keys()
@@ -87,13 +95,19 @@ def make_app(
     whole = unbroken(stream, wait_until_resumed=wait_until_resumed)
     policy = ServedPolicy(model, whole, max_context, metrics, any_model=any_model)
     text = None if tokenizer is None else Text(tokenizer)
-    turns = None
+    conversations, turns = None, None
     if text is not None and renderer is not None:
-        conversations = Conversations(renderer, most=limits.num_conversations, most_turns=limits.conversation_turns)
-        turns = Turns(policy, text, renderer, conversations)
+        conversations = Conversations(
+            renderer,
+            most=limits.num_conversations,
+            most_turns=limits.conversation_turns,
+            most_bytes=limits.conversation_bytes,
+        )
+        turns = Turns(policy, text, renderer)
     if stop_token_ids is None:
         stop_token_ids = () if renderer is None else renderer.get_stop_token_ids()
     stops = tuple(stop_token_ids)
+    shown = _counted if text is None else text.decode
     card = {
         "id": model,
         "object": "model",
@@ -124,18 +138,28 @@ def make_app(
         Route("/metrics", metric_text),
         Route("/v1/models", models),
         Route("/v1/models/{name:path}", one_model),
-        _post("/inference/v1/generate", TokenEndpoint(policy, exchanges, stops)),
+        _post("/inference/v1/generate", TokenEndpoint(policy, exchanges, shown, stops)),
         _post("/v1/completions", CompletionEndpoint(policy, exchanges, text, stops)),
         _post("/v1/chat/completions", ChatEndpoint(turns, exchanges, stops)),
         _post("/v1/responses", ResponsesEndpoint(turns, exchanges, stops)),
         _post("/v1/messages", MessagesEndpoint(turns, exchanges, stops)),
         _post("/v1/messages/count_tokens", CountTokensEndpoint(turns)),
         *(admin_routes(control) if control is not None else ()),
+        *(episode_routes(open_episode or _none_to_open) if episodes is not None else ()),
     ]
     dialects = {route.path: ANTHROPIC for route in routes if route.path.startswith("/v1/messages")}
     router = Router(routes, redirect_slashes=False)
-    guard = Guard(router, keys, limits, metrics, {route.path for route in routes}, dialects)
+    admit = Admission(keys, conversations, episodes)
+    guard = Guard(router, admit, limits, metrics, {route.path for route in routes}, dialects)
     return PolicyApp(guard, keys, exchanges)
+
+
+async def _none_to_open(wait_s: float) -> Opened:
+    raise ApiError(404, "this server's episodes are not opened by harnesses")
+
+
+def _counted(token_ids: Sequence[int]) -> str:
+    return f"{len(token_ids)} tokens"
 
 
 def _post(path: str, endpoint: Callable[[Request], Awaitable[ASGIApp]]) -> Route:

@@ -17,7 +17,6 @@ from titan_rl.serving.conversations.identity import Identity, identity_of, ident
 from titan_rl.serving.conversations.prefixes import Prefixes
 from titan_rl.types import Completion
 
-
 _IN_TOKENS = b"tokens"
 _TOKEN_BYTES = 36  # of an integer and its place in a list
 _TURN_BYTES = 256
@@ -241,9 +240,7 @@ class ConversationTree:
             messages += reversed(new)
         return messages
 
-    def _find(
-        self, root: Place | None, identities: Sequence[Identity]
-    ) -> tuple[TurnNode | None, Place | None, int]:
+    def _find(self, root: Place | None, identities: Sequence[Identity]) -> tuple[TurnNode | None, Place | None, int]:
         """The last turn of the longest recorded conversation that these messages go on from, its place, and how many
         messages lead there."""
         found: tuple[TurnNode | None, Place | None, int] = None, root, 0

@@ -9,9 +9,8 @@ from typing import Any
 
 from titan_rl.rollout.renderer.types import Renderer
 from titan_rl.rollout.types import Message
+from titan_rl.serving.conversations.caller import Caller, Talk
 from titan_rl.serving.conversations.reply import Delta, Reply, ReplyForm, ReplyReader
-from titan_rl.serving.conversations.sessions import Conversation, Conversations
-from titan_rl.serving.conversations.tree import Prompt
 from titan_rl.serving.policy.served_policy import Ask, ServedPolicy
 from titan_rl.serving.policy.text import Text
 from titan_rl.types import TokenChunk
@@ -24,6 +23,7 @@ OnDelta = Callable[[int, Delta], None]
 class TurnAsk:
     """
     Args:
+        caller: whose conversation it is.
         messages: the whole conversation, in the form of OpenAI's chat.
         sampling: fields of `SamplingParams`, without the budget and the model's own stop tokens.
         max_tokens: None is all the room there is.
@@ -31,6 +31,7 @@ class TurnAsk:
         param: the field that the messages are from.
     """
 
+    caller: Caller
     messages: Sequence[Message]
     tools: list[dict[str, Any]] | None
     max_tokens: int | None = None
@@ -43,38 +44,33 @@ class TurnAsk:
 
 
 class Turns:
-    """Turns of the conversations of all clients."""
+    """Turns of the conversations of all callers."""
 
-    def __init__(self, policy: ServedPolicy, text: Text, renderer: Renderer, conversations: Conversations) -> None:
+    def __init__(self, policy: ServedPolicy, text: Text, renderer: Renderer) -> None:
         self.policy = policy
         self.text = text
         self._renderer = renderer
-        self._conversations = conversations
 
     def begin(self, asked: TurnAsk, id_prefix: str) -> Turn:
         """The turn that is asked for. Nothing is generated or kept before its `replies`.
 
         Raises:
-            RequestError: the renderer refuses the messages.
+            RequestError: the renderer refuses the messages, or the caller's episode is over.
             ApiError: 400, the conversation fills the context, or two values do not go together.
         """
-        conversation, prompt = self._prompt(asked)
-        sampling = self.policy.sampling(len(prompt.token_ids), asked.max_tokens, asked.param, **asked.sampling)
-        request_id = f"{id_prefix}{uuid.uuid4().hex}"
-        ask = Ask(prompt.token_ids, sampling, asked.num_choices, conversation.session_of(prompt), request_id)
-        form = ReplyForm(self._renderer, self.text, prompt.token_ids, asked.tools, asked.one_call, asked.stops)
-        return Turn(self.policy, conversation, prompt, ask, form)
+        talk = asked.caller.talk(asked.messages, asked.tools, asked.session_id)
+        prompt_token_ids = talk.prompt_token_ids
+        sampling = self.policy.sampling(len(prompt_token_ids), asked.max_tokens, asked.param, **asked.sampling)
+        ask = talk.ask(sampling, asked.num_choices, f"{id_prefix}{uuid.uuid4().hex}")
+        form = ReplyForm(self._renderer, self.text, prompt_token_ids, asked.tools, asked.one_call, asked.stops)
+        return Turn(self.policy, talk, ask, form)
 
     def num_prompt_tokens(self, asked: TurnAsk) -> int:
         """
         Raises:
             RequestError: the renderer refuses the messages.
         """
-        return len(self._prompt(asked)[1].token_ids)
-
-    def _prompt(self, asked: TurnAsk) -> tuple[Conversation, Prompt]:
-        conversation = self._conversations.of(asked.session_id, asked.messages, asked.tools)
-        return conversation, conversation.tree.prompt(asked.messages, asked.tools)
+        return len(asked.caller.talk(asked.messages, asked.tools, asked.session_id).prompt_token_ids)
 
 
 class Turn:
@@ -84,14 +80,11 @@ class Turn:
         prompt_token_ids: what is generated from.  # [num_prompt_tokens]
     """
 
-    def __init__(
-        self, policy: ServedPolicy, conversation: Conversation, prompt: Prompt, ask: Ask, form: ReplyForm
-    ) -> None:
+    def __init__(self, policy: ServedPolicy, talk: Talk, ask: Ask, form: ReplyForm) -> None:
         self.id = ask.request_id
-        self.prompt_token_ids = prompt.token_ids
+        self.prompt_token_ids = talk.prompt_token_ids
         self._policy = policy
-        self._conversation = conversation
-        self._prompt = prompt
+        self._talk = talk
         self._ask = ask
         self._form = form
 
@@ -121,7 +114,6 @@ class Turn:
             if rest:
                 on_delta(index, rest)
             replies.append(reply)
-        for reply in replies:
-            assert self._ask.session_id is not None
-            self._conversation.add(self._prompt, reply.completion, reply.message, self._ask.session_id)
+        for index, reply in enumerate(replies):
+            self._talk.record(index, reply.completion, reply.message)
         return replies

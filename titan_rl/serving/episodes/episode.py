@@ -4,46 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 import secrets
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
+from hashlib import blake2b
 
 from titan_rl.calls.user_code import Failure
-from titan_rl.errors import BusyError, EpisodeEndedError
+from titan_rl.errors import BusyError, EpisodeEndedError, RequestError
 from titan_rl.rollout.copies import completion_of
-from titan_rl.rollout.group.rollout_ids import turn_seed
-from titan_rl.rollout.renderer.types import Renderer
+from titan_rl.rollout.renderer.types import Renderer, Tools
 from titan_rl.rollout.types import Message, Rollout, RolloutStatus, Turn
+from titan_rl.serving.conversations.caller import Show, Talk
 from titan_rl.serving.conversations.tree import ConversationTree, Prompt, TurnNode
+from titan_rl.serving.episodes.limits import EpisodeLimits
+from titan_rl.serving.episodes.sampling import EpisodeSampling
+from titan_rl.serving.policy.served_policy import Ask
+from titan_rl.serving.policy.stream import StreamFn
 from titan_rl.types import Completion, SamplingParams
 
+KEY_PREFIX = "episode-"
+"""By which the key of an episode is told from a server's, also when the episode is not known any more."""
 
-@dataclass(frozen=True, slots=True)
-class EpisodeLimits:
-    """
-    Args:
-        time_s: until an episode ends by itself.
-        turns: of one episode; asking for another ends it.
-        requests: of one episode, in flight at once; one more is a `BusyError`.
-        episodes: open at once; one more is a `BusyError`.
-        keep_s: how long the key of an ended episode is still known, so that late requests are told how it ended.
-
-    Raises:
-        ValueError: names the limit that is not positive.
-    """
-
-    time_s: float = 3600.0
-    turns: int = 1000
-    requests: int = 64
-    episodes: int = 4096
-    keep_s: float = 60.0
-
-    def __post_init__(self) -> None:
-        for each in fields(self):
-            if not getattr(self, each.name) > 0:
-                value = getattr(self, each.name)
-                raise ValueError(f"EpisodeLimits.{each.name} is {value!r}; it must be greater than 0")
+_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._~-]{0,127}")
 
 
 @dataclass(slots=True)
@@ -53,18 +37,17 @@ class _Record:
 
 
 class Episode:
-    """One agent at work: its conversations, its requests in flight, its rewards, and how it ended.
+    """One agent at work: its conversations, its requests in flight, its rewards, and how it ended. A `Caller`.
 
-    It ends once: by `end`, by its time, or by its turns. What is in flight then is cancelled, and nothing is recorded
-    or rewarded after that. It belongs to the event loop that it is made in.
+    It ends once: by `end`, by its time, or by a limit. What is in flight then is cancelled, and nothing is recorded or
+    rewarded after that. It belongs to the event loop that it is made in.
 
     Example, of one request:
 
-        async with episode.request():
-            prompt = episode.tree.prompt(messages, tools)
-            sampling = episode.sampling_for(asked)
-            completion = await generate(prompt.token_ids, request_id=request_id, session_id=..., sampling=sampling)
-            episode.record(prompt, completion, message, sampling)
+        talk = episode.talk(messages, tools, None)
+        ask = talk.ask(sampling, num_choices=1, request_id="chatcmpl-17")
+        (completion,) = await policy.complete(ask)
+        talk.record(0, completion, message)
 
     and of the end:
 
@@ -73,48 +56,79 @@ class Episode:
         episode.fill_in(rollout)
 
     Args:
-        sampling: how its completions are sampled, whatever its agent asks for: see `sampling_for`.
+        episode_id: of letters, digits and `._~-`; it is part of the episode's URL.
+        renderer: without one there are no messages.
+        stream: what generates for it; never broken off by an abort. None is the policy of the server.
+        sampling: how its completions are sampled, whatever its agent asks for: see `EpisodeSampling`.
+        session_id: of the router; by default the episode's id.
         on_end: called once, when it has ended.
 
     Attributes:
         key: the secret by which its requests are known. It is not in any message or `repr`.
+        name: no other episode's, nor a client's.
         status: None while it goes on.
         error: what ended it, where that was an error.
+
+    Raises:
+        ValueError: the id has other characters.
     """
 
     def __init__(
         self,
         episode_id: str,
-        renderer: Renderer,
+        renderer: Renderer | None,
         limits: EpisodeLimits | None = None,
         *,
+        stream: StreamFn | None = None,
         sampling: SamplingParams | None = None,
+        session_id: str | None = None,
         on_end: Callable[[], object] | None = None,
     ) -> None:
+        if not _ID.fullmatch(episode_id):
+            raise ValueError(f"an episode's id is {episode_id!r}; it must be 1 to 128 letters, digits and ._~-")
         self.id = episode_id
-        self.key = secrets.token_urlsafe(32)
+        self.key = KEY_PREFIX + secrets.token_urlsafe(32)
+        self.name = blake2b(self.key.encode(), digest_size=16).digest()
+        self.session_id = session_id or episode_id
+        self.stream = stream
         self.tree = ConversationTree(renderer)
         self.status: RolloutStatus | None = None
         self.error: str | None = None
         self._failure: Failure | None = None
         self._limits = limits or EpisodeLimits()
-        self._sampling = sampling
-        self._num_sampled = 0
+        self._sampling = EpisodeSampling(sampling, self.session_id)
         self._on_end = on_end
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self._records: list[_Record] = []  # by the turn's index
-        self._by_request: dict[str, _Record] = {}
+        self._by_answer: dict[tuple[str, int], _Record] = {}
         self._rewards: dict[str, float] = {}
         self._in_flight: set[asyncio.Timeout] = set()
-        self._timer = self._loop.call_later(self._limits.time_s, self._time_is_up)
+        self._timer = self._loop.call_later(self._limits.time_s, self._own_time_is_up)
 
     def __repr__(self) -> str:
         return f"Episode({self.id!r}, {self.status or 'open'}, {len(self._records)} turns)"
 
     @property
+    def num_turns(self) -> int:
+        return len(self._records)
+
+    @property
     def num_in_flight(self) -> int:
         return len(self._in_flight)
+
+    def talk(self, messages: Sequence[Message], tools: Tools | None, session_id: str | None) -> Talk:
+        """
+        Raises:
+            EpisodeEndedError: it is over.
+            RequestError: the messages cannot be rendered.
+        """
+        self._require_open()
+        return _EpisodeTalk(self, self.tree.prompt(messages, tools))
+
+    def talk_in_tokens(self, token_ids: Sequence[int], show: Show, session_id: str | None) -> Talk:
+        self._require_open()
+        return _EpisodeTalk(self, self.tree.prompt_of_tokens(token_ids, show))
 
     @asynccontextmanager
     async def request(self) -> AsyncGenerator[None]:
@@ -126,8 +140,10 @@ class Episode:
         """
         self._require_open()
         if len(self._records) >= self._limits.turns:
-            self.end(RolloutStatus.TRUNCATED_TURNS)
-            self._require_open()
+            self.end(RolloutStatus.TRUNCATED_TURNS, f"it has had its {self._limits.turns} turns")
+        elif self.tree.num_bytes >= self._limits.memory_bytes:
+            self.end(RolloutStatus.TRUNCATED_LENGTH, "its conversations take up the memory that one episode may have")
+        self._require_open()
         if len(self._in_flight) >= self._limits.requests:
             raise BusyError(f"the episode has {len(self._in_flight)} requests in flight, which is its limit")
         scope = asyncio.timeout(None)
@@ -142,66 +158,60 @@ class Episode:
         finally:
             self._in_flight.discard(scope)
 
-    def sampling_for(self, asked: SamplingParams) -> SamplingParams:
-        """How to sample a completion that was asked for like this.
+    def sampling_for(self, asked: SamplingParams, prompt_token_ids: Sequence[int]) -> SamplingParams:
+        """How to sample a completion that was asked for like this; see `EpisodeSampling`."""
+        return self._sampling.of(asked, prompt_token_ids)
 
-        An agent chooses for itself when a completion ends: `max_tokens`, up to the episode's, and `stop_token_ids`. The
-        rest is the episode's: training cannot account for a nucleus or a temperature of 0, and an agent that always
-        asks for the same seed would get the same answer in every sibling. Where the episode's sampling has a seed, each
-        call gets one of its own.
-        """
-        own = self._sampling
-        if own is None:
-            return asked
-        seed = None if own.seed is None else turn_seed(own.seed, self.id, self._num_sampled)
-        self._num_sampled += 1
-        max_tokens = min(own.max_tokens, asked.max_tokens)
-        return replace(
-            own,
-            max_tokens=max_tokens,
-            min_tokens=min(own.min_tokens, max_tokens),
-            seed=seed,
-            stop_token_ids=asked.stop_token_ids or own.stop_token_ids,
-        )
-
-    def record(self, prompt: Prompt, completion: Completion, message: Message, sampling: SamplingParams) -> TurnNode:
+    def record(
+        self,
+        prompt: Prompt,
+        completion: Completion,
+        message: Message,
+        sampling: SamplingParams,
+        answer: tuple[str, int] | None = None,
+    ) -> TurnNode:
         """A turn. Its completion is copied, and the rollout's.
 
         Args:
             message: the completion as the client is given it: see `ConversationTree.add`.
             sampling: what the completion was asked for with.
+            answer: what the client knows it by: the id of the answer, and which of its choices. By default the
+                completion's request id, and the first.
 
         Raises:
             EpisodeEndedError: the episode is over; the client must not be given this completion.
-            ValueError: there is a turn of this request id, or a logprob is not finite.
+            RequestError: there is a turn of this answer.
+            ValueError: a logprob is not finite.
         """
         self._require_open()
-        if completion.request_id in self._by_request:
-            raise ValueError(f"request id {completion.request_id!r} is of another turn; each has one of its own")
+        answer = answer or (completion.request_id, 0)
+        if answer in self._by_answer:
+            raise RequestError(f"answer {answer[0]!r} has a choice {answer[1]}; each has an id of its own")
         turn = self.tree.add(prompt, completion_of(completion), message)
         record = _Record(sampling)
         self._records.append(record)
-        self._by_request[completion.request_id] = record
+        self._by_answer[answer] = record
         return turn
 
-    def reward(self, rewards: Mapping[str, float], request_id: str | None = None) -> None:
+    def reward(self, rewards: Mapping[str, float], answer_id: str | None = None, index: int = 0) -> None:
         """Rewards by name, of the whole or of a turn. The last report of a name is the one that counts.
 
         Args:
-            request_id: of the turn; None for the whole.
+            answer_id: of the turn, as its client has it; None for the whole.
+            index: which of the answer's choices.
 
         Raises:
             EpisodeEndedError: it is over, and may have been judged.
-            LookupError: it has no turn of this request.
+            LookupError: it has no such answer.
             ValueError: a reward is no finite number.
         """
         self._require_open()
         for name, value in rewards.items():
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
                 raise ValueError(f"reward {name!r} is {value!r}; it must be a finite number")
-        if request_id is not None and request_id not in self._by_request:
-            raise LookupError(f"the episode has no turn of request {request_id!r}")
-        of = self._rewards if request_id is None else self._by_request[request_id].rewards
+        if answer_id is not None and (answer_id, index) not in self._by_answer:
+            raise LookupError(f"the episode has no choice {index} of an answer {answer_id!r}")
+        of = self._rewards if answer_id is None else self._by_answer[answer_id, index].rewards
         of.update({str(name): float(value) for name, value in rewards.items()})
 
     def end(self, status: RolloutStatus = RolloutStatus.COMPLETED, error: str | Failure | None = None) -> bool:
@@ -220,6 +230,10 @@ class Episode:
             self._on_end()
         return True
 
+    def time_is_up(self, error: str) -> bool:
+        """As `end`. What was sampled so far is judged as truncated; where there is nothing it is an error."""
+        return self.end(RolloutStatus.TRUNCATED_TIME if self._records else RolloutStatus.ERROR_TIMEOUT, error)
+
     async def wait(self) -> None:
         """Return when the episode is over."""
         await asyncio.shield(self._ended)
@@ -233,10 +247,11 @@ class Episode:
         An agent that completed and never asked the policy is an ERROR_ENV: it says nothing of the policy.
         """
         assert self.status is not None, "the episode goes on"
-        rollout.turns = [self._turn(turn) for branch in self.tree.branches() for turn in branch]
+        branches = self.tree.branches()
+        rollout.turns = [self._turn(turn) for branch in branches for turn in branch]
         rollout.messages = self.tree.transcript()
         rollout.status, rollout.error, rollout.failure = self.status, self.error, self._failure
-        rollout.metrics["branches"] = float(len(self.tree.branches()))
+        rollout.metrics["branches"] = float(len(branches))
         if not rollout.turns and self.status is RolloutStatus.COMPLETED:
             rollout.status, rollout.error = RolloutStatus.ERROR_ENV, "the agent ended and had never asked the policy"
 
@@ -255,6 +270,28 @@ class Episode:
     def _is_over(self) -> EpisodeEndedError:
         return EpisodeEndedError(f"the episode is over: {self.status}")
 
-    def _time_is_up(self) -> None:
-        status = RolloutStatus.TRUNCATED_TIME if self._records else RolloutStatus.ERROR_TIMEOUT
-        self.end(status, f"its own time is up: it has {self._limits.time_s:g} s")
+    def _own_time_is_up(self) -> None:
+        self.time_is_up(f"its own time is up: it has {self._limits.time_s:g} s")
+
+
+class _EpisodeTalk:
+    def __init__(self, episode: Episode, prompt: Prompt) -> None:
+        self.prompt_token_ids = prompt.token_ids
+        self._episode = episode
+        self._prompt = prompt
+        self._ask: Ask | None = None
+        self._first_index = 0
+
+    def ask(self, sampling: SamplingParams, num_choices: int, request_id: str, first_index: int = 0) -> Ask:
+        episode = self._episode
+        own = episode.sampling_for(sampling, self.prompt_token_ids)
+        self._first_index = first_index
+        self._ask = Ask(
+            self.prompt_token_ids, own, num_choices, episode.session_id, request_id, episode.stream, episode.request
+        )
+        return self._ask
+
+    def record(self, index: int, completion: Completion, message: Message) -> None:
+        assert self._ask is not None
+        answer = self._ask.request_id, self._first_index + index
+        self._episode.record(self._prompt, completion, message, self._ask.sampling_of(index), answer)

@@ -6,10 +6,13 @@ import asyncio
 import hashlib
 import hmac
 import secrets
+from dataclasses import replace
 
 from titan_rl.errors import BusyError
 from titan_rl.rollout.renderer.types import Renderer
-from titan_rl.serving.episodes.episode import Episode, EpisodeLimits
+from titan_rl.serving.episodes.episode import Episode
+from titan_rl.serving.episodes.limits import EpisodeLimits
+from titan_rl.serving.policy.stream import StreamFn
 from titan_rl.types import SamplingParams
 
 
@@ -22,18 +25,15 @@ class EpisodeStore:
     Example:
 
         store = EpisodeStore(renderer)
-        episode = store.open("g17/3")
+        episode = store.open("g17.3")
         store.find(episode.key) is episode          # True
         episode.end()
         len(store)                                  # 0
     """
 
-    def __init__(
-        self, renderer: Renderer, limits: EpisodeLimits | None = None, *, sampling: SamplingParams | None = None
-    ) -> None:
+    def __init__(self, renderer: Renderer | None, limits: EpisodeLimits | None = None) -> None:
         self._renderer = renderer
         self._limits = limits or EpisodeLimits()
-        self._sampling = sampling
         self._secret = secrets.token_bytes(32)
         self._by_key: dict[bytes, Episode] = {}
         self._num_open = 0
@@ -42,16 +42,35 @@ class EpisodeStore:
         """Episodes that are open."""
         return self._num_open
 
-    def open(self, episode_id: str) -> Episode:
+    def open(
+        self,
+        episode_id: str,
+        *,
+        stream: StreamFn | None = None,
+        sampling: SamplingParams | None = None,
+        session_id: str | None = None,
+        max_turns: int | None = None,
+    ) -> Episode:
         """A new episode. Whoever opens it ends it, or its time does.
+
+        Args:
+            stream, sampling, session_id: see `Episode`.
+            max_turns: by default the store's limit.
 
         Raises:
             BusyError: as many are open as the limit allows.
+            ValueError: the id is none.
         """
         if self._num_open >= self._limits.episodes:
             raise BusyError(f"{self._num_open} episodes are open, which is the limit")
         episode = Episode(
-            episode_id, self._renderer, self._limits, sampling=self._sampling, on_end=lambda: self._ended(digest)
+            episode_id,
+            self._renderer,
+            self._limits if max_turns is None else replace(self._limits, turns=max_turns),
+            stream=stream,
+            sampling=sampling,
+            session_id=session_id,
+            on_end=lambda: self._ended(digest),
         )
         digest = self._digest(episode.key)
         self._by_key[digest] = episode

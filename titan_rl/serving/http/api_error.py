@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
-from titan_rl.errors import ActorDiedError, GenerationError, RequestError
+from titan_rl.errors import ActorDiedError, BusyError, EpisodeEndedError, GenerationError, RequestError
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +53,10 @@ def api_error_of(error: Exception) -> ApiError:
         return error
     if isinstance(error, HTTPException):  # there is no such path, or it has no such method
         return ApiError(error.status_code, error.detail, headers=error.headers)
+    if isinstance(error, EpisodeEndedError):
+        return ApiError(410, str(error), code="episode_ended")
+    if isinstance(error, BusyError):
+        return ApiError(429, str(error), code="too_many_requests", headers={"retry-after": "1"})
     if isinstance(error, RequestError):
         return ApiError(400, str(error))
     if isinstance(error, GenerationError | ActorDiedError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -12,17 +12,19 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from titan_rl.serving.http.api_error import ApiError, api_error_of
 from titan_rl.serving.http.dialect import OPENAI, Dialect
 from titan_rl.serving.http.exchange import send_error
-from titan_rl.serving.http.keys import Keys
 from titan_rl.serving.http.limits import ServerLimits
 from titan_rl.serving.http.metrics import ServerMetrics
 
 logger = logging.getLogger(__name__)
+
+Admit = Callable[[str, bytes | None], tuple[str, object]]
 
 
 class Guard:
     """The outermost application. It reads a request's body whole, and turns whatever is raised into an answer.
 
     Args:
+        admit: given a path and a key, says which path to serve and who asks, or raises an `ApiError`.
         paths: those that the metrics name.
         dialects: of paths whose errors are not told in OpenAI's form.
     """
@@ -30,14 +32,14 @@ class Guard:
     def __init__(
         self,
         app: ASGIApp,
-        keys: Keys,
+        admit: Admit,
         limits: ServerLimits,
         metrics: ServerMetrics,
         paths: Container[str],
         dialects: Mapping[str, Dialect],
     ) -> None:
         self._app = app
-        self._keys = keys
+        self._admit = admit
         self._limits = limits
         self._metrics = metrics
         self._paths = paths
@@ -46,33 +48,31 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        started = False
+        started, path = False, scope["path"]
 
         async def noted(message: Message) -> None:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                path = scope["path"] if scope["path"] in self._paths else "other"
-                self._metrics.responses.labels(path, str(message["status"])).inc()
+                self._metrics.responses.labels(path if path in self._paths else "other", str(message["status"])).inc()
             await send(message)
 
         try:
             headers = dict(scope["headers"])
-            if not self._keys.allow(scope["path"], _key(headers)):
-                raise ApiError(401, "the key is missing or wrong", code="invalid_api_key")
+            path, caller = self._admit(scope["path"], _key(headers))
             body = await self._body(headers, receive)
             if scope["method"] == "POST" and not _is_json(headers):
                 # Else a page in somebody's browser could post to a server on loopback without being asked.
                 raise ApiError(415, "the content-type is not application/json")
             # With an "app" in its scope, the router raises where it finds no route.
-            await self._app({**scope, "app": self}, _replay(body, receive), noted)
+            await self._app({**scope, "app": self, "path": path, "caller": caller}, _replay(body, receive), noted)
         except ClientDisconnect:
             self._metrics.gone.inc()
         except Exception as error:
             if started:
                 logger.error("a request failed after its answer had begun", exc_info=error)
                 raise
-            await send_error(noted, api_error_of(error), self._dialects.get(scope["path"], OPENAI))
+            await send_error(noted, api_error_of(error), self._dialects.get(path, OPENAI))
 
     async def _body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
         most = self._limits.body_bytes

@@ -22,6 +22,7 @@ class ServerLimits:
         num_conversations: that are remembered, to keep their tokens when they come back as messages.
         conversation_turns: of each of them; one with more begins anew.
         num_responses: that are stored, for requests that name the one before.
+        conversation_bytes: about what all of them may keep in memory.
 
     Raises:
         ValueError: names the limit that is not positive.
@@ -39,6 +40,7 @@ class ServerLimits:
     num_conversations: int = 4096
     conversation_turns: int = 1024
     num_responses: int = 4096
+    conversation_bytes: int = 1 << 30
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -10,9 +10,10 @@ from pydantic import Field
 from starlette.requests import Request
 
 from titan_rl.serving import LEAST_LOGPROB
+from titan_rl.serving.conversations.caller import Show, Talk, caller_of
 from titan_rl.serving.http.body import Body, read
 from titan_rl.serving.http.exchange import Answer, Emit, Exchanges
-from titan_rl.serving.policy.served_policy import Ask, ServedPolicy
+from titan_rl.serving.policy.served_policy import Ask, OnTokens, ServedPolicy
 from titan_rl.serving.protocols.wire import (
     Count,
     SamplingBody,
@@ -51,14 +52,21 @@ class GenerateBody(Body):
 
 
 class TokenEndpoint:
-    def __init__(self, policy: ServedPolicy, exchanges: Exchanges, stop_token_ids: Sequence[int]) -> None:
+    """
+    Args:
+        show: the text of tokens, for transcripts.
+    """
+
+    def __init__(self, policy: ServedPolicy, exchanges: Exchanges, show: Show, stop_token_ids: Sequence[int]) -> None:
         self._policy = policy
+        self._show = show
         self._exchanges = exchanges
         self._stop_token_ids = tuple(stop_token_ids)
 
     async def __call__(self, request: Request) -> Answer:
         body = await read(request, GenerateBody)
         asked = body.sampling_params
+        caller = caller_of(request)
         self._policy.check_model(body.model)
         num_choices = asked.n or 1
         check_choices(num_choices, self._exchanges.limits.num_choices, "sampling_params.n")
@@ -69,15 +77,23 @@ class TokenEndpoint:
             **asked.sampling(self._stop_token_ids),
         )
         request_id = body.request_id or uuid.uuid4().hex
-        ask = Ask(body.token_ids, sampling, num_choices, session_id_of(request), request_id)
+        talk = caller.talk_in_tokens(body.token_ids, self._show, session_id_of(request))
+        ask = talk.ask(sampling, num_choices, request_id)
         with_logprobs = asked.logprobs is not None
 
         async def work(emit: Emit | None) -> Any:
             if emit is None:
-                return self._response(body, request_id, await self._policy.complete(ask), with_logprobs)
-            return await self._stream(body, ask, emit, with_logprobs)
+                completions = await self._complete(talk, ask)
+                return self._response(body, request_id, completions, with_logprobs)
+            return await self._stream(body, talk, ask, emit, with_logprobs)
 
         return Answer(self._exchanges, work, num_places=num_choices, stream=bool(body.stream))
+
+    async def _complete(self, talk: Talk, ask: Ask, on_tokens: OnTokens | None = None) -> list[Completion]:
+        completions = await self._policy.complete(ask, on_tokens)
+        for index, completion in enumerate(completions):
+            talk.record(index, completion, {"role": "assistant", "content": self._show(completion.token_ids)})
+        return completions
 
     def _response(
         self, body: GenerateBody, request_id: str, completions: list[Completion], with_logprobs: bool
@@ -99,7 +115,7 @@ class TokenEndpoint:
             "prompt_token_ids": body.token_ids if body.return_token_ids else None,
         }
 
-    async def _stream(self, body: GenerateBody, ask: Ask, emit: Emit, with_logprobs: bool) -> None:
+    async def _stream(self, body: GenerateBody, talk: Talk, ask: Ask, emit: Emit, with_logprobs: bool) -> None:
         prompt = body.token_ids if body.return_token_ids else None
 
         def envelope(**fields: Any) -> dict[str, Any]:
@@ -111,7 +127,7 @@ class TokenEndpoint:
             emit(envelope(choices=[choice], prompt_token_ids=prompt))
             prompt = None
 
-        completions = await self._policy.complete(ask, on_tokens)
+        completions = await self._complete(talk, ask, on_tokens)
         for index, completion in enumerate(completions):
             end = {"index": index, "token_ids": [], "logprobs": None, "finish_reason": str(completion.finish_reason)}
             emit(envelope(choices=[{**end, "weight_versions": weight_versions(completion)}]))

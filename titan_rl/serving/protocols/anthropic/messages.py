@@ -8,6 +8,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from titan_rl.serving.conversations.caller import caller_of
 from titan_rl.serving.conversations.reply import Delta, Reply
 from titan_rl.serving.conversations.turn import Turn, TurnAsk, Turns
 from titan_rl.serving.http.body import read
@@ -58,7 +59,7 @@ def _asked(turns: Turns, body: ConversationBody, request: Request, **more: Any) 
     tools = tools_from_anthropic(body.tools)
     is_none = body.tool_choice is not None and body.tool_choice.type == "none"
     messages = messages_from_blocks(body)
-    return TurnAsk(messages, None if is_none else tools, session_id=session_id_of(request), **more)
+    return TurnAsk(caller_of(request), messages, None if is_none else tools, session_id=session_id_of(request), **more)
 
 
 class _Work:

@@ -8,6 +8,7 @@ from typing import Any
 
 from starlette.requests import Request
 
+from titan_rl.serving.conversations.caller import caller_of
 from titan_rl.serving.conversations.reply import Delta, Reply
 from titan_rl.serving.conversations.turn import Turn, TurnAsk, Turns
 from titan_rl.serving.http.body import read
@@ -34,12 +35,14 @@ class ChatEndpoint:
     async def __call__(self, request: Request) -> Answer:
         turns = turns_of(self._turns)
         body = await read(request, ChatBody)
+        caller = caller_of(request)
         turns.policy.check_model(body.model)
         num_choices = body.n or 1
         check_choices(num_choices, self._exchanges.limits.num_choices, "n")
         messages, tools = messages_from(body.messages), tools_from(body.tools)
         turn = turns.begin(
             TurnAsk(
+                caller,
                 messages,
                 None if body.tool_choice == "none" else tools,
                 body.max_completion_tokens or body.max_tokens,

@@ -10,6 +10,7 @@ from typing import Any
 from starlette.requests import Request
 
 from titan_rl.serving import LEAST_LOGPROB
+from titan_rl.serving.conversations.caller import Talk, caller_of
 from titan_rl.serving.http.api_error import ApiError
 from titan_rl.serving.http.body import read
 from titan_rl.serving.http.exchange import Answer, Emit, Exchanges
@@ -17,7 +18,7 @@ from titan_rl.serving.policy.served_policy import Ask, ServedPolicy
 from titan_rl.serving.policy.text import Text, TextReader
 from titan_rl.serving.protocols.openai.bodies import CompletionBody
 from titan_rl.serving.protocols.wire import check_choices, session_id_of, usage, weight_versions
-from titan_rl.types import Completion, TokenChunk
+from titan_rl.types import Completion, FinishReason, TokenChunk
 
 MAX_TOKENS = 16
 """Of a request that does not say, in OpenAI's protocol."""
@@ -38,30 +39,34 @@ class CompletionEndpoint:
         if self._text is None:
             raise ApiError(400, "this server has no tokenizer; ask /inference/v1/generate")
         body = await read(request, CompletionBody)
+        caller = caller_of(request)
         self._policy.check_model(body.model)
         prompts = _prompts(body, self._text)
         num_choices = body.n or 1
         check_choices(num_choices * len(prompts), self._exchanges.limits.num_choices, "n")
         request_id = f"cmpl-{uuid.uuid4().hex}"
-        asks = [
-            Ask(
-                prompt,
-                self._policy.sampling(
-                    len(prompt), body.max_tokens or MAX_TOKENS, "prompt", **body.sampling(self._stop_token_ids)
-                ),
-                num_choices,
-                session_id_of(request),
-                request_id,
+        sampled = [
+            self._policy.sampling(
+                len(prompt), body.max_tokens or MAX_TOKENS, "prompt", **body.sampling(self._stop_token_ids)
             )
             for prompt in prompts
         ]
+        asks: list[tuple[Talk, Ask]] = []
+        for at, (prompt, sampling) in enumerate(zip(prompts, sampled, strict=True)):
+            talk = caller.talk_in_tokens(prompt, self._text.decode, session_id_of(request))
+            asks.append((talk, talk.ask(sampling, num_choices, request_id, first_index=at * num_choices)))
         work = _Work(self._policy, self._text, body, asks, request_id)
         return Answer(self._exchanges, work, num_places=num_choices * len(asks), stream=bool(body.stream))
 
 
 class _Work:
     def __init__(
-        self, policy: ServedPolicy, text: Text, body: CompletionBody, asks: list[Ask], request_id: str
+        self,
+        policy: ServedPolicy,
+        text: Text,
+        body: CompletionBody,
+        asks: list[tuple[Talk, Ask]],
+        request_id: str,
     ) -> None:
         self._policy = policy
         self._text = text
@@ -77,18 +82,18 @@ class _Work:
     async def __call__(self, emit: Emit | None) -> Any:
         choices = [
             _Choice(self, index, ask.prompt_token_ids, emit)
-            for index, ask in enumerate(ask for ask in self._asks for _ in range(ask.num_choices))
+            for index, ask in enumerate(ask for _, ask in self._asks for _ in range(ask.num_choices))
         ]
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [
-                    group.create_task(self._ask(ask, choices[at * ask.num_choices :]))
-                    for at, ask in enumerate(self._asks)
+                    group.create_task(self._complete(talk, ask, choices[at * ask.num_choices :]))
+                    for at, (talk, ask) in enumerate(self._asks)
                 ]
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         completions = [completion for task in tasks for completion in task.result()]
-        use = usage(sum(len(ask.prompt_token_ids) for ask in self._asks), completions)
+        use = usage(sum(len(ask.prompt_token_ids) for _, ask in self._asks), completions)
         if emit is None:
             told = [choice.whole(completion) for choice, completion in zip(choices, completions, strict=True)]
             return {**self._envelope, "choices": told, "usage": use}
@@ -98,8 +103,12 @@ class _Work:
             emit({**self._envelope, "choices": [], "usage": use})
         return None
 
-    async def _ask(self, ask: Ask, choices: list[_Choice]) -> list[Completion]:
-        return await self._policy.complete(ask, lambda index, chunk: choices[index].take(chunk))
+    async def _complete(self, talk: Talk, ask: Ask, choices: list[_Choice]) -> list[Completion]:
+        completions = await self._policy.complete(ask, lambda index, chunk: choices[index].take(chunk))
+        for index, completion in enumerate(completions):
+            message = {"role": "assistant", "content": self._text.decode(completion.token_ids)}
+            talk.record(index, completion, message)
+        return completions
 
     @property
     def body(self) -> CompletionBody:
@@ -136,14 +145,17 @@ class _Choice:
 
     def whole(self, completion: Completion) -> dict[str, Any]:
         text = "".join(self._pieces) + self._reader.end()
-        told = self._told(text, completion, len(completion.token_ids))
-        return {**told, "finish_reason": str(completion.finish_reason), "weight_versions": weight_versions(completion)}
+        return {**self._told(text, completion, len(completion.token_ids)), **self._ending(completion)}
 
     def tell_end(self, completion: Completion) -> None:
         assert self._emit is not None
-        end = {"finish_reason": str(completion.finish_reason), "weight_versions": weight_versions(completion)}
-        choice = {"index": self._index, "text": self._reader.end(), "logprobs": None, **end}
+        choice = {"index": self._index, "text": self._reader.end(), "logprobs": None, **self._ending(completion)}
         self._emit({**self._work.envelope, "choices": [choice]})
+
+    def _ending(self, completion: Completion) -> dict[str, Any]:
+        """Once the text has ended: a stop string may show in its last character alone."""
+        reason = completion.finish_reason if self._reader.stop is None else FinishReason.STOP
+        return {"finish_reason": str(reason), "weight_versions": weight_versions(completion)}
 
     def _tell(self, piece: str, chunk: TokenChunk, count: int) -> None:
         assert self._emit is not None

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from cachetools import LRUCache
 from starlette.requests import Request
 
 from titan_rl.rollout.types import Message
+from titan_rl.serving.conversations.caller import Caller, caller_of
 from titan_rl.serving.conversations.reply import Delta, Reply
 from titan_rl.serving.conversations.turn import Turn, TurnAsk, Turns
 from titan_rl.serving.http.api_error import ApiError
@@ -26,25 +28,26 @@ _LOGPROBS = "message.output_text.logprobs"
 
 
 class StoredResponses:
-    """The conversations of responses that were given, by their ids; the least recently used are forgotten."""
+    """The conversations of responses that were given, by their ids; the least recently used are forgotten. Each is its
+    caller's, and is found by nobody else."""
 
     def __init__(self, most: int) -> None:
-        self._messages: LRUCache[str, Sequence[Message]] = LRUCache(most)
+        self._messages: LRUCache[tuple[bytes, str], Sequence[Message]] = LRUCache(most)
 
-    def find(self, response_id: str | None) -> Sequence[Message]:
+    def find(self, caller: Caller, response_id: str | None) -> Sequence[Message]:
         """
         Raises:
             ApiError: 400, there is none of this id, or it was forgotten.
         """
         if response_id is None:
             return ()
-        if (found := self._messages.get(response_id)) is None:
+        if (found := self._messages.get((caller.name, response_id))) is None:
             message = "previous_response_id is of no response that is stored here; send the whole input"
             raise ApiError(400, message, param="previous_response_id", code="previous_response_not_found")
         return found
 
-    def add(self, response_id: str, messages: Sequence[Message]) -> None:
-        self._messages[response_id] = messages
+    def add(self, caller: Caller, response_id: str, messages: Sequence[Message]) -> None:
+        self._messages[caller.name, response_id] = messages
 
 
 class ResponsesEndpoint:
@@ -58,11 +61,13 @@ class ResponsesEndpoint:
         turns = turns_of(self._turns)
         body = await read(request, ResponsesBody)
         turns.policy.check_model(body.model)
-        said = [*self._stored.find(body.previous_response_id), *messages_from_input(body.input)]
+        caller = caller_of(request)
+        said = [*self._stored.find(caller, body.previous_response_id), *messages_from_input(body.input)]
         instructions = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
         tools = tools_from_responses(body.tools)
         turn = turns.begin(
             TurnAsk(
+                caller,
                 [*instructions, *said],
                 None if body.tool_choice == "none" else tools,
                 body.max_output_tokens,
@@ -73,7 +78,8 @@ class ResponsesEndpoint:
             ),
             "resp_",
         )
-        work = _Work(turns, turn, body, said, None if body.store is False else self._stored)
+        keep = None if body.store is False else partial(self._stored.add, caller)
+        work = _Work(turns, turn, body, said, keep)
         dialect = replace(OPENAI, event=named_event, stream_error=work.error_event, last=b"")
         return Answer(self._exchanges, work, num_places=1, stream=bool(body.stream), dialect=dialect)
 
@@ -87,13 +93,13 @@ class _Work:
         turn: Turn,
         body: ResponsesBody,
         said: Sequence[Message],
-        stored: StoredResponses | None,
+        keep: Callable[[str, Sequence[Message]], None] | None,
     ) -> None:
         self._turns = turns
         self._turn = turn
         self._body = body
         self._said = said
-        self._stored = stored
+        self._keep = keep
         self._created = int(time.time())
         self._num_events = 0
         self._emit: Emit | None = None
@@ -115,8 +121,8 @@ class _Work:
             output.take(delta, self._logprobs(delta))
         status = "incomplete" if reply.finish_reason is FinishReason.LENGTH else "completed"
         output.end(status)
-        if self._stored is not None:
-            self._stored.add(self._turn.id, [*self._said, reply.message])
+        if self._keep is not None:
+            self._keep(self._turn.id, [*self._said, reply.message])
         response = {**self._response(status, output.items), **self._ending(reply)}
         self._tell(f"response.{status}", {"response": response})
         return response
@@ -184,7 +190,7 @@ class _Work:
             "text": {"format": {"type": "text"}},
             "truncation": "disabled",
             "background": False,
-            "store": self._stored is not None,
+            "store": self._keep is not None,
             "metadata": body.metadata or {},
             "usage": None,
         }

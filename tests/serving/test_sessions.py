@@ -1,0 +1,84 @@
+"""Whose conversation is found, what of it is kept, and how much memory that may take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from talk import chat_template_renderer, completion, reply, user
+
+from titan_rl.rollout.types import Message
+from titan_rl.serving.conversations.caller import Client
+from titan_rl.serving.conversations.sessions import Conversations
+from titan_rl.types import SamplingParams
+
+
+def conversations(**limits: Any) -> Conversations:
+    return Conversations(chat_template_renderer(), **{"most": 10, "most_turns": 10, "most_bytes": 1 << 20, **limits})
+
+
+def say(client: Client, messages: list[Message], text: str, session_id: str | None = None) -> list[Message]:
+    """The conversation with a reply to it."""
+    talk = client.talk(messages, None, session_id)
+    talk.ask(SamplingParams(max_tokens=4), 1, "r")
+    talk.record(0, completion(), reply(text))
+    return [*messages, reply(text), user("more")]
+
+
+def goes_on(client: Client, messages: list[Message], session_id: str | None = None) -> bool:
+    """Whether the prompt begins with tokens that were sampled, and not with those of their text."""
+    ids = list(client.talk(messages, None, session_id).prompt_token_ids)
+    return any(ids[at : at + 3] == [5, 6, 7] for at in range(len(ids)))
+
+
+def test_nobody_finds_anothers_conversation() -> None:
+    known = conversations()
+    one, other = (Client(name, known) for name in (b"one", b"other"))
+    for session_id in (None, "mine"):
+        messages = say(one, [user("b a")], "a b", session_id)
+        assert goes_on(one, messages, session_id)
+        assert not goes_on(other, messages, session_id)
+    assert len(known) == 2
+
+
+def test_what_fails_leaves_nothing_behind() -> None:
+    known = conversations()
+    client = Client(b"one", known)
+    for number in range(20):
+        client.talk([user(f"never answered {number}")], None, None)
+    assert len(known) == 0
+    tree = known.of(b"one", None, [user("a")], None).tree
+    for number in range(20):
+        tree.prompt([user("a")], [{"type": "function", "function": {"name": f"tool{number}"}}])
+    assert not tree._roots  # pyright: ignore[reportPrivateUsage]
+
+
+def test_several_that_begin_at_once_are_one_conversation() -> None:
+    known = conversations()
+    client = Client(b"one", known)
+    talks = [client.talk([user("b a")], None, None) for _ in range(3)]
+    for number, talk in enumerate(talks):
+        talk.record(0, completion(request_id=f"r{number}"), reply(f"a b {number}"))
+    assert all(goes_on(client, [user("b a"), reply(f"a b {number}"), user("more")]) for number in range(3))
+
+
+def test_memory_is_bounded_by_bytes_whatever_the_count() -> None:
+    known = conversations(most_bytes=100_000)
+    client = Client(b"one", known)
+    long = [say(client, [user(f"{number} " + "x " * 500)], "a") for number in range(9)]
+    assert 0 < len(known) < 9
+    assert goes_on(client, long[-1])
+    assert not goes_on(client, long[0])
+    say(client, [user("y " * 5_000)], "a")  # more than all may have
+    assert len(known) == 0
+    short = say(client, [user("b a")], "a b")
+    assert goes_on(client, short)
+
+
+def test_one_with_too_many_turns_begins_anew() -> None:
+    known = conversations(most_turns=2)
+    client = Client(b"one", known)
+    messages: list[Message] = [user("b a")]
+    for _ in range(2):
+        messages = say(client, messages, "a b")
+    assert not goes_on(client, messages)
+    assert goes_on(client, say(client, messages, "a b c"))
