@@ -83,6 +83,8 @@ def test_through_interruptions_and_deaths_no_group_is_lost(tmp_path: Path):
         scheduling__tail="tail_batch",
     ) as run:
         run.wait_for_step(1)
+        for who in (run.process.pid, run.child("rollout-worker-0")):
+            assert "libtorch" not in Path(f"/proc/{who}/maps").read_text(), "it takes seconds to import"
         killed = run.child("generator-1")
         os.kill(killed, signal.SIGKILL)
         run.wait_for_step(4)

@@ -1,5 +1,6 @@
 """The chat-template renderer: what it adds to a conversation, and the templates it refuses."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -179,9 +180,12 @@ def test_siblings_share_a_rendering_and_cannot_spoil_it(monkeypatch: pytest.Monk
     assert len(rendered) == 303, "what nobody has asked for lately is forgotten"
 
 
-def test_a_saved_tokenizer_is_loaded(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["TokenizersBackend", "Qwen2Tokenizer", None])
+def test_a_saved_tokenizer_is_loaded(tmp_path: Path, kind: str | None) -> None:
     tokenizer = make_tokenizer(CHATML)
     tokenizer.save_pretrained(tmp_path)
+    settings = tmp_path / "tokenizer_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"tokenizer_class": kind}))
     loaded = ChatTemplateRenderer.from_pretrained(tmp_path)
     assert loaded.render_ids([USER]) == ChatTemplateRenderer(tokenizer).render_ids([USER])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 from array import array
@@ -79,6 +80,7 @@ class VLLMEngine:
 
         from titan_rl.generation.vllm_scheduler import SCORE_PLACES, ScoringScheduler
 
+        gc.freeze()  # vLLM collects garbage five times as it starts, then freezes all: its modules need none of that
         on_cpu = current_platform.is_cpu()
         if on_cpu and routed_experts:
             raise ModelError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,17 @@ def load_tokenizer(path: str | Path) -> Any:
     if not any(path for pattern in _FILES for path in folder.glob(pattern)):
         raise ModelError(f"model folder {str(path)!r} has no tokenizer (such as tokenizer.json)")
     try:
-        auto_tokenizer: Any = transformers.AutoTokenizer
-        return auto_tokenizer.from_pretrained(folder, local_files_only=True)
+        loader: Any = transformers.TokenizersBackend if _is_plain(folder) else transformers.AutoTokenizer
+        return loader.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # transformers raises many types here
         raise ModelError(f"the tokenizer in model folder {str(path)!r} cannot be loaded: {error}") from error
+
+
+def _is_plain(folder: Path) -> bool:
+    """Whether the tokenizer says that it is of no class of its own. To look for one, transformers imports torch:
+    seconds in every process that renders."""
+    config = folder / "tokenizer_config.json"
+    if not config.is_file():
+        return False
+    settings = json.loads(config.read_text())
+    return settings.get("tokenizer_class") == "TokenizersBackend" and "auto_map" not in settings

@@ -1,0 +1,73 @@
+"""Answers a question about a company by looking things up in its directory.
+
+    OPENAI_BASE_URL=http://127.0.0.1:8000/v1 OPENAI_API_KEY=none \
+        python -m examples.agent.agent 17 "Who is the manager of Mia?"
+
+An agent as one writes it for a hosted model, with `openai-agents`. Whose model answers is for the environment to say:
+OPENAI_BASE_URL, OPENAI_API_KEY, OPENAI_MODEL.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+
+from agents import (
+    Agent,
+    Model,
+    ModelSettings,
+    OpenAIChatCompletionsModel,
+    Runner,
+    Tool,
+    function_tool,
+    set_tracing_disabled,
+)
+from openai import AsyncOpenAI
+
+from examples.agent.company import MOST_LOOK_UPS, Company
+
+INSTRUCTIONS = "Answer with one word. Look up what you need in the directory of the company."
+MAX_TURNS = MOST_LOOK_UPS + 3
+
+set_tracing_disabled(True)  # it would send every run to OpenAI
+
+
+def tools_of(company: Company) -> list[Tool]:
+    @function_tool
+    def manager_of(name: str) -> str:
+        """Who manages a person."""
+        return company.manager_of(name)
+
+    @function_tool
+    def town_of(name: str) -> str:
+        """Where a person works."""
+        return company.town_of(name)
+
+    return [manager_of, town_of]
+
+
+async def answer(model: Model, seed: int, question: str) -> str:
+    """
+    Args:
+        seed: of the company that is asked about.
+    """
+    agent = Agent(
+        name="directory",
+        instructions=INSTRUCTIONS,
+        tools=tools_of(Company(seed)),
+        model=model,
+        model_settings=ModelSettings(max_tokens=32),
+    )
+    result = await Runner.run(agent, question, max_turns=MAX_TURNS)
+    return str(result.final_output)
+
+
+async def main(seed: str, question: str) -> None:
+    async with AsyncOpenAI() as client:
+        model = OpenAIChatCompletionsModel(os.environ.get("OPENAI_MODEL", "policy"), client)
+        print(await answer(model, int(seed), question))
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:]))
