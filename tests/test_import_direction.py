@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "testing": "errors generation types",
     "simulate": "errors generation rollout scheduling types",
     "actors": "calls config errors generation rollout training types weights",
-    "run": "actors calls config errors generation rollout scheduling training types weights",
+    "run": "actors calls config errors generation rollout scheduling serving training types weights",
     "cli": "calls config errors run settings",
 }
 

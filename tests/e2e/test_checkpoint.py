@@ -19,7 +19,9 @@ from tiny_policy import make_tiny_qwen3, make_trainer, on_policy_samples, sequen
 from transformers import AutoModelForCausalLM
 
 from titan_rl.errors import CheckpointError, DamagedCheckpointError
+from titan_rl.training.export import export_checkpoint
 from titan_rl.training.optimizer.optimizers import NamedParameters, OptimizerSpec
+from titan_rl.training.settings import ModelConfig
 from titan_rl.training.state import train_state
 from titan_rl.training.trainer import TrainerCore
 
@@ -245,6 +247,19 @@ def test_an_exported_folder_gives_transformers_the_same_logits(folder: Path, tmp
     again = make_trainer(tmp_path / "export")
     assert again.score([sequence]) == trainer.score([sequence])
     assert (tmp_path / "export" / "chat_template.jinja").is_file()
+
+
+def test_a_checkpoint_is_exported_without_what_trained_it(folder: Path, tmp_path: Path):
+    trainer = make_trainer(folder, optimizer="muon")
+    trainer.step(on_policy_samples(trainer, 24, 33, 8))
+    trainer.save(tmp_path / "step-000001")
+    export_checkpoint(ModelConfig(path=str(folder), max_context=128), tmp_path / "step-000001", tmp_path / "policy")
+    (sequence,) = sequences(40)
+    assert make_trainer(tmp_path / "policy").score([sequence]) == trainer.score([sequence])
+    (tmp_path / "step-000001" / "state.json").write_text("{}")
+    with pytest.raises(DamagedCheckpointError):
+        export_checkpoint(ModelConfig(path=str(folder)), tmp_path / "step-000001", tmp_path / "damaged")
+    assert not (tmp_path / "damaged").exists()
 
 
 def test_an_exported_folder_gives_vllm_the_same_logprobs(folder: Path, tmp_path: Path):

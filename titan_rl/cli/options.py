@@ -12,7 +12,6 @@ from typing import Any, Literal, NoReturn, cast, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from titan_rl.config.functions import function_name
-from titan_rl.config.run import RunConfig
 from titan_rl.run.observability.standard_streams import say, tell
 from titan_rl.settings import FunctionName, Section
 
@@ -29,15 +28,15 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**kwargs, allow_abbrev=False)
         self._takes_settings = False
 
-    def add_settings(self) -> None:
-        """Take every setting of a run, in a group for each table, and give `overrides`: (name, text) in their order.
+    def add_settings(self, root: type[Section]) -> None:
+        """Take every setting of `root`, in a group for each table, and give `overrides`: (name, text) in their order.
 
         An option that is not known is a setting, too: a task has settings of its own, and what checks all of them says
         best what is wrong with one.
         """
         self._takes_settings = True
         self.set_defaults(overrides=())
-        self._add_table(RunConfig, "settings of the run", "")
+        self._add_table(root, "settings", "")
 
     def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]  of several signatures
         self, args: Sequence[str] | None = None, namespace: Any = None

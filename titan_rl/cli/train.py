@@ -9,6 +9,7 @@ from titan_rl.cli.run_folder import CONFIG, find_run
 from titan_rl.config.changes import check_resume
 from titan_rl.config.concurrency import throttles
 from titan_rl.config.load import dump_config, load_config
+from titan_rl.config.run import RunConfig
 from titan_rl.errors import ConfigError
 from titan_rl.run.observability.standard_streams import say, tell
 
@@ -24,7 +25,7 @@ def set_up(parser: Parser) -> None:
         "--resume", metavar="RUN", help="continue the run in this folder from its newest checkpoint and its journal"
     )
     parser.add_argument("--dry-run", action="store_true", help="check everything, print the settings, and stop")
-    parser.add_settings()
+    parser.add_settings(RunConfig)
     parser.set_defaults(run=run)
 
 

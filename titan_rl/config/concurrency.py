@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 from titan_rl.config.model_folder import kv_bytes_per_token
 from titan_rl.config.run import RunConfig
+from titan_rl.config.sections import GenerationConfig
+from titan_rl.training.settings import ModelConfig
 
 STEP = 8
 """Places are a multiple of this; engines prepare their kernels for such batches."""
@@ -39,20 +41,32 @@ class Concurrency:
         if scheduling.max_running_rollouts is not None:
             in_flight = min(in_flight, max(scheduling.max_running_rollouts, config.rollout.group_size))
         wanted = _round_up(-(-in_flight // generation.num_generators))
-        token_bytes = kv_bytes_per_token(config)
-        held = None
-        if token_bytes is not None:
-            # A context grows to its length while it runs, so it takes half of that on the mean.
-            held = max(1, int(2 * generation.kv_cache_gib * 2**30 / token_bytes / config.model.max_context))
-        derived = wanted if held is None else min(wanted, max(held - held % STEP, min(held, STEP)))
+        held = contexts_held(config.model, generation)
         return cls(
             num_slots=scheduling.num_slots,
             group_size=config.rollout.group_size,
             in_flight=in_flight,
             wanted=wanted,
             held=held,
-            max_running=derived if generation.max_running is None else generation.max_running,
+            max_running=places_of(config.model, generation, wanted),
         )
+
+
+def contexts_held(model: ModelConfig, generation: GenerationConfig) -> int | None:
+    """How many contexts of half the length the KV cache of one engine holds; None for an unknown model."""
+    token_bytes = kv_bytes_per_token(model)
+    if token_bytes is None:
+        return None
+    # A context grows to its length while it runs, so it takes half of that on the mean.
+    return max(1, int(2 * generation.kv_cache_gib * 2**30 / token_bytes / model.max_context))
+
+
+def places_of(model: ModelConfig, generation: GenerationConfig, wanted: int) -> int:
+    """Requests that one engine advances at a time: as the setting says, or those that are wanted and held."""
+    if generation.max_running is not None:
+        return generation.max_running
+    held = contexts_held(model, generation)
+    return wanted if held is None else min(wanted, max(held - held % STEP, min(held, STEP)))
 
 
 def describe_concurrency(config: RunConfig) -> Iterator[str]:

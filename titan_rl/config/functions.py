@@ -7,14 +7,13 @@ from typing import cast, get_args
 
 from titan_rl.calls.imports import find_function
 from titan_rl.config.explain import Origins
-from titan_rl.config.run import RunConfig
 from titan_rl.config.sections import GenerationConfig
 from titan_rl.errors import ConfigError
 from titan_rl.generation.registry import find_engine
 from titan_rl.settings import FunctionName, Section
 
 
-def check_functions(config: RunConfig, origins: Origins) -> None:
+def check_functions(config: Section, generation: GenerationConfig, origins: Origins) -> None:
     """Import what settings name as "module:function". The library's own are known by their names alone.
 
     Raises:
@@ -26,7 +25,7 @@ def check_functions(config: RunConfig, origins: Origins) -> None:
             find_function(key, name, dict.fromkeys(known.names))
         except ConfigError as error:
             raise ConfigError(f"{origins.of(key)}: {error}") from error.__cause__
-    _check_engine(config.generation, origins)
+    _check_engine(generation, origins)
 
 
 def _check_engine(generation: GenerationConfig, origins: Origins) -> None:

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from titan_rl.config.concurrency import describe_concurrency
 from titan_rl.config.explain import Origins, explain
 from titan_rl.config.functions import check_functions
-from titan_rl.config.model_folder import check_model_folder, find_model_folder
+from titan_rl.config.model_folder import check_model_folder, check_training_fit, find_model_folder
 from titan_rl.config.run import RunConfig
 from titan_rl.config.task import load_task, task_type
 from titan_rl.errors import ConfigError
@@ -44,24 +44,21 @@ def load_config(path: str | Path, overrides: Sequence[tuple[str, str]] = (), *, 
         config = load_config("examples/alphabet_sort/cpu.toml", [("training.steps", "5")])
     """
     path = Path(path)
-    tables = _read_toml(path)
-    origins = Origins(str(path))
-    for key, text in overrides:
-        _override(tables, key, text)
-        origins.note_override(key)
-
+    tables, origins = read_toml(path), Origins(str(path))
+    override(tables, overrides, origins)
     task = load_task(tables.pop("task", None), origins)
     try:
         config = RunConfig.model_validate({**tables, "task": task})
     except ValidationError as error:
         raise ConfigError(explain(error, RunConfig, origins)) from None
-    check_functions(config, origins)
+    check_functions(config, config.generation, origins)
     folder = find_model_folder(config.model.path, beside=path.parent)
     if folder is not None:
         model = config.model.model_copy(update={"path": str(folder)})
         config = config.model_copy(update={"model": model})
     if check_files:
-        check_model_folder(config, beside=path.parent)
+        check_model_folder(config.model, config.generation, beside=path.parent)
+        check_training_fit(config)
     return config
 
 
@@ -73,7 +70,12 @@ def dump_config(config: RunConfig) -> str:
     return f"{figures}\n{tomli_w.dumps(tables)}"
 
 
-def _read_toml(path: Path) -> Tables:
+def read_toml(path: Path) -> Tables:
+    """The tables of a file.
+
+    Raises:
+        ConfigError: there is none, or it is no TOML.
+    """
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -87,6 +89,17 @@ def _read_toml(path: Path) -> Tables:
         raise ConfigError(f"{path}: {error.strerror}; name a TOML file that you may read") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
+
+
+def override(tables: Tables, overrides: Sequence[tuple[str, str]], origins: Origins) -> None:
+    """Set dotted settings in place, and note where they came from.
+
+    Raises:
+        ConfigError: one is below a setting that is no table.
+    """
+    for key, text in overrides:
+        _override(tables, key, text)
+        origins.note_override(key)
 
 
 def _override(tables: Tables, key: str, text: str) -> None:

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from titan_rl.config.run import RunConfig
+from titan_rl.config.sections import GenerationConfig
 from titan_rl.errors import ConfigError, ModelError
+from titan_rl.training.settings import ModelConfig
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 """Any one of them holds a vocabulary."""
@@ -28,14 +30,14 @@ def find_model_folder(path: str, *, beside: Path) -> Path | None:
     return None
 
 
-def check_model_folder(config: RunConfig, *, beside: Path) -> None:
-    """Check that the policy's folder can be loaded, and that the settings fit its architecture.
+def check_model_folder(model: ModelConfig, generation: GenerationConfig, *, beside: Path) -> None:
+    """Check that the policy's folder can be loaded, and that generators with these settings can run it.
 
     Raises:
         ModelError: a file is missing or unreadable.
         ConfigError: there is no such folder, or a setting does not fit the model.
     """
-    path = config.model.path
+    path = model.path
     folder = find_model_folder(path, beside=beside)
     if folder is None:
         raise ConfigError(
@@ -47,7 +49,7 @@ def check_model_folder(config: RunConfig, *, beside: Path) -> None:
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise ModelError(f"model.path = {path!r} has no tokenizer: none of {', '.join(TOKENIZER_FILES)} is there")
     _check_vocabulary(folder, architecture)
-    _check_fit(config, architecture)
+    _check_fit(model, generation, architecture)
 
 
 def count_parameters(folder: Path) -> int:
@@ -89,48 +91,53 @@ def _check_vocabulary(folder: Path, architecture: dict[str, Any]) -> None:
         )
 
 
-def _check_fit(config: RunConfig, architecture: dict[str, Any]) -> None:
-    context = config.model.max_context
-    positions = architecture.get("max_position_embeddings")
-    if positions is not None and context > positions:
-        raise ConfigError(f"model.max_context = {context} is more than the model's {positions} positions")
+def check_training_fit(config: RunConfig) -> None:
+    """Check that the trainer's ranks can share the model, whose folder has been checked.
 
-    if config.generation.return_routed_experts and not any(name in architecture for name in EXPERT_COUNTS):
-        raise ConfigError(
-            "generation.return_routed_experts = true, and the model is no mixture of experts; set it to false"
-        )
-    heads = architecture.get("num_attention_heads")
-    if heads is None:
-        return
-    kv_heads = architecture.get("num_key_value_heads") or heads
-    ranks = config.generation.tensor_parallel_size
-    if heads % ranks:
-        raise ConfigError(
-            f"generation.tensor_parallel_size = {ranks} does not divide the model's {heads} attention heads; "
-            "choose one that does"
-        )
+    Raises:
+        ConfigError: names the setting, its value and the fix.
+    """
+    architecture = _read_json(Path(config.model.path), "config.json")
+    kv_heads = architecture.get("num_key_value_heads") or architecture.get("num_attention_heads")
     ranks = config.training.tensor_parallel
-    if kv_heads % ranks:
+    if kv_heads is not None and kv_heads % ranks:
         raise ConfigError(
             f"training.tensor_parallel = {ranks} does not divide the model's {kv_heads} heads of keys and values; "
             "choose one that does"
         )
-    token_bytes = _kv_bytes(architecture, config.model.dtype)
-    if token_bytes is not None and config.generation.kv_cache_gib * 2**30 < token_bytes * context:
+
+
+def _check_fit(model: ModelConfig, generation: GenerationConfig, architecture: dict[str, Any]) -> None:
+    context = model.max_context
+    positions = architecture.get("max_position_embeddings")
+    if positions is not None and context > positions:
+        raise ConfigError(f"model.max_context = {context} is more than the model's {positions} positions")
+    if generation.return_routed_experts and not any(name in architecture for name in EXPERT_COUNTS):
+        raise ConfigError(
+            "generation.return_routed_experts = true, and the model is no mixture of experts; set it to false"
+        )
+    heads, ranks = architecture.get("num_attention_heads"), generation.tensor_parallel_size
+    if heads is not None and heads % ranks:
+        raise ConfigError(
+            f"generation.tensor_parallel_size = {ranks} does not divide the model's {heads} attention heads; "
+            "choose one that does"
+        )
+    token_bytes = _kv_bytes(architecture, model.dtype)
+    if token_bytes is not None and generation.kv_cache_gib * 2**30 < token_bytes * context:
         need = token_bytes * context / 2**30
         raise ConfigError(
-            f"generation.kv_cache_gib = {config.generation.kv_cache_gib} holds less than one context of "
+            f"generation.kv_cache_gib = {generation.kv_cache_gib} holds less than one context of "
             f"model.max_context = {context} tokens, which needs {need:.3g}"
         )
 
 
-def kv_bytes_per_token(config: RunConfig) -> int | None:
+def kv_bytes_per_token(model: ModelConfig) -> int | None:
     """What one token takes of a KV cache. None where the model's folder is not there, or does not say."""
     try:
-        architecture = _read_json(Path(config.model.path), "config.json")
+        architecture = _read_json(Path(model.path), "config.json")
     except ModelError:
         return None
-    return _kv_bytes(architecture, config.model.dtype)
+    return _kv_bytes(architecture, model.dtype)
 
 
 def _kv_bytes(architecture: dict[str, Any], dtype: str) -> int | None:

@@ -28,9 +28,6 @@ from titan_rl.config.make_rollouter import open_rollouter
 from titan_rl.config.run import RunConfig
 from titan_rl.errors import ConfigError, MissingExtraError, TrainingError
 from titan_rl.generation.registry import find_engine
-from titan_rl.generation.router.limits import Limits
-from titan_rl.generation.router.registry import make_strategy
-from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.rollout.group.runner import GroupRunner
 from titan_rl.rollout.renderer import Renderer
 from titan_rl.run.checkpoints.resumption import Resumption, resume_from_newest
@@ -43,6 +40,7 @@ from titan_rl.run.machine.disk_space import check_room, size_of
 from titan_rl.run.machine.environment import file_modes, run_environment, scratch_root
 from titan_rl.run.machine.event_loop import run_to_its_end
 from titan_rl.run.machine.guard import guarded
+from titan_rl.run.machine.log_file import log_to
 from titan_rl.run.machine.stop_signals import StopSignals, tell_on_stderr
 from titan_rl.run.observability.outputs import open_outputs
 from titan_rl.run.observability.standstill import Standstill
@@ -52,8 +50,6 @@ if TYPE_CHECKING:
     from titan_rl.actors.run_processes import RunProcesses
 
 logger = logging.getLogger(__name__)
-
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def run_training(config: RunConfig, resume: Path | None = None) -> int:
@@ -92,7 +88,7 @@ def _run_in(run_dir: RunDirectory, config: RunConfig, *, begins: bool) -> int:
             start.state.write(run_dir.path)
         else:
             start = resume_from_newest(config, run_dir)
-        _log_to(run_dir.logs / "controller.log")
+        log_to(run_dir.logs / "controller.log")
         for warning in throttles(config):
             logger.warning("%s", warning)
         messages = EndMessages(config, run_dir, start.state.step)
@@ -103,7 +99,7 @@ def _run_in(run_dir: RunDirectory, config: RunConfig, *, begins: bool) -> int:
         ):
             try:
                 run = _run(config, run_dir, start, signals, messages)
-                code = run_to_its_end(run_until_signal(run, signals, messages))
+                code = run_to_its_end(run_until_signal(run, signals, messages.failed))
             except (SystemExit, KeyboardInterrupt) as error:  # of what user code has begun: no signal raises here
                 failure = TrainingError(f"an environment, a reward or the task exits Python: {describe(error)}")
                 failure.add_note(messages.failed())
@@ -143,7 +139,7 @@ async def _run(
             if start.checkpoint is not None:
                 start.loaded(await processes.trainer.load(start.checkpoint))
                 progress.message(f"continuing from {start.checkpoint}")
-            router = make_router(config, processes)
+            router = processes.make_router()
             controller = Controller(
                 config,
                 config.task,
@@ -181,11 +177,6 @@ async def _group_runner(
         yield rollouter
 
 
-def _log_to(path: Path) -> None:
-    logging.basicConfig(filename=path, level=logging.INFO, format=LOG_FORMAT, force=True)
-    logging.raiseExceptions = False  # a log that has no room on the disk is no news for the screen at every line
-
-
 @contextlib.contextmanager
 def _journal(run_dir: RunDirectory, start: Resumption, tell: Callable[[str], None]) -> Generator[RunJournal]:
     """The run's journal, with what is to be known of what it lost or has again."""
@@ -213,13 +204,3 @@ def describe_processes(config: RunConfig) -> str:
     counts = {"generator": config.generation.num_generators, "rollout worker": config.rollout.num_workers}
     named = [f"{count} {name}{'' if count == 1 else 's'}" for name, count in counts.items() if count]
     return f"{', '.join(named)} and a trainer"
-
-
-def make_router(config: RunConfig, processes: RunProcesses) -> GeneratorRouter:
-    return GeneratorRouter(
-        processes.replicas,
-        make_strategy(config.routing.strategy, config.routing.max_sessions),
-        stall_timeout_s=config.generation.stall_timeout_s,
-        on_replica_failed=processes.on_replica_failed,
-        limits=Limits(pull_s=config.statedict.pull_timeout_s, no_replica_s=config.generation.start_timeout_s),
-    )

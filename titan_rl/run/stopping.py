@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, cast
 
 from titan_rl.errors import TitanRLError
-from titan_rl.run.end_messages import EndMessages
 from titan_rl.run.machine.stop_signals import StopSignals
 
 logger = logging.getLogger(__name__)
@@ -22,13 +21,16 @@ STOPPING_EARLY = (
 )
 
 
-async def run_until_signal(run: Coroutine[Any, Any, None], signals: StopSignals, messages: EndMessages) -> int:
+async def run_until_signal(run: Coroutine[Any, Any, None], signals: StopSignals, failed: Callable[[], str]) -> int:
     """
+    Args:
+        failed: says where things stand after an error.
+
     Returns:
         exit code: 0, or 128 + the number of the signal that ended the run in order.
 
     Raises:
-        Exception: what ended the run, with a note of where it stands.
+        Exception: what ended the run, with a note of where things stand.
     """
     task = asyncio.ensure_future(run)
     loop = asyncio.get_running_loop()
@@ -52,7 +54,7 @@ async def run_until_signal(run: Coroutine[Any, Any, None], signals: StopSignals,
         logger.error("the run ended", exc_info=error)
         failure = error
     if failure is not None:  # outside the handlers, so that its cause stays its own
-        failure.add_note(messages.failed())
+        failure.add_note(failed())
         raise failure
     return 0
 

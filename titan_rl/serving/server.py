@@ -14,6 +14,7 @@ import uvicorn
 from titan_rl.errors import ConfigError
 from titan_rl.serving.app import PolicyApp
 from titan_rl.serving.http.connection import Connection
+from titan_rl.serving.http.keys import Keys
 
 GRACE_S = 5
 """How long a connection may take to end when the server does."""
@@ -37,10 +38,7 @@ async def serve(app: PolicyApp, *, host: str = "127.0.0.1", port: int = 0) -> As
     Raises:
         ConfigError: the address is not loopback and there are no keys, or it cannot be bound.
     """
-    if not (_is_loopback(host) or app.keys.required):
-        raise ConfigError(
-            f"host is {host!r}, which others can reach, and there is no key; give the app Keys(api=[...])"
-        )
+    _check_keys(host, app.keys)
     listener = _listener(host, port)
     bound = listener.getsockname()[1]
     config = uvicorn.Config(
@@ -71,6 +69,20 @@ async def serve(app: PolicyApp, *, host: str = "127.0.0.1", port: int = 0) -> As
             await asyncio.shield(serving)  # it lets go of the port, also where the block was cancelled
         finally:
             listener.close()
+
+
+def check_address(host: str, port: int, keys: Keys) -> None:
+    """Raises what `serve` would raise for this address, before there is anything to serve."""
+    _check_keys(host, keys)
+    _listener(host, port).close()
+
+
+def _check_keys(host: str, keys: Keys) -> None:
+    if not (_is_loopback(host) or keys.required):
+        raise ConfigError(
+            f"host is {host!r}, which others can reach, and there is no key for clients; give it one: Keys(api=[...]), "
+            "or TITAN_RL_API_KEY in the environment of titan-rl serve"
+        )
 
 
 class _Server(uvicorn.Server):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from titan_rl.config.run import RunConfig
+from titan_rl.config.sections import GenerationConfig
 from titan_rl.errors import ConfigError
 from titan_rl.weights.transports.registry import find_transport
 
@@ -33,18 +34,28 @@ class GPUAssignment:
         if not gpus and find_transport(name := config.statedict.transport).needs_gpus:
             raise ConfigError(f"statedict.transport is {name!r} and this host has no GPU; choose 'shared_memory'")
         if not gpus:
-            return GPUAssignment((), ((),) * generation.num_generators)
+            return GPUAssignment((), share_out(generation, gpus))
         num_ranks, size = training.data_parallel * training.tensor_parallel, generation.tensor_parallel_size
         _check("training.data_parallel x training.tensor_parallel", num_ranks, gpus)
         _check("generation.tensor_parallel_size", size, gpus)
         left = gpus[num_ranks:] if len(gpus) - num_ranks >= size else gpus
-        return GPUAssignment(
-            trainer=tuple(gpus[:num_ranks]),
-            generators=tuple(
-                tuple(left[at % len(left)] for at in range(index * size, (index + 1) * size))
-                for index in range(generation.num_generators)
-            ),
-        )
+        return GPUAssignment(tuple(gpus[:num_ranks]), share_out(generation, left))
+
+
+def share_out(generation: GenerationConfig, gpus: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+    """What each generator takes of these GPUs, in turn; nothing where there are none.
+
+    Raises:
+        ConfigError: a generator has more ranks than there are GPUs.
+    """
+    size = generation.tensor_parallel_size
+    if not gpus:
+        return ((),) * generation.num_generators
+    _check("generation.tensor_parallel_size", size, gpus)
+    return tuple(
+        tuple(gpus[at % len(gpus)] for at in range(index * size, (index + 1) * size))
+        for index in range(generation.num_generators)
+    )
 
 
 def visible_gpus() -> tuple[str, ...]:

@@ -1,0 +1,145 @@
+"""`titan-rl serve`: what it takes for a policy, and with which settings. Nothing is started."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from titan_rl.cli.main import main
+from titan_rl.config.load import dump_config, load_config
+from titan_rl.config.serve import ServeConfig
+from titan_rl.run.served_policy import PolicySource, find_policy
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[ServeConfig, PolicySource]]:
+    """What a command line hands to the server."""
+    calls: list[Any] = []
+    module = ModuleType("titan_rl.run.serve")
+    module.run_server = lambda *given: calls.append(given) or 0  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "titan_rl.run.serve", module)
+
+    def run(*argv: str) -> tuple[ServeConfig, PolicySource]:
+        assert main(["serve", *argv]) == 0
+        return calls.pop()
+
+    return run
+
+
+@pytest.fixture
+def run_folder(project: Path) -> Path:
+    """Of a run that has saved nothing."""
+    run = project / "runs" / "20260101-000000-policy"
+    (run / "checkpoints").mkdir(parents=True)
+    config = load_config("config.toml", [("generation.num_generators", "3"), ("model.max_context", "128")])
+    (run / "config.toml").write_text(dump_config(config))
+    return run
+
+
+def test_a_models_folder_is_served_with_defaults_and_options(project: Path, served):
+    config, source = served("policy", "--generation.num_generators", "1", "--server.port=0")
+    assert config.model.path == str(project / "policy")
+    assert (config.generation.num_generators, config.server.port, config.server.host) == (1, 0, "127.0.0.1")
+    assert (source.toml, source.checkpoint) == (None, None)
+
+
+def test_a_toml_file_gives_its_settings_but_those_that_only_a_run_has(project: Path, served):
+    config, _ = served("config.toml", "--model.max_context", "64")
+    assert (config.seed, config.model.max_context) == (7, 64)
+    assert config.model.path == str(project / "policy")
+
+
+def test_a_run_is_served_with_its_settings_also_where_its_task_is_not(run_folder: Path, served):
+    Path("echo_task.py").unlink()
+    sys.modules.pop("echo_task", None)
+    config, source = served(str(run_folder))
+    assert (config.generation.num_generators, config.model.max_context) == (3, 128)
+    assert source.name == f"the model that {run_folder} starts from, of which no step is saved yet"
+
+
+def saved(run: Path, step: int, time: int) -> Path:
+    folder = run / "checkpoints" / f"step-{step:06d}"
+    folder.mkdir()
+    os.utime(folder, (time, time))
+    return folder
+
+
+def test_of_a_run_it_is_what_was_written_last(run_folder: Path):
+    saved(run_folder, 9, time=100)
+    newest = saved(run_folder, 40, time=200)
+    assert find_policy(str(run_folder)).checkpoint == newest
+    export = run_folder / "export"
+    export.mkdir()
+    os.utime(export, (300, 300))
+    source = find_policy(str(run_folder))
+    assert (source.folder, source.checkpoint, source.name) == (export, None, f"the exported policy of {run_folder}")
+    later = saved(run_folder, 80, time=400)
+    source = find_policy(str(run_folder))
+    assert (source.folder, source.checkpoint, source.name) == (None, later, f"step 80 of {run_folder}")
+
+
+def test_a_dry_run_prints_the_settings(project: Path, capsys):
+    assert main(["serve", "policy", "--dry-run", "--server.model", "tiny"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("# the model policy\n")
+    assert tomllib.loads(printed)["server"]["model"] == "tiny"
+    Path("server.toml").write_text(printed)
+    assert main(["serve", "server.toml", "--dry-run"]) == 0
+    assert tomllib.loads(capsys.readouterr().out) == tomllib.loads(printed)
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["nowhere"], "nowhere: there is no such folder; name a run's folder"),
+        (["runs"], "runs is neither a run's folder, which has a config.toml, nor a model's, which has a config.json"),
+        (["echo_task.py"], "echo_task.py is a file; name a run's folder, a model's folder or a TOML file"),
+        (["policy", "--server.port", "99999"], "command line: server.port = 99999 must be less than 65536"),
+        (["policy", "--server.hos", "::1"], "server.hos = '::1' is not a setting; nearest: server.host"),
+        (["policy", "--training.lr", "1"], "[training] is not a table; valid here: seed, model, generation"),
+        (["policy", "--model.path", "other"], "--model.path: what is served is"),
+        (["policy", "--model.max_context", "513"], "model.max_context = 513 is more than the model's 512 positions"),
+        (["policy", "--generation.engine", "echo_task:engin"], "generation.engine = 'echo_task:engin'"),
+    ],
+)
+def test_what_cannot_be_served_is_named_with_what_is_right(run_folder: Path, argv: list[str], says: str, capsys):
+    assert main(["serve", *argv]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_folder_of_runs_names_the_newest(run_folder: Path, capsys):
+    (run_folder.parent / "latest").symlink_to(run_folder.name)
+    assert main(["serve", "runs"]) == 2
+    assert "; runs/latest is a run's" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_an_address_that_cannot_be_served_on_is_refused_before_anything_starts(
+    project: Path, host: str, capsys, monkeypatch
+):
+    pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
+    Path("own.py").write_text("def engine(spec): raise AssertionError('started')\n")
+    monkeypatch.delenv("TITAN_RL_API_KEY", raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        port = busy.getsockname()[1]
+        options = ["--server.host", host, "--server.port", str(port), "--generation.engine", "own:engine"]
+        assert main(["serve", "policy", *options]) == 2
+    says = {"127.0.0.1": f"port {port} cannot be served on", "0.0.0.0": "there is no key for clients"}
+    assert says[host] in capsys.readouterr().err
+
+
+def test_help_lists_the_settings_of_a_server(capsys):
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    text = capsys.readouterr().out
+    assert "--server.num_places" in text
+    assert "--generation.num_generators" in text
+    assert "--training" not in text

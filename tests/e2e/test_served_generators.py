@@ -1,0 +1,77 @@
+"""A server of generators in processes of their own. Its engines are scripted: that real ones generate is shown
+elsewhere."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from runs import process_writing_to
+
+pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
+
+ROOT = Path(__file__).parents[2]
+
+ENGINE = """
+from titan_rl.generation.scripted_engine import ScriptedEngine
+
+def make(spec):
+    return ScriptedEngine(vocab_size=500, max_context=spec.max_context)
+"""
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The process and where it listens."""
+    (tmp_path / "own_engine.py").write_text(ENGINE)
+    policy = ROOT / "examples" / "alphabet_sort" / "cpu.toml"
+    options = ["--generation.engine", "own_engine:make", "--generation.num_generators", "1", "--server.port", "0"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "titan_rl.cli.main", "serve", str(policy), *options],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path), "TITAN_RL_API_KEY": "sesame"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    try:
+        told = [process.stdout.readline() for _ in range(2)]
+        assert told[1].startswith("base URL: http://127.0.0.1:"), (told, process.communicate(timeout=20))
+        yield process, told[1].removeprefix("base URL: ").strip()
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def ask(url: str) -> httpx.Response:
+    body: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "Sort."}], "max_tokens": 5}
+    return httpx.post(
+        f"{url}/chat/completions", json=body, headers={"authorization": "Bearer sesame"}, timeout=60
+    ).raise_for_status()
+
+
+def test_a_server_outlives_its_generator_keeps_its_key_and_ends_in_order(
+    server: tuple[subprocess.Popen[str], str], tmp_path: Path
+) -> None:
+    process, url = server
+    assert httpx.get(f"{url}/models").status_code == 401
+    before = ask(url).json()
+    (logs,) = tmp_path.glob("titan_rl-serve-*")
+    generator = process_writing_to(logs / "generator-0.log")
+    assert b"TITAN_RL_API_KEY" not in Path(f"/proc/{generator}/environ").read_bytes()
+    os.kill(generator, signal.SIGKILL)
+    after = ask(url).json()
+    assert after["choices"][0]["message"] == before["choices"][0]["message"]
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "generator-0 died" in errors
+    assert not list(tmp_path.glob("titan_rl-*"))

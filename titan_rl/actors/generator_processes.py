@@ -1,0 +1,291 @@
+"""Generators in processes of their own: started together, replaced when they die, and ended on every way out."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from monarch.actor import this_proc
+
+from titan_rl.actors.actor_replica import ActorReplica
+from titan_rl.actors.generator import GeneratorActor, GeneratorSettings
+from titan_rl.actors.processes.gpus import share_out, visible_gpus
+from titan_rl.actors.processes.process import ProcessActor, stderr_into
+from titan_rl.actors.processes.remote_process import RemoteProcess, call
+from titan_rl.actors.processes.respawns import RespawnLimit, Respawns
+from titan_rl.actors.processes.supervisor import ProcessFailure, Supervisor
+from titan_rl.calls.user_code import reason
+from titan_rl.config.sections import GenerationConfig, RoutingConfig, StateDictConfig
+from titan_rl.config.serve import ServeConfig
+from titan_rl.errors import ActorDiedError, EngineDeadError, EngineStalledError, GenerationError, TitanRLError
+from titan_rl.generation.registry import EngineSpec
+from titan_rl.generation.router.limits import Limits
+from titan_rl.generation.router.registry import make_strategy
+from titan_rl.generation.router.replica import Replica
+from titan_rl.generation.router.router import GeneratorRouter
+from titan_rl.training.settings import ModelConfig
+from titan_rl.weights.board import VersionBoard
+
+logger = logging.getLogger(__name__)
+
+GENERATOR = "generator-"
+STOP_TIMEOUT_S = 30.0
+
+
+class ProcessFiles(Protocol):
+    """Where processes find and leave what outlives them."""
+
+    @property
+    def run_id(self) -> str:
+        """In the names of what they share."""
+        ...
+
+    @property
+    def logs(self) -> Path:
+        """The folder of a log for each process."""
+        ...
+
+
+class GeneratorProcesses:
+    """The generators that settings describe, each an actor in a process of its own. Made by `start_generators`.
+
+    Args:
+        max_running: most requests one engine advances at a time.
+        supervisor: the `Supervisor` of the processes.
+        tell: shows a person which processes die and are there again.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        generation: GenerationConfig,
+        routing: RoutingConfig,
+        statedict: StateDictConfig,
+        *,
+        seed: int,
+        max_running: int,
+        files: ProcessFiles,
+        board: VersionBoard,
+        supervisor: Any,
+        tell: Callable[[str], object],
+    ) -> None:
+        self.replicas: list[ActorReplica]
+        self._gpus: tuple[tuple[str, ...], ...]  # of each generator
+        self._model = model
+        self._generation = generation
+        self._routing = routing
+        self._statedict = statedict
+        self._seed = seed
+        self._max_running = max_running
+        self._files = files
+        self._board = board
+        self._supervisor = supervisor
+        self._tell = tell
+        self._respawns = Respawns(self._respawn_limits())
+        self._remotes: dict[str, RemoteProcess] = {}  # by id, of those not known to have ended
+        self._ended: asyncio.Queue[RemoteProcess] = asyncio.Queue()
+        self._opened: list[ActorReplica] = []
+
+    def _respawn_limits(self) -> dict[str, RespawnLimit]:
+        return {GENERATOR: RespawnLimit("generation.max_respawns", self._generation.max_respawns)}
+
+    def _assign_gpus(self, gpus: Sequence[str]) -> None:
+        self._gpus = share_out(self._generation, gpus)
+
+    async def start(self) -> None:
+        """Start all processes at once.
+
+        Raises:
+            ConfigError: there are GPUs, and too few of them.
+            ActorDiedError: one did not start within `generation.start_timeout_s`.
+        """
+        self._assign_gpus(visible_gpus())
+        names = [f"{GENERATOR}{index}" for index in range(self._generation.num_generators)]
+        async with asyncio.TaskGroup() as starting:
+            generators = [starting.create_task(self._start_generator(name)) for name in names]
+            for other in self._start_others():
+                starting.create_task(other)
+        self.replicas = [task.result() for task in generators]
+
+    def _start_others(self) -> Sequence[Coroutine[Any, Any, None]]:
+        """What is started beside the generators."""
+        return ()
+
+    def make_router(self) -> GeneratorRouter:
+        """Of the generators that have been started."""
+        return GeneratorRouter(
+            self.replicas,
+            make_strategy(self._routing.strategy, self._routing.max_sessions),
+            stall_timeout_s=self._generation.stall_timeout_s,
+            on_replica_failed=self.on_replica_failed,
+            limits=Limits(pull_s=self._statedict.pull_timeout_s, no_replica_s=self._generation.start_timeout_s),
+        )
+
+    def on_replica_failed(self, replica: Replica, error: Exception) -> None:
+        """For the router: an engine that has ended or hangs does not come back, though its process lives."""
+        if not isinstance(replica, ActorReplica) or replica.remote.reason is not None:
+            return
+        if isinstance(error, EngineDeadError | EngineStalledError):
+            replica.remote.end(reason(error))
+        else:
+            self._tell(f"{replica.name} is out of service until it has the current weights: {reason(error)}")
+
+    async def watch(self, router: GeneratorRouter) -> None:
+        """Replace processes that die, until cancelled. The router has the requests of a dead generator go on elsewhere
+        meanwhile.
+
+        Raises:
+            ActorDiedError: one died that is not replaced, or one more than its setting allows.
+        """
+        async with asyncio.TaskGroup() as background:
+
+            async def listen() -> None:
+                while True:
+                    failure: ProcessFailure = await call(self._supervisor.next_failure, who="supervisor")
+                    if (remote := self._remotes.get(failure.process_id)) is not None:
+                        remote.end(failure.reason)
+
+            async def respawn(gone: RemoteProcess) -> None:
+                began = asyncio.get_running_loop().time()
+                with contextlib.suppress(ActorDiedError):
+                    await call(self._supervisor.terminate, (gone.id,), who="supervisor", timeout_s=STOP_TIMEOUT_S)
+                with contextlib.suppress(ActorDiedError, GenerationError):  # it ended in turn, and its end is queued
+                    if await self._restart(gone.name, router):
+                        self._tell(
+                            f"{gone.name} is there again after {asyncio.get_running_loop().time() - began:.0f} s"
+                        )
+
+            background.create_task(listen())
+            while True:
+                remote = await self._ended.get()
+                replaced, count = self._respawns.take(remote.name)
+                if not replaced:
+                    log = self._files.logs / f"{remote.name}.log"
+                    raise ActorDiedError(f"{remote.name} died: {remote.reason}{count}; its log is {log}")
+                logger.warning("%s died: %s; starting another%s", remote.name, remote.reason, count)
+                self._tell(f"{remote.name} died: {remote.reason}; starting another{count}")
+                self._forget(remote, router)
+                background.create_task(respawn(remote))
+
+    def _forget(self, remote: RemoteProcess, router: GeneratorRouter) -> None:
+        if remote.name in {replica.name for replica in router.replicas}:  # else it died while it started
+            router.remove_replica(remote.name)
+
+    async def _restart(self, name: str, router: GeneratorRouter) -> bool:
+        """Whether another is there in the place of the one that died."""
+        replica = await self._start_generator(name)
+        return replica.remote.reason is None and await router.add_replica(replica)
+
+    async def _start_generator(self, name: str) -> ActorReplica:
+        generation, index = self._generation, int(name.removeprefix(GENERATOR))
+        engine = EngineSpec(
+            self._model.path,
+            dtype=self._model.dtype,
+            max_context=self._model.max_context,
+            max_running=self._max_running,
+            kv_cache_gib=generation.kv_cache_gib,
+            seed=self._seed,
+            routed_experts=generation.return_routed_experts,
+            tensor_parallel_size=generation.tensor_parallel_size,
+            generator=index,
+        )
+        settings = GeneratorSettings(
+            engine, generation, self._statedict, self._files.run_id, self._log_path(name), self._gpus[index]
+        )
+        num_ranks = generation.tensor_parallel_size
+        remote, ranks = await self._spawn(name, GeneratorActor, settings, num_ranks=num_ranks)
+        replica = ActorReplica(remote, ranks.slice(procs=0), self._board)
+        self._opened.append(replica)
+        await replica.connect()
+        return replica
+
+    async def _spawn(
+        self, name: str, actor_class: type[ProcessActor], *arguments: Any, num_ranks: int = 1
+    ) -> tuple[RemoteProcess, Any]:
+        """A process, or a group of them, and the handle of its actor, which has started."""
+        remote = RemoteProcess(name, self._note_end)
+        self._remotes[remote.id] = remote
+        limit_s = self._generation.start_timeout_s
+        try:
+            spawn = self._supervisor.spawn
+            actor = await call(spawn, remote.id, actor_class, arguments, num_ranks, who="supervisor", timeout_s=limit_s)
+            remote.watch(await remote.call_all(actor.pid, timeout_s=limit_s))
+            await remote.call_all(actor.start, timeout_s=limit_s)
+        except TitanRLError as error:
+            remote.end(f"it did not start: {reason(error)}")
+            raise
+        return remote, actor
+
+    def _note_end(self, remote: RemoteProcess) -> None:
+        del self._remotes[remote.id]
+        self._ended.put_nowait(remote)
+
+    async def close(self) -> None:
+        """End every process."""
+        for remote in self._remotes.values():
+            remote.close()
+        for replica in self._opened:
+            replica.disconnect()
+        with contextlib.suppress(ActorDiedError):
+            await call(self._supervisor.terminate, who="supervisor", timeout_s=STOP_TIMEOUT_S)
+
+    def _log_path(self, name: str) -> str:
+        return str(self._files.logs / f"{name}.log")
+
+
+P = TypeVar("P", bound=GeneratorProcesses)
+
+
+@contextlib.asynccontextmanager
+async def started(logs: Path, make: Callable[[Any], P]) -> AsyncGenerator[P]:
+    """Started processes, which end with the block.
+
+    Args:
+        make: of the supervisor of the processes.
+
+    Raises:
+        ActorDiedError: a process did not start in time.
+    """
+    with stderr_into(logs / "monarch.log"):  # it greets its user there when it is first used
+        processes = make(this_proc().spawn("supervisor", Supervisor))
+    try:
+        await processes.start()
+        yield processes
+    finally:
+        await processes.close()
+
+
+@contextlib.asynccontextmanager
+async def start_generators(
+    config: ServeConfig, *, max_running: int, files: ProcessFiles, tell: Callable[[str], object] = logger.info
+) -> AsyncGenerator[GeneratorProcesses]:
+    """The generators of a server, which end with the block. They keep the weights that they start with.
+
+    Args:
+        max_running: most requests one engine advances at a time.
+        tell: shows a person which of them die and are there again.
+
+    Raises:
+        ActorDiedError: one did not start in time.
+    """
+
+    def make(supervisor: Any) -> GeneratorProcesses:
+        return GeneratorProcesses(
+            config.model,
+            config.generation,
+            config.routing,
+            StateDictConfig(),
+            seed=config.seed,
+            max_running=max_running,
+            files=files,
+            board=VersionBoard(),
+            supervisor=supervisor,
+            tell=tell,
+        )
+
+    async with started(files.logs, make) as processes:
+        yield processes

@@ -1,0 +1,35 @@
+"""`titan-rl serve RUN_OR_MODEL [--table.setting value ...] [--dry-run]`."""
+
+from __future__ import annotations
+
+import argparse
+
+from titan_rl.cli.options import Parser
+from titan_rl.config.serve import ServeConfig, dump_serve_config, load_serve_config
+from titan_rl.run.observability.standard_streams import say
+from titan_rl.run.served_policy import find_policy
+
+
+def set_up(parser: Parser) -> None:
+    parser.usage = "titan-rl serve (RUN | MODEL | CONFIG.toml) [--table.setting value ...] [--dry-run]"
+    parser.description = (
+        "Serve a policy, without training, to the clients that agents have: the newest of a run's folder, with the "
+        "run's settings; the model of a Hugging Face folder; or the model that a TOML file names. An option "
+        "--table.setting value, or --table.setting=value, replaces what the file says."
+    )
+    parser.add_argument("policy", metavar="RUN_OR_MODEL", help="a run's folder, a model's folder, or a TOML file")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, print the settings, and stop")
+    parser.add_settings(ServeConfig)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    source = find_policy(arguments.policy)
+    config = load_serve_config(source.toml, arguments.overrides, policy=source.folder)
+    if arguments.dry_run:
+        say(f"# {source.name}\n\n{dump_serve_config(config)}")
+        return 0
+    # Not before the settings are known to be right: what starts processes also imports what they need.
+    from titan_rl.run.serve import run_server
+
+    return run_server(config, source)

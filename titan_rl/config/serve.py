@@ -1,0 +1,83 @@
+"""The settings of a server: those of a run that its generators need, and where it listens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import tomli_w
+from pydantic import Field, PositiveFloat, PositiveInt, ValidationError
+
+from titan_rl.config.explain import Origins, explain
+from titan_rl.config.functions import check_functions
+from titan_rl.config.load import Tables, override, read_toml
+from titan_rl.config.model_folder import check_model_folder, find_model_folder
+from titan_rl.config.run import RunConfig
+from titan_rl.config.sections import GenerationConfig, RoutingConfig
+from titan_rl.errors import ConfigError
+from titan_rl.settings import Section
+from titan_rl.training.settings import ModelConfig
+
+
+class ServerConfig(Section):
+    """Where and as what the policy is served. Keys come by the environment: TITAN_RL_API_KEY is that of clients,
+    TITAN_RL_ADMIN_KEY that of the admin calls."""
+
+    host: str = "127.0.0.1"
+    """An address of this machine. Others than loopback need a key of clients."""
+    port: int = Field(default=8000, ge=0, lt=2**16)
+    """0 has the system pick one."""
+    model: str = Field(default="policy", min_length=1)
+    """The name by which clients ask for it."""
+    num_places: PositiveInt = 4096
+    """Completions under way at once; what comes beyond is a 429."""
+    request_s: PositiveFloat = 3600.0
+    """Until a request is answered in full; later is a 504."""
+
+
+class ServeConfig(Section):
+    """The settings of a server."""
+
+    seed: int = Field(default=0, ge=0, lt=2**32)
+    """Of the sampling of requests that bring none."""
+    model: ModelConfig
+    generation: GenerationConfig = GenerationConfig()
+    routing: RoutingConfig = RoutingConfig()
+    server: ServerConfig = ServerConfig()
+
+
+def load_serve_config(toml: Path | None, overrides: Sequence[tuple[str, str]], *, policy: Path | None) -> ServeConfig:
+    """
+    Args:
+        toml: settings of a run or of a server. Those of a run that no server has are left out.
+        overrides: as for `load_config`.
+        policy: the model's folder; by default that which the file names.
+
+    Raises:
+        ConfigError: names each wrong setting, its value, where it came from and what is allowed.
+        ModelError: the model folder lacks a file.
+    """
+    tables: Tables = {} if toml is None else read_toml(toml)
+    only_of_runs = RunConfig.model_fields.keys() - ServeConfig.model_fields.keys()
+    tables = {name: table for name, table in tables.items() if name not in only_of_runs}
+    origins = Origins("the defaults" if toml is None else str(toml))
+    override(tables, overrides, origins)
+    if policy is not None:
+        if "model.path" in origins.overridden:
+            raise ConfigError(f"command line: --model.path: what is served is {policy}; give one of the two")
+        override(tables, [("model.path", str(policy))], origins)
+    try:
+        config = ServeConfig.model_validate(tables)
+    except ValidationError as error:
+        raise ConfigError(explain(error, ServeConfig, origins)) from None
+    check_functions(config, config.generation, origins)
+    beside = Path() if toml is None else toml.parent
+    if (folder := find_model_folder(config.model.path, beside=beside)) is not None:
+        config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder)})})
+    check_model_folder(config.model, config.generation, beside=beside)
+    return config
+
+
+def dump_serve_config(config: ServeConfig) -> str:
+    """The settings as TOML, defaults included. `load_serve_config` of it gives an equal config."""
+    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))

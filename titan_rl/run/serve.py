@@ -1,0 +1,166 @@
+"""The story of a server, from checked settings to its end.
+
+run_server     what it needs is installed, and it has a folder for logs; signals, guard and environment are set
+_serve         the policy is there, generators are started behind a router, and clients are answered until a signal
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Generator
+from dataclasses import dataclass
+from pathlib import Path
+
+from titan_rl.calls.user_code import reason
+from titan_rl.config.concurrency import places_of
+from titan_rl.config.make_renderer import make_renderer
+from titan_rl.config.serve import ServeConfig
+from titan_rl.errors import MissingExtraError, ModelError
+from titan_rl.generation.registry import find_engine
+from titan_rl.rollout.renderer import Renderer
+from titan_rl.rollout.renderer.tokenizer import load_tokenizer
+from titan_rl.run.machine.environment import file_modes, run_environment, scratch_root
+from titan_rl.run.machine.event_loop import run_to_its_end
+from titan_rl.run.machine.guard import guarded
+from titan_rl.run.machine.log_file import log_to
+from titan_rl.run.machine.stop_signals import StopSignals
+from titan_rl.run.observability.standard_streams import OutputError, say, tell
+from titan_rl.run.served_policy import PolicySource, export
+from titan_rl.run.stopping import run_until_signal
+from titan_rl.serving.app import make_app
+from titan_rl.serving.http.keys import Keys
+from titan_rl.serving.http.limits import ServerLimits
+from titan_rl.serving.server import check_address, serve
+
+MAX_RUNNING = 64
+"""Requests that one engine advances at a time, if its KV cache holds so many and no setting says otherwise."""
+
+API_KEY, ADMIN_KEY = "TITAN_RL_API_KEY", "TITAN_RL_ADMIN_KEY"
+
+STOPPING = "stopping: requests under way end with a 503; once more ends it at once"
+ENDED = "ended at once"
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFiles:
+    """What a server leaves on the disk while it runs. A server that fails leaves its logs."""
+
+    run_id: str
+    logs: Path
+
+
+def run_server(config: ServeConfig, source: PolicySource) -> int:
+    """Serve a policy until a signal.
+
+    Returns:
+        exit code: 128 + the number of the signal that ended it in order.
+
+    Raises:
+        TitanRLError: what ended it, or kept it from starting.
+    """
+    modules = ("torch", "monarch", "transformers", "starlette", "uvicorn", "prometheus_client")
+    for module in (*modules, *find_engine(config.generation.engine).modules):
+        if importlib.util.find_spec(module) is None:
+            raise MissingExtraError(module, "cpu")
+    keys = take_keys()
+    check_address(config.server.host, config.server.port, keys)
+    with (
+        file_modes(share=False),
+        _files() as files,
+        StopSignals(STOPPING, ENDED) as signals,
+        guarded(scratch_root(), files.run_id, ENDED),
+        run_environment(),
+    ):
+        log_to(files.logs / "server.log")
+        return run_to_its_end(
+            run_until_signal(_serve(config, source, keys, files), signals, lambda: f"its logs are in {files.logs}")
+        )
+
+
+def take_keys() -> Keys:
+    """Those that the environment names, where no other process will find them.
+
+    Raises:
+        ConfigError: they are not usable as keys.
+    """
+    api, admin = os.environ.pop(API_KEY, None), os.environ.pop(ADMIN_KEY, None)
+    return Keys(() if api is None else [api], admin)
+
+
+@contextlib.contextmanager
+def _files() -> Generator[ServerFiles]:
+    logs = Path(tempfile.mkdtemp(prefix="titan_rl-serve-"))
+    yield ServerFiles(logs.name, logs)
+    shutil.rmtree(logs, ignore_errors=True)
+
+
+async def _serve(config: ServeConfig, source: PolicySource, keys: Keys, files: ServerFiles) -> None:
+    # Monarch writes to the terminal and opens sockets in TMPDIR when it is first used.
+    from titan_rl.actors.generator_processes import start_generators
+    from titan_rl.actors.processes.transport import listen_below
+
+    await asyncio.sleep(0)  # a signal that came during those imports stops it here
+    listen_below(Path(tempfile.gettempdir()))
+    model, server = config.model, config.server
+    if source.checkpoint is not None:
+        tell(f"titan-rl: reading {source.name}")
+        model = await export(
+            model, source.checkpoint, Path(tempfile.gettempdir()) / "policy", files.logs / "export.log"
+        )
+    renderer = _renderer(config)
+    max_running = places_of(model, config.generation, MAX_RUNNING)
+    num_generators = config.generation.num_generators
+    tell(f"titan-rl: starting {num_generators} generator{'' if num_generators == 1 else 's'}; logs: {files.logs}")
+    async with start_generators(
+        config.model_copy(update={"model": model}),
+        max_running=max_running,
+        files=files,
+        tell=lambda text: tell(f"titan-rl: {text}"),
+    ) as processes:
+        router = processes.make_router()
+        app = make_app(
+            router.stream,
+            model=server.model,
+            max_context=model.max_context,
+            tokenizer=load_tokenizer(model.path),
+            renderer=renderer,
+            keys=keys,
+            limits=ServerLimits(num_places=server.num_places, request_s=server.request_s),
+            wait_until_resumed=router.wait_resumed,
+            control=router,
+        )
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(processes.watch(router), name="watch")
+            async with serve(app, host=server.host, port=server.port) as url:
+                with contextlib.suppress(OSError, OutputError):
+                    say(greeting(source.name, url, server.model, chat=renderer is not None, keyed=keys.required))
+                await asyncio.Event().wait()  # for the end, by a signal or because no generator is left
+
+
+def _renderer(config: ServeConfig) -> Renderer | None:
+    """None where the model has no chat template that can be used, and no other renderer is asked for."""
+    try:
+        return make_renderer(config.model)
+    except ModelError as error:
+        if config.model.renderer != "chat_template":
+            raise
+        tell(f"titan-rl: warning: there is no chat, only completions: {reason(error)}; or set model.renderer")
+        return None
+
+
+def greeting(name: str, url: str, model: str, *, chat: bool, keyed: bool) -> str:
+    """What is served where, and a command to try it with."""
+    path = "chat/completions" if chat else "completions"
+    asked = {"messages": [{"role": "user", "content": "Hello"}]} if chat else {"prompt": "Hello"}
+    key = f' -H "authorization: Bearer ${API_KEY}"' if keyed else ""
+    body = json.dumps({"model": model, **asked, "max_tokens": 32})
+    return (
+        f"serving {name}\nbase URL: {url}/v1\n"
+        f"    curl {url}/v1/{path}{key} -H 'content-type: application/json' -d '{body}'\n"
+    )

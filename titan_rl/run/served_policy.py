@@ -1,0 +1,96 @@
+"""What `titan-rl serve` is given: a run, a model or a file of settings, and which policy that is."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from titan_rl.errors import CheckpointError, ConfigError
+from titan_rl.training.settings import ModelConfig
+from titan_rl.training.state.checkpoint import latest, step_of
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySource:
+    """
+    Attributes:
+        name: what it is, for people: "step 80 of runs/latest".
+        toml: its settings, if it has any.
+        folder: of the model; None where the settings name it.
+        checkpoint: of a run, whose weights take the place of the model's own.
+    """
+
+    name: str
+    toml: Path | None = None
+    folder: Path | None = None
+    checkpoint: Path | None = None
+
+
+def find_policy(given: str) -> PolicySource:
+    """The newest policy of a run's folder, a Hugging Face folder, or the policy that a TOML file names.
+
+    Raises:
+        ConfigError: it is none of them. Says what is wrong with it.
+    """
+    path = Path(given)
+    if path.is_file():
+        if path.suffix != ".toml":
+            raise ConfigError(f"{given} is a file; name a run's folder, a model's folder or a TOML file")
+        return PolicySource(f"the model of {given}", toml=path)
+    if (path / "config.toml").is_file():
+        return _newest_of_run(path)
+    if (path / "config.json").is_file():
+        return PolicySource(f"the model {given}", folder=path.resolve())
+    if not path.exists():
+        raise ConfigError(
+            f"{given}: there is no such folder; name a run's folder such as runs/latest, a model's folder, or a TOML "
+            "file. From the Hugging Face hub: hf download ORGANIZATION/NAME --local-dir FOLDER"
+        )
+    raise ConfigError(
+        f"{given} is neither a run's folder, which has a config.toml, nor a model's, which has a config.json"
+        + (f"; {path / 'latest'} is a run's" if (path / "latest" / "config.toml").is_file() else "")
+    )
+
+
+def _newest_of_run(run: Path) -> PolicySource:
+    toml, export, checkpoint = run / "config.toml", run / "export", latest(run / "checkpoints")
+    if checkpoint is None and not export.is_dir():
+        return PolicySource(f"the model that {run} starts from, of which no step is saved yet", toml=toml)
+    if checkpoint is None or (export.is_dir() and export.stat().st_mtime >= checkpoint.stat().st_mtime):
+        return PolicySource(f"the exported policy of {run}", toml=toml, folder=export.resolve())
+    return PolicySource(f"step {step_of(checkpoint)} of {run}", toml=toml, checkpoint=checkpoint.resolve())
+
+
+async def export(model: ModelConfig, checkpoint: Path, directory: Path, log: Path) -> ModelConfig:
+    """The model with the checkpoint's weights. They are written to a folder by a process of its own, which needs no
+    GPU and is killed when this is cancelled.
+
+    Raises:
+        CheckpointError: it cannot be had, and why.
+    """
+    with log.open("wb") as output:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "titan_rl.training.export"),
+            *(model.model_dump_json(), str(checkpoint), str(directory)),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=output,
+            stderr=asyncio.subprocess.STDOUT,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+            start_new_session=True,  # Ctrl-C is for the server, which kills it
+        )
+    try:
+        code = await process.wait()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if code:
+        raise CheckpointError(f"{checkpoint} cannot be served: {_last_line(log) or f'exit code {code}'}; see {log}")
+    return model.model_copy(update={"path": str(directory)})
+
+
+def _last_line(log: Path) -> str:
+    return log.read_text(errors="replace").strip().rpartition("\n")[2]
