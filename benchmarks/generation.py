@@ -36,7 +36,7 @@ from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.router import GeneratorRouter
 from titan_rl.rollout.group.rollout_ids import turn_seed
 from titan_rl.run.machine.environment import run_environment
-from titan_rl.weights.board import VersionBoard
+from titan_rl.weights.published_weights import PublishedWeights
 from titan_rl.weights.types import Manifest, Probe
 
 from monarch.actor import Actor, concurrent_endpoint, this_proc  # isort: skip
@@ -259,9 +259,9 @@ async def measure_stalls(engines: Engines, folder: Path, rounds: int, tensors: d
     from titan_rl.weights.transports.shared_memory import SharedMemoryTransport
 
     generation = GenerationConfig(num_generators=1, kv_cache_gib=0.25, stream_interval=4)
-    board = VersionBoard()
+    published = PublishedWeights()
     (actor,) = await engines.start("crowded", GeneratorActor, generation, PLACES)
-    replica = ActorReplica(RemoteProcess("crowded"), actor, board)
+    replica = ActorReplica(RemoteProcess("crowded"), actor, published)
     await replica.connect()
     probes = tuple(Probe(tuple(range(place, place + 32)), (0.0,) * 31) for place in range(4))
     with SharedMemoryTransport("benchmark-stalls") as transport:
@@ -269,10 +269,10 @@ async def measure_stalls(engines: Engines, folder: Path, rounds: int, tensors: d
 
         async def stall(crowd: int) -> float:
             version = next(versions)
-            board.announce(transport.publish(version, tensors.items(), probes=probes, tolerance=1e9))
+            published.announce(transport.publish(version, tensors.items(), probes=probes, tolerance=1e9))
             async with Crowd(replica, crowd):
                 await replica.pull(version)
-            return board.worst()["stall_s"]
+            return published.worst()["stall_s"]
 
         measured = await forth_and_back(rounds, {str(crowd): partial(stall, crowd) for crowd in CROWDS})
     await replica.close()
@@ -308,11 +308,13 @@ async def measure_throughput(engines: Engines, folder: Path, rounds: int, tensor
     from titan_rl.weights.transports.shared_memory import SharedMemoryTransport
 
     generation = GenerationConfig(num_generators=ENGINES, kv_cache_gib=0.25)
-    board = VersionBoard()
+    published = PublishedWeights()
     bare = await engines.start("bare", BareEngine, generation, MAX_RUNNING)
     own = await engines.start("llm", BareLLM, generation, MAX_RUNNING)
     actors = await engines.start("generator", GeneratorActor, generation, MAX_RUNNING)
-    replicas = [ActorReplica(RemoteProcess(f"generator-{index}"), actor, board) for index, actor in enumerate(actors)]
+    replicas = [
+        ActorReplica(RemoteProcess(f"generator-{index}"), actor, published) for index, actor in enumerate(actors)
+    ]
     for replica in replicas:
         await replica.connect()
     stack = Stack(replicas)
@@ -323,12 +325,12 @@ async def measure_throughput(engines: Engines, folder: Path, rounds: int, tensor
         async def pull() -> float:
             nonlocal version
             version += 1
-            board.announce(transport.publish(version, tensors.items()))
+            published.announce(transport.publish(version, tensors.items()))
             await stack.router.pull_state_dict(version)
-            return board.worst()["stall_s"]
+            return published.worst()["stall_s"]
 
         async def reload() -> float:
-            manifest = board.manifest_of(version)
+            manifest = published.manifest_of(version)
             return max([await call(engine.reload, manifest, who="bare engine") for engine in bare])
 
         async def with_swaps() -> float:

@@ -67,13 +67,13 @@ class Reader(Actor):
 
     def _bare(self, manifest: Manifest) -> float:
         began = time.perf_counter()
-        (part,) = manifest.parts
-        part.remote.read_into(torch.empty(part.num_bytes, dtype=torch.uint8)).get()
+        (shard,) = manifest.shards
+        shard.remote.read_into(torch.empty(shard.num_bytes, dtype=torch.uint8)).get()
         return time.perf_counter() - began
 
     def _pull(self, manifest: Manifest) -> float:
         began = time.perf_counter()
-        assert len(list(self._transport.pull(manifest))) == len(manifest.parts[0].entries)
+        assert len(list(self._transport.pull(manifest))) == len(manifest.shards[0].entries)
         return time.perf_counter() - began
 
 

@@ -178,14 +178,14 @@ async def serve_model(port: int, folder: Path, stream_interval: int) -> None:
     from titan_rl.actors.generator import GeneratorActor
     from titan_rl.actors.processes.remote_process import RemoteProcess
     from titan_rl.config.sections import GenerationConfig
-    from titan_rl.weights.board import VersionBoard
+    from titan_rl.weights.published_weights import PublishedWeights
 
     (folder / "model").symlink_to(MODEL)
     engines = Engines("server", folder)
     generation = GenerationConfig(num_generators=1, kv_cache_gib=0.25, stream_interval=stream_interval)
     try:
         (actor,) = await engines.start("generator", GeneratorActor, generation, SESSIONS)
-        replica = ActorReplica(RemoteProcess("generator"), actor, VersionBoard())
+        replica = ActorReplica(RemoteProcess("generator"), actor, PublishedWeights())
         await replica.connect()
         router = GeneratorRouter([replica])
         settle_heap()

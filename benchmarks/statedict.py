@@ -6,7 +6,7 @@ The plain copy is two `memcpy`s of every tensor through one shared mapping that 
 mapping, mapping to the reader's own memory. Publish and pull do the same two copies, the second one being the engine's,
 and besides compute the checksum on both sides. A round does both, forth and back, and gives one ratio; figures are
 medians over the rounds, with the quartiles. The optimizer waits for what is left of a publish when its gradients are
-there; a generator's engine waits for the second copy, since the segment is opened in another thread.
+there; a generator's engine waits for the second copy, since the shard is opened in another thread.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import torch
 
 from benchmarks import rdma
 from benchmarks.paired import Spread, ratio, report
-from titan_rl.weights.segments.folder import segment_root
+from titan_rl.weights.shard_files.shard_folder import shard_root
 from titan_rl.weights.transports.shared_memory import SharedMemoryTransport
 
 TENSOR_BYTES = 16 << 20  # a 2048 x 2048 float32 matrix
@@ -82,7 +82,7 @@ def measure(megabytes: int, rounds: int) -> Spread:
     context = multiprocessing.get_context("spawn")
     pipe, far_end = context.Pipe()
     with (
-        tempfile.NamedTemporaryFile(dir=segment_root(), prefix="benchmark-") as file,
+        tempfile.NamedTemporaryFile(dir=shard_root(), prefix="benchmark-") as file,
         SharedMemoryTransport("benchmark") as transport,
     ):
         file.truncate(num_bytes)

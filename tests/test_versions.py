@@ -11,8 +11,8 @@ from titan_rl.run.checkpoints.resumption import Resumption
 from titan_rl.run.journal.run_state import RunState
 from titan_rl.scheduling.batch import GroupBatch
 from titan_rl.training.protocol import agreed_version
-from titan_rl.weights.board import VersionBoard
-from titan_rl.weights.parts import join
+from titan_rl.weights.published_weights import PublishedWeights
+from titan_rl.weights.shards import join
 from titan_rl.weights.types import Manifest
 
 
@@ -41,10 +41,10 @@ def test_weights_and_state_of_a_checkpoint_are_of_one_step() -> None:
 
 
 def test_a_version_that_is_published_is_newer_than_the_ones_before() -> None:
-    board = VersionBoard()
-    board.announce(Manifest(5, ()))
+    published = PublishedWeights()
+    published.announce(Manifest(5, ()))
     with pytest.raises(StateDictError, match="version 4 is published after version 5"):
-        board.announce(Manifest(4, ()))
-    assert board.manifest_of(5).version == 5
+        published.announce(Manifest(4, ()))
+    assert published.manifest_of(5).version == 5
     with pytest.raises(StateDictError, match="version 4 is not published; the newest is 5"):
-        board.manifest_of(4)
+        published.manifest_of(4)

@@ -23,7 +23,7 @@ from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.run.directory import RunDirectory
 from titan_rl.training.settings import ModelConfig
-from titan_rl.weights.board import VersionBoard
+from titan_rl.weights.published_weights import PublishedWeights
 
 
 class Replica(ActorReplica):
@@ -75,7 +75,7 @@ def cluster_of(folder: Path, supervisor: Any, told: list[str], **settings: Any) 
         task=Counting(),  # pyright: ignore[reportArgumentType]
         **settings,
     )
-    return RunProcesses(config, RunDirectory(folder), VersionBoard(), supervisor, None, told.append)
+    return RunProcesses(config, RunDirectory(folder), PublishedWeights(), supervisor, None, told.append)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from titan_rl.training import publishing
 from titan_rl.training.publishing import WeightPublisher
 from titan_rl.training.settings import ModelConfig, TrainingConfig
 from titan_rl.training.trainer import TrainerCore
-from titan_rl.weights.parts import join
+from titan_rl.weights.shards import join
 from titan_rl.weights.transports.shared_memory import SharedMemoryTransport
 from titan_rl.weights.types import Manifest
 
@@ -52,7 +52,7 @@ class Rank:
                 if found[name].dtype != tensor.dtype or not torch.equal(found[name], tensor)
             ],
             "whole_bytes": sum(tensor.nbytes for tensor in expected.values()),
-            "part_bytes": [part.num_bytes for manifest in manifests for part in manifest.parts],
+            "part_bytes": [shard.num_bytes for manifest in manifests for shard in manifest.shards],
             "num_probes": [len(manifest.probes) for manifest in manifests],
         }
 

@@ -17,10 +17,10 @@ from titan_rl.actors.processes.process import enter_actor_process
 from titan_rl.actors.processes.remote_process import call
 from titan_rl.actors.processes.supervisor import Supervisor
 from titan_rl.errors import StateDictError
-from titan_rl.weights.parts import join
+from titan_rl.weights.shards import join
 from titan_rl.weights.transports.rdma import RDMATransport
 from titan_rl.weights.transports.shared_memory import SharedMemoryTransport
-from titan_rl.weights.types import Manifest, Place, TensorSlice
+from titan_rl.weights.types import Manifest, SlicePosition, TensorSlice
 
 from monarch.actor import Actor, concurrent_endpoint, this_proc  # isort: skip
 
@@ -49,7 +49,8 @@ class Writer(Actor):
         def share(tensor: torch.Tensor) -> TensorSlice:
             rows = len(tensor) // size if tensor.dim() > 1 else len(tensor) * (not rank)
             return TensorSlice(
-                tensor[rank * rows : (rank + 1) * rows], Place((rank * rows, *[0] * (tensor.dim() - 1)), tensor.shape)
+                tensor[rank * rows : (rank + 1) * rows],
+                SlicePosition((rank * rows, *[0] * (tensor.dim() - 1)), tensor.shape),
             )
 
         shares = [(name, share(tensor)) for name, tensor in tensors(version).items()]

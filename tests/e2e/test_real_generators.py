@@ -30,7 +30,7 @@ from titan_rl.generation.router import GeneratorRouter
 from titan_rl.run.directory import RunDirectory
 from titan_rl.training.data.sample import TrainingSample
 from titan_rl.types import Completion, FinishReason, GenerateFn, SamplingParams, TokenChunk
-from titan_rl.weights.board import VersionBoard
+from titan_rl.weights.published_weights import PublishedWeights
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -50,9 +50,9 @@ class Stage:
     """Two real generators that run two requests each."""
 
     def __init__(
-        self, processes: RunProcesses, board: VersionBoard, router: GeneratorRouter, run_dir: RunDirectory
+        self, processes: RunProcesses, published: PublishedWeights, router: GeneratorRouter, run_dir: RunDirectory
     ) -> None:
-        self.processes, self.board, self.router, self.run_dir = processes, board, router, run_dir
+        self.processes, self.published, self.router, self.run_dir = processes, published, router, run_dir
         self.version = 0
         self.watch = asyncio.ensure_future(processes.watch(router))
         self._names = iter(range(10_000))
@@ -85,8 +85,8 @@ class Stage:
         """
         manifest = await self.processes.trainer.publish()
         if host is not None:
-            manifest = replace(manifest, parts=tuple(replace(part, host=host) for part in manifest.parts))
-        self.board.announce(manifest)
+            manifest = replace(manifest, shards=tuple(replace(shard, host=host) for shard in manifest.shards))
+        self.published.announce(manifest)
         await self.router.pull_state_dict(manifest.version, mode)  # pyright: ignore[reportArgumentType]
         self.version = manifest.version
         return manifest.version
@@ -101,15 +101,15 @@ class Stage:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def stage(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stage]:
-    run_dir, board = RunDirectory(tmp_path_factory.mktemp("generators") / "run"), VersionBoard()
+    run_dir, published = RunDirectory(tmp_path_factory.mktemp("generators") / "run"), PublishedWeights()
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(REPOSITORY)
         config = load_config("examples/alphabet_sort/cpu.toml", SETTINGS)
-        async with start_processes(config, run_dir, board) as processes:
+        async with start_processes(config, run_dir, published) as processes:
             router = GeneratorRouter(
                 processes.replicas, stall_timeout_s=STALL_S, on_replica_failed=processes.on_replica_failed
             )
-            stage = Stage(processes, board, router, run_dir)
+            stage = Stage(processes, published, router, run_dir)
             await stage.publish()
             yield stage
             stage.watch.cancel()

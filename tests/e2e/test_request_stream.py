@@ -22,7 +22,7 @@ from titan_rl.actors.request_stream import RequestServer
 from titan_rl.errors import GenerationError, RequestError
 from titan_rl.generation.request import EngineRequest
 from titan_rl.types import Completion, FinishReason, SamplingParams, TokenChunk, VersionSpan
-from titan_rl.weights.board import VersionBoard
+from titan_rl.weights.published_weights import PublishedWeights
 
 from monarch.actor import concurrent_endpoint, this_proc  # isort: skip
 
@@ -73,7 +73,7 @@ async def replica(tmp_path) -> AsyncIterator[ActorReplica]:
     actor = await call(supervisor.spawn, "parrot", Parrot, (str(tmp_path / "log"),), who="supervisor")
     remote = RemoteProcess("parrot")
     remote.watch([await remote.call(actor.pid, timeout_s=LIMIT_S)])
-    replica = ActorReplica(remote, actor, VersionBoard())
+    replica = ActorReplica(remote, actor, PublishedWeights())
     await replica.connect()
     replica.pid = await remote.call(actor.pid)  # pyright: ignore[reportAttributeAccessIssue]
     yield replica

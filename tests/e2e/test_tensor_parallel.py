@@ -19,7 +19,7 @@ from titan_rl.generation.router import GeneratorRouter
 from titan_rl.run.directory import RunDirectory
 from titan_rl.training.data.sample import TrainingSample
 from titan_rl.types import SamplingParams
-from titan_rl.weights.board import VersionBoard
+from titan_rl.weights.published_weights import PublishedWeights
 
 SETTINGS = [
     ("generation.num_generators", "2"),
@@ -33,12 +33,12 @@ SAMPLING = SamplingParams(max_tokens=LENGTH, min_tokens=LENGTH, seed=7)
 async def test_two_ranks_generate_pull_and_are_replaced_together(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(REPOSITORY)
     config = load_config("examples/alphabet_sort/cpu.toml", SETTINGS)
-    run_dir, board = RunDirectory(tmp_path / "run"), VersionBoard()
-    async with start_processes(config, run_dir, board) as processes:
+    run_dir, published = RunDirectory(tmp_path / "run"), PublishedWeights()
+    async with start_processes(config, run_dir, published) as processes:
         router = GeneratorRouter(processes.replicas)
         async with asyncio.timeout(300), asyncio.TaskGroup() as background:
             watch = background.create_task(processes.watch(router))
-            await publish(processes, board, router)
+            await publish(processes, published, router)
             alone = await asyncio.gather(*ask(router, "alone"))
 
             # Two ranks in lockstep take in requests that come in the middle, and one that is refused.
@@ -48,7 +48,7 @@ async def test_two_ranks_generate_pull_and_are_replaced_together(tmp_path: Path,
                 await router.generate([10**6], request_id="bad", sampling=SAMPLING)
             late = ask(router, "late")
             await processes.trainer.step(samples())
-            await publish(processes, board, router)  # the trainer's logprobs hold for the sharded weights too
+            await publish(processes, published, router)  # the trainer's logprobs hold for the sharded weights too
             completions = await asyncio.gather(*early, *late)
             assert {span.version for completion in completions for span in completion.version_spans} == {0, 1}
             for completion, expected in zip(completions, alone * 2, strict=True):
@@ -89,7 +89,7 @@ def samples() -> list[TrainingSample]:
     return [TrainingSample("g", "g/0", tokens, [True] * 4, [-1.0] * 4, ones, [0] * 4, temperature=1.0)]
 
 
-async def publish(processes: RunProcesses, board: VersionBoard, router: GeneratorRouter) -> None:
+async def publish(processes: RunProcesses, published: PublishedWeights, router: GeneratorRouter) -> None:
     manifest = await processes.trainer.publish()
-    board.announce(manifest)
+    published.announce(manifest)
     await router.pull_state_dict(manifest.version)

@@ -44,7 +44,7 @@ from titan_rl.scheduling.settings import SchedulingConfig
 from titan_rl.settings import Section
 from titan_rl.training.protocol import StepResult
 from titan_rl.training.settings import ModelConfig, TrainingConfig
-from titan_rl.weights.board import VersionBoard
+from titan_rl.weights.published_weights import PublishedWeights
 from titan_rl.weights.types import Manifest
 
 
@@ -185,7 +185,7 @@ class Rig:
             router=GeneratorRouter([self.replica]),
             trainer=self.trainer,
             stop_token_ids=[],
-            board=VersionBoard(),
+            published=PublishedWeights(),
             run_dir=self.run_dir,
             log=lambda step, metrics: self.records.append((step, metrics)),
             progress=self.progress,

@@ -18,8 +18,8 @@ from titan_rl.run.directory import RunDirectory
 from titan_rl.run.journal.run_journal import RunJournal
 from titan_rl.run.machine.environment import file_modes
 from titan_rl.training.state.checkpoint import atomic_directory
-from titan_rl.weights.segments.owned_folder import OwnedFolder
-from titan_rl.weights.segments.segment import Segment
+from titan_rl.weights.shard_files.owned_folder import OwnedFolder
+from titan_rl.weights.shard_files.shard_file import ShardFile
 
 __all__ = ["project"]
 
@@ -44,8 +44,8 @@ def write_all_that_a_run_writes(root: Path) -> None:
         subprocess.run([sys.executable, "-c", script], check=True)
     run_dir.close()
     scratch = OwnedFolder("scratch-", root)
-    segment = Segment(scratch.path / "1", 64)
-    segment.publish(scratch.path / "2")
+    shard = ShardFile(scratch.path / "1", 64)
+    shard.publish(scratch.path / "2")
 
 
 def modes(root: Path) -> dict[str, int]:

@@ -28,7 +28,7 @@ from titan_rl.scheduling.settings import SchedulingConfig
 from titan_rl.training.protocol import StepResult
 from titan_rl.training.settings import ModelConfig, TrainingConfig
 from titan_rl.training.state.checkpoint import atomic_directory, latest, step_directory
-from titan_rl.weights.board import VersionBoard
+from titan_rl.weights.published_weights import PublishedWeights
 from titan_rl.weights.types import Manifest
 
 STEPS, GROUPS = 7, 3
@@ -202,7 +202,7 @@ class Rig:
             router=self.router,
             trainer=self.trainer,
             stop_token_ids=[],
-            board=VersionBoard(),
+            published=PublishedWeights(),
             run_dir=run_dir,
             log=run_dir.write_metrics,
             progress=progress,

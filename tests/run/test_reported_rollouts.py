@@ -24,7 +24,7 @@ from titan_rl.run.journal.run_state import RunState
 from titan_rl.run.observability.progress import Progress, RunSummary
 from titan_rl.scheduling.settings import SchedulingConfig
 from titan_rl.training.settings import ModelConfig, TrainingConfig
-from titan_rl.weights.board import VersionBoard
+from titan_rl.weights.published_weights import PublishedWeights
 
 Record = dict[str, Any]
 
@@ -85,7 +85,7 @@ class Run:
             router=GeneratorRouter([replica or FakeReplica()]),
             trainer=trainer,
             stop_token_ids=[],
-            board=VersionBoard(),
+            published=PublishedWeights(),
             run_dir=self.run_dir,
             log=lambda step, metrics: self.records.append((step, metrics)),
             progress=Progress(steps, self._file),

@@ -18,14 +18,14 @@ from safetensors.torch import load_file
 
 from titan_rl.errors import DamagedCheckpointError
 from titan_rl.training.state.tensor_file import TensorFiles, write_slices
-from titan_rl.weights.types import Place, TensorSlice
+from titan_rl.weights.types import SlicePosition, TensorSlice
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool]
 
 
 def cut(tensor: torch.Tensor, start: tuple[int, ...], end: tuple[int, ...]) -> TensorSlice:
     box = tensor[tuple(slice(a, b) for a, b in zip(start, end, strict=True))]
-    return TensorSlice(box, Place(start, tuple(tensor.shape)))
+    return TensorSlice(box, SlicePosition(start, tuple(tensor.shape)))
 
 
 def whole(tensor: torch.Tensor) -> TensorSlice:

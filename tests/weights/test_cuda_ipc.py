@@ -17,10 +17,10 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 from weights.racing import race
 
 from titan_rl.errors import StateDictError
-from titan_rl.weights.parts import join
-from titan_rl.weights.segments import segment
+from titan_rl.weights.shard_files import shard_file
+from titan_rl.weights.shards import join
 from titan_rl.weights.transports.cuda_ipc import CudaIPCTransport, checksum
-from titan_rl.weights.types import Manifest, Place, Probe, TensorSlice
+from titan_rl.weights.types import Manifest, Probe, SlicePosition, TensorSlice
 
 Weights = dict[str, torch.Tensor]
 
@@ -109,7 +109,7 @@ def test_an_empty_state_dict(transport, memory) -> None:
 def test_slices_of_two_writers_are_joined(tmp_path, memory) -> None:
     whole = torch.arange(24.0).reshape(6, 4)
     writers = [CudaIPCTransport(f"rank-{rank}", root=tmp_path, memory=memory) for rank in range(2)]
-    halves = [TensorSlice(whole[rank * 3 : rank * 3 + 3], Place((rank * 3, 0), (6, 4))) for rank in range(2)]
+    halves = [TensorSlice(whole[rank * 3 : rank * 3 + 3], SlicePosition((rank * 3, 0), (6, 4))) for rank in range(2)]
     manifests = [writer.publish(1, [("w", half)]) for writer, half in zip(writers, halves, strict=True)]
     assert_equal(dict(begin(join(manifests), memory)), {"w": whole})
     with pytest.raises(StateDictError, match="cover 12 of 24"):
@@ -160,11 +160,11 @@ def test_a_failed_check_holds_nothing(transport, memory) -> None:
     kept: list[object] = []  # as somebody keeps an error who reports it later
     for version in range(6):
         manifest = transport.publish(version, weights(version).items())
-        (part,) = manifest.parts
+        (shard,) = manifest.shards
         with pytest.raises(StateDictError, match="checksum") as wrong_sum:
-            begin(replace(manifest, parts=(replace(part, checksum=part.checksum ^ 1),)), memory)
+            begin(replace(manifest, shards=(replace(shard, checksum=shard.checksum ^ 1),)), memory)
         with pytest.raises(StateDictError, match="bytes") as wrong_size:
-            begin(replace(manifest, parts=(replace(part, num_bytes=part.num_bytes + 64),)), memory)
+            begin(replace(manifest, shards=(replace(shard, num_bytes=shard.num_bytes + 64),)), memory)
         kept += [wrong_sum.value, wrong_size.value]
     assert len(memory.buffers) == 2
 
@@ -206,9 +206,9 @@ def test_without_a_gpu_the_error_names_the_setting() -> None:
 def test_the_checksum_is_that_of_shared_memory(words: int, seed: int) -> None:
     data = np.random.default_rng(seed).integers(0, 256, words * 8, dtype=np.uint8)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("titan_rl.weights.segments.segment.BLOCK_WORDS", 8)
+        patch.setattr("titan_rl.weights.shard_files.shard_file.BLOCK_WORDS", 8)
         patch.setattr("titan_rl.weights.transports.cuda_ipc.BLOCK_WORDS", 8)
-        assert checksum(torch.from_numpy(data)) == segment.checksum(data)
+        assert checksum(torch.from_numpy(data)) == shard_file.checksum(data)
 
 
 def test_readers_that_race_the_writer_see_whole_versions(transport, memory) -> None:

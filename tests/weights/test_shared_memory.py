@@ -21,7 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from weights.racing import race
 
 from titan_rl.errors import StateDictError
-from titan_rl.weights.segments.folder import clean_dead_segments, segment_folder
+from titan_rl.weights.shard_files.shard_folder import clean_dead_shards, shard_folder
 from titan_rl.weights.transports.shared_memory import SharedMemoryTransport
 from titan_rl.weights.types import Manifest, Probe
 
@@ -58,7 +58,7 @@ def test_a_reader_that_stays_sees_each_version_and_keeps_no_memory(transport: Sh
             assert_equal(found, weights(old, 1000 if old % 5 else 2000))
     transport.publish(12, weights(12).items())  # takes another file where one is still viewed
     views.clear()
-    folder, maps = str(Path(manifest.parts[0].location).parent), Path("/proc/self/maps").read_text()
+    folder, maps = str(Path(manifest.shards[0].location).parent), Path("/proc/self/maps").read_text()
     assert not [line for line in maps.splitlines() if folder in line and line.endswith("(deleted)")]
     transport.close()
     with pytest.raises(StateDictError):
@@ -116,12 +116,12 @@ def test_manifest_describes_the_segment(transport: SharedMemoryTransport) -> Non
     probe = Probe((1, 2), (-0.5,))
     manifest = transport.publish(3, weights(3).items(), probes=[probe], tolerance=0.25)
     assert (manifest.version, manifest.probes, manifest.tolerance) == (3, (probe,), 0.25)
-    assert [(entry.name, entry.dtype, entry.shape) for entry in manifest.parts[0].entries] == [
+    assert [(entry.name, entry.dtype, entry.shape) for entry in manifest.shards[0].entries] == [
         ("a", "float32", (1000,)),
         ("b", "float32", (2, 3)),
     ]
-    assert all(entry.offset % 64 == 0 for entry in manifest.parts[0].entries)
-    assert os.path.getsize(manifest.parts[0].location) == manifest.parts[0].num_bytes
+    assert all(entry.offset % 64 == 0 for entry in manifest.shards[0].entries)
+    assert os.path.getsize(manifest.shards[0].location) == manifest.shards[0].num_bytes
 
 
 def test_views_share_the_segments_memory(transport: SharedMemoryTransport) -> None:
@@ -165,7 +165,7 @@ def test_a_mapped_version_is_not_written_over(transport: SharedMemoryTransport) 
 
 def test_released_memory_is_used_again_once_no_reader_has_it(transport: SharedMemoryTransport) -> None:
     def inode(manifest: Manifest) -> int:
-        return os.stat(manifest.parts[0].location).st_ino
+        return os.stat(manifest.shards[0].location).st_ino
 
     first = transport.publish(1, weights(1).items())
     first_inode, views = inode(first), pulled(first)
@@ -197,7 +197,7 @@ def test_release_twice_and_of_unknown_versions(transport: SharedMemoryTransport)
 @pytest.mark.parametrize("position", [0, 4001, 4095, -1])
 def test_one_flipped_byte_is_found_before_anything_is_given(transport: SharedMemoryTransport, position: int) -> None:
     manifest = transport.publish(1, weights(1).items())
-    with open(manifest.parts[0].location, "r+b") as file:
+    with open(manifest.shards[0].location, "r+b") as file:
         file.seek(position, os.SEEK_SET if position >= 0 else os.SEEK_END)
         byte = file.read(1)
         file.seek(-1, os.SEEK_CUR)
@@ -208,8 +208,8 @@ def test_one_flipped_byte_is_found_before_anything_is_given(transport: SharedMem
 
 def test_half_an_old_version_is_found(transport: SharedMemoryTransport) -> None:
     old, new = (transport.publish(version, weights(version, size=1 << 20).items()) for version in (1, 2))
-    half = old.parts[0].num_bytes // 2
-    with open(old.parts[0].location, "rb") as source, open(new.parts[0].location, "r+b") as target:
+    half = old.shards[0].num_bytes // 2
+    with open(old.shards[0].location, "rb") as source, open(new.shards[0].location, "r+b") as target:
         target.write(source.read(half))
     with pytest.raises(StateDictError, match="checksum"):
         reader().pull(new)
@@ -217,7 +217,7 @@ def test_half_an_old_version_is_found(transport: SharedMemoryTransport) -> None:
 
 def test_a_shorter_file_is_found(transport: SharedMemoryTransport) -> None:
     manifest = transport.publish(1, weights(1).items())
-    os.truncate(manifest.parts[0].location, 100)
+    os.truncate(manifest.shards[0].location, 100)
     with pytest.raises(StateDictError, match="100 bytes"):
         reader().pull(manifest)
 
@@ -230,10 +230,10 @@ def test_a_manifest_that_contradicts_itself(
     transport: SharedMemoryTransport, change: dict[str, object], message: str
 ) -> None:
     manifest = transport.publish(1, weights(1).items())
-    (part,) = manifest.parts
-    entries = (replace(part.entries[0], **change), *part.entries[1:])
+    (shard,) = manifest.shards
+    entries = (replace(shard.entries[0], **change), *shard.entries[1:])
     with pytest.raises(StateDictError, match=message):
-        reader().pull(replace(manifest, parts=(replace(part, entries=entries),)))
+        reader().pull(replace(manifest, shards=(replace(shard, entries=entries),)))
 
 
 def test_refused_publishes_leave_nothing(transport: SharedMemoryTransport, tmp_path: Path) -> None:
@@ -249,7 +249,7 @@ def test_refused_publishes_leave_nothing(transport: SharedMemoryTransport, tmp_p
 
     with pytest.raises(RuntimeError, match="gather failed"):
         transport.publish(2, failing())
-    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [Path(manifest.parts[0].location)]
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [Path(manifest.shards[0].location)]
 
 
 def test_a_full_disk(transport: SharedMemoryTransport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,7 +262,7 @@ def test_a_full_disk(transport: SharedMemoryTransport, tmp_path: Path, monkeypat
         patch.setattr(os, "posix_fallocate", full)
         with pytest.raises(StateDictError, match=r"version 2, 0\.0 MB: .*No space left"):
             transport.publish(2, weights(2).items())
-    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [Path(manifest.parts[0].location)]
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [Path(manifest.shards[0].location)]
     assert_equal(pulled(manifest), weights(1))
     assert_equal(pulled(transport.publish(2, weights(2).items())), weights(2))
 
@@ -312,20 +312,20 @@ def test_what_a_killed_writer_left_is_removed_and_nothing_else(
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as writer:
         assert writer.stdout is not None
         assert writer.stdout.readline() == b"published\n"
-        assert clean_dead_segments(tmp_path) == []  # it lives
+        assert clean_dead_shards(tmp_path) == []  # it lives
         writer.send_signal(signal.SIGKILL)
         writer.wait(timeout=30)
-    (removed,) = clean_dead_segments(tmp_path)
+    (removed,) = clean_dead_shards(tmp_path)
     assert "dead" in removed.name
     assert not removed.exists()
-    assert set(tmp_path.iterdir()) == {Path(mine.parts[0].location).parent, other}
+    assert set(tmp_path.iterdir()) == {Path(mine.shards[0].location).parent, other}
     assert_equal(pulled(mine), weights(1))
 
 
 def test_two_writers_of_one_run_have_folders_of_their_own(tmp_path: Path) -> None:
-    folders = [segment_folder("same", tmp_path) for _ in range(2)]
+    folders = [shard_folder("same", tmp_path) for _ in range(2)]
     assert len(set(tmp_path.iterdir())) == 2
-    assert clean_dead_segments(tmp_path) == []
+    assert clean_dead_shards(tmp_path) == []
     for folder in folders:
         folder.remove()
     assert list(tmp_path.iterdir()) == []

@@ -12,22 +12,22 @@ from titan_rl.errors import ActorDiedError, GenerationError
 from titan_rl.generation.request import EngineRequest, OnChunk
 from titan_rl.generation.types import PauseMode
 from titan_rl.types import Completion, SamplingParams
-from titan_rl.weights.board import VersionBoard
+from titan_rl.weights.published_weights import PublishedWeights
 
 
 class ActorReplica:
     """The `StreamingReplica` of one `GeneratorActor`.
 
-    It finds manifests on the board, and posts there what a pull measured. It serves from `connect` to `disconnect`.
+    It finds manifests in `published`, and notes there what a pull measured. It serves from `connect` to `disconnect`.
     """
 
-    def __init__(self, remote: RemoteProcess, actor: Any, board: VersionBoard) -> None:
+    def __init__(self, remote: RemoteProcess, actor: Any, published: PublishedWeights) -> None:
         self.name = remote.name
         self.remote = remote
         self._client = RequestClient(remote, actor.generate.broadcast)
         self._receiving: asyncio.Task[None] | None = None
         self._actor = actor
-        self._board = board
+        self._published = published
 
     async def connect(self) -> None:
         """Have the actor send its completions here."""
@@ -53,9 +53,9 @@ class ActorReplica:
         return await self._client.generate(request, on_chunk)
 
     async def pull(self, version: int) -> int:
-        loaded, figures = await self._call(self._actor.pull, self._board.manifest_of(version))
+        loaded, figures = await self._call(self._actor.pull, self._published.manifest_of(version))
         if loaded == version:
-            self._board.note_pull(self.name, figures)
+            self._published.note_pull(self.name, figures)
         return loaded
 
     async def pause(self, mode: PauseMode) -> None:

@@ -28,7 +28,7 @@ from titan_rl.generation.router.registry import make_strategy
 from titan_rl.generation.router.replica import Replica
 from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.training.settings import ModelConfig
-from titan_rl.weights.board import VersionBoard
+from titan_rl.weights.published_weights import PublishedWeights
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class GeneratorProcesses:
         seed: int,
         max_running: int,
         files: ProcessFiles,
-        board: VersionBoard,
+        published: PublishedWeights,
         supervisor: Any,
         tell: Callable[[str], object],
     ) -> None:
@@ -82,7 +82,7 @@ class GeneratorProcesses:
         self._seed = seed
         self._max_running = max_running
         self._files = files
-        self._board = board
+        self._published = published
         self._supervisor = supervisor
         self._tell = tell
         self._respawns = Respawns(self._respawn_limits())
@@ -198,7 +198,7 @@ class GeneratorProcesses:
         )
         num_ranks = generation.tensor_parallel_size
         remote, ranks = await self._spawn(name, GeneratorActor, settings, num_ranks=num_ranks)
-        replica = ActorReplica(remote, ranks.slice(procs=0), self._board)
+        replica = ActorReplica(remote, ranks.slice(procs=0), self._published)
         self._opened.append(replica)
         await replica.connect()
         return replica
@@ -282,7 +282,7 @@ async def start_generators(
             seed=config.seed,
             max_running=max_running,
             files=files,
-            board=VersionBoard(),
+            published=PublishedWeights(),
             supervisor=supervisor,
             tell=tell,
         )

@@ -21,7 +21,7 @@ from titan_rl.actors.worker_pool import WorkerPool
 from titan_rl.config.concurrency import Concurrency
 from titan_rl.config.run import RunConfig
 from titan_rl.generation.router.router import GeneratorRouter
-from titan_rl.weights.board import VersionBoard
+from titan_rl.weights.published_weights import PublishedWeights
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class RunProcesses(GeneratorProcesses):
         self,
         config: RunConfig,
         files: RunFiles,
-        board: VersionBoard,
+        published: PublishedWeights,
         supervisor: Any,
         service: Any,
         tell: Callable[[str], object],
@@ -60,7 +60,7 @@ class RunProcesses(GeneratorProcesses):
             seed=config.seed,
             max_running=Concurrency.of(config).max_running,
             files=files,
-            board=board,
+            published=published,
             supervisor=supervisor,
             tell=tell,
         )
@@ -115,7 +115,7 @@ class RunProcesses(GeneratorProcesses):
 
 @contextlib.asynccontextmanager
 async def start_processes(
-    config: RunConfig, files: RunFiles, board: VersionBoard, tell: Callable[[str], object] = logger.info
+    config: RunConfig, files: RunFiles, published: PublishedWeights, tell: Callable[[str], object] = logger.info
 ) -> AsyncGenerator[RunProcesses]:
     """A started processes, whose processes end with the block.
 
@@ -128,7 +128,7 @@ async def start_processes(
 
     def make(supervisor: Any) -> RunProcesses:
         service = this_proc().spawn("generate_service", GenerateService)
-        return RunProcesses(config, files, board, supervisor, service, tell)
+        return RunProcesses(config, files, published, supervisor, service, tell)
 
     async with started(files.logs, make) as processes:
         yield processes

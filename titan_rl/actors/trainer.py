@@ -28,7 +28,7 @@ from titan_rl.training.data.step_plan import StepPlan, plan_step
 from titan_rl.training.protocol import StepResult, agreed_version
 from titan_rl.training.settings import CorrectionConfig, ModelConfig, TrainingConfig
 from titan_rl.training.state.checkpoint import step_directory
-from titan_rl.weights.parts import join
+from titan_rl.weights.shards import join
 from titan_rl.weights.transports.registry import TransportSpec, make_transport
 from titan_rl.weights.types import Manifest
 
@@ -170,7 +170,7 @@ class ActorTrainer:
         await self._all("begin_publish")
 
     async def finish_publish(self) -> Manifest:
-        """The version begun last, of which each rank has published its part.
+        """The version begun last, of which each rank has published its shard.
 
         Raises:
             StateDictError: a rank could not; none of them keeps a part of it.

@@ -61,7 +61,7 @@ from titan_rl.scheduling.scheduler import GroupScheduler
 from titan_rl.training.data.sample import TrainingSample
 from titan_rl.training.data.sample_builder import build_samples
 from titan_rl.training.protocol import Trainer
-from titan_rl.weights.board import VersionBoard
+from titan_rl.weights.published_weights import PublishedWeights
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class Controller:
 
     Args:
         start: of the checkpoint that the trainer has loaded.
-        board: where the router's replicas find the manifests of published versions.
+        published: where the router's replicas find the manifests of published versions.
         log: called with (step, metrics) for every record.
     """
 
@@ -84,7 +84,7 @@ class Controller:
         router: GeneratorRouter,
         trainer: Trainer,
         stop_token_ids: Sequence[int],
-        board: VersionBoard,
+        published: PublishedWeights,
         run_dir: RunDirectory,
         log: Callable[[int, dict[str, float]], None],
         progress: Progress,
@@ -113,7 +113,7 @@ class Controller:
         )
         self._records = GroupRecords(journal, self._transcripts)
         self._scheduler = self._make_scheduler(task, journal)
-        self._sync = WeightSync(trainer, board, router, config.generation.pull_mode)
+        self._sync = WeightSync(trainer, published, router, config.generation.pull_mode)
         self._validation = Validation(config, self._groups, self._transcripts, run_dir, log=log, tell=self._tell)
         self._saver = self._make_saver(router, journal)
         self._activity = Activity(router, self._groups.requests, config.generation.num_generators)

@@ -116,23 +116,23 @@ async def _run(
     from titan_rl.actors.generate_service import listening
     from titan_rl.actors.processes.transport import listen_below
     from titan_rl.actors.run_processes import start_processes
-    from titan_rl.weights.board import VersionBoard
-    from titan_rl.weights.segments.folder import clean_dead_segments
+    from titan_rl.weights.published_weights import PublishedWeights
+    from titan_rl.weights.shard_files.shard_folder import clean_dead_shards
 
     await asyncio.sleep(0)  # a signal that came during those imports stops the run here
     renderer = make_renderer(config.model)
     with open_outputs(config, run_dir) as (progress, sinks), contextlib.ExitStack() as resources:
         signals.tell = progress.end_with
-        resources.callback(clean_dead_segments)  # of a trainer that was killed
+        resources.callback(clean_dead_shards)  # of a trainer that was killed
         progress.message(f"run directory: {run_dir.path}")
         progress.message(f"starting {describe_processes(config)}")
-        board = VersionBoard()
+        published = PublishedWeights()
         journal = resources.enter_context(_journal(run_dir, start, progress.message))
         resources.enter_context(LoopWatchdog(progress.message))
         resources.enter_context(listening(progress.message))
         listen_below(Path(tempfile.gettempdir()))
         async with (
-            start_processes(config, run_dir, board, progress.message) as processes,
+            start_processes(config, run_dir, published, progress.message) as processes,
             _group_runner(config, run_dir, processes, progress.message, renderer) as group_runner,
         ):
             resources.enter_context(settled_heap())
@@ -147,7 +147,7 @@ async def _run(
                 router=router,
                 trainer=processes.trainer,
                 stop_token_ids=renderer.get_stop_token_ids(),
-                board=board,
+                published=published,
                 run_dir=run_dir,
                 log=sinks.log,
                 progress=progress,

@@ -80,7 +80,7 @@ class WeightPublisher:
         """Wait until the version begun last is published, or is not: on all ranks alike. Any thread may call this.
 
         Returns:
-            a manifest of one part. `titan_rl.weights.parts.join` makes a version of those of all ranks.
+            a manifest of one shard. `titan_rl.weights.shards.join` makes a version of those of all ranks.
 
         Raises:
             StateDictError: on all ranks, if one of them has published the version already, has no room for it, or
@@ -139,4 +139,4 @@ class WeightPublisher:
 
     def _converted(self, snapshot: _Snapshot) -> Iterator[tuple[str, TensorSlice]]:
         for name, piece in snapshot.slices:
-            yield name, TensorSlice(piece.tensor.to(self._trainer.dtype), piece.place)
+            yield name, TensorSlice(piece.tensor.to(self._trainer.dtype), piece.position)

@@ -1,4 +1,4 @@
-"""Tensors out of the parts that hold them: views where one part has a tensor whole, copies where several share it."""
+"""Tensors out of the shards that hold them: views where one shard has a tensor whole, copies where several share it."""
 
 from __future__ import annotations
 
@@ -9,44 +9,44 @@ import torch
 
 from titan_rl.errors import StateDictError
 from titan_rl.weights.layout import Buffer, view
-from titan_rl.weights.parts import place_of, slices_by_name
-from titan_rl.weights.types import Manifest, Part, TensorEntry
+from titan_rl.weights.shards import position_of, slices_by_name
+from titan_rl.weights.types import Manifest, Shard, TensorEntry
 
 
 def assemble(
-    manifest: Manifest, open_part: Callable[[Part], Buffer], *, copy: bool = False
+    manifest: Manifest, open_shard: Callable[[Shard], Buffer], *, copy: bool = False
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor) pairs of a version. All checks are done when this returns; tensors are copied together one at a
     time, as they are asked for.
 
     Args:
-        open_part: gives a part's verified bytes.  # [num_bytes] or more
-        copy: also of tensors that one part has whole, of which views are given otherwise.
+        open_shard: gives a shard's verified bytes.  # [num_bytes] or more
+        copy: also of tensors that one shard has whole, of which views are given otherwise.
 
     Raises:
         StateDictError: the manifest describes slices that do not make up the tensors or do not fit the bytes, or what
-            `open_part` raises.
+            `open_shard` raises.
     """
     tensors = slices_by_name(manifest)
-    for part in manifest.parts:
-        for entry in part.entries:
-            _check_entry(entry, part.num_bytes, manifest.version)
-    buffers = [open_part(part) for part in manifest.parts]
+    for shard in manifest.shards:
+        for entry in shard.entries:
+            _check_entry(entry, shard.num_bytes, manifest.version)
+    buffers = [open_shard(shard) for shard in manifest.shards]
     return ((name, _tensor(slices, buffers, copy)) for name, slices in tensors.items())
 
 
 def _tensor(slices: Sequence[tuple[int, TensorEntry]], buffers: Sequence[Buffer], copy: bool) -> torch.Tensor:
     if len(slices) == 1:
-        ((part, entry),) = slices
-        tensor = view(buffers[part], entry)
-        whole = tensor if entry.place is None else tensor.view(entry.place.whole_shape)
+        ((shard, entry),) = slices
+        tensor = view(buffers[shard], entry)
+        whole = tensor if entry.position is None else tensor.view(entry.position.whole_shape)
         return whole.clone() if copy else whole
     _, first = slices[0]
-    pieces = [(entry, view(buffers[part], entry)) for part, entry in slices]
-    whole = torch.empty(place_of(first).whole_shape, dtype=getattr(torch, first.dtype), device=pieces[0][1].device)
+    pieces = [(entry, view(buffers[shard], entry)) for shard, entry in slices]
+    whole = torch.empty(position_of(first).whole_shape, dtype=getattr(torch, first.dtype), device=pieces[0][1].device)
     for entry, piece in pieces:
         box = whole
-        for dim, (start, size) in enumerate(zip(place_of(entry).start, entry.shape, strict=True)):
+        for dim, (start, size) in enumerate(zip(position_of(entry).start, entry.shape, strict=True)):
             box = box.narrow(dim, start, size)
         box.copy_(piece)
     return whole
@@ -59,5 +59,5 @@ def _check_entry(entry: TensorEntry, num_bytes: int, version: int) -> None:
     fits = entry.offset >= 0 and entry.offset + entry.num_bytes <= num_bytes
     if not fits or math.prod(entry.shape) * dtype.itemsize != entry.num_bytes:
         raise StateDictError(
-            f"{entry.name!r} of version {version} does not fit the {num_bytes} bytes of its part: {entry}"
+            f"{entry.name!r} of version {version} does not fit the {num_bytes} bytes of its shard: {entry}"
         )

@@ -1,4 +1,4 @@
-"""Where the tensors of a part lie in its bytes, and how they get there."""
+"""Where the tensors of a shard lie in its bytes, and how they get there."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from titan_rl.errors import StateDictError
-from titan_rl.weights.segments.segment import ALIGNMENT
+from titan_rl.weights.shard_files.shard_file import ALIGNMENT
 from titan_rl.weights.types import TensorEntry, TensorSlice
 
 PIECE = 1 << 20  # bytes copied before `fill` tells of them: few enough to be in the cache still
@@ -33,15 +33,15 @@ def lay_out(named: Named) -> tuple[TensorEntry, ...]:
     entries: dict[tuple[str, tuple[int, ...] | None], TensorEntry] = {}
     offset = 0
     for name, value in named:
-        tensor, place = (value.tensor, value.place) if isinstance(value, TensorSlice) else (value, None)
+        tensor, position = (value.tensor, value.position) if isinstance(value, TensorSlice) else (value, None)
         shape = tuple(tensor.shape)
-        if place is not None and shape == place.whole_shape and not any(place.start):
-            place = None
-        key = (name, None if place is None else place.start)
+        if position is not None and shape == position.whole_shape and not any(position.start):
+            position = None
+        key = (name, None if position is None else position.start)
         if key in entries:
             raise StateDictError(f"{name!r} appears twice in the state dict")
         dtype = str(tensor.dtype).removeprefix("torch.")
-        entries[key] = TensorEntry(name, dtype, shape, offset, tensor.numel() * tensor.itemsize, place)
+        entries[key] = TensorEntry(name, dtype, shape, offset, tensor.numel() * tensor.itemsize, position)
         offset = _align(offset + entries[key].num_bytes)
     return tuple(entries.values())
 
@@ -75,7 +75,7 @@ def fill(
                     written(upto)
             else:
                 view(buffer, entry).copy_(tensor)
-        buffer[end : _align(end)] = 0  # a used segment has old bytes there, which the checksum would see
+        buffer[end : _align(end)] = 0  # a used shard has old bytes there, which the checksum would see
         written(_align(end))
 
 

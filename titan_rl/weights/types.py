@@ -11,10 +11,10 @@ NUM_KEPT = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SlicePosition:
     """Where a slice lies in the tensor that it is cut from.
 
-    Example: the lower half of a [6, 4] matrix has shape (3, 4) and `Place((3, 0), (6, 4))`.
+    Example: the lower half of a [6, 4] matrix has shape (3, 4) and `SlicePosition((3, 0), (6, 4))`.
     """
 
     start: tuple[int, ...]  # of the slice's first element
@@ -26,19 +26,19 @@ class TensorSlice:
     """A tensor to publish that is a box cut out of a larger one. An empty one only names it: others have its slices."""
 
     tensor: Any
-    place: Place
+    position: SlicePosition
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Where one parameter, or a slice of one, lies in a segment."""
+    """Where one parameter, or a slice of one, lies in a shard."""
 
     name: str  # Hugging Face parameter name
     dtype: str  # torch's name without the prefix: "float32"
     shape: tuple[int, ...]
-    offset: int  # bytes from the segment's start
+    offset: int  # bytes from the shard's start
     num_bytes: int
-    place: Place | None = None  # None where it is the whole tensor
+    position: SlicePosition | None = None  # None where it is the whole tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +50,8 @@ class Probe:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """What one process wrote of a version."""
+class Shard:
+    """What one process wrote of a version, and how it is found."""
 
     location: str  # how the transport finds the bytes
     num_bytes: int
@@ -65,11 +65,11 @@ class Part:
 class Manifest:
     """Everything a reader needs to find and check one published version. Small and picklable.
 
-    What one process publishes has one part; `titan_rl.weights.parts.join` makes one version of what several do.
+    What one process publishes has one shard; `titan_rl.weights.shards.join` makes one version of what several do.
     """
 
     version: int
-    parts: tuple[Part, ...]
+    shards: tuple[Shard, ...]
     probes: tuple[Probe, ...] = ()
     tolerance: float = 1e-5  # largest mean difference allowed between a probe's logprobs and the reader's
 
@@ -89,7 +89,7 @@ class StateDictTransport(Protocol):
         """Write one version where readers can find it. A reader never sees it half written.
 
         Args:
-            named_tensors: (name, tensor), or (name, `TensorSlice`) where this process has a part of it.
+            named_tensors: (name, tensor), or (name, `TensorSlice`) where this process has a slice of it.
 
         Raises:
             StateDictError: the version was published already, or there is no room for it.
@@ -97,13 +97,13 @@ class StateDictTransport(Protocol):
         ...
 
     def pull(self, manifest: Manifest) -> Iterator[tuple[str, Any]]:
-        """(name, tensor) pairs of a published version, whole, in the order of the first part that names them.
+        """(name, tensor) pairs of a published version, whole, in the order of the first shard that names them.
 
-        Everything is verified before the first pair: that the slices make up the tensors, and each part's size and
+        Everything is verified before the first pair: that the slices make up the tensors, and each shard's size and
         checksum.
 
         Raises:
-            StateDictError: the version, or a part of it, is gone or does not match the manifest.
+            StateDictError: the version, or a shard of it, is gone or does not match the manifest.
         """
         ...
 

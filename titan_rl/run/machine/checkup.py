@@ -18,7 +18,7 @@ from typing import Literal
 from packaging.requirements import Requirement
 
 from titan_rl.run.machine.environment import LONGEST_TMPDIR, scratch_root
-from titan_rl.weights.segments.folder import segment_root
+from titan_rl.weights.shard_files.shard_folder import shard_root
 
 LEAST_SHARED_MEMORY = 1 << 30  # bytes; two versions of the weights lie there, and what engines share
 LEAST_MEMORY = 6 << 30  # bytes; an engine and a trainer with a tiny model take nearly that
@@ -88,7 +88,7 @@ def _machine() -> Iterator[Finding]:
         else Finding("threads", "warning", f"OMP_NUM_THREADS = {threads}", "unset OMP_NUM_THREADS")
     )
     yield _at_least("memory", _memory(), LEAST_MEMORY, "use a smaller model, or a machine with more memory")
-    shared = segment_root()
+    shared = shard_root()
     fix = "mount -o remount,size=4G /dev/shm; in a container: docker run --shm-size=4g"
     yield _at_least("shared memory", shutil.disk_usage(shared).free, LEAST_SHARED_MEMORY, fix, f" free in {shared}")
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)

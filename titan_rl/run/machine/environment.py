@@ -8,8 +8,8 @@ import tempfile
 from collections.abc import Generator
 from pathlib import Path
 
-from titan_rl.weights.segments.folder import clean_dead_segments
-from titan_rl.weights.segments.owned_folder import OwnedFolder, clean_dead_folders
+from titan_rl.weights.shard_files.owned_folder import OwnedFolder, clean_dead_folders
+from titan_rl.weights.shard_files.shard_folder import clean_dead_shards
 
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",  # engines and trainer share the cores; threads of their own would thrash
@@ -70,7 +70,7 @@ def clean_up_after_dead_runs(root: Path) -> None:
     is gone."""
     for scratch in clean_dead_folders(SCRATCH, root):
         _remove_monarch_logs(scratch)
-    clean_dead_segments()
+    clean_dead_shards()
 
 
 def _remove_monarch_logs(scratch: Path) -> None:

@@ -102,12 +102,12 @@ def _clean_up(root: Path, run_id: str) -> None:
     """The other processes of the run end with it, and only then give up the locks of their folders."""
     sys.path.append(str(Path(__file__).parents[3]))
     from titan_rl.run.machine.environment import clean_up_after_dead_runs
-    from titan_rl.weights.segments.folder import segment_folders
+    from titan_rl.weights.shard_files.shard_folder import shard_folders
 
     deadline = time.monotonic() + CLEANING_S
     while True:
         clean_up_after_dead_runs(root)
-        if not segment_folders(run_id) or time.monotonic() > deadline:
+        if not shard_folders(run_id) or time.monotonic() > deadline:
             return
         time.sleep(0.1)
 

@@ -8,20 +8,22 @@ from titan_rl.errors import TrainingError
 from titan_rl.generation.router.pull import PullMode
 from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.training.protocol import Trainer
-from titan_rl.weights.board import VersionBoard
+from titan_rl.weights.published_weights import PublishedWeights
 
 
 class WeightSync:
     """Has versions published and pulled, one after the other.
 
     Args:
-        board: where the router's replicas find the manifests of published versions.
+        published: where the router's replicas find the manifests of published versions.
         pull_mode: what becomes of requests in flight, see `GeneratorRouter.pull_state_dict`.
     """
 
-    def __init__(self, trainer: Trainer, board: VersionBoard, router: GeneratorRouter, pull_mode: PullMode) -> None:
+    def __init__(
+        self, trainer: Trainer, published: PublishedWeights, router: GeneratorRouter, pull_mode: PullMode
+    ) -> None:
         self._trainer = trainer
-        self._board = board
+        self._published = published
         self._router = router
         self._pull_mode: PullMode = pull_mode
 
@@ -47,8 +49,8 @@ class WeightSync:
         manifest = await self._trainer.finish_publish()
         if manifest.version != version:
             raise TrainingError(f"the trainer publishes version {manifest.version} where the run is at {version}")
-        published = time.monotonic()
-        self._board.announce(manifest)
+        done = time.monotonic()
+        self._published.announce(manifest)
         await self._router.pull_state_dict(manifest.version, self._pull_mode)
         pulled = time.monotonic()
-        return self._board.worst() | {"publish_s": published - began, "pull_s": pulled - published}
+        return self._published.worst() | {"publish_s": done - began, "pull_s": pulled - done}

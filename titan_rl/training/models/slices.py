@@ -16,7 +16,7 @@ import torch
 
 from titan_rl.training.parallel.parallel import full_tensor, owned_slice
 from titan_rl.training.parallel.world import World
-from titan_rl.weights.types import Place, TensorSlice
+from titan_rl.weights.types import SlicePosition, TensorSlice
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +89,10 @@ def _same_view(tensor: torch.Tensor, row: torch.Tensor) -> bool:
 def _row(piece: TensorSlice | None, row: int) -> TensorSlice | None:
     if piece is None:
         return None
-    first, *start = piece.place.start
+    first, *start = piece.position.start
     if not first <= row < first + len(piece.tensor):
         return None
-    return TensorSlice(piece.tensor[row - first], Place(tuple(start), piece.place.whole_shape[1:]))
+    return TensorSlice(piece.tensor[row - first], SlicePosition(tuple(start), piece.position.whole_shape[1:]))
 
 
 def _own(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -103,7 +103,7 @@ def _own(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def _cut(tensor: torch.Tensor) -> TensorSlice:
     shape = tuple(tensor.shape)
-    return TensorSlice(tensor, Place((0,) * len(shape), shape))
+    return TensorSlice(tensor, SlicePosition((0,) * len(shape), shape))
 
 
 def _entries(
@@ -112,4 +112,5 @@ def _entries(
     if piece is not None:
         yield name, piece
     elif world.is_first:
-        yield name, TensorSlice(torch.empty((0, *shape[1:]), dtype=dtype), Place((0,) * len(shape), tuple(shape)))
+        empty = torch.empty((0, *shape[1:]), dtype=dtype)
+        yield name, TensorSlice(empty, SlicePosition((0,) * len(shape), tuple(shape)))

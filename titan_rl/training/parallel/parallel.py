@@ -10,7 +10,7 @@ from titan_rl.training.choices import ActivationCheckpointing
 from titan_rl.training.device import local_device  # before torchtitan
 from titan_rl.training.parallel.compilation import compile_blocks
 from titan_rl.training.parallel.world import World
-from titan_rl.weights.types import Place, TensorSlice
+from titan_rl.weights.types import SlicePosition, TensorSlice
 
 # isort: split
 from torch.distributed.fsdp import FSDPModule
@@ -63,11 +63,11 @@ def local_slice(tensor: torch.Tensor) -> TensorSlice:
     """The slice of a tensor that this rank holds, sharing its memory; of one that no rank shares, all of it."""
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
-        return TensorSlice(tensor, Place((0,) * len(shape), shape))
+        return TensorSlice(tensor, SlicePosition((0,) * len(shape), shape))
     own = tensor.to_local()
     size, start = compute_local_shape_and_global_offset(shape, tensor.device_mesh, tensor.placements)
     assert tuple(own.shape) == tuple(size), f"a slice of {shape} has shape {tuple(own.shape)}; {size} is expected"
-    return TensorSlice(own, Place(tuple(start), shape))
+    return TensorSlice(own, SlicePosition(tuple(start), shape))
 
 
 def owned_slice(tensor: torch.Tensor, world: World) -> TensorSlice | None:

@@ -23,7 +23,7 @@ THREADS = 4  # a CRC runs at about 4 GB/s in each
 
 
 @dataclass(frozen=True, slots=True)
-class Checksum:
+class FileChecksum:
     """Of one file."""
 
     bytes: int
@@ -57,26 +57,26 @@ class SummingWriter:
             self._took(len(block))
         self._bytes += len(data)
 
-    def close(self) -> Checksum:
+    def close(self) -> FileChecksum:
         """Have everything on the disk. The file is the caller's."""
         self._thread.shutdown()
         self._file.flush()
         os.fsync(self._file.fileno())
-        return Checksum(self._bytes, self._crc32)
+        return FileChecksum(self._bytes, self._crc32)
 
 
-def write_summed(path: Path, text: str) -> Checksum:
+def write_summed(path: Path, text: str) -> FileChecksum:
     """Write a small file."""
     data = text.encode()
     path.write_bytes(data)
-    return Checksum(len(data), zlib.crc32(data))
+    return FileChecksum(len(data), zlib.crc32(data))
 
 
-def write_checksums(folder: Path, checksums: Mapping[str, Checksum]) -> None:
+def write_checksums(folder: Path, checksums: Mapping[str, FileChecksum]) -> None:
     (folder / NAME).write_text(json.dumps({name: asdict(each) for name, each in checksums.items()}, indent=1))
 
 
-def read_checksums(folder: Path) -> dict[str, Checksum]:
+def read_checksums(folder: Path) -> dict[str, FileChecksum]:
     """By file name.
 
     Raises:
@@ -85,7 +85,7 @@ def read_checksums(folder: Path) -> dict[str, Checksum]:
     path = folder / NAME
     try:
         entries: dict[str, dict[str, int]] = json.loads(path.read_text())
-        checksums = {name: Checksum(**values) for name, values in entries.items()}
+        checksums = {name: FileChecksum(**values) for name, values in entries.items()}
     except FileNotFoundError:
         raise DamagedCheckpointError(f"{folder} has no {NAME}: it is no whole checkpoint") from None
     except (OSError, ValueError, TypeError, AttributeError) as error:
@@ -111,7 +111,7 @@ def verify(folder: Path, *, share: int = 0, of: int = 1) -> None:
             raise DamagedCheckpointError(first)
 
 
-def _complaint(path: Path, expected: Checksum) -> str | None:
+def _complaint(path: Path, expected: FileChecksum) -> str | None:
     crc32, size = 0, 0
     block = memoryview(bytearray(min(BLOCK, expected.bytes + 1)))
     try:

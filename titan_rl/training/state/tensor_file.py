@@ -15,8 +15,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from titan_rl.errors import DamagedCheckpointError
-from titan_rl.training.state.checksums import Checksum, SummingWriter
-from titan_rl.weights.types import Place, TensorSlice
+from titan_rl.training.state.checksums import FileChecksum, SummingWriter
+from titan_rl.weights.types import SlicePosition, TensorSlice
 
 SUFFIX = ".safetensors"
 
@@ -39,9 +39,9 @@ _NAMES = {
 }
 
 
-def write_slices(path: Path, slices: Mapping[str, TensorSlice], took: Callable[[int], None] = _nothing) -> Checksum:
+def write_slices(path: Path, slices: Mapping[str, TensorSlice], took: Callable[[int], None] = _nothing) -> FileChecksum:
     """Write slices of tensors for `TensorFiles` to read. See `write_tensors`."""
-    places = {name: [each.place.start, each.place.whole_shape] for name, each in slices.items()}
+    places = {name: [each.position.start, each.position.whole_shape] for name, each in slices.items()}
     return write_tensors(
         path, {name: each.tensor for name, each in slices.items()}, {_PLACES: json.dumps(places)}, took
     )
@@ -52,7 +52,7 @@ def write_tensors(
     tensors: Mapping[str, torch.Tensor],
     metadata: Mapping[str, str],
     took: Callable[[int], None] = _nothing,
-) -> Checksum:
+) -> FileChecksum:
     """Write a safetensors file of tensors on the CPU, one after the other: no second copy of all of them is made.
 
     Args:
@@ -88,7 +88,7 @@ class StoredSlice:
 
     path: Path
     shape: tuple[int, ...]
-    place: Place
+    position: SlicePosition
 
 
 class TensorFiles:
@@ -105,8 +105,8 @@ class TensorFiles:
                 with safe_open(path, framework="pt") as file:
                     places = json.loads(file.metadata()[_PLACES])
                     for name, (start, whole_shape) in places.items():
-                        place = Place(tuple(start), tuple(whole_shape))
-                        stored = StoredSlice(path, tuple(file.get_slice(name).get_shape()), place)
+                        position = SlicePosition(tuple(start), tuple(whole_shape))
+                        stored = StoredSlice(path, tuple(file.get_slice(name).get_shape()), position)
                         self._slices.setdefault(name, []).append(stored)
             except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
                 raise DamagedCheckpointError(f"{path} is damaged: {error!r}") from error
@@ -125,9 +125,10 @@ class TensorFiles:
         for name, target in wanted.items():
             covered = 0
             for stored in self._slices.get(name, []):
-                if stored.place.whole_shape != target.place.whole_shape:
+                if stored.position.whole_shape != target.position.whole_shape:
                     raise ValueError(
-                        f"{name} has shape {stored.place.whole_shape}; this trainer's has {target.place.whole_shape}"
+                        f"{name} has shape {stored.position.whole_shape}; this trainer's has "
+                        f"{target.position.whole_shape}"
                     )
                 if size := _common(stored, target)[2]:
                     covered += size
@@ -151,7 +152,7 @@ def _common(stored: StoredSlice, target: TensorSlice) -> tuple[tuple[slice, ...]
     here: list[slice] = []
     count = 1
     for start, size, wanted_start, wanted_size in zip(
-        stored.place.start, stored.shape, target.place.start, target.tensor.shape, strict=True
+        stored.position.start, stored.shape, target.position.start, target.tensor.shape, strict=True
     ):
         first, end = max(start, wanted_start), min(start + size, wanted_start + wanted_size)
         there.append(slice(first - start, end - start))

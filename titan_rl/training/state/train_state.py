@@ -88,7 +88,7 @@ class TrainStateWriter:
         mine = {name: own for name, tensor in tensors.items() if (own := owned_slice(tensor, self._world)) is not None}
         copies = self._stager.stage({name: each.tensor for name, each in mine.items()})
         assert not isinstance(copies, Future), "staging is synchronous"
-        slices = {name: TensorSlice(copies[name], each.place) for name, each in mine.items()}
+        slices = {name: TensorSlice(copies[name], each.position) for name, each in mine.items()}
         state = json.dumps({"format": FORMAT, "version": version, "values": values})
         # Monarch keeps the actor that calls in the context.
         write = contextvars.copy_context().run

@@ -17,9 +17,9 @@ import torch
 from titan_rl.errors import StateDictError
 from titan_rl.weights.assembly import assemble
 from titan_rl.weights.layout import fill, lay_out, size_of
-from titan_rl.weights.segments.segment import BLOCK_WORDS, Segment, lock_published
-from titan_rl.weights.segments.segment_store import SegmentStore
-from titan_rl.weights.types import NUM_KEPT, Manifest, Part, Probe, TensorSlice
+from titan_rl.weights.shard_files.shard_file import BLOCK_WORDS, ShardFile, lock_published
+from titan_rl.weights.shard_files.shard_store import ShardStore
+from titan_rl.weights.types import NUM_KEPT, Manifest, Probe, Shard, TensorSlice
 
 DEVICE_INDEX = 6  # of the arguments by which torch rebuilds a tensor of another process
 
@@ -87,7 +87,7 @@ def _open(arguments: tuple[Any, ...]) -> torch.Tensor:
 
 
 class Orphans:
-    """Buffers of segments that were given up while a reader had them. They go when it lets go."""
+    """Buffers of shards that were given up while a reader had them. They go when it lets go."""
 
     def __init__(self) -> None:
         self._buffers: list[tuple[int, torch.Tensor]] = []
@@ -112,11 +112,11 @@ class Orphans:
         return True
 
 
-class DeviceSegment(Segment):
-    """A segment whose bytes lie on a device. Its file has the name and the locks.
+class DeviceShard(ShardFile):
+    """A shard whose bytes lie on a device. Its file has the name and the locks.
 
     Raises:
-        OSError: as `Segment`, or the device has no room.
+        OSError: as `ShardFile`, or the device has no room.
     """
 
     def __init__(self, path: Path, num_bytes: int, memory: SharedDeviceMemory, orphans: Orphans) -> None:
@@ -149,7 +149,7 @@ class DeviceSegment(Segment):
 
 
 class ReadLock:
-    """Keeps a published segment from being written, until it is closed or forgotten.
+    """Keeps a published shard from being written, until it is closed or forgotten.
 
     Raises:
         StateDictError: it is gone.
@@ -174,12 +174,12 @@ class CudaIPCTransport:
     tensor at a time, from the writer's memory to its own GPU, and holds the version until it has the last one.
 
     Args:
-        run_id, keep, root: as of `SegmentStore`.
+        run_id, keep, root: as of `ShardStore`.
         memory: by default that of the GPU which is current when it is used.
 
     Raises:
         StateDictError: this process has no GPU.
-        ValueError: as `SegmentStore`.
+        ValueError: as `ShardStore`.
     """
 
     def __init__(
@@ -188,10 +188,10 @@ class CudaIPCTransport:
         self._memory = memory or CudaMemory()
         orphans = Orphans()
 
-        def make(path: Path, num_bytes: int) -> DeviceSegment:
-            return DeviceSegment(path, num_bytes, self._memory, orphans)
+        def make(path: Path, num_bytes: int) -> DeviceShard:
+            return DeviceShard(path, num_bytes, self._memory, orphans)
 
-        self._store = SegmentStore(run_id, make, keep=keep, root=root)
+        self._store = ShardStore(run_id, make, keep=keep, root=root)
 
     def publish(
         self,
@@ -201,7 +201,7 @@ class CudaIPCTransport:
         probes: Sequence[Probe] = (),
         tolerance: float = 1e-5,
     ) -> Manifest:
-        """Copy the tensors into a segment on the GPU and make it visible.
+        """Copy the tensors into a shard on the GPU and make it visible.
 
         Raises:
             StateDictError: the version is published already, a tensor or a slice of it appears twice, there is no
@@ -211,31 +211,33 @@ class CudaIPCTransport:
         entries = lay_out(named)
         num_bytes = size_of(entries)
 
-        def write(segment: DeviceSegment) -> tuple[int, Any]:
-            fill(segment.buffer, named, entries)
-            found = checksum(segment.buffer)  # has waited for the copies
-            return found, segment.handle
+        def write(shard: DeviceShard) -> tuple[int, Any]:
+            fill(shard.buffer, named, entries)
+            found = checksum(shard.buffer)  # has waited for the copies
+            return found, shard.handle
 
         path, (found, handle) = self._store.write(version, num_bytes, write)
-        return Manifest(version, (Part(str(path), num_bytes, found, entries, remote=handle),), tuple(probes), tolerance)
+        return Manifest(
+            version, (Shard(str(path), num_bytes, found, entries, remote=handle),), tuple(probes), tolerance
+        )
 
     def pull(self, manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
-        """Verify every part, then give (name, tensor) pairs, each a copy on this process's GPU.
+        """Verify every shard, then give (name, tensor) pairs, each a copy on this process's GPU.
 
         Raises:
-            StateDictError: a part of the version is gone, its size, layout or checksum differ from the manifest's, or
+            StateDictError: a shard of the version is gone, its size, layout or checksum differ from the manifest's, or
                 the slices of a tensor do not make it up.
         """
         locks: list[ReadLock] = []
 
-        def open_part(part: Part) -> torch.Tensor:
-            if not part.num_bytes:
+        def open_shard(shard: Shard) -> torch.Tensor:
+            if not shard.num_bytes:
                 return torch.empty(0, dtype=torch.uint8)
-            locks.append(ReadLock(Path(part.location)))
-            return self._open(part)
+            locks.append(ReadLock(Path(shard.location)))
+            return self._open(shard)
 
         try:
-            pairs = assemble(manifest, open_part, copy=True)
+            pairs = assemble(manifest, open_shard, copy=True)
         except BaseException:
             _close(locks)  # who keeps the error would keep them
             raise
@@ -249,16 +251,18 @@ class CudaIPCTransport:
         """Free everything that no reader has; later calls of `publish` fail."""
         self._store.close()
 
-    def _open(self, part: Part) -> torch.Tensor:
+    def _open(self, shard: Shard) -> torch.Tensor:
         try:
-            buffer = self._memory.open(part.remote)
-            found = checksum(buffer) if len(buffer) == part.num_bytes else None
+            buffer = self._memory.open(shard.remote)
+            found = checksum(buffer) if len(buffer) == shard.num_bytes else None
         except RuntimeError as error:  # of CUDA
-            raise StateDictError(f"the GPU memory of {part.location} cannot be read: {error}") from error
+            raise StateDictError(f"the GPU memory of {shard.location} cannot be read: {error}") from error
         if found is None:
-            raise StateDictError(f"{part.location} has {len(buffer)} bytes, its manifest says {part.num_bytes}")
-        if found != part.checksum:
-            raise StateDictError(f"{part.location} has checksum {found:#010x}, its manifest says {part.checksum:#010x}")
+            raise StateDictError(f"{shard.location} has {len(buffer)} bytes, its manifest says {shard.num_bytes}")
+        if found != shard.checksum:
+            raise StateDictError(
+                f"{shard.location} has checksum {found:#010x}, its manifest says {shard.checksum:#010x}"
+            )
         return buffer
 
     def _until_read(
@@ -277,7 +281,7 @@ def _close(locks: Iterable[ReadLock]) -> None:
 
 
 def checksum(buffer: torch.Tensor) -> int:
-    """As `titan_rl.weights.segments.segment.checksum`, computed where the bytes are.
+    """As `titan_rl.weights.shard_files.shard_file.checksum`, computed where the bytes are.
 
     Args:
         buffer: uint8 [num_bytes], a multiple of 8.

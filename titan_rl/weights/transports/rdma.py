@@ -17,22 +17,22 @@ from monarch.rdma import RDMABuffer, RDMATcpFallbackWarning
 from titan_rl.errors import StateDictError
 from titan_rl.weights.assembly import assemble
 from titan_rl.weights.layout import Buffer
-from titan_rl.weights.segments.segment import checksum
+from titan_rl.weights.shard_files.shard_file import checksum
 from titan_rl.weights.transports.shared_memory import SharedMemoryTransport
-from titan_rl.weights.types import Manifest, Part, Probe
+from titan_rl.weights.types import Manifest, Probe, Shard
 
 
 class RDMATransport:
-    """`StateDictTransport` over a `SharedMemoryTransport`, whose segments it also lets other hosts read.
+    """`StateDictTransport` over a `SharedMemoryTransport`, whose shards it also lets other hosts read.
 
-    Nothing is copied to expose a segment. A remote reader copies it whole and verifies its checksum, so a version that
-    was overwritten meanwhile fails the pull, and the newest one is to be pulled. Of a version in several parts a reader
-    maps those on its host and copies the others. Without RDMA hardware Monarch falls
-    back to TCP, at a tenth of the speed of memory or less. Used inside Monarch actors.
+    Nothing is copied to expose a shard. A remote reader copies it whole and verifies its checksum, so a version that
+    was overwritten meanwhile fails the pull, and the newest one is to be pulled. Of a version in several shards a
+    reader maps those on its host and copies the others. Without RDMA hardware Monarch falls back to TCP, at a
+    tenth of the speed of memory or less. Used inside Monarch actors.
 
     Args:
         host: this host's name, by which readers tell whether they share memory with the writer.
-        timeout_s: longest wait for the bytes of one part.
+        timeout_s: longest wait for the bytes of one shard.
     """
 
     def __init__(self, local: SharedMemoryTransport, *, host: str | None = None, timeout_s: float = 120.0) -> None:
@@ -57,9 +57,9 @@ class RDMATransport:
         """
         manifest = self._local.publish(version, named_tensors, probes=probes, tolerance=tolerance)
         self._drop_withdrawn()
-        (part,) = manifest.parts
-        if not part.num_bytes:
-            return replace(manifest, parts=(replace(part, host=self._host),))
+        (shard,) = manifest.shards
+        if not shard.num_bytes:
+            return replace(manifest, shards=(replace(shard, host=self._host),))
         data = torch.from_numpy(self._local.bytes_of(version))
         try:
             with warnings.catch_warnings():
@@ -70,7 +70,7 @@ class RDMATransport:
             raise StateDictError(f"version {version} cannot be exposed to other hosts: {error}") from error
         with self._lock:
             self._buffers[version] = buffer
-        return replace(manifest, parts=(replace(part, host=self._host, remote=buffer),))
+        return replace(manifest, shards=(replace(shard, host=self._host, remote=buffer),))
 
     def pull(self, manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, tensor) pairs, of the writer's memory on its host and of verified copies elsewhere.
@@ -78,22 +78,22 @@ class RDMATransport:
         Raises:
             StateDictError: as `SharedMemoryTransport.pull`, or the bytes did not arrive in time.
         """
-        return assemble(manifest, lambda part: self._open(part, manifest.version))
+        return assemble(manifest, lambda shard: self._open(shard, manifest.version))
 
-    def _open(self, part: Part, version: int) -> Buffer:
-        if not part.num_bytes:
+    def _open(self, shard: Shard, version: int) -> Buffer:
+        if not shard.num_bytes:
             return np.empty(0, np.uint8)
-        if part.remote is None or (part.host == self._host and Path(part.location).exists()):
-            return self._local.open_part(part)
-        data = np.empty(part.num_bytes, np.uint8)
+        if shard.remote is None or (shard.host == self._host and Path(shard.location).exists()):
+            return self._local.open_shard(shard)
+        data = np.empty(shard.num_bytes, np.uint8)
         try:
-            part.remote.read_into(torch.from_numpy(data), timeout=int(self._timeout_s)).get()
+            shard.remote.read_into(torch.from_numpy(data), timeout=int(self._timeout_s)).get()
         except Exception as error:
-            raise StateDictError(f"version {version} could not be read from {part.host}: {error}") from error
-        if (found := checksum(data)) != part.checksum:
+            raise StateDictError(f"version {version} could not be read from {shard.host}: {error}") from error
+        if (found := checksum(data)) != shard.checksum:
             raise StateDictError(
-                f"version {version} from {part.host} has checksum {found:#010x}, its manifest says "
-                f"{part.checksum:#010x}: it was overwritten while it was read"
+                f"version {version} from {shard.host} has checksum {found:#010x}, its manifest says "
+                f"{shard.checksum:#010x}: it was overwritten while it was read"
             )
         return data
 

@@ -20,7 +20,7 @@ class TransportSpec:
     pulls."""
 
     run_id: str  # in the names of whatever the run's processes share
-    timeout_s: float = 120.0  # longest wait for the bytes of one part
+    timeout_s: float = 120.0  # longest wait for the bytes of one shard
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,22 +12,22 @@ from numpy.typing import NDArray
 
 from titan_rl.weights.assembly import assemble
 from titan_rl.weights.layout import fill, lay_out, size_of
-from titan_rl.weights.segments.segment import Checksum, Segment
-from titan_rl.weights.segments.segment_reader import SegmentReader
-from titan_rl.weights.segments.segment_store import SegmentStore
-from titan_rl.weights.types import NUM_KEPT, Manifest, Part, Probe, TensorSlice
+from titan_rl.weights.shard_files.shard_file import RunningChecksum, ShardFile
+from titan_rl.weights.shard_files.shard_reader import ShardReader
+from titan_rl.weights.shard_files.shard_store import ShardStore
+from titan_rl.weights.types import NUM_KEPT, Manifest, Probe, Shard, TensorSlice
 
 
 class SharedMemoryTransport:
     """`StateDictTransport` for readers on the writer's host.
 
-    One memory-mapped file a version. A reader gets views of the mapping, not copies, of every tensor that one part has
+    One memory-mapped file a version. A reader gets views of the mapping, not copies, of every tensor that one shard has
     whole; they stay valid, and unchanged, after the version is released, and writing to one ends the process. All
     methods may be called from any thread; a reader calls only `pull`, on an instance of its own, which it keeps: the
-    second time round a segment's file need not be mapped again.
+    second time round a shard's file need not be mapped again.
 
     Args:
-        run_id, keep, root: as of `SegmentStore`.
+        run_id, keep, root: as of `ShardStore`.
 
     Example:
         with SharedMemoryTransport("run-7") as transport:
@@ -40,8 +40,8 @@ class SharedMemoryTransport:
     """
 
     def __init__(self, run_id: str, *, keep: int = NUM_KEPT, root: Path | None = None) -> None:
-        self._store = SegmentStore(run_id, Segment, keep=keep, root=root)
-        self._reader = SegmentReader()
+        self._store = ShardStore(run_id, ShardFile, keep=keep, root=root)
+        self._reader = ShardReader()
 
     def publish(
         self,
@@ -51,7 +51,7 @@ class SharedMemoryTransport:
         probes: Sequence[Probe] = (),
         tolerance: float = 1e-5,
     ) -> Manifest:
-        """Copy the tensors, from whatever device, into a segment and make it visible.
+        """Copy the tensors, from whatever device, into a shard and make it visible.
 
         Raises:
             StateDictError: the version is published already, a tensor or a slice of it appears twice, there is no
@@ -61,26 +61,26 @@ class SharedMemoryTransport:
         entries = lay_out(named)
         num_bytes = size_of(entries)
 
-        def write(segment: Segment) -> int:
-            sums = Checksum(segment.data)
-            fill(segment.data, named, entries, sums.written)
+        def write(shard: ShardFile) -> int:
+            sums = RunningChecksum(shard.data)
+            fill(shard.data, named, entries, sums.written)
             return sums.value()
 
         path, found = self._store.write(version, num_bytes, write)
-        return Manifest(version, (Part(str(path), num_bytes, found, entries),), tuple(probes), tolerance)
+        return Manifest(version, (Shard(str(path), num_bytes, found, entries),), tuple(probes), tolerance)
 
     def pull(self, manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
-        """Verify every part, then give (name, tensor) pairs. The checks are done when this returns.
+        """Verify every shard, then give (name, tensor) pairs. The checks are done when this returns.
 
         Raises:
-            StateDictError: a part of the version is gone, its size, layout or checksum differ from the manifest's, or
+            StateDictError: a shard of the version is gone, its size, layout or checksum differ from the manifest's, or
                 the slices of a tensor do not make it up.
         """
-        return assemble(manifest, self.open_part)
+        return assemble(manifest, self.open_shard)
 
-    def open_part(self, part: Part) -> NDArray[np.uint8]:
-        """As `SegmentReader.open`."""
-        return self._reader.open(Path(part.location), part.num_bytes, part.checksum)
+    def open_shard(self, shard: Shard) -> NDArray[np.uint8]:
+        """As `ShardReader.open`."""
+        return self._reader.open(Path(shard.location), shard.num_bytes, shard.checksum)
 
     @property
     def versions(self) -> set[int]:
@@ -93,7 +93,7 @@ class SharedMemoryTransport:
         Raises:
             KeyError: it is not published.
         """
-        return self._store.segment_of(version).data
+        return self._store.shard_of(version).data
 
     def release(self, version: int) -> None:
         """Withdraw a version. Its memory serves the next one, or is freed once its readers are done."""

@@ -1,4 +1,4 @@
-"""Where the controller posts what was published and readers post what they pulled. Standard library only."""
+"""Where the controller notes what was published, and readers what they pulled. Standard library only."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from titan_rl.errors import StateDictError
 from titan_rl.weights.types import Manifest
 
 
-class VersionBoard:
+class PublishedWeights:
     """The newest manifest, and what each reader measured when it last pulled.
 
     Example:
 
-        board.announce(manifest)                      # version 7
-        board.manifest_of(7)                          # found by the replica that is told to pull version 7
-        board.note_pull("generator-0", {"stall_s": 0.02, "probe_diff": 3e-7})
-        board.worst()                                 # {"stall_s": 0.02, "probe_diff": 3e-7}
+        published.announce(manifest)                      # version 7
+        published.manifest_of(7)                          # found by the replica that is told to pull version 7
+        published.note_pull("generator-0", {"stall_s": 0.02, "probe_diff": 3e-7})
+        published.worst()                                 # {"stall_s": 0.02, "probe_diff": 3e-7}
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The parts of a version, each written by a process of its own: how they are joined, and what they must add up to."""
+"""The shards of a version, each written by a process of its own: how they are joined, and what they must add up to."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from dataclasses import replace
 import numpy as np
 
 from titan_rl.errors import StateDictError
-from titan_rl.weights.types import Manifest, Place, TensorEntry
+from titan_rl.weights.types import Manifest, SlicePosition, TensorEntry
 
 
 def join(manifests: Sequence[Manifest]) -> Manifest:
     """One version of what several processes published. Probes and tolerance are the first one's.
 
-    The first one names every tensor, also those that it has nothing of: by that a reader misses a part.
+    The first one names every tensor, also those that it has nothing of: by that a reader misses a shard.
 
     Raises:
         StateDictError: there is none, or they are not of one version.
     """
     versions = sorted({manifest.version for manifest in manifests})
     if len(versions) != 1:
-        raise StateDictError(f"parts of versions {versions} cannot be joined; all must be of one version")
-    return replace(manifests[0], parts=tuple(part for manifest in manifests for part in manifest.parts))
+        raise StateDictError(f"shards of versions {versions} cannot be joined; all must be of one version")
+    return replace(manifests[0], shards=tuple(shard for manifest in manifests for shard in manifest.shards))
 
 
 def slices_by_name(manifest: Manifest) -> dict[str, list[tuple[int, TensorEntry]]]:
-    """The slices that make up each tensor, with the index of the part that has them; tensors in the order named.
+    """The slices that make up each tensor, with the index of the shard that has them; tensors in the order named.
 
     Example: `{"model.norm.weight": [(0, TensorEntry(...)), (1, TensorEntry(...))]}`
 
@@ -35,51 +35,51 @@ def slices_by_name(manifest: Manifest) -> dict[str, list[tuple[int, TensorEntry]
         StateDictError: slices of a tensor differ in dtype or whole shape, lie outside it, overlap or leave a gap.
     """
     found: dict[str, list[tuple[int, TensorEntry]]] = {}
-    for index, part in enumerate(manifest.parts):
-        for entry in part.entries:
+    for index, shard in enumerate(manifest.shards):
+        for entry in shard.entries:
             found.setdefault(entry.name, []).append((index, entry))
     for name, slices in found.items():
-        if len(slices) > 1 or slices[0][1].place is not None:
+        if len(slices) > 1 or slices[0][1].position is not None:
             found[name] = _check(slices, f"{name!r} of version {manifest.version}")
     return found
 
 
-def place_of(entry: TensorEntry) -> Place:
-    """The slice's place, also where it is the whole tensor."""
-    return entry.place or Place((0,) * len(entry.shape), entry.shape)
+def position_of(entry: TensorEntry) -> SlicePosition:
+    """The slice's position, also where it is the whole tensor."""
+    return entry.position or SlicePosition((0,) * len(entry.shape), entry.shape)
 
 
 def _check(slices: list[tuple[int, TensorEntry]], tensor: str) -> list[tuple[int, TensorEntry]]:
     """The slices that have elements, after it is clear that they cover the tensor exactly once."""
     _, first = slices[0]
-    dtype, shape = first.dtype, place_of(first).whole_shape
-    for part, entry in slices:
-        if (entry.dtype, place_of(entry).whole_shape) != (dtype, shape):
+    dtype, shape = first.dtype, position_of(first).whole_shape
+    for shard, entry in slices:
+        if (entry.dtype, position_of(entry).whole_shape) != (dtype, shape):
             raise StateDictError(
-                f"{tensor} is {dtype} {shape} in part {slices[0][0]} and "
-                f"{entry.dtype} {place_of(entry).whole_shape} in part {part}"
+                f"{tensor} is {dtype} {shape} in shard {slices[0][0]} and "
+                f"{entry.dtype} {position_of(entry).whole_shape} in shard {shard}"
             )
-        start = place_of(entry).start
+        start = position_of(entry).start
         if not len(start) == len(entry.shape) == len(shape) or not all(
             0 <= at <= at + size <= whole for at, size, whole in zip(start, entry.shape, shape, strict=True)
         ):
-            raise StateDictError(f"{tensor}: the slice {entry.shape} at {start} in part {part} is not within {shape}")
-    filled = [(part, entry) for part, entry in slices if math.prod(entry.shape)]
+            raise StateDictError(f"{tensor}: the slice {entry.shape} at {start} in shard {shard} is not within {shape}")
+    filled = [(shard, entry) for shard, entry in slices if math.prod(entry.shape)]
     if len(filled) > 1 and (pair := _overlap([entry for _, entry in filled])) is not None:
-        (part, entry), (other_part, other) = (filled[index] for index in pair)
+        (shard, entry), (other_shard, other) = (filled[index] for index in pair)
         raise StateDictError(
-            f"{tensor}: the slices at {place_of(entry).start} in part {part} and "
-            f"at {place_of(other).start} in part {other_part} overlap"
+            f"{tensor}: the slices at {position_of(entry).start} in shard {shard} and "
+            f"at {position_of(other).start} in shard {other_shard} overlap"
         )
     covered = sum(math.prod(entry.shape) for _, entry in filled)
     if covered != math.prod(shape):
-        raise StateDictError(f"{tensor}: its slices cover {covered} of {math.prod(shape)} elements; a part is missing")
+        raise StateDictError(f"{tensor}: its slices cover {covered} of {math.prod(shape)} elements; a shard is missing")
     return filled or slices[:1]
 
 
 def _overlap(entries: Sequence[TensorEntry]) -> tuple[int, int] | None:
     """Two entries that have an element in common."""
-    starts_KD = np.array([place_of(entry).start for entry in entries])
+    starts_KD = np.array([position_of(entry).start for entry in entries])
     ends_KD = starts_KD + np.array([entry.shape for entry in entries], starts_KD.dtype)
     common_KK = ((starts_KD[:, None] < ends_KD) & (starts_KD < ends_KD[:, None])).all(-1)
     pairs = np.argwhere(np.triu(common_KK, 1))

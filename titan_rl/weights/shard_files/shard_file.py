@@ -1,4 +1,4 @@
-"""One segment: the bytes of one version, in a file that writer and readers map into their memory.
+"""The file of one shard, which its writer and its readers map into their memory.
 
 Writing into pages that were written before is four times as fast as writing into new ones, so the file of a released
 version is used again. `flock` on the file keeps that safe:
@@ -25,7 +25,7 @@ ALIGNMENT = 64  # bytes: a cache line, and what vector loads like best
 BLOCK_WORDS = 131072  # 1 MiB: long enough for NumPy to run at full speed, short enough to stay in the cache
 
 
-class Checksum:
+class RunningChecksum:
     """CRC-32 over the 64-bit sums of the blocks of 1 MiB.
 
     Summing words runs at the speed of memory, seven times as fast as a CRC of every byte, and faster yet right after
@@ -55,12 +55,12 @@ class Checksum:
 
 
 def checksum(data: NDArray[np.uint8]) -> int:
-    """The `Checksum` of bytes that are there."""
-    return Checksum(data).value()
+    """The `RunningChecksum` of bytes that are there."""
+    return RunningChecksum(data).value()
 
 
-class Segment:
-    """A writer's segment. `path` is where it is now; renaming it is what publishes and withdraws it.
+class ShardFile:
+    """A writer's. `path` is where it is now; renaming it is what publishes and withdraws it.
 
     The writer owns the exclusive lock from creation until `publish`, and again after `reclaim`.
 
@@ -118,7 +118,7 @@ class Segment:
 
 
 def lock_published(path: Path) -> int:
-    """A descriptor of a published segment with a reader's lock: it is not written again before that is closed.
+    """A descriptor of a published shard with a reader's lock: it is not written again before that is closed.
 
     Raises:
         StateDictError: it is gone.

@@ -1,4 +1,4 @@
-"""A reader's end of shared memory: published segments, mapped and verified."""
+"""A reader's end of shared memory: published shards, mapped and verified."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from titan_rl.errors import StateDictError
-from titan_rl.weights.segments.segment import ALIGNMENT, checksum, lock_published
+from titan_rl.weights.shard_files.shard_file import ALIGNMENT, checksum, lock_published
 
 _POPULATE = getattr(mmap, "MAP_POPULATE", 0)  # all page-table entries at once, twice as fast as one fault at a time
 
 
-class SegmentReader:
-    """Maps segments, each file once: a writer uses the files of released versions again, and making the page-table
+class ShardReader:
+    """Maps shards, each file once: a writer uses the files of released versions again, and making the page-table
     entries takes as long as copying the bytes.
 
     A mapping alone keeps nobody from writing to the file. The lock that does is taken for each version anew, and held
@@ -30,7 +30,7 @@ class SegmentReader:
         self._lock = threading.RLock()  # the garbage collector may call `_let_go` anywhere
 
     def open(self, path: Path, num_bytes: int, expected_checksum: int) -> NDArray[np.uint8]:
-        """The verified bytes of a published segment. They cannot change as long as anything views them.
+        """The verified bytes of a published shard. They cannot change as long as anything views them.
 
         The mapping is read-only: the system ends a process that writes to it.
 

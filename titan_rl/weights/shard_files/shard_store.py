@@ -1,4 +1,4 @@
-"""A writer's segments: the versions that are published, and the memory that the next one is written to."""
+"""A writer's shards: the versions that are published, and the memory that the next one is written to."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from titan_rl.errors import StateDictError
-from titan_rl.weights.segments.folder import clean_dead_segments, segment_folder
-from titan_rl.weights.segments.owned_folder import OwnedFolder
-from titan_rl.weights.segments.segment import Segment
+from titan_rl.weights.shard_files.owned_folder import OwnedFolder
+from titan_rl.weights.shard_files.shard_file import ShardFile
+from titan_rl.weights.shard_files.shard_folder import clean_dead_shards, shard_folder
 
-S = TypeVar("S", bound=Segment)
+S = TypeVar("S", bound=ShardFile)
 T = TypeVar("T")
 
 
-class SegmentStore(Generic[S]):
+class ShardStore(Generic[S]):
     """Segments of the versions kept, in a folder of the writer's own that is made for the first one.
 
     Writing happens under a hidden name and a rename publishes, so a version is whole or absent. All methods may be
@@ -25,7 +25,7 @@ class SegmentStore(Generic[S]):
 
     Args:
         run_id: part of the folder's name.
-        make: a new segment of that many bytes.
+        make: a new shard of that many bytes.
         keep: most versions at a time, the one being written included; one more releases the oldest. With 2 the memory
             is double-buffered: readers have the last version while the next is written over the one before.
         root: where the folder is made; by default /dev/shm, or the temporary folder where there is none.
@@ -51,7 +51,7 @@ class SegmentStore(Generic[S]):
         self._closed = False
 
     def write(self, version: int, num_bytes: int, fill: Callable[[S], T]) -> tuple[Path, T]:
-        """Have a segment filled and publish it.
+        """Have a shard filled and publish it.
 
         Returns:
             where it is, and what `fill` returned.
@@ -61,17 +61,17 @@ class SegmentStore(Generic[S]):
                 version is left then, nor if `fill` raises.
         """
         try:
-            segment = self._take(version, num_bytes)
+            shard = self._take(version, num_bytes)
         except OSError as error:
             raise StateDictError(f"no room for version {version}, {num_bytes / 1e6:.1f} MB: {error}") from error
         try:
-            filled = fill(segment)
+            filled = fill(shard)
             with self._lock:
                 path = self._folder_for(version).path / str(version)
-                segment.publish(path)
-                self._published[version] = segment
+                shard.publish(path)
+                self._published[version] = shard
         except BaseException:
-            segment.unlink()
+            shard.unlink()
             raise
         return path, filled
 
@@ -81,7 +81,7 @@ class SegmentStore(Generic[S]):
         with self._lock:
             return set(self._published)
 
-    def segment_of(self, version: int) -> S:
+    def shard_of(self, version: int) -> S:
         """That of a published version.
 
         Raises:
@@ -99,8 +99,8 @@ class SegmentStore(Generic[S]):
         """Free everything. What readers hold stays valid; later calls of `write` fail."""
         with self._lock:
             self._closed = True
-            for segment in [*self._published.values(), *self._spares]:
-                segment.unlink()
+            for shard in [*self._published.values(), *self._spares]:
+                shard.unlink()
             self._published.clear()
             self._spares.clear()
             if self._folder is not None:
@@ -113,38 +113,38 @@ class SegmentStore(Generic[S]):
         if version in self._published:
             raise StateDictError(f"version {version} is published already; release it first")
         if self._folder is None:
-            clean_dead_segments(self._root)
-            self._folder = segment_folder(self._run_id, self._root)
+            clean_dead_shards(self._root)
+            self._folder = shard_folder(self._run_id, self._root)
         return self._folder
 
     def _take(self, version: int, num_bytes: int) -> S:
-        """A segment to write, that no reader has: a spare one or else a new one."""
+        """A shard to write, that no reader has: a spare one or else a new one."""
         with self._lock:
             folder = self._folder_for(version)
             while len(self._published) >= self._keep:
                 self._retire(next(iter(self._published)))
             while self._spares:
-                segment = self._spares.pop(0)
+                shard = self._spares.pop(0)
                 try:
-                    if segment.reclaim():
-                        segment.resize(num_bytes)
-                        return segment
+                    if shard.reclaim():
+                        shard.resize(num_bytes)
+                        return shard
                 except BaseException:
-                    segment.unlink()
+                    shard.unlink()
                     raise
-                segment.unlink()
+                shard.unlink()
             return self._make(self._hidden_name(folder), num_bytes)
 
     def _retire(self, version: int) -> None:
-        segment = self._published.pop(version, None)
-        if segment is None:
+        shard = self._published.pop(version, None)
+        if shard is None:
             return
         assert self._folder is not None
         if len(self._published) + len(self._spares) < self._keep:
-            segment.rename(self._hidden_name(self._folder))
-            self._spares.append(segment)
+            shard.rename(self._hidden_name(self._folder))
+            self._spares.append(shard)
         else:
-            segment.unlink()
+            shard.unlink()
 
     def _hidden_name(self, folder: OwnedFolder) -> Path:
         return folder.path / f".{next(self._names)}"

@@ -16,9 +16,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from titan_rl.errors import StateDictError
-from titan_rl.weights.parts import join
+from titan_rl.weights.shards import join
 from titan_rl.weights.transports.shared_memory import SharedMemoryTransport
-from titan_rl.weights.types import Manifest, Place, Probe, TensorEntry, TensorSlice
+from titan_rl.weights.types import Manifest, Probe, SlicePosition, TensorEntry, TensorSlice
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool]
 
@@ -29,7 +29,7 @@ def piece(tensor: torch.Tensor, start: tuple[int, ...], shape: tuple[int, ...]) 
     box = tensor
     for dim, (at, size) in enumerate(zip(start, shape, strict=True)):
         box = box.narrow(dim, at, size)
-    return TensorSlice(box, Place(start, tuple(tensor.shape)))
+    return TensorSlice(box, SlicePosition(start, tuple(tensor.shape)))
 
 
 def rows(tensor: torch.Tensor, begin: int, end: int) -> TensorSlice:
@@ -38,10 +38,10 @@ def rows(tensor: torch.Tensor, begin: int, end: int) -> TensorSlice:
 
 @contextlib.contextmanager
 def published(cut: Cut, version: int = 1) -> Iterator[Manifest]:
-    """Each part by a writer of its own."""
+    """Each shard by a writer of its own."""
     with contextlib.ExitStack() as stack:
-        writers = [stack.enter_context(SharedMemoryTransport("parts")) for _ in cut]
-        yield join([writer.publish(version, part) for writer, part in zip(writers, cut, strict=True)])
+        writers = [stack.enter_context(SharedMemoryTransport("shards")) for _ in cut]
+        yield join([writer.publish(version, shard) for writer, shard in zip(writers, cut, strict=True)])
 
 
 def pull(manifest: Manifest) -> dict[str, torch.Tensor]:
@@ -70,7 +70,7 @@ class Version:
 
 @st.composite
 def versions(draw: Any) -> Version:
-    """Tensors cut into boxes and dealt to parts. The first part names every tensor, as a trainer's first rank does."""
+    """Tensors cut into boxes and dealt to shards. The first names every tensor, as a trainer's first rank does."""
     num_parts = draw(st.integers(1, 4))
     tensors: dict[str, torch.Tensor] = {}
     cut: Cut = [[] for _ in range(num_parts)]
@@ -98,50 +98,50 @@ def test_random_cuts_come_back_equal_and_in_order(version: Version) -> None:
         assert torch.equal(found[name], tensor)
 
 
-def with_entries(manifest: Manifest, part: int, entries: list[TensorEntry]) -> Manifest:
-    parts = list(manifest.parts)
-    parts[part] = replace(parts[part], entries=tuple(entries))
-    return replace(manifest, parts=tuple(parts))
+def with_entries(manifest: Manifest, shard: int, entries: list[TensorEntry]) -> Manifest:
+    shards = list(manifest.shards)
+    shards[shard] = replace(shards[shard], entries=tuple(entries))
+    return replace(manifest, shards=tuple(shards))
 
 
 def shifted(entry: TensorEntry) -> TensorEntry:
-    place = entry.place or Place((0,) * len(entry.shape), entry.shape)
-    return replace(entry, place=replace(place, start=(place.start[0] + 1, *place.start[1:])))
+    position = entry.position or SlicePosition((0,) * len(entry.shape), entry.shape)
+    return replace(entry, position=replace(position, start=(position.start[0] + 1, *position.start[1:])))
 
 
 @given(version=versions(), fault=st.sampled_from(["absent", "lost", "twice", "moved", "torn", "gone"]), data=st.data())
 @settings(max_examples=examples(100), deadline=None)
 def test_one_fault_in_one_part_fails_the_pull(version: Version, fault: str, data: st.DataObject) -> None:
     with published(version.cut) as manifest:
-        filled = [(p, e) for p, part in enumerate(manifest.parts) for e in part.entries if e.num_bytes]
+        filled = [(p, e) for p, shard in enumerate(manifest.shards) for e in shard.entries if e.num_bytes]
         if fault == "absent":  # a rank's manifest; the first one is what the others are joined to
-            filled = [(part, entry) for part, entry in filled if part]
+            filled = [(shard, entry) for shard, entry in filled if shard]
         if fault in ("lost", "moved"):
-            filled = [(part, entry) for part, entry in filled if entry.shape]
+            filled = [(shard, entry) for shard, entry in filled if entry.shape]
         assume(filled)
         chosen, entry = data.draw(st.sampled_from(filled))
-        part = manifest.parts[chosen]
-        others = [other for other in part.entries if other is not entry]
+        shard = manifest.shards[chosen]
+        others = [other for other in shard.entries if other is not entry]
         match fault:
             case "absent":
-                manifest = replace(manifest, parts=(*manifest.parts[:chosen], *manifest.parts[chosen + 1 :]))
+                manifest = replace(manifest, shards=(*manifest.shards[:chosen], *manifest.shards[chosen + 1 :]))
             case "lost":
                 empty = replace(entry, shape=(0, *entry.shape[1:]), num_bytes=0)
-                empty = replace(empty, place=entry.place or Place((0,) * len(entry.shape), entry.shape))
+                empty = replace(empty, position=entry.position or SlicePosition((0,) * len(entry.shape), entry.shape))
                 manifest = with_entries(manifest, chosen, [*others, empty])
             case "twice":
-                index = data.draw(st.integers(0, len(manifest.parts) - 1))
-                manifest = with_entries(manifest, index, [*manifest.parts[index].entries, entry])
+                index = data.draw(st.integers(0, len(manifest.shards) - 1))
+                manifest = with_entries(manifest, index, [*manifest.shards[index].entries, entry])
             case "moved":
                 manifest = with_entries(manifest, chosen, [*others, shifted(entry)])
             case "torn":
-                with open(part.location, "r+b") as file:
+                with open(shard.location, "r+b") as file:
                     file.seek(entry.offset)
                     (byte,) = file.read(1)
                     file.seek(entry.offset)
                     file.write(bytes([byte ^ 1]))
             case "gone":
-                os.unlink(part.location)
+                os.unlink(shard.location)
         with pytest.raises(StateDictError):
             SharedMemoryTransport("reader").pull(manifest)
 
@@ -152,13 +152,13 @@ WHOLE = torch.arange(24.0).reshape(6, 4)
 @pytest.mark.parametrize(
     ("cut", "message"),
     [
-        ([rows(WHOLE, 0, 3), rows(WHOLE, 2, 6)], r"slices at \(0, 0\) in part 0 and at \(2, 0\) in part 1 overlap"),
+        ([rows(WHOLE, 0, 3), rows(WHOLE, 2, 6)], r"slices at \(0, 0\) in shard 0 and at \(2, 0\) in shard 1 overlap"),
         ([rows(WHOLE, 0, 3), rows(WHOLE, 4, 6)], "cover 20 of 24 elements"),
-        ([rows(WHOLE, 0, 3), rows(WHOLE.half(), 3, 6)], "float32 .* in part 0 and float16 .* in part 1"),
-        ([rows(WHOLE, 0, 3), rows(WHOLE[:, :2], 3, 6)], r"\(6, 4\) in part 0 and float32 \(6, 2\) in part 1"),
+        ([rows(WHOLE, 0, 3), rows(WHOLE.half(), 3, 6)], "float32 .* in shard 0 and float16 .* in shard 1"),
+        ([rows(WHOLE, 0, 3), rows(WHOLE[:, :2], 3, 6)], r"\(6, 4\) in shard 0 and float32 \(6, 2\) in shard 1"),
         ([WHOLE, WHOLE], "overlap"),
-        ([TensorSlice(WHOLE[:3], Place((4, 0), (6, 4)))], "not within"),
-        ([TensorSlice(WHOLE[:3], Place((0,), (6, 4)))], "not within"),
+        ([TensorSlice(WHOLE[:3], SlicePosition((4, 0), (6, 4)))], "not within"),
+        ([TensorSlice(WHOLE[:3], SlicePosition((0,), (6, 4)))], "not within"),
     ],
 )
 def test_what_does_not_add_up_is_named(cut: list[torch.Tensor | TensorSlice], message: str) -> None:
@@ -185,13 +185,13 @@ def test_what_is_pulled_outlives_its_writers() -> None:
 
 
 def test_the_same_slice_twice_is_refused_when_it_is_published() -> None:
-    with SharedMemoryTransport("parts") as writer, pytest.raises(StateDictError, match="'a' appears twice"):
+    with SharedMemoryTransport("shards") as writer, pytest.raises(StateDictError, match="'a' appears twice"):
         writer.publish(1, itertools.repeat(("a", rows(WHOLE, 0, 3)), 2))
 
 
 def test_joining_keeps_the_first_ones_probes_and_refuses_other_versions() -> None:
     probe = Probe((1, 2), (-0.5,))
-    with SharedMemoryTransport("parts") as one, SharedMemoryTransport("parts") as two:
+    with SharedMemoryTransport("shards") as one, SharedMemoryTransport("shards") as two:
         manifests = [
             one.publish(1, [("a", rows(WHOLE, 0, 3))], probes=[probe], tolerance=0.25),
             two.publish(1, [("a", rows(WHOLE, 3, 6))]),
