@@ -143,6 +143,9 @@ async def test_every_refusal_is_in_its_own_form() -> None:
             with pytest.raises(anthropic.AuthenticationError) as caught:
                 await client.messages.create(messages=[user("x")], **asked)
             assert caught.value.body["error"]["type"] == "authentication_error"
+        async with anthropic.AsyncAnthropic(base_url=f"{url}/episodes/e", api_key="none", max_retries=0) as client:
+            with pytest.raises(anthropic.AuthenticationError, match="not this episode's"):
+                await client.messages.create(messages=[user("x")], **asked)
         async with anthropic.AsyncAnthropic(base_url=url, api_key="secret", max_retries=0) as client:
             with pytest.raises(anthropic.RequestTooLargeError):
                 await client.messages.create(messages=[user("x" * 200)], **asked)

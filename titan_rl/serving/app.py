@@ -26,6 +26,7 @@ from titan_rl.serving.http.metrics import ServerMetrics
 from titan_rl.serving.policy.served_policy import ServedPolicy
 from titan_rl.serving.policy.stream import StreamFn, unbroken
 from titan_rl.serving.policy.text import Text
+from titan_rl.serving.protocols.about import about_routes
 from titan_rl.serving.protocols.anthropic.errors import ANTHROPIC
 from titan_rl.serving.protocols.anthropic.messages import CountTokensEndpoint, MessagesEndpoint
 from titan_rl.serving.protocols.openai.chat import ChatEndpoint
@@ -108,36 +109,13 @@ def make_app(
         stop_token_ids = () if renderer is None else renderer.get_stop_token_ids()
     stops = tuple(stop_token_ids)
     shown = _counted if text is None else text.decode
-    card = {
-        "id": model,
-        "object": "model",
-        "created": policy.created,
-        "owned_by": "titan_rl",
-        "max_model_len": max_context,
-    }
-
-    async def health(request: Request) -> Response:
-        return JSONResponse({"status": "ok"})
 
     async def description(request: Request) -> Response:
-        return JSONResponse(openapi())
-
-    async def metric_text(request: Request) -> Response:
-        return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-    async def models(request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [card]})
-
-    async def one_model(request: Request) -> Response:
-        policy.check_model(request.path_params["name"])
-        return JSONResponse(card)
+        return JSONResponse(openapi(tuple(paths), with_keys=keys.required))
 
     routes = [
-        Route("/health", health),
+        *about_routes(policy, metrics),
         Route("/openapi.json", description),
-        Route("/metrics", metric_text),
-        Route("/v1/models", models),
-        Route("/v1/models/{name:path}", one_model),
         _post("/inference/v1/generate", TokenEndpoint(policy, exchanges, shown, stops)),
         _post("/v1/completions", CompletionEndpoint(policy, exchanges, text, stops)),
         _post("/v1/chat/completions", ChatEndpoint(turns, exchanges, stops)),
@@ -147,6 +125,7 @@ def make_app(
         *(admin_routes(control) if control is not None else ()),
         *(episode_routes(open_episode or _none_to_open) if episodes is not None else ()),
     ]
+    paths = sorted(route.path.replace(":path", "") for route in routes)
     dialects = {route.path: ANTHROPIC for route in routes if route.path.startswith("/v1/messages")}
     router = Router(routes, redirect_slashes=False)
     admit = Admission(keys, conversations, episodes)

@@ -72,7 +72,11 @@ class Guard:
             if started:
                 logger.error("a request failed after its answer had begun", exc_info=error)
                 raise
-            await send_error(noted, api_error_of(error), self._dialects.get(path, OPENAI))
+            await send_error(noted, api_error_of(error), self._dialect(path))
+
+    def _dialect(self, path: str) -> Dialect:
+        """Also of a path that is an episode's, to whoever is not let in."""
+        return next((dialect for end, dialect in self._dialects.items() if path.endswith(end)), OPENAI)
 
     async def _body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
         most = self._limits.body_bytes

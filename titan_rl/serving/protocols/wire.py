@@ -25,6 +25,17 @@ TopP = Annotated[float, Field(gt=0, le=1)]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 
 
+def object_schema(required: Sequence[str], **properties: Any) -> dict[str, Any]:
+    return {"type": "object", "required": list(required), "properties": properties}
+
+
+def union_schema(*schemas: Any) -> dict[str, Any]:
+    return {"anyOf": list(schemas)}
+
+
+STRING = {"type": "string"}
+
+
 class StreamOptions(Body):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None  # there is none

@@ -4,11 +4,31 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, WithJsonSchema
 
 from titan_rl.serving.http.body import Body
-from titan_rl.serving.protocols.wire import Count, SamplingBody
+from titan_rl.serving.protocols.wire import STRING, Count, SamplingBody, object_schema, union_schema
 
+_TEXT = object_schema(["type", "text"], type={"const": "text"}, text=STRING)
+_TEXTS = union_schema(STRING, {"type": "array", "items": _TEXT})
+_BLOCK = union_schema(
+    _TEXT,
+    object_schema(["type", "thinking"], type={"const": "thinking"}, thinking=STRING, signature=STRING),
+    object_schema(
+        ["type", "id", "name", "input"], type={"const": "tool_use"}, id=STRING, name=STRING, input={"type": "object"}
+    ),
+    object_schema(["type", "tool_use_id"], type={"const": "tool_result"}, tool_use_id=STRING, content=_TEXTS),
+)
+_MESSAGE = object_schema(
+    ["role", "content"],
+    role={"enum": ["user", "assistant", "system"]},
+    content=union_schema(STRING, {"type": "array", "items": _BLOCK}),
+)
+_TOOL = object_schema(["name", "input_schema"], name=STRING, description=STRING, input_schema={"type": "object"})
+
+Turn = Annotated[dict[str, Any], WithJsonSchema(_MESSAGE)]
+TextBlock = Annotated[dict[str, Any], WithJsonSchema(_TEXT)]
+Tool = Annotated[dict[str, Any], WithJsonSchema(_TOOL)]
 StopSequence = Annotated[str, Field(min_length=1, max_length=1024)]
 
 
@@ -24,10 +44,10 @@ class OutputConfig(Body):
 class ConversationBody(SamplingBody):
     """What is counted, and what is answered."""
 
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    messages: Annotated[list[Turn], Field(min_length=1)]
     model: str | None = None
-    system: str | list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
+    system: str | list[TextBlock] | None = None
+    tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
     # These say nothing of the completion: how much it thinks is the policy's own.
     thinking: dict[str, Any] | None = None

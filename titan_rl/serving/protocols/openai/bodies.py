@@ -5,11 +5,76 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, WithJsonSchema
 
 from titan_rl.serving.http.body import Body
-from titan_rl.serving.protocols.wire import Count, SamplingBody, StreamOptions, TokenId
+from titan_rl.serving.protocols.wire import (
+    STRING,
+    Count,
+    SamplingBody,
+    StreamOptions,
+    TokenId,
+    object_schema,
+    union_schema,
+)
 
+_TEXT_PART = object_schema(["type", "text"], type={"const": "text"}, text=STRING)
+_CONTENT = union_schema(STRING, {"type": "null"}, {"type": "array", "items": _TEXT_PART})
+_FUNCTION = object_schema(["name"], name=STRING, description=STRING, parameters={"type": "object"})
+_CALL = object_schema(
+    ["function"], id=STRING, type={"const": "function"}, function=object_schema(["name"], name=STRING, arguments=STRING)
+)
+_MESSAGE = object_schema(
+    ["role"],
+    role={"enum": ["system", "developer", "user", "assistant", "tool"]},
+    content=_CONTENT,
+    tool_calls={"type": "array", "items": _CALL},
+    tool_call_id=STRING,
+    reasoning_content=STRING,
+)
+_INPUT_PART = object_schema(["type", "text"], type={"enum": ["input_text", "output_text"]}, text=STRING)
+_INPUT_CONTENT = union_schema(STRING, {"type": "array", "items": _INPUT_PART})
+_ITEM = union_schema(
+    object_schema(
+        ["role", "content"],
+        type={"const": "message"},
+        role={"enum": ["system", "developer", "user", "assistant"]},
+        content=_INPUT_CONTENT,
+    ),
+    object_schema(
+        ["type", "call_id", "name", "arguments"],
+        type={"const": "function_call"},
+        call_id=STRING,
+        name=STRING,
+        arguments=STRING,
+    ),
+    object_schema(
+        ["type", "call_id", "output"], type={"const": "function_call_output"}, call_id=STRING, output=_INPUT_CONTENT
+    ),
+    object_schema(
+        ["type"],
+        type={"const": "reasoning"},
+        content={
+            "type": "array",
+            "items": object_schema(["type", "text"], type={"const": "reasoning_text"}, text=STRING),
+        },
+    ),
+)
+
+Chat = Annotated[dict[str, Any], WithJsonSchema(_MESSAGE)]
+Tool = Annotated[
+    dict[str, Any],
+    WithJsonSchema(object_schema(["type", "function"], type={"const": "function"}, function=_FUNCTION)),
+]
+Item = Annotated[dict[str, Any], WithJsonSchema(_ITEM)]
+ResponsesTool = Annotated[
+    dict[str, Any],
+    WithJsonSchema(
+        object_schema(
+            ["type", "name"], type={"const": "function"}, name=STRING, description=STRING, parameters={"type": "object"}
+        )
+    ),
+]
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 
 
@@ -40,11 +105,11 @@ class CompletionBody(TextBody):
 
 
 class ChatBody(TextBody):
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    messages: Annotated[list[Chat], Field(min_length=1)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Literal[0] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: list[Tool] | None = None
     tool_choice: Literal["auto", "none"] | None = None
     parallel_tool_calls: bool | None = None
     response_format: TextFormat | None = None
@@ -69,14 +134,14 @@ class ResponsesText(Body):
 
 
 class ResponsesBody(SamplingBody):
-    input: str | Annotated[list[dict[str, Any]], Field(min_length=1)]
+    input: str | Annotated[list[Item], Field(min_length=1)]
     model: str | None = None
     instructions: str | None = None
     previous_response_id: Annotated[str, Field(max_length=256)] | None = None
     max_output_tokens: Count | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: list[ResponsesTool] | None = None
     tool_choice: Literal["auto", "none"] | None = None
     parallel_tool_calls: bool | None = None
     store: bool | None = None

@@ -1,0 +1,100 @@
+"""Requests of every kind that the description allows, and of kinds it does not: each has an answer, and that answer is
+described."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import requests
+import schemathesis
+from clients import TOKENIZER, talking
+from depth import DEEP
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
+from schemathesis import GenerationMode
+from served import Served
+from speaking import qwen3
+
+from titan_rl.serving.http.limits import ServerLimits
+from titan_rl.serving.server import serve
+
+LIMITS = ServerLimits(request_s=20.0, num_choices=3)
+CONTEXT = 768
+ENGINE: dict[str, Any] = {"script": None, "mean_tokens": 6, "max_context": CONTEXT}
+ERRORS = ("OpenAIError", "AnthropicError")
+MODES = (GenerationMode.POSITIVE, GenerationMode.NEGATIVE)
+
+
+@contextmanager
+def serving() -> Iterator[tuple[str, Served]]:
+    """A server in a thread of its own, for clients that wait."""
+    told: list[tuple[str, Served]] = []
+    ready, over = threading.Event(), threading.Event()
+
+    async def run() -> None:
+        async with (
+            talking(qwen3(TOKENIZER), engine=ENGINE, max_context=CONTEXT, limits=LIMITS, any_model=True) as stage,
+            serve(stage.app) as url,
+        ):
+            told.append((url, stage))
+            ready.set()
+            await asyncio.to_thread(over.wait)
+
+    thread = threading.Thread(target=asyncio.run, args=(run(),))
+    thread.start()
+    assert ready.wait(20)
+    try:
+        yield told[0]
+    finally:
+        over.set()
+        thread.join(20)
+
+
+@pytest.fixture(scope="module")
+def stage() -> Iterator[tuple[str, Served]]:
+    with serving() as running:
+        yield running
+
+
+def test_every_request_has_an_answer_that_is_described(stage: tuple[str, Served]) -> None:
+    url, served = stage
+    description = requests.get(f"{url}/openapi.json", timeout=20).json()
+    schema = schemathesis.openapi.from_dict(description)
+    operations = [found.ok() for found in schema.get_all_operations()]
+    cases = st.one_of([operation.as_strategy(generation_mode=mode) for operation in operations for mode in MODES])
+    errors = {
+        name: Draft202012Validator(description["components"]["schemas"][name])
+        for name in ("OpenAIError", "AnthropicError")
+    }
+    session = requests.Session()
+    seen: set[tuple[str, int]] = set()
+
+    @settings(max_examples=4000 if DEEP else 60, suppress_health_check=list(HealthCheck), database=None)
+    @given(cases)
+    def answered(case: schemathesis.Case) -> None:
+        answer = case.call(base_url=url, session=session, timeout=20)
+        seen.add((case.operation.path, answer.status_code))
+        assert answer.status_code in (200, 400, 404, 405, 413, 415), answer.text
+        if answer.status_code != 200:
+            errors[ERRORS[case.operation.path.startswith("/v1/messages")]].validate(answer.json())
+
+    answered()
+    generating = [operation.path for operation in operations if operation.method == "post"]
+    assert not DEEP or all((path, 200) in seen for path in generating), seen
+    assert served.app.exchanges.num_places_taken == 0
+    assert not any(replica.num_requests for replica in served.router.replicas)
+
+
+def test_the_description_is_of_what_is_checked(stage: tuple[str, Served]) -> None:
+    told = requests.get(f"{stage[0]}/openapi.json", timeout=20).json()
+    schemas = told["components"]["schemas"]
+    assert {"/v1/responses", "/v1/messages/count_tokens", "/v1/models/{name}", "/health"} <= set(told["paths"])
+    for name, required in (("ChatBody", ["messages"]), ("MessagesBody", ["messages", "max_tokens"])):
+        assert schemas[name]["required"] == required
+        assert schemas[name]["additionalProperties"] is False

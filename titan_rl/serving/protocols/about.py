@@ -1,0 +1,40 @@
+"""What the server tells of itself."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from titan_rl.serving.http.metrics import ServerMetrics
+from titan_rl.serving.policy.served_policy import ServedPolicy
+
+
+def about_routes(policy: ServedPolicy, metrics: ServerMetrics) -> list[Route]:
+    card = {
+        "id": policy.model,
+        "object": "model",
+        "created": policy.created,
+        "owned_by": "titan_rl",
+        "max_model_len": policy.max_context,
+    }
+
+    async def health(request: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def metric_text(request: Request) -> Response:
+        return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def models(request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [card]})
+
+    async def one_model(request: Request) -> Response:
+        policy.check_model(request.path_params["name"])
+        return JSONResponse(card)
+
+    return [
+        Route("/health", health),
+        Route("/metrics", metric_text),
+        Route("/v1/models", models),
+        Route("/v1/models/{name:path}", one_model),
+    ]
