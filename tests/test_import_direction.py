@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "training": "calls errors rollout settings types weights",
     "config": "calls errors generation rollout scheduling settings training weights",
     "serving": "calls errors generation rollout types",
-    "testing": "errors generation types",
+    "testing": "errors generation types weights",
     "simulate": "errors generation rollout scheduling types",
     "actors": "calls config errors generation rollout training types weights",
     "run": "actors calls config errors generation rollout scheduling serving training types weights",

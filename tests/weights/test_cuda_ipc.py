@@ -1,9 +1,9 @@
-"""The CUDA IPC transport, all but the GPU itself: memory of this process stands in for it. `tests/gpu` has the rest."""
+"""The CUDA IPC transport, all but the GPU itself: memory of this process stands in for it. `tests/gpu` has the rest,
+`test_transport_contract.py` what holds of every transport."""
 
 from __future__ import annotations
 
 import pickle
-import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,49 +14,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+from weights.host_memory import HostMemory
 from weights.racing import race
 
 from titan_rl.errors import StateDictError
 from titan_rl.weights.shard_files import shard_file
-from titan_rl.weights.shards import join
 from titan_rl.weights.transports.cuda_ipc import CudaIPCTransport, checksum
-from titan_rl.weights.types import Manifest, Probe, SlicePosition, TensorSlice
+from titan_rl.weights.types import Manifest
 
 Weights = dict[str, torch.Tensor]
-
-
-class HostMemory:
-    """What is allocated can be opened by its number, also by who unpickles that. It has garbage until it is written,
-    and again once the writer has freed it."""
-
-    def __init__(self, room: int = 1 << 40) -> None:
-        self.room = room
-        self.buffers: list[torch.Tensor] = []
-        self.num_held = 0
-
-    def allocate(self, num_bytes: int) -> torch.Tensor:
-        if num_bytes > self.room:
-            raise torch.OutOfMemoryError(f"{num_bytes} bytes are too many")
-        memory = torch.full((num_bytes,), 170, dtype=torch.uint8)
-        writers = memory[:]
-        weakref.finalize(writers, self._free, memory)
-        self.buffers.append(memory)
-        self.num_held += 1
-        return writers
-
-    def _free(self, memory: torch.Tensor) -> None:
-        memory.fill_(170)
-        self.num_held -= 1
-
-    def export(self, buffer: torch.Tensor) -> int:
-        (number,) = [n for n, memory in enumerate(self.buffers) if memory.data_ptr() == buffer.data_ptr()]
-        return number
-
-    def open(self, handle: int) -> torch.Tensor:
-        return self.buffers[handle]
-
-    def synchronize(self) -> None:
-        pass
 
 
 @pytest.fixture
@@ -85,45 +51,6 @@ def assert_equal(found: Weights, expected: Weights) -> None:
     for name, tensor in expected.items():
         assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
         assert torch.equal(found[name], tensor)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.bool], ids=str)
-def test_values_dtypes_and_shapes_survive(transport, memory, dtype: torch.dtype) -> None:
-    tensors = {
-        "matrix": torch.randint(0, 2, (3, 5)).to(dtype),
-        "transposed": torch.randint(0, 2, (3, 5)).to(dtype).t(),
-        "scalar": torch.tensor(1).to(dtype),
-        "empty": torch.empty(0, 4, dtype=dtype),
-        "odd": torch.ones(7, dtype=dtype),
-    }
-    probe = Probe((1, 2), (-0.5,))
-    manifest = transport.publish(1, tensors.items(), probes=[probe], tolerance=0.25)
-    assert (manifest.version, manifest.probes, manifest.tolerance) == (1, (probe,), 0.25)
-    assert_equal(dict(begin(manifest, memory)), tensors)
-
-
-def test_an_empty_state_dict(transport, memory) -> None:
-    assert dict(begin(transport.publish(1, []), memory)) == {}
-
-
-def test_slices_of_two_writers_are_joined(tmp_path, memory) -> None:
-    whole = torch.arange(24.0).reshape(6, 4)
-    writers = [CudaIPCTransport(f"rank-{rank}", root=tmp_path, memory=memory) for rank in range(2)]
-    halves = [TensorSlice(whole[rank * 3 : rank * 3 + 3], SlicePosition((rank * 3, 0), (6, 4))) for rank in range(2)]
-    manifests = [writer.publish(1, [("w", half)]) for writer, half in zip(writers, halves, strict=True)]
-    assert_equal(dict(begin(join(manifests), memory)), {"w": whole})
-    with pytest.raises(StateDictError, match="cover 12 of 24"):
-        begin(manifests[0], memory)
-    for writer in writers:
-        writer.close()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_what_is_read_is_the_readers_own(transport, memory) -> None:
-    found = dict(begin(transport.publish(1, weights(1).items()), memory))
-    for version in range(2, 6):
-        transport.publish(version, weights(version).items())
-    assert_equal(found, weights(1))
 
 
 def test_memory_is_used_again_once_nobody_reads_it(transport, memory) -> None:
@@ -169,13 +96,6 @@ def test_a_failed_check_holds_nothing(transport, memory) -> None:
     assert len(memory.buffers) == 2
 
 
-def test_a_changed_byte_is_found_before_anything_is_given(transport, memory) -> None:
-    manifest = transport.publish(1, weights(1).items())
-    memory.buffers[0][4001] ^= 16
-    with pytest.raises(StateDictError, match="checksum"):
-        begin(manifest, memory)
-
-
 def test_a_device_without_room_fails_the_version_and_keeps_the_last(transport, memory, tmp_path) -> None:
     first = transport.publish(1, weights(1).items())
     memory.room = 100
@@ -186,13 +106,6 @@ def test_a_device_without_room_fails_the_version_and_keeps_the_last(transport, m
     assert_equal(dict(begin(transport.publish(2, weights(2).items()), memory)), weights(2))
     transport.close()
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_released_version_cannot_be_read(transport, memory) -> None:
-    manifest = transport.publish(1, weights(1).items())
-    transport.release(1)
-    with pytest.raises(StateDictError, match="released"):
-        begin(manifest, memory)
 
 
 def test_without_a_gpu_the_error_names_the_setting() -> None:

@@ -1,4 +1,5 @@
-"""The shared-memory transport: what a reader sees, and what is left."""
+"""The shared-memory transport: what a reader sees, and what is left. `test_transport_contract.py` has what holds of
+every transport."""
 
 from __future__ import annotations
 
@@ -90,28 +91,6 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
         assert torch.equal(found[name], tensor)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_values_dtypes_and_shapes_survive(transport: SharedMemoryTransport, dtype: torch.dtype) -> None:
-    tensors = {
-        "matrix": torch.randint(0, 2, (3, 5)).to(dtype),
-        "transposed": torch.randint(0, 2, (3, 5)).to(dtype).t(),
-        "scalar": torch.tensor(1).to(dtype),
-        "empty": torch.empty(0, 4, dtype=dtype),
-        "parameter_like": torch.ones(7, dtype=dtype),
-    }
-    assert_equal(pulled(transport.publish(1, tensors.items())), tensors)
-
-
-def test_parameters_from_a_generator_of_unknown_length(transport: SharedMemoryTransport) -> None:
-    model = torch.nn.Linear(3, 2)
-    manifest = transport.publish(1, ((name, parameter) for name, parameter in model.named_parameters()))
-    assert_equal(pulled(manifest), dict(model.state_dict()))
-
-
-def test_an_empty_state_dict(transport: SharedMemoryTransport) -> None:
-    assert pulled(transport.publish(1, [])) == {}
-
-
 def test_manifest_describes_the_segment(transport: SharedMemoryTransport) -> None:
     probe = Probe((1, 2), (-0.5,))
     manifest = transport.publish(3, weights(3).items(), probes=[probe], tolerance=0.25)
@@ -183,15 +162,6 @@ def test_only_the_last_versions_are_kept(transport: SharedMemoryTransport, tmp_p
     assert_equal(pulled(manifests[3]), weights(3))
     assert_equal(pulled(manifests[4]), weights(4))
     assert sum(path.is_file() for path in tmp_path.rglob("*")) == 2
-
-
-def test_release_twice_and_of_unknown_versions(transport: SharedMemoryTransport) -> None:
-    manifest = transport.publish(1, weights(1).items())
-    transport.release(1)
-    transport.release(1)
-    transport.release(99)
-    with pytest.raises(StateDictError, match="released"):
-        reader().pull(manifest)
 
 
 @pytest.mark.parametrize("position", [0, 4001, 4095, -1])

@@ -137,7 +137,8 @@ class GeneratorActor(ProcessActor):
     @cached_property
     def _transport(self) -> StateDictTransport:
         statedict = self._settings.statedict
-        return make_transport(statedict.transport, TransportSpec(self._settings.run_id, statedict.pull_timeout_s))
+        spec = TransportSpec(self._settings.run_id, statedict.pull_timeout_s, self._rank)
+        return make_transport(statedict.transport, spec)
 
     @concurrent_endpoint
     async def pause(self, mode: PauseMode) -> None:

@@ -85,7 +85,7 @@ class TrainerActor(ProcessActor):
             self._trainer = TrainerCore(settings.model, settings.training, settings.correction, seed=settings.seed)
         self._publisher = WeightPublisher(
             self._trainer,
-            make_transport(statedict.transport, TransportSpec(settings.run_id, statedict.pull_timeout_s)),
+            make_transport(statedict.transport, TransportSpec(settings.run_id, statedict.pull_timeout_s, self._rank)),
             num_probes=statedict.num_probes,
             tolerance=statedict.tolerance,
             seed=settings.seed,

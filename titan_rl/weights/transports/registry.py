@@ -16,11 +16,12 @@ from titan_rl.weights.types import StateDictTransport
 
 @dataclass(frozen=True, slots=True)
 class TransportSpec:
-    """What a process asks of its end of a transport: a rank of the trainer, which publishes, or a generator, which
-    pulls."""
+    """What a process asks of its end of a transport: a rank of the trainer, which publishes, or of a generator, which
+    pulls. The trainer closes its ends; a generator's goes with its process."""
 
     run_id: str  # in the names of whatever the run's processes share
     timeout_s: float = 120.0  # longest wait for the bytes of one shard
+    rank: int = 0  # of the trainer, each of which publishes a shard of its own, or of the generator
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,55 @@
+"""The library's transports and one of a user's own, held to what trainer and generators rely on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from weights.host_memory import HostMemory
+
+from titan_rl.testing.transport_contract import TransportContract
+from titan_rl.weights.transports.cuda_ipc import CudaIPCTransport
+from titan_rl.weights.transports.registry import TransportSpec, make_transport
+from titan_rl.weights.transports.shared_memory import SharedMemoryTransport
+from titan_rl.weights.types import Manifest, StateDictTransport
+
+
+class InAFolder(TransportContract):
+    @pytest.fixture(autouse=True)
+    def folder(self, tmp_path: Path) -> None:
+        self.path = tmp_path
+
+    def left(self) -> Sequence[object]:
+        return list(self.path.iterdir())
+
+
+class TestSharedMemory(InAFolder):
+    def make(self, rank: int) -> StateDictTransport:
+        return SharedMemoryTransport(f"run-{rank}", root=self.path)
+
+
+class TestCudaIPC(InAFolder):
+    """All but the GPU."""
+
+    @pytest.fixture(autouse=True)
+    def memory(self) -> None:
+        self.gpu = HostMemory()
+
+    def make(self, rank: int) -> StateDictTransport:
+        return CudaIPCTransport(f"run-{rank}", root=self.path, memory=self.gpu)
+
+    def left(self) -> Sequence[object]:
+        return [*super().left(), *range(self.gpu.num_held)]
+
+    def corrupt(self, manifest: Manifest) -> None:
+        self.gpu.open(manifest.shards[0].remote)[0] ^= 16
+
+
+class TestFilesOfAUser(InAFolder):
+    @pytest.fixture(autouse=True)
+    def root(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("WEIGHTS_ROOT", str(self.path))
+
+    def make(self, rank: int) -> StateDictTransport:
+        return make_transport("weights.file_transport:FileTransport", TransportSpec("run-7", rank=rank))

@@ -1,0 +1,232 @@
+"""What trainer and generators rely on, of every transport, as tests that pytest runs.
+
+Example, the whole of a test file:
+
+    class TestMyTransport(TransportContract):
+        @pytest.fixture(autouse=True)
+        def folder(self, tmp_path):
+            self.path = tmp_path
+
+        def make(self, rank):
+            return my_transports.FileTransport(TransportSpec(f"{self.path}/run-7", rank=rank))
+
+        def left(self):
+            return list(self.path.iterdir())
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+import pytest
+
+from titan_rl.errors import StateDictError
+from titan_rl.weights.shards import join
+from titan_rl.weights.types import NUM_KEPT, Manifest, Probe, SlicePosition, StateDictTransport, TensorSlice
+
+Ends = Callable[..., StateDictTransport]
+
+DTYPES = ("float32", "bfloat16", "float16", "float64", "int64", "uint8", "bool")
+
+
+def arrived(manifest: Manifest) -> Manifest:
+    """As another process has it."""
+    return pickle.loads(pickle.dumps(manifest))
+
+
+def read(transport: StateDictTransport, manifest: Manifest) -> dict[str, Any]:
+    """name -> tensor, with nothing of the transport's."""
+    return {name: tensor.clone() for name, tensor in transport.pull(arrived(manifest))}
+
+
+def refused(transport: StateDictTransport, manifest: Manifest) -> None:
+    """Not one tensor is given."""
+    with pytest.raises(StateDictError):
+        next(iter(transport.pull(arrived(manifest))))
+
+
+def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert list(found) == list(expected)
+    for name, tensor in expected.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
+        assert found[name].cpu().equal(tensor.detach().cpu()), name
+
+
+class TransportContract:
+    """Tests of a transport that keeps `NUM_KEPT` versions."""
+
+    def make(self, rank: int) -> StateDictTransport:
+        """An end of the transport of one run, for a process of its own: a rank of the trainer, or a reader."""
+        raise NotImplementedError
+
+    def left(self) -> Sequence[object]:
+        """What there is of the run beyond the memory of its processes: files, say."""
+        raise NotImplementedError
+
+    def corrupt(self, manifest: Manifest) -> None:
+        """Change one byte of a version. By default in the file at the first shard's location."""
+        with open(manifest.shards[0].location, "r+b") as file:
+            byte = file.read(1)[0]
+            file.seek(0)
+            file.write(bytes([byte ^ 16]))
+
+    def weights(self, version: int) -> dict[str, Any]:
+        import torch
+
+        return {"a": torch.full((1000,), float(version)), "b": torch.arange(6.0).reshape(2, 3) + version}
+
+    @pytest.fixture
+    def end(self) -> Iterator[Ends]:
+        """Ends of the transport, as many as are asked for. They are closed, and then nothing is left."""
+        made: list[StateDictTransport] = []
+
+        def make(rank: int = 0) -> StateDictTransport:
+            made.append(self.make(rank))
+            return made[-1]
+
+        yield make
+        for transport in made:
+            transport.close()
+        assert not self.left()
+
+    def test_it_is_a_transport(self, end: Ends) -> None:
+        assert isinstance(end(), StateDictTransport)
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_names_values_dtypes_and_shapes_arrive(self, end: Ends, dtype: str) -> None:
+        import torch
+
+        of: Any = getattr(torch, dtype)
+        tensors = {
+            "z": torch.randint(0, 2, (3, 5)).to(of),
+            "transposed": torch.randint(0, 2, (3, 5)).to(of).t(),
+            "scalar": torch.tensor(1).to(of),
+            "empty": torch.empty(0, 4, dtype=of),
+            "a": torch.ones(7, dtype=of),
+        }
+        same(read(end(), end().publish(1, tensors.items())), tensors)
+
+    def test_parameters_are_published_as_they_are_asked_for(self, end: Ends) -> None:
+        import torch
+
+        model = torch.nn.Linear(3, 2)
+        manifest = end().publish(1, ((name, parameter) for name, parameter in model.named_parameters()))
+        same(read(end(), manifest), dict(model.state_dict()))
+
+    def test_no_tensors_are_a_version_too(self, end: Ends) -> None:
+        assert read(end(), end().publish(1, [])) == {}
+
+    def test_the_manifest_says_what_it_was_given(self, end: Ends) -> None:
+        probe = Probe((1, 2), (-0.5,))
+        manifest = arrived(end().publish(3, self.weights(3).items(), probes=[probe], tolerance=0.25))
+        assert (manifest.version, manifest.probes, manifest.tolerance) == (3, (probe,), 0.25)
+
+    def test_several_readers_pull_a_version_at_once_and_again(self, end: Ends) -> None:
+        manifest = end().publish(1, self.weights(1).items())
+        readers = [end() for _ in range(3)]
+        with ThreadPoolExecutor(len(readers)) as threads:
+            for found in threads.map(lambda reader: read(reader, manifest), [*readers, *readers]):
+                same(found, self.weights(1))
+
+    def test_the_newest_versions_can_be_read_each_as_it_was(self, end: Ends) -> None:
+        writer, reader = end(), end()
+        for version in range(NUM_KEPT):
+            writer.publish(version, self.weights(version).items())
+        manifests = [writer.publish(v, self.weights(v).items()) for v in range(NUM_KEPT, 2 * NUM_KEPT)]
+        for manifest in reversed(manifests):
+            same(read(reader, manifest), self.weights(manifest.version))
+
+    def test_tensors_may_become_more_and_larger(self, end: Ends) -> None:
+        import torch
+
+        writer, reader = end(), end()
+        for version in range(2 * NUM_KEPT):
+            tensors = {f"t{index}": torch.full((10**version,), float(index)) for index in range(version + 1)}
+            same(read(reader, writer.publish(version, tensors.items())), tensors)
+            writer.release(version - 1)
+
+    def test_a_released_version_is_gone_and_others_stay(self, end: Ends) -> None:
+        writer, reader = end(), end()
+        first, second = (writer.publish(version, self.weights(version).items()) for version in (1, 2))
+        for version in (1, 1, 99):
+            writer.release(version)
+        refused(reader, first)
+        same(read(reader, second), self.weights(2))
+
+    def test_what_a_reader_was_given_stays_as_it_was(self, end: Ends) -> None:
+        writer, reader = end(), end()
+        held = dict(reader.pull(arrived(writer.publish(1, self.weights(1).items()))))
+        writer.release(1)
+        for version in range(2, 2 + 2 * NUM_KEPT):
+            writer.publish(version, self.weights(version).items())
+            writer.release(version)
+        same(held, self.weights(1))
+
+    def test_a_reader_that_stops_in_the_middle_holds_nobody_up(self, end: Ends) -> None:
+        writer, reader = end(), end()
+        for version in range(2 * NUM_KEPT):
+            list(islice(reader.pull(arrived(writer.publish(version, self.weights(version).items()))), 1))
+            writer.release(version - 1)
+        same(read(reader, writer.publish(99, self.weights(99).items())), self.weights(99))
+
+    def test_a_version_is_published_once(self, end: Ends) -> None:
+        writer = end()
+        manifest = writer.publish(1, self.weights(1).items())
+        with pytest.raises(StateDictError):
+            writer.publish(1, self.weights(2).items())
+        same(read(end(), manifest), self.weights(1))
+
+    def test_a_version_that_fails_halfway_can_be_published_after_all(self, end: Ends) -> None:
+        def failing() -> Iterable[tuple[str, Any]]:
+            yield next(iter(self.weights(2).items()))
+            raise ZeroDivisionError
+
+        writer, reader = end(), end()
+        manifest = writer.publish(1, self.weights(1).items())
+        with pytest.raises(ZeroDivisionError):
+            writer.publish(2, failing())
+        same(read(reader, manifest), self.weights(1))
+        same(read(reader, writer.publish(2, self.weights(2).items())), self.weights(2))
+
+    def test_ranks_publish_slices_that_make_up_the_tensors(self, end: Ends) -> None:
+        import torch
+
+        whole, own = torch.arange(24.0).reshape(6, 4), torch.ones(3)
+        slices = [TensorSlice(whole[at : at + 3], SlicePosition((at, 0), (6, 4))) for at in (0, 3)]
+        first = end(rank=0).publish(1, [("w", slices[0]), ("own", own)])
+        second = end(rank=1).publish(1, [("w", slices[1])])
+        manifest = join([first, second])
+        same(read(end(), manifest), {"w": whole, "own": own})
+        refused(end(), replace(manifest, shards=manifest.shards[:1]))
+
+    def test_bytes_that_changed_are_refused_before_anything_is_given(self, end: Ends) -> None:
+        writer = end()
+        first, second = (writer.publish(version, self.weights(version).items()) for version in (1, 2))
+        self.corrupt(first)
+        refused(end(), first)
+        same(read(end(), second), self.weights(2))
+
+    def test_bytes_of_another_version_are_refused(self, end: Ends) -> None:
+        writer = end()
+        first, second = (writer.publish(version, self.weights(version).items()) for version in (1, 2))
+        (shard,) = first.shards
+        mixed = replace(second.shards[0], location=shard.location, remote=shard.remote)
+        refused(end(), replace(second, shards=(mixed,)))
+
+    def test_a_closed_end_gives_back_what_it_had_and_publishes_no_more(self, end: Ends) -> None:
+        writer, reader = end(), end()
+        manifest = writer.publish(1, self.weights(1).items())
+        same(read(reader, manifest), self.weights(1))
+        reader.close()
+        same(read(end(), manifest), self.weights(1))  # it was not the reader's to give back
+        writer.close()
+        assert not self.left()
+        refused(end(), manifest)
+        with pytest.raises(StateDictError):
+            writer.publish(2, self.weights(2).items())
+        writer.close()
