@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from agents.models.chatcmpl_converter import Converter
 from renderers.qwen3 import Qwen3Renderer
-from transformers import PreTrainedTokenizerFast
 
 from examples.agent.agent import INSTRUCTIONS, tools_of
 from examples.agent.company import TOWNS, Company, Question, draw_question
@@ -58,9 +57,7 @@ def _call(tool: str, name: str) -> str:
     return f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
 
 
-def encode(
-    renderer: Qwen3Renderer, tokenizer: PreTrainedTokenizerFast, tools: list[Any], row: tuple[Question, Any]
-) -> Row:
+def encode(renderer: Any, tokenizer: Any, tools: list[Any], row: tuple[Question, Any]) -> Row:
     """The conversation as an agent's requests have it, where all but the assistant's tokens are ignored."""
     question, turns = row
     messages = [{"role": "system", "content": INSTRUCTIONS}, {"role": "user", "content": question.text}]
@@ -79,7 +76,7 @@ def encode(
 
 
 def rows_of(
-    tokenizer: PreTrainedTokenizerFast,
+    tokenizer: Any,
     tools: list[dict[str, Any]],
     *,
     right_steps: int,

@@ -29,8 +29,9 @@ def build_tokenizer(instructions: str, tools: Sequence[dict[str, Any]]) -> PreTr
     Args:
         tools: as they come in a request for a chat completion.
     """
-    in_bytes = _tokenizer([])
-    head = Qwen3Renderer(in_bytes).render_ids([{"role": "system", "content": instructions}], tools=list(tools))
+    in_bytes: Any = _tokenizer([])
+    renderer: Any = Qwen3Renderer(in_bytes)
+    head = renderer.render_ids([{"role": "system", "content": instructions}], tools=list(tools))
     marks = "|".join(map(re.escape, (*SPECIAL, *MARKUP)))
     lines = [line for part in re.split(marks, in_bytes.decode(head)) for line in part.splitlines()]
     answers = [PERSON, TOWN, MANAGER_OF, "no such person", "nobody", *NAMES, *TOWNS]

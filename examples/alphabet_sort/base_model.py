@@ -12,46 +12,23 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from torch.nn.functional import cross_entropy
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast
 
 from examples.alphabet_sort.data import Sample, tagged
 from examples.alphabet_sort.env import prompt, tag
-from examples.alphabet_sort.tokenizer import MAX_CONTEXT, build_tokenizer
+from examples.alphabet_sort.tokenizer import build_tokenizer
+from examples.tiny_model import IGNORED, Row, build_model, learn
 from titan_rl import Message
 from titan_rl.config.load import load_config
 from titan_rl.rollout.task import Task
 
 DATA_SEED = 1_000_000  # apart from the seeds that runs use
-IGNORED = -100
-MICRO_BATCH = 16
-
-
-def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    """A Qwen3 of 0.9M parameters."""
-    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=MAX_CONTEXT,
-        tie_word_embeddings=False,  # vLLM on CPU serves stale tied weights after a swap
-        **ids,
-    )
-    model = Qwen3ForCausalLM(config)
-    model.generation_config = GenerationConfig(**ids)
-    return model
 
 
 def demonstrate(sample: Sample, rng: random.Random, shuffled: float) -> list[Message]:
@@ -66,7 +43,7 @@ def demonstrate(sample: Sample, rng: random.Random, shuffled: float) -> list[Mes
     return messages
 
 
-def encode(tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message]) -> tuple[list[int], list[int]]:
+def encode(tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message]) -> Row:
     """Token ids, and the same as labels, where all but the assistant's tokens are ignored.  # [num_tokens] each"""
     ids: list[int] = []
     labels: list[int] = []
@@ -80,69 +57,29 @@ def encode(tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message]) -> t
     return ids, labels
 
 
-def padded(rows: Sequence[Sequence[int]], value: int) -> torch.Tensor:
-    """Padded on the right, which causal attention never sees.  # [num_rows, longest]"""
-    return torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=value)
-
-
-def train(
-    model: Qwen3ForCausalLM,
+def rows_of(
     tokenizer: PreTrainedTokenizerFast,
     task: Task,
     *,
-    steps: int,
     right_steps: int,
     batch_size: int,
-    lr: float,
     shuffled: float,
     seed: int,
-) -> float:
-    """AdamW with warmup and cosine decay to a tenth.
+) -> Callable[[int], list[Row]]:
+    """What to learn in a step.
 
     Args:
         batch_size: conversations a step.
         shuffled: share of answers in random order, once `right_steps` steps are done.
-
-    Returns:
-        The mean loss of the last 50 steps.
     """
     rng = random.Random(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min((step + 1) / 50, 0.55 + 0.45 * math.cos(math.pi * step / steps))
-    )
-    losses: list[float] = []
-    model.train()
-    for step in range(steps):
+
+    def rows(step: int) -> list[Row]:
         samples = [task.train_sample(DATA_SEED + seed, step * batch_size + row) for row in range(batch_size)]
         share = shuffled if step >= right_steps else 0.0
-        rows = [encode(tokenizer, demonstrate(sample, rng, share)) for sample in samples]
-        rows.sort(key=lambda row: len(row[0]))  # rows of like length share a micro-batch, so little is padded
-        learned = sum(label != IGNORED for _, labels in rows for label in labels)
-        losses.append(0.0)
-        for start in range(0, batch_size, MICRO_BATCH):
-            micro_batch = rows[start : start + MICRO_BATCH]
-            ids_BT = padded([ids for ids, _ in micro_batch], 0)
-            labels_BT = padded([labels for _, labels in micro_batch], IGNORED)
-            logits_BTV = model(ids_BT).logits
-            loss = (
-                cross_entropy(
-                    logits_BTV[:, :-1].flatten(0, 1),
-                    labels_BT[:, 1:].flatten(),
-                    ignore_index=IGNORED,
-                    reduction="sum",
-                )
-                / learned
-            )
-            loss.backward()
-            losses[-1] += loss.item()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        if (step + 1) % 50 == 0:
-            print(f"step {step + 1:5d}  loss {sum(losses[-50:]) / 50:.4f}", flush=True)
-    return sum(losses[-50:]) / len(losses[-50:])
+        return [encode(tokenizer, demonstrate(sample, rng, share)) for sample in samples]
+
+    return rows
 
 
 def main() -> None:
@@ -161,17 +98,15 @@ def main() -> None:
     tokenizer = build_tokenizer()
     model = build_model(tokenizer)
     started = time.monotonic()
-    loss = train(
-        model,
+    rows = rows_of(
         tokenizer,
         task,
-        steps=args.steps,
         right_steps=args.right_steps,
         batch_size=args.batch_size,
-        lr=args.lr,
         shuffled=args.shuffled,
         seed=args.seed,
     )
+    loss = learn(model, rows, steps=args.steps, lr=args.lr)
     model.save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
     seconds = round(time.monotonic() - started)
