@@ -44,9 +44,12 @@ async def play(
         prompt_token_ids: Sequence[int], *, request_id: str, session_id: str | None = None, sampling: SamplingParams
     ) -> Completion:
         async with limited(limits.generate_timeout_s, "the completion"):
-            return await generate_within(
+            completion = await generate_within(
                 watch, generate, prompt_token_ids, request_id=request_id, session_id=session_id, sampling=sampling
             )
+        if watch.is_over:
+            time_is_up.set()
+        return completion
 
     time_is_up = asyncio.Event()
     policy = RolloutPolicy(

@@ -1,0 +1,193 @@
+"""`AgentTask` with real programs over scripted engines: what is trained, how rollouts end, and harnesses elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from serving.served import CONTEXT, Engines
+from serving.talk import BASE, chat_template_renderer
+
+from titan_rl.agents import AgentTask
+from titan_rl.generation.router import GeneratorRouter
+from titan_rl.rollout.group.rollouter import Rollouter
+from titan_rl.rollout.settings import RolloutConfig
+from titan_rl.rollout.task import RunContext
+from titan_rl.rollout.types import RolloutGroup, RolloutStatus
+from titan_rl.training.data.sample_builder import build_samples
+from titan_rl.types import SamplingParams
+
+TALKER = str(Path(__file__).parent / "talker.py")
+SAMPLING = SamplingParams(max_tokens=16)
+SAMPLE = {"question": "b a", "worth": 0.5}
+
+
+class Stage:
+    def __init__(self, task: AgentTask, router: GeneratorRouter, told: list[str], **limits: Any) -> None:
+        self.router = router
+        self.told = told
+        self.rollouter = Rollouter(
+            lambda sample: task.make_env(sample, chat_template_renderer()),
+            task.rubric(),
+            max_context=CONTEXT,
+            limits=RolloutConfig(**{"max_turns": 50, **limits}),
+        )
+
+    async def group(self, sample: Any = SAMPLE, size: int = 2, generate: Any = None) -> RolloutGroup:
+        return await self.rollouter.run_group(
+            generate or self.router.generate, sample, group_id="train-1", group_size=size, sampling=SAMPLING
+        )
+
+
+@asynccontextmanager
+async def stage(folder: Path, limits: dict[str, Any] | None = None, **settings: Any) -> AsyncIterator[Stage]:
+    settings = {"command": ("{python}", "-I", TALKER, "{question}"), "keep": "all", **settings}
+    task = AgentTask(**settings)
+    told: list[str] = []
+    run = RunContext(str(BASE), chat_template_renderer(), CONTEXT, folder, told.append)
+    async with Engines(2, vocab_size=400, mean_tokens=6).router() as router, task.open(run):
+        yield Stage(task, router, told, **(limits or {}))
+
+
+def answers(folder: Path, name: str) -> list[list[int]]:
+    return json.loads((folder / "agents" / name / "answers.json").read_text())
+
+
+def addresses(folder: Path) -> list[Path]:
+    return list(folder.glob("agents-*.json"))
+
+
+async def test_trained_tokens_are_those_that_agents_were_answered_with(tmp_path: Path) -> None:
+    async with stage(tmp_path) as it:
+        group = await it.group()
+        assert it.told[0].startswith("agents ask the policy at http://127.0.0.1:")
+    for rollout in group.rollouts:
+        assert (rollout.status, rollout.error, rollout.reward) == (RolloutStatus.COMPLETED, None, 0.5)
+        told = answers(tmp_path, f"train-1.{rollout.sibling}")
+        rollout.advantage = 1.0
+        trained = [
+            [token for token, is_trained in zip(sample.token_ids, sample.loss_mask, strict=True) if is_trained]
+            for sample in build_samples(RolloutGroup("g", None, [rollout]))
+        ]
+        assert len(told) == 3
+        assert sorted(trained) == sorted([[*told[0], *told[1]], told[2]])
+        assert [message["content"] for message in rollout.messages if message["role"] == "user"] == [
+            "b a", "more", "or else?",
+        ]  # fmt: skip
+
+
+async def test_updates_pauses_and_deaths_pass_unseen_and_seeds_make_it_the_same_again(tmp_path: Path) -> None:
+    async with stage(tmp_path) as it:
+        undisturbed = await it.group()
+        troubling = asyncio.create_task(trouble(it.router))
+        disturbed = await it.group()
+        troubling.cancel()
+
+    def tokens(group: RolloutGroup) -> list[list[list[int]]]:
+        return [sorted(list(turn.completion.token_ids) for turn in rollout.turns) for rollout in group.rollouts]
+
+    assert all(rollout.status is RolloutStatus.COMPLETED for rollout in disturbed.rollouts)
+    assert tokens(disturbed) == tokens(undisturbed)
+    assert (tmp_path / "agents" / "train-1.0-2").is_dir()
+
+
+async def trouble(router: GeneratorRouter) -> None:
+    version = 0
+    while True:
+        version += 1
+        await router.pull_state_dict(version)
+        await router.pause("keep")
+        await router.resume()
+        await asyncio.sleep(0.02)
+
+
+async def test_an_agent_that_crashes_is_one_rollout_with_a_status(tmp_path: Path) -> None:
+    async with stage(tmp_path, keep="failed") as it:
+        group = await it.group({**SAMPLE, "crash": True})
+        fine = await it.group()
+    for rollout in group.rollouts:
+        assert rollout.status is RolloutStatus.ERROR_ENV
+        assert rollout.error == "the agent ended with exit code 1; its output ends: out of luck"
+        assert len(rollout.turns) == 3
+    assert all(rollout.status is RolloutStatus.COMPLETED for rollout in fine.rollouts)
+    assert sorted(path.name for path in (tmp_path / "agents").iterdir()) == ["train-1.0", "train-1.1"]
+
+
+@pytest.mark.parametrize(
+    ("command", "limits", "status", "error"),
+    [
+        (("true",), {}, RolloutStatus.ERROR_ENV, "the agent ended and had never asked the policy"),
+        (("sleep", "60"), {"rollout_timeout_s": 0.2}, RolloutStatus.ERROR_TIMEOUT, "its own time is up"),
+        (("{python}", "-I", TALKER, "{question}"), {"max_turns": 2}, RolloutStatus.TRUNCATED_TURNS, "its 2 turns"),
+        (("echo", "{answer}"), {}, RolloutStatus.ERROR_ENV, "names 'answer'; the sample has question"),
+    ],
+)
+async def test_how_an_agent_can_end(
+    tmp_path: Path, command: tuple[str, ...], limits: dict[str, Any], status: RolloutStatus, error: str
+) -> None:
+    async with stage(tmp_path, limits, command=command) as it:
+        (rollout,) = (await it.group(size=1)).rollouts
+    assert rollout.status is status
+    assert error in (rollout.error or "")
+
+
+async def test_generation_that_fails_is_no_fault_of_the_agent(tmp_path: Path) -> None:
+    async def fails(*args: Any, **kwargs: Any) -> Any:
+        raise OSError("no engine")
+
+    async with stage(tmp_path) as it:
+        (rollout,) = (await it.group(size=1, generate=fails)).rollouts
+    assert (rollout.status, rollout.error) == (RolloutStatus.ERROR_GENERATE, "OSError: no engine")
+
+
+async def test_a_harness_elsewhere_takes_the_samples_that_wait(tmp_path: Path) -> None:
+    async with stage(tmp_path, command=()) as it:
+        address = addresses(tmp_path)[0]
+        assert address.stat().st_mode & 0o777 == 0o600
+        server = json.loads(address.read_text())
+        headers = {"authorization": f"Bearer {server['key']}"}
+        async with httpx.AsyncClient(base_url=server["url"], headers=headers, timeout=60) as client:
+            early = asyncio.create_task(client.post("/episodes", json={"wait_s": 60}))
+            running = asyncio.create_task(it.group())
+            for opened in ((await early).json(), (await client.post("/episodes", json={})).json()):
+                assert opened["sample"] == SAMPLE
+                own = {"x-api-key": opened["key"]}
+                body = {"messages": [{"role": "user", "content": "b a"}]}
+                async with httpx.AsyncClient(base_url=opened["base_url"], headers=own, timeout=60) as harness:
+                    assert (await harness.post("/v1/chat/completions", json=body)).status_code == 200
+                    await harness.post("/reward", json={"rewards": {"reward": 1.0}})
+                    await harness.post("/end", json={})
+            assert (await client.post("/episodes", json={})).status_code == 429
+            assert (await client.post("/v1/chat/completions", json=body)).status_code == 400
+            group = await running
+    assert [rollout.reward for rollout in group.rollouts] == [1.0, 1.0]
+    assert not addresses(tmp_path)
+
+
+async def test_a_sample_that_no_harness_takes_is_given_up(tmp_path: Path) -> None:
+    async with stage(tmp_path, command=(), harness_wait_s=0.05) as it:
+        (rollout,) = (await it.group(size=1)).rollouts
+    assert (rollout.status, rollout.error) == (
+        RolloutStatus.ERROR_ENV, "no harness has come for it within 0.05 s",
+    )  # fmt: skip
+
+
+def test_samples_come_in_an_order_of_each_epochs_own(tmp_path: Path) -> None:
+    file = tmp_path / "samples.jsonl"
+    file.write_text("".join(f'{{"number": {number}}}\n' for number in range(10)))
+    task = AgentTask(command=("true",), train_file=str(file), validation_file=str(file))
+    epochs = [[task.train_sample(0, 10 * epoch + at)["number"] for at in range(10)] for epoch in range(2)]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(10))
+    assert epochs[0] != epochs[1]
+    assert task.train_sample(1, 0) == task.train_sample(1, 0)
+    assert [sample["number"] for sample in task.validation_samples(3)] == [0, 1, 2]
+    with pytest.raises(ValueError, match=r"train_file is not set"):
+        AgentTask().train_sample(0, 0)
+    with pytest.raises(ValueError, match="there is no file"):
+        AgentTask(train_file="nowhere.jsonl")

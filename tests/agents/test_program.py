@@ -1,0 +1,166 @@
+"""Programs that play episodes: how they end, and that nothing of them is left."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from titan_rl.agents.processes import agent_processes
+from titan_rl.agents.program import AgentProgram, agent_environment, make_folder
+from titan_rl.rollout.types import RolloutStatus
+from titan_rl.serving.episodes.episode import Episode
+from titan_rl.serving.episodes.limits import EpisodeLimits
+
+URL = "http://127.0.0.1:1"
+STUBBORN = """
+trap '' TERM
+sh -c "trap '' TERM; echo \\$\\$ >> pids; while :; do sleep 0.1; done" &
+setsid sh -c "trap '' TERM; echo \\$\\$ >> pids; while :; do sleep 0.1; done" &
+(setsid sh -c "echo \\$\\$ >> pids; while :; do sleep 0.1; done" &)
+echo $$ >> pids
+while [ $(wc -l < pids) -lt 4 ]; do sleep 0.05; done
+mv pids all
+while :; do sleep 0.1; done
+"""
+
+
+OWNER = """
+import asyncio, sys
+from pathlib import Path
+from titan_rl.agents.processes import agent_processes
+from titan_rl.agents.program import AgentProgram
+from titan_rl.serving.episodes.episode import Episode
+
+async def main():
+    async with agent_processes() as processes:
+        await AgentProgram(processes).run(Episode("e", None), ["sh", "-c", sys.argv[2]], {}, Path(sys.argv[1]))
+
+asyncio.run(main())
+"""
+
+
+def episode_of(time_s: float = 60.0) -> Episode:
+    return Episode("g0.0", None, EpisodeLimits(time_s=time_s))
+
+
+async def play(episode: Episode, folder: Path, script: str, *, output_bytes: int = 1000, end_s: float = 0.1) -> None:
+    async with agent_processes() as processes:
+        program = AgentProgram(processes, output_bytes=output_bytes, end_s=end_s)
+        environment = {**os.environ, **agent_environment(URL, episode)}
+        await program.run(episode, ["sh", "-c", script], environment, folder)
+
+
+def lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+async def started(folder: Path) -> list[int]:
+    """The processes of `STUBBORN`, when all of them run."""
+    async with asyncio.timeout(60.0):
+        while not (file := folder / "all").exists():  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    return [int(line) for line in file.read_text().split()]
+
+
+async def test_a_program_has_a_folder_and_the_way_to_its_episode(tmp_path: Path) -> None:
+    episode = episode_of()
+    script = "pwd; echo $OPENAI_BASE_URL $ANTHROPIC_BASE_URL; [ $OPENAI_API_KEY = $ANTHROPIC_API_KEY ] && echo same"
+    await play(episode, tmp_path, script)
+    assert episode.status is RolloutStatus.COMPLETED
+    url = f"{URL}/episodes/g0.0"
+    assert (tmp_path / "output.txt").read_text().split() == [str(tmp_path), f"{url}/v1", url, "same"]
+
+
+@pytest.mark.parametrize(
+    ("script", "error"),
+    [
+        ("echo out; echo oh no >&2; exit 3", "exit code 3; its output ends: out\noh no"),
+        ("kill -KILL $$", "exit code -9; it printed nothing"),
+        ("echo gone; rm -rf $PWD; exit 3", "exit code 3; its output ends: gone"),
+    ],
+)
+async def test_a_crash_is_a_rollout_with_a_status(tmp_path: Path, script: str, error: str) -> None:
+    episode = episode_of()
+    await play(episode, make_folder(tmp_path, "own"), script)
+    assert (episode.status, episode.error) == (RolloutStatus.ERROR_ENV, f"the agent ended with {error}")
+
+
+async def test_a_program_that_is_not_there_is_too(tmp_path: Path) -> None:
+    episode = episode_of()
+    async with agent_processes() as processes:
+        await AgentProgram(processes).run(episode, [str(tmp_path / "none")], {}, tmp_path)
+    assert episode.status is RolloutStatus.ERROR_ENV
+    assert "could not be started: FileNotFoundError" in (episode.error or "")
+
+
+async def test_the_end_of_its_episode_ends_a_program_and_all_that_it_started(tmp_path: Path) -> None:
+    episode = episode_of()
+    running = asyncio.create_task(play(episode, tmp_path, STUBBORN))
+    pids = await started(tmp_path)
+    assert len(pids) == 4
+    assert all(map(lives, pids))
+    episode.end(RolloutStatus.TRUNCATED_TIME)
+    await running
+    assert not any(map(lives, pids))
+    assert episode.status is RolloutStatus.TRUNCATED_TIME
+
+
+async def test_so_does_a_cancellation(tmp_path: Path) -> None:
+    episode = episode_of()
+    running = asyncio.create_task(play(episode, tmp_path, STUBBORN))
+    pids = await started(tmp_path)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert not any(map(lives, pids))
+
+
+async def test_what_outlives_a_program_is_killed(tmp_path: Path) -> None:
+    episode = episode_of()
+    script = "(setsid sh -c 'echo $$ > pid; mv pid left; sleep 60' &) ; while ! [ -e left ]; do sleep 0.02; done"
+    await play(episode, tmp_path, script)
+    assert episode.status is RolloutStatus.COMPLETED
+    assert not lives(int((tmp_path / "left").read_text()))
+
+
+async def test_no_agent_outlives_the_process_that_runs_it(tmp_path: Path) -> None:
+    """Also one that is killed, so that it can end nothing itself."""
+    owner = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", OWNER, str(tmp_path), STUBBORN, stdout=asyncio.subprocess.DEVNULL
+    )
+    pids = await started(tmp_path)
+    owner.kill()
+    await owner.wait()
+    async with asyncio.timeout(60.0):
+        while any(map(lives, pids)):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+
+async def test_output_is_kept_within_bounds_and_told_by_its_end(tmp_path: Path) -> None:
+    episode = episode_of()
+    await play(episode, tmp_path, "echo first; seq 100000; echo last; exit 1", output_bytes=1000)
+    kept = (tmp_path / "output.txt").read_text()
+    assert kept.startswith("first\n1\n2\n")
+    assert "bytes are left out" in kept
+    assert kept.endswith("100000\nlast\n")
+    assert len(kept) < 1000 + 5000
+    assert (episode.error or "").endswith("100000\nlast")
+
+
+async def test_output_that_fits_is_kept_as_it_is(tmp_path: Path) -> None:
+    for number, size in enumerate((999, 1000, 1001, 3000)):
+        folder = make_folder(tmp_path, str(number))
+        await play(episode_of(), folder, f"head -c {size} /dev/zero | tr '\\0' x", output_bytes=1000)
+        assert (folder / "output.txt").read_text() == "x" * size
+
+
+def test_folders_have_one_owner_each(tmp_path: Path) -> None:
+    names = [make_folder(tmp_path / "agents", "a.b").name for _ in range(3)]
+    assert names == ["a.b", "a.b-2", "a.b-3"]

@@ -1,0 +1,136 @@
+"""One rollout that an agent plays."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from titan_rl.agents.host import AgentHost
+from titan_rl.agents.program import agent_environment, make_folder
+from titan_rl.agents.template import filled_in
+from titan_rl.calls.plain import plain_json
+from titan_rl.calls.threads import in_thread
+from titan_rl.calls.user_code import Failure
+from titan_rl.errors import EpisodeEndedError, RequestError
+from titan_rl.rollout.environment.types import RolloutPolicy
+from titan_rl.rollout.types import Rollout, RolloutStatus
+from titan_rl.serving.episodes.episode import Episode
+from titan_rl.serving.policy.stream import StreamFn, in_one_piece, unbroken
+from titan_rl.types import Completion, FinishReason, SamplingParams
+
+_SAMPLE = "sample.json"
+
+
+class AgentRollout:
+    """An `AgentEnv`: an episode of the host's server, which a program plays, or a harness that runs elsewhere."""
+
+    def __init__(self, host: AgentHost, sample: Any) -> None:
+        self._host = host
+        self._sample = sample
+
+    async def play(self, policy: RolloutPolicy, rollout: Rollout) -> None:
+        episode = self._open(policy)
+        ending = asyncio.create_task(_end_in_time(policy, episode))
+        try:
+            if self._host.settings.command:
+                await self._run_program(episode)
+            else:
+                await self._wait_for_harness(policy, episode)
+        finally:
+            ending.cancel()
+            episode.end(RolloutStatus.ABORTED)
+            episode.fill_in(rollout)
+
+    async def close(self) -> None:
+        pass
+
+    def _open(self, policy: RolloutPolicy) -> Episode:
+        async def stream(request: Any, on_chunk: Any) -> Completion:
+            return await own(request, on_chunk)  # it ends the episode, which has to be there first
+
+        episode = self._host.store.open(
+            policy.rollout_id.replace("/", "."),
+            stream=stream,
+            sampling=policy.sampling,
+            session_id=policy.rollout_id,
+            max_turns=policy.max_turns,
+        )
+        own = _stream_of(policy, episode)
+        return episode
+
+    async def _run_program(self, episode: Episode) -> None:
+        host, settings = self._host, self._host.settings
+        folder = await in_thread(make_folder, host.folder, episode.id)
+        try:
+            sample = plain_json(self._sample)
+            (folder / _SAMPLE).write_text(json.dumps(sample), encoding="utf-8")
+            fields: dict[str, Any] = dict(sample) if isinstance(sample, Mapping) else {}
+            fields |= {"python": sys.executable, "cwd": str(host.started_in), "sample": str(folder / _SAMPLE)}
+            command = [filled_in(part, fields) for part in settings.command]
+            environment = {
+                **os.environ,
+                "TITAN_RL_SAMPLE": str(folder / _SAMPLE),
+                **agent_environment(host.url, episode),
+                **{name: filled_in(value, fields) for name, value in settings.environment.items()},
+            }
+            await host.program.run(episode, command, environment, folder)
+        finally:
+            is_failed = episode.status is None or episode.status.is_error
+            if settings.keep == "none" or (settings.keep == "failed" and not is_failed):
+                await in_thread(shutil.rmtree, folder, ignore_errors=True)
+
+    async def _wait_for_harness(self, policy: RolloutPolicy, episode: Episode) -> None:
+        limit_s = self._host.settings.harness_wait_s
+        with self._host.waiting.offered(episode, self._sample) as taken:
+            try:
+                with policy.waiting():
+                    async with asyncio.timeout(limit_s):
+                        await taken.wait()
+            except TimeoutError:
+                episode.end(RolloutStatus.ERROR_ENV, f"no harness has come for it within {limit_s:g} s")
+        await episode.wait()
+
+
+def _stream_of(policy: RolloutPolicy, episode: Episode) -> StreamFn:
+    """The rollout's own requests. What interrupts one for good ends the episode as it ends other rollouts."""
+
+    async def ask(
+        prompt_token_ids: Sequence[int], *, request_id: str, session_id: str | None = None, sampling: SamplingParams
+    ) -> Completion:
+        try:
+            completion = await policy.generate(
+                prompt_token_ids,
+                request_id=f"{policy.rollout_id}/{sampling.seed}",  # the same when it is asked again in another process
+                session_id=policy.rollout_id,
+                sampling=sampling,
+            )
+        except RequestError:
+            raise
+        except TimeoutError as error:
+            episode.end(RolloutStatus.ERROR_TIMEOUT, Failure.of(error))
+            raise
+        except Exception as error:
+            episode.end(RolloutStatus.ERROR_GENERATE, Failure.of(error))
+            raise
+        if completion.finish_reason is FinishReason.ABORT:
+            if policy.time_is_up.is_set():
+                episode.time_is_up(_TIME_IS_UP)
+            else:
+                episode.end(RolloutStatus.ABORTED, "its generation was aborted")
+            raise EpisodeEndedError(f"the episode is over: {episode.status}")
+        return completion
+
+    return unbroken(in_one_piece(ask))
+
+
+_TIME_IS_UP = "its own time is up: see rollout.rollout_timeout_s"
+
+
+async def _end_in_time(policy: RolloutPolicy, episode: Episode) -> None:
+    await policy.time_is_up.wait()
+    episode.time_is_up(_TIME_IS_UP)

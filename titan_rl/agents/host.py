@@ -1,0 +1,89 @@
+"""What the agents of one process share: the server that they ask, and who ends their processes."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import secrets
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from titan_rl.agents.processes import agent_processes
+from titan_rl.agents.program import AgentProgram
+from titan_rl.agents.settings import AgentSettings
+from titan_rl.agents.waiting import WaitingSamples
+from titan_rl.errors import RequestError
+from titan_rl.generation.request import EngineRequest, OnChunk
+from titan_rl.rollout.renderer.tokenizer import load_tokenizer
+from titan_rl.rollout.task import RunContext
+from titan_rl.serving.app import make_app
+from titan_rl.serving.episodes.limits import EpisodeLimits
+from titan_rl.serving.episodes.store import EpisodeStore
+from titan_rl.serving.http.keys import Keys
+from titan_rl.serving.http.limits import ServerLimits
+from titan_rl.serving.server import serve
+from titan_rl.types import Completion
+
+KEY_VARIABLE = "TITAN_RL_HARNESS_KEY"
+"""The key with which harnesses open episodes; without it there is a new one each time."""
+
+_ENOUGH = 1 << 20  # how many rollouts there are at once, and how long they take, the run says
+
+
+@dataclass(frozen=True, slots=True)
+class AgentHost:
+    """
+    Args:
+        url: of the server.
+        folder: holds a folder for each rollout.
+        started_in: the current folder when the run began.
+    """
+
+    settings: AgentSettings
+    url: str
+    folder: Path
+    started_in: Path
+    store: EpisodeStore
+    program: AgentProgram
+    waiting: WaitingSamples
+
+
+@asynccontextmanager
+async def hosting(settings: AgentSettings, run: RunContext) -> AsyncGenerator[AgentHost]:
+    """A server for the length of the block, and at its end no agent is left."""
+    store = EpisodeStore(run.renderer, EpisodeLimits(time_s=math.inf, episodes=_ENOUGH))
+    waiting = WaitingSamples()
+    key = os.environ.get(KEY_VARIABLE) or secrets.token_urlsafe(32)
+    app = make_app(
+        _nobody,
+        model="policy",
+        any_model=True,
+        max_context=run.max_context,
+        tokenizer=load_tokenizer(run.model),  # not the renderer's, which may be at work in another thread
+        renderer=run.renderer,
+        keys=Keys([key]),
+        limits=ServerLimits(num_places=_ENOUGH, request_s=math.inf),
+        episodes=store,
+        open_episode=None if settings.command else waiting.take,
+    )
+    async with agent_processes() as processes, serve(app, host=settings.host, port=settings.port) as url:
+        program = AgentProgram(processes, output_bytes=settings.output_bytes, end_s=settings.end_s)
+        if settings.command:
+            run.tell(f"agents ask the policy at {url}")
+            yield AgentHost(settings, url, run.folder / "agents", Path.cwd(), store, program, waiting)
+            return
+        address = run.folder / f"agents-{os.getpid()}.json"
+        address.touch(0o600)
+        address.write_text(json.dumps({"url": url, "key": key}), encoding="utf-8")
+        run.tell(f"harnesses open episodes at {url}/episodes, with the key in {address}")
+        try:
+            yield AgentHost(settings, url, run.folder / "agents", Path.cwd(), store, program, waiting)
+        finally:
+            address.unlink(missing_ok=True)
+
+
+async def _nobody(request: EngineRequest, on_chunk: OnChunk) -> Completion:
+    raise RequestError("this key opens episodes; ask the policy with the key of one")

@@ -1,0 +1,69 @@
+"""Ends the processes of agents, whatever has become of those that started them.
+
+They are known by a variable of their environment, which a process keeps when it leaves its session or outlives its
+parent. This file also runs as a program of its own beside a process that runs agents, and ends them when that is
+killed. Standard library only.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+
+VARIABLE = "TITAN_RL_AGENT"
+"""Its value is the mark of an agent: "<of the process that runs it>.<its own>"."""
+
+_PASSES = 200
+_PAUSE_S = 0.005
+
+
+def kill_marked(is_meant: Callable[[str], bool]) -> None:
+    """Kill until there is none: one may fork while others are killed. Takes milliseconds for hundreds of processes.
+
+    Args:
+        is_meant: given a mark.
+    """
+    for _ in range(_PASSES):
+        found = False
+        for entry in os.scandir("/proc"):
+            if entry.name.isdigit() and (mark := _mark_of(entry.name)) is not None and is_meant(mark):
+                found = True
+                _kill(int(entry.name), mark)
+        if not found:
+            return
+        time.sleep(_PAUSE_S)
+
+
+def _kill(pid: int, mark: str) -> None:
+    """Kill a process if it still is the one with this mark: its id may be another's by now."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except OSError:
+        return
+    try:
+        if _mark_of(str(pid)) == mark:
+            signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+    except OSError:
+        pass
+    finally:
+        os.close(descriptor)
+
+
+def _mark_of(pid: str) -> str | None:
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            environment = file.read()
+    except OSError:  # another user's, or gone
+        return None
+    _, found, rest = (b"\0" + environment).partition(f"\0{VARIABLE}=".encode())
+    return rest.partition(b"\0")[0].decode("utf-8", "replace") if found else None
+
+
+if __name__ == "__main__":
+    while os.read(0, 4096):  # until its owner has ended
+        pass
+    owner = sys.argv[1]
+    kill_marked(lambda mark: mark.startswith(f"{owner}."))
