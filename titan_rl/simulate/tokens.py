@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import repeat
 from typing import Generic, TypeVar, overload
 
 T = TypeVar("T")
@@ -22,6 +23,9 @@ class Repeated(Sequence[T], Generic[T]):
 
     def __len__(self) -> int:
         return self._length
+
+    def __iter__(self) -> Iterator[T]:
+        return repeat(self._value, self._length)
 
     @overload
     def __getitem__(self, index: int) -> T: ...
