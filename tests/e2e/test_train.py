@@ -35,6 +35,10 @@ def test_a_run_trains_verifies_and_leaves_its_files_and_nothing_else(finished: R
         assert record["train/on_policy_logprob_diff_mean"] <= 1e-6
         assert record["train/staleness_max"] == 0
         assert record["train/clip_fraction"] == 0
+        assert record["engine/running_requests_max"] >= record["engine/running_requests_mean"] > 0
+        assert 1 >= record["engine/kv_cache_usage_max"] >= record["engine/kv_cache_usage_mean"] > 0
+        assert record["engine/prefix_cache_queries"] > record["engine/prefix_cache_hits"] > 0  # of later turns
+        assert record["engine/preemptions"] == 0
     validations = [record for record in run.metrics() if "validation/reward_mean" in record]
     assert [record["step"] for record in validations] == [0, 3]
     transcripts = [json.loads(line) for line in (run.folder / "rollouts.jsonl").read_text().splitlines()]
@@ -60,12 +64,13 @@ def what_was_computed(run: Run) -> tuple[list[dict[str, float]], list[tuple[str,
     return numbers, answers, load_file(run.folder / "export" / "model.safetensors")
 
 
-def test_another_run_with_the_same_seed_has_the_same_bits(finished: Run, tmp_path: Path):
+def test_another_run_with_the_same_seed_has_the_same_bits_also_by_a_users_own_engine(finished: Run, tmp_path: Path):
     numbers, answers, weights = what_was_computed(finished)
     assert sum("train/loss" in record for record in numbers) == 3
-    with run_training(tmp_path, **ON_POLICY) as run:
+    with run_training(tmp_path, **ON_POLICY, generation__engine="tests.e2e.own_engine:make") as run:
         assert run.wait() == 0, run.output
         again = what_was_computed(run)
+        assert all(record["engine/own_steps"] > 0 for record in run.metrics() if "train/loss" in record)
     assert numbers == again[0]
     assert answers == again[1]
     assert all(torch.equal(tensor, again[2][name]) for name, tensor in weights.items())

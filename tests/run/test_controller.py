@@ -15,8 +15,10 @@ from test_readme_examples import CountDown, count_down
 
 from titan_rl import (
     Completion,
+    EngineLoop,
     FinishReason,
     GeneratorRouter,
+    LocalReplica,
     Reward,
     Rollout,
     Rollouter,
@@ -34,6 +36,8 @@ from titan_rl.errors import (
     StateDictError,
     TrainingError,
 )
+from titan_rl.generation.request import EngineRequest
+from titan_rl.generation.scripted_engine import ScriptedEngine
 from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.run.controller import Controller
 from titan_rl.run.directory import RunDirectory
@@ -159,6 +163,7 @@ class Rig:
         generation: GenerationConfig | None = None,
         checkpoint_interval: int = 3,
         held_out: int = 2,
+        replica: Any = None,
     ) -> None:
         task = task or Counting()
         config = RunConfig(
@@ -173,7 +178,7 @@ class Rig:
             generation=generation or GenerationConfig(),
         )
         self.trainer = FakeTrainer()
-        self.replica = FakeReplica(refuse)
+        self.replica = replica or FakeReplica(refuse)
         self.records: list[tuple[int, dict[str, float]]] = []
         self.run_dir = RunDirectory(folder / "run")
         self.progress_file = (folder / "progress.txt").open("w")
@@ -210,6 +215,27 @@ async def test_a_run_validates_trains_in_data_order_and_saves(tmp_path):
     assert rig.trainer.saved == [3, 4]
     assert rig.trainer.exported == [rig.run_dir.export]
     assert (summary.steps, summary.reward_before) == (4, summary.reward_after)
+
+
+async def test_what_engines_say_of_themselves_is_in_the_metrics_of_each_step(tmp_path):
+    class Engine(ScriptedEngine):
+        asked = 0
+
+        def add(self, request: EngineRequest) -> None:
+            Engine.asked += len(request.prompt_token_ids)
+            super().add(request)
+
+    loop = EngineLoop(lambda: Engine(script=lambda context: context[-1] - 1))
+    await loop.start()
+    rig = Rig(tmp_path, steps=3, held_out=0, replica=LocalReplica("engine", loop, lambda version: []))
+    await rig.run()
+    await loop.close()
+    steps = [metrics for _, metrics in rig.records if "train/loss" in metrics]
+    assert len(steps) == 3
+    assert sum(metrics["engine/prefix_cache_queries"] for metrics in steps) == Engine.asked > 0
+    for metrics in steps:
+        assert 0 <= metrics["engine/running_requests_mean"] <= metrics["engine/running_requests_max"] <= 6
+        assert metrics["engine/waiting_requests_max"] == 0
 
 
 async def test_a_run_without_validation_says_so(tmp_path):

@@ -10,7 +10,7 @@ from titan_rl.actors.processes.remote_process import RemoteProcess
 from titan_rl.actors.request_stream import RequestClient
 from titan_rl.errors import ActorDiedError, GenerationError
 from titan_rl.generation.request import EngineRequest, OnChunk
-from titan_rl.generation.types import PauseMode
+from titan_rl.generation.types import GaugeSummary, PauseMode
 from titan_rl.types import Completion, SamplingParams
 from titan_rl.weights.published_weights import PublishedWeights
 
@@ -28,6 +28,7 @@ class ActorReplica:
         self._receiving: asyncio.Task[None] | None = None
         self._actor = actor
         self._published = published
+        self.gauges: GaugeSummary | None = None
 
     async def connect(self) -> None:
         """Have the actor send its completions here."""
@@ -53,7 +54,8 @@ class ActorReplica:
         return await self._client.generate(request, on_chunk)
 
     async def pull(self, version: int) -> int:
-        loaded, figures = await self._call(self._actor.pull, self._published.manifest_of(version))
+        loaded, figures, gauges = await self._call(self._actor.pull, self._published.manifest_of(version))
+        self.gauges = gauges or self.gauges
         if loaded == version:
             self._published.note_pull(self.name, figures)
         return loaded

@@ -25,7 +25,7 @@ from titan_rl.generation.loop.engine_rank import Items, Weights, follow_leader
 from titan_rl.generation.loop.ranks import GlooRanks, OneRank
 from titan_rl.generation.registry import EngineSpec, make_engine
 from titan_rl.generation.request import EngineRequest
-from titan_rl.generation.types import KVPolicy, PauseMode
+from titan_rl.generation.types import GaugeSummary, KVPolicy, PauseMode
 from titan_rl.weights.probes import verify
 from titan_rl.weights.transports.registry import TransportSpec, make_transport
 from titan_rl.weights.types import Manifest, StateDictTransport
@@ -107,12 +107,13 @@ class GeneratorActor(ProcessActor):
             self._server.fail(request.request_id, error)
 
     @concurrent_endpoint
-    async def pull(self, manifest: Manifest) -> tuple[int, dict[str, float]]:
+    async def pull(self, manifest: Manifest) -> tuple[int, dict[str, float], GaugeSummary | None]:
         """Load a published version and check it against the trainer's logprobs of the manifest's probes.
 
         Returns:
             The version that is loaded then, this or a newer one.
             load_s, verify_s, stall_s (how long the engine did not step) and probe_diff.
+            What the engine said of itself since the pull before.
         """
         probe_diffs: list[float] = []
 
@@ -120,12 +121,13 @@ class GeneratorActor(ProcessActor):
             probe_diffs.append(_check(manifest, engine))
 
         result = await self._loop.pull(manifest.version, lambda: self._items(manifest), check, manifest=manifest)
-        return result.version, {
+        figures = {
             "load_s": result.load_s,
             "verify_s": result.verify_s,
             "stall_s": result.stall_s,
             "probe_diff": max(probe_diffs, default=0.0),
         }
+        return result.version, figures, result.gauges
 
     def _open(self, manifest: Manifest) -> Weights:
         return Weights(self._items(manifest), lambda engine: _check(manifest, engine))

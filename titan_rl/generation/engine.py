@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -100,3 +100,18 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class GaugedEngine(Engine, Protocol):
+    """An engine that says how it is doing."""
+
+    def gauges(self) -> Mapping[str, float]:
+        """Figures by their names, as they are now. Called once the engine is made and after each step: it only looks.
+
+        A name that ends in `_total` counts something, and never falls; any other is something that rises and falls.
+        Those that the library's engines give are in docs/generation.md.
+
+        Example: {"running_requests": 12.0, "kv_cache_usage": 0.4, "preemptions_total": 3.0}
+        """
+        ...

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -123,6 +123,7 @@ class ScriptedEngine:
         self._waiting: dict[str, _Sequence] = {}
         self._running: dict[str, _Sequence] = {}
         self._cached: set[int] = set()  # hash of the context at each block's end
+        self._num_prompt_tokens = self._num_cached_tokens = 0
 
     @property
     def version(self) -> int:
@@ -180,6 +181,14 @@ class ScriptedEngine:
     def reset_prefix_cache(self, *, recompute_running: bool = False) -> None:
         self._cached.clear()
 
+    def gauges(self) -> Mapping[str, float]:
+        return {
+            "running_requests": len(self._running),
+            "waiting_requests": len(self._waiting),
+            "prefix_cache_queries_total": self._num_prompt_tokens,
+            "prefix_cache_hits_total": self._num_cached_tokens,
+        }
+
     def close(self) -> None:
         self.closed = True
 
@@ -197,6 +206,8 @@ class ScriptedEngine:
                         cached = position
                     self._cached.add(sequence.state)
             sequence.metrics["cached_prompt_tokens"] = float(cached)
+            self._num_prompt_tokens += len(sequence.context)
+            self._num_cached_tokens += cached
             computed += len(sequence.context) - cached
         return computed
 

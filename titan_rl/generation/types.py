@@ -1,7 +1,8 @@
-"""The values that the engine loop and the router share: pauses, KV policies, pull results."""
+"""The values that the engine loop and the router share: pauses, KV policies, gauges, pull results."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
@@ -49,6 +50,37 @@ class KVPolicy:
 
 
 @dataclass(frozen=True, slots=True)
+class GaugeSummary:
+    """What an engine said of itself over some of its steps.
+
+    Example: `GaugeSummary(4, {"running_requests": 10.0}, {"running_requests": 3.0}, {"preemptions": 1.0})`
+    """
+
+    num_steps: int
+    sums: Mapping[str, float]  # over the steps, of what rises and falls
+    maxima: Mapping[str, float]
+    totals: Mapping[str, float]  # how much each count has grown
+
+    @staticmethod
+    def metrics(summaries: Iterable[GaugeSummary]) -> dict[str, float]:
+        """Of several engines together: for each gauge its mean over all their steps and its maximum, and each count in
+        all.
+
+        Example, of the one above: {"preemptions": 1.0, "running_requests_max": 3.0, "running_requests_mean": 2.5}
+        """
+        metrics: dict[str, float] = {}
+        num_steps: dict[str, int] = {}
+        for summary in summaries:
+            for name, value in summary.totals.items():
+                metrics[name] = metrics.get(name, 0.0) + value
+            for name, value in summary.maxima.items():
+                metrics[f"{name}_max"] = max(metrics.get(f"{name}_max", value), value)
+                metrics[f"{name}_mean"] = metrics.get(f"{name}_mean", 0.0) + summary.sums[name]
+                num_steps[name] = num_steps.get(name, 0) + summary.num_steps
+        return metrics | {f"{name}_mean": metrics[f"{name}_mean"] / count for name, count in num_steps.items()}
+
+
+@dataclass(frozen=True, slots=True)
 class PullResult:
     """A pull that succeeded. `version` is newer than asked for where a later pull took this one's place."""
 
@@ -56,3 +88,6 @@ class PullResult:
     load_s: float
     verify_s: float
     stall_s: float  # how long the engine did not step
+    gauges: GaugeSummary | None = (
+        None  # of its steps since the pull before; None where this one took no place of its own
+    )

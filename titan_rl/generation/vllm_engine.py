@@ -6,7 +6,7 @@ import gc
 import itertools
 import os
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +98,7 @@ class VLLMEngine:
         self._internal: dict[str, str] = {}  # request id -> core id
         self._external: dict[str, str] = {}  # core id -> request id
         self._cache_epoch = 0
+        self._num_prompt_tokens = self._num_cached_tokens = 0
         arguments = EngineArgs(
             model=model_path,
             skip_tokenizer_init=True,
@@ -193,6 +194,17 @@ class VLLMEngine:
         if recompute_running or not self._external:
             self._core.reset_prefix_cache(reset_running_requests=recompute_running)
 
+    def gauges(self) -> Mapping[str, float]:
+        running, waiting = self._scheduler.get_request_counts()
+        return {
+            "running_requests": running,
+            "waiting_requests": waiting,
+            "kv_cache_usage": self._scheduler.get_kv_cache_usage(),
+            "preemptions_total": self._scheduler.num_preemptions,
+            "prefix_cache_queries_total": self._num_prompt_tokens,
+            "prefix_cache_hits_total": self._num_cached_tokens,
+        }
+
     def close(self) -> None:
         self._core.shutdown()
 
@@ -234,6 +246,8 @@ class VLLMEngine:
             metrics = {}
             if output.prefill_stats is not None:
                 metrics = {"cached_prompt_tokens": float(output.prefill_stats.num_cached_tokens)}
+                self._num_prompt_tokens += output.prefill_stats.num_prompt_tokens
+                self._num_cached_tokens += output.prefill_stats.num_cached_tokens
             tokens = output.new_token_ids
             experts = output.routed_experts  # of every position computed: the last ones produced the new tokens
             if experts is not None:

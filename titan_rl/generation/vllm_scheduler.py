@@ -26,6 +26,7 @@ class ScoringScheduler(Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.num_preemptions = 0
         self._begun: list[str] = []
         self._still: tuple[list[Request], Any] | None = None  # running and waiting requests, while others run alone
 
@@ -58,6 +59,10 @@ class ScoringScheduler(Scheduler):
         """Ids of the requests that were given a place since the last call."""
         begun, self._begun = self._begun, []
         return begun
+
+    def _preempt_request(self, *args: Any, **kwargs: Any) -> None:
+        super()._preempt_request(*args, **kwargs)
+        self.num_preemptions += 1
 
     def _make_room(self, running: list[Request], waiting: Any) -> None:
         """Where requests that stand still fill the KV cache, take the blocks of those that joined last, as vLLM does

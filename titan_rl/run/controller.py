@@ -268,7 +268,7 @@ class Controller:
         return [s for group in batch.groups for s in build_samples(group, oldest_version=oldest)]
 
     def _report(self, step: int) -> None:
-        self._reports.add(step, {"generation/requests_in_flight_max": float(self._groups.requests.take())})
+        self._reports.add(step, self._activity.take_metrics(step))
         self._reports.report(step)
 
     async def _save_what_is_trained(self) -> None:

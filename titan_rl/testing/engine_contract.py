@@ -16,6 +16,7 @@ Example, the whole of a test file:
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -23,7 +24,7 @@ from typing import Any
 import pytest
 
 from titan_rl.errors import RequestError
-from titan_rl.generation.engine import Engine, TokenDelta
+from titan_rl.generation.engine import Engine, GaugedEngine, TokenDelta
 from titan_rl.generation.loop.engine_loop import EngineLoop
 from titan_rl.generation.request import EngineRequest
 from titan_rl.types import FinishReason, SamplingParams
@@ -199,6 +200,23 @@ class EngineContract:
         batch.add("crowd-0", [1, 2], SamplingParams(max_tokens=2))
         batch.run()
         assert len(batch.tokens["crowd-0"]) == 2
+
+    def test_gauges_are_numbers_and_what_they_count_never_falls(self, engine: Engine) -> None:
+        if not isinstance(engine, GaugedEngine):
+            pytest.skip(f"{type(engine).__name__} reports no gauges")
+        readings = [engine.gauges()]
+        batch = Batch(engine)
+        batch.crowd(3 * PLACES, 24)
+        batch.step()
+        readings.append(engine.gauges())
+        batch.run()
+        readings.append(engine.gauges())
+        assert all(math.isfinite(value) for gauges in readings for value in gauges.values())
+        for name in readings[0]:
+            counts = [gauges[name] for gauges in readings]
+            assert counts == sorted(counts) or not name.endswith("_total")
+        for name, expected in {"running_requests": PLACES, "waiting_requests": 2 * PLACES}.items():
+            assert [gauges.get(name, 0) for gauges in readings] == [0, expected if name in readings[0] else 0, 0]
 
     def test_a_request_that_can_never_run_is_refused_and_others_go_on(self, engine: Engine) -> None:
         batch = Batch(engine)

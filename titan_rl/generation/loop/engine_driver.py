@@ -9,6 +9,7 @@ from titan_rl.calls.user_code import summary
 from titan_rl.errors import StateDictError
 from titan_rl.generation.engine import Engine
 from titan_rl.generation.loop.engine_rank import EngineRank, Weights
+from titan_rl.generation.loop.gauge_window import GaugeWindow
 from titan_rl.generation.loop.loop_decision import LoopAction, LoopDecision
 from titan_rl.generation.loop.loop_state import LoopState
 from titan_rl.generation.loop.outbox import Outbox
@@ -73,6 +74,7 @@ class EngineDriver:
         self._stream_interval = stream_interval
         self._unstreamed_steps = 0
         self._told_at = state.clock()
+        self._gauges = GaugeWindow(rank.engine)
 
     def follow(self, decision: LoopDecision) -> None:
         self._ranks.broadcast(decision)
@@ -91,6 +93,7 @@ class EngineDriver:
         if len(joining) == self._state.num_running:
             self._told_at = began  # it was idle
         rejected, deltas = self._rank.step(joining)
+        self._gauges.note_step()
         if failed := self._state.absorb(rejected, deltas, began, self._outbox):
             self._abort(failed)
         self._stream()
@@ -132,7 +135,7 @@ class EngineDriver:
         self._rank.verify(weights)
         done = state.clock()
         state.loaded(pull.version)
-        return PullResult(pull.version, loaded - began, done - loaded, done - began)
+        return PullResult(pull.version, loaded - began, done - loaded, done - began, self._gauges.take())
 
     def _distrust(self, cause: Exception) -> None:
         self._abort(self._state.distrust(cause, self._outbox))

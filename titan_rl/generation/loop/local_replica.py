@@ -7,7 +7,7 @@ from typing import Any
 
 from titan_rl.generation.loop.engine_loop import EngineLoop
 from titan_rl.generation.request import EngineRequest, OnChunk
-from titan_rl.generation.types import PauseMode
+from titan_rl.generation.types import GaugeSummary, PauseMode
 from titan_rl.types import Completion, SamplingParams
 
 
@@ -28,6 +28,7 @@ class LocalReplica:
         self.name = name
         self.loop = loop
         self._items_of = items_of
+        self.gauges: GaugeSummary | None = None
 
     async def generate(
         self,
@@ -45,7 +46,9 @@ class LocalReplica:
         return await self.loop.stream(request, on_chunk)
 
     async def pull(self, version: int) -> int:
-        return (await self.loop.pull(version, lambda: self._items_of(version))).version
+        result = await self.loop.pull(version, lambda: self._items_of(version))
+        self.gauges = result.gauges or self.gauges
+        return result.version
 
     async def pause(self, mode: PauseMode) -> None:
         await self.loop.set_paused(mode)

@@ -10,10 +10,10 @@ from typing import Literal
 
 from titan_rl.calls.user_code import reason
 from titan_rl.generation.request import EngineRequest
-from titan_rl.generation.router.replica import Replica
+from titan_rl.generation.router.replica import GaugedReplica, Replica
 from titan_rl.generation.router.replica_calls import ReplicaCalls
 from titan_rl.generation.router.strategies import Strategy
-from titan_rl.generation.types import PauseMode
+from titan_rl.generation.types import GaugeSummary, PauseMode
 
 
 class PooledReplica:
@@ -165,8 +165,10 @@ class ReplicaStatus:
     load: int  # tokens
     num_requests: int
     last_error: str | None
+    gauges: GaugeSummary | None = None  # of its engine, between its last two pulls
 
     @classmethod
     def of(cls, replica: PooledReplica) -> ReplicaStatus:
         error = None if replica.last_error is None or replica.serving else reason(replica.last_error)
-        return cls(replica.name, replica.serving, replica.version, replica.load, replica.num_requests, error)
+        gauges = replica.handle.gauges if isinstance(replica.handle, GaugedReplica) else None
+        return cls(replica.name, replica.serving, replica.version, replica.load, replica.num_requests, error, gauges)

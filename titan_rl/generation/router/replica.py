@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 from titan_rl.generation.request import EngineRequest, OnChunk
-from titan_rl.generation.types import PauseMode
+from titan_rl.generation.types import GaugeSummary, PauseMode
 from titan_rl.types import Completion, SamplingParams
 
 
@@ -87,4 +87,14 @@ class StreamingReplica(Replica, Protocol):
 
     async def stream(self, request: EngineRequest, on_chunk: OnChunk) -> Completion:
         """As `generate`, which the router then does not call. The completion holds all tokens, streamed or not."""
+        ...
+
+
+@runtime_checkable
+class GaugedReplica(Replica, Protocol):
+    """A replica that knows what its engine says of itself."""
+
+    @property
+    def gauges(self) -> GaugeSummary | None:
+        """Of the engine's steps between its last two pulls, or up to the first. None before that."""
         ...

@@ -1,0 +1,31 @@
+"""An engine as a user writes one: vLLM's, which counts its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from titan_rl import Engine, TokenDelta
+from titan_rl.generation.registry import EngineSpec
+
+
+def make(spec: EngineSpec) -> Engine:
+    from titan_rl.generation.vllm_engine import VLLMEngine  # heavy, and this module is also imported by the controller
+
+    class CountingEngine(VLLMEngine):
+        num_steps = 0
+
+        def step(self) -> list[TokenDelta]:
+            self.num_steps += 1
+            return super().step()
+
+        def gauges(self) -> Mapping[str, float]:
+            return {**super().gauges(), "own_steps_total": self.num_steps}
+
+    return CountingEngine(
+        spec.model_path,
+        dtype=spec.dtype,
+        max_context=spec.max_context,
+        max_running=spec.max_running,
+        kv_cache_gib=spec.kv_cache_gib,
+        seed=spec.seed,
+    )

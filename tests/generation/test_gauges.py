@@ -1,0 +1,112 @@
+"""What engines say of themselves, from their steps to whoever asks the router."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+import pytest
+
+from titan_rl import EngineLoop, GeneratorRouter, LocalReplica, SamplingParams
+from titan_rl.errors import EngineDeadError
+from titan_rl.generation.scripted_engine import ScriptedEngine
+from titan_rl.generation.types import GaugeSummary
+
+
+async def answer(loop: EngineLoop, prompts: list[list[int]]) -> None:
+    """All of them at once, with four tokens each."""
+    await loop.pause("keep")
+    sampling = SamplingParams(max_tokens=4)
+    asked = [
+        asyncio.create_task(loop.generate(prompt, request_id=str(index), sampling=sampling))
+        for index, prompt in enumerate(prompts)
+    ]
+    await asyncio.sleep(0)
+    await loop.resume()
+    await asyncio.gather(*asked)
+
+
+async def test_gauges_are_summed_up_between_two_pulls() -> None:
+    replica = LocalReplica("a", EngineLoop(lambda: ScriptedEngine(max_running=2)), lambda version: [])
+    await replica.loop.start()
+    router = GeneratorRouter([replica])
+    assert router.replicas[0].gauges is None
+    prompt = list(range(20))  # of which the prefix cache has the first 16 from the first time on
+    await answer(replica.loop, [prompt, prompt, [7]])
+    await router.pull_state_dict(1)
+    gauges = router.replicas[0].gauges
+    # After each step: two run and one waits, twice over; then that one alone.
+    assert gauges == GaugeSummary(
+        8,
+        {"running_requests": 2 * 3 + 1 * 3, "waiting_requests": 4},
+        {"running_requests": 2, "waiting_requests": 1},
+        {"prefix_cache_queries": 41, "prefix_cache_hits": 16},
+    )
+    assert GaugeSummary.metrics([gauges]) == {
+        "running_requests_mean": 9 / 8,
+        "running_requests_max": 2,
+        "waiting_requests_mean": 0.5,
+        "waiting_requests_max": 1,
+        "prefix_cache_queries": 41,
+        "prefix_cache_hits": 16,
+    }
+    await answer(replica.loop, [[7]])
+    await router.pull_state_dict(2)
+    later = router.replicas[0].gauges
+    assert later is not None
+    assert (later.num_steps, later.totals) == (4, {"prefix_cache_queries": 1, "prefix_cache_hits": 0})
+    await router.close()
+
+
+def test_engines_count_by_their_steps_and_those_that_did_not_step_not_at_all() -> None:
+    busy = GaugeSummary(3, {"running": 12.0, "usage": 1.5}, {"running": 6.0, "usage": 0.9}, {"preemptions": 2.0})
+    slow = GaugeSummary(1, {"running": 4.0}, {"running": 4.0}, {"preemptions": 1.0})
+    idle = GaugeSummary(0, {}, {}, {"preemptions": 0.0})
+    assert GaugeSummary.metrics([busy, idle, slow]) == {
+        "running_mean": 4.0,
+        "running_max": 6.0,
+        "usage_mean": 0.5,
+        "usage_max": 0.9,
+        "preemptions": 3.0,
+    }
+
+
+async def test_an_engine_without_gauges_reports_nothing() -> None:
+    class Silent(ScriptedEngine):
+        gauges = None  # pyright: ignore
+
+    replica = LocalReplica("a", EngineLoop(Silent), lambda version: [])
+    await replica.loop.start()
+    await answer(replica.loop, [[1]])
+    await replica.pull(1)
+    assert replica.gauges is not None
+    assert GaugeSummary.metrics([replica.gauges]) == {}
+    await replica.close()
+
+
+async def test_a_count_begins_where_the_engine_did() -> None:
+    class Server(ScriptedEngine):
+        """Has served others before."""
+
+        def gauges(self) -> Mapping[str, float]:
+            return {"answers_total": 1000 + self.num_steps}
+
+    replica = LocalReplica("a", EngineLoop(Server), lambda version: [])
+    await replica.loop.start()
+    await answer(replica.loop, [[1]])
+    await replica.pull(1)
+    assert replica.gauges is not None
+    assert replica.gauges.totals == {"answers": 4.0}
+    await replica.close()
+
+
+async def test_a_gauge_that_is_no_number_ends_the_engine_with_its_reason() -> None:
+    class Broken(ScriptedEngine):
+        def gauges(self) -> Mapping[str, float]:
+            return {"load": "high"} if self.num_steps else {}  # pyright: ignore
+
+    loop = EngineLoop(Broken)
+    await loop.start()
+    with pytest.raises(EngineDeadError, match="could not convert string to float: 'high'"):
+        await answer(loop, [[1]])
+    await loop.close()
