@@ -15,7 +15,8 @@ from stage import Env, Generator, Stage
 
 from titan_rl import Completion, FinishReason, RolloutGroup, RolloutStatus, TokenStep
 from titan_rl.calls import stopwatch
-from titan_rl.calls.stopwatch import SILENCE_S, Stopwatch
+from titan_rl.calls.request_signs import SILENCE_S, moving_with_tokens
+from titan_rl.calls.stopwatch import Stopwatch
 from titan_rl.generation.resume import resume_on_abort
 from titan_rl.generation.router import GeneratorRouter
 from titan_rl.generation.scripted_engine import CostModel
@@ -250,7 +251,7 @@ async def test_one_that_does_not_return_when_told_is_cancelled() -> None:
 
 async def test_time_moves_with_the_tokens_of_a_request() -> None:
     watch = Stopwatch(100.0)
-    with watch.running(), stopwatch.working_for(watch), stopwatch.moving_with_tokens() as sign:
+    with watch.running(), stopwatch.working_for(watch), moving_with_tokens() as sign:
         await asyncio.sleep(50.0)  # it queues
         sign(False)
         await asyncio.sleep(1.0)
@@ -281,7 +282,7 @@ async def test_time_in_which_something_blocked_the_loop_is_not_the_requests(
     now = loop.time
     monkeypatch.setattr(loop, "time", lambda: now() + late_s)
     watch = Stopwatch(1000.0)
-    with watch.running(), stopwatch.working_for(watch), stopwatch.moving_with_tokens() as sign:
+    with watch.running(), stopwatch.working_for(watch), moving_with_tokens() as sign:
         sign(True)
         late_s = 81.0  # nothing of this loop has run
         if seen_by == "sign":

@@ -19,7 +19,8 @@ from titan_rl import Completion, FinishReason, Rollout, RolloutGroup, SamplingPa
 from titan_rl.errors import CheckpointError, NoSpaceError
 from titan_rl.generation.resume import resume_on_abort
 from titan_rl.run.journal import run_journal
-from titan_rl.run.journal.log import LogWriter, frame
+from titan_rl.run.journal.log_format import frame
+from titan_rl.run.journal.log_writer import LogWriter
 from titan_rl.run.journal.run_journal import RunJournal
 from titan_rl.run.journal.run_state import DataPosition
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 
-SILENCE_S = 3.0
+ROUNDING_S = 1e-6  # by which timers may come early
 
 _current: ContextVar[Stopwatch | None] = ContextVar("titan_rl_stopwatch", default=None)
 
@@ -65,7 +65,7 @@ class Stopwatch:
 
     @property
     def is_over(self) -> bool:
-        return self.left_s <= _ROUNDING_S
+        return self.left_s <= ROUNDING_S
 
     def start(self, at_limit: Callable[[], object] | None = None) -> None:
         """Time until `stop` is the rollout's own, but for pauses.
@@ -193,9 +193,6 @@ class StopwatchPause:
         self.end()
 
 
-_ROUNDING_S = 1e-6  # by which timers may come early
-
-
 def current() -> Stopwatch | None:
     """That of the rollout whose request this task works on."""
     return _current.get()
@@ -215,86 +212,6 @@ def paused() -> AbstractContextManager[object]:
     """The request waits within the block, and its rollout's time stands still."""
     watch = current()
     return nullcontext() if watch is None else watch.pause()
-
-
-@contextmanager
-def moving_with_tokens(is_told: bool = True) -> Generator[Callable[[bool], None]]:
-    """Within the block time counts from the first tokens on. What is yielded is told of each sign of the request:
-    True if it brought tokens, False if it said that there are none, as of one that waits in the engine.
-
-    Until the first tokens a request that computes its prompt cannot be told from one that queues; its answer says it.
-    Later silence counts for `SILENCE_S`: an engine that steps gives a sign more often.
-
-    Args:
-        is_told: there will be signs. Without them all of the time counts.
-    """
-    if (watch := current()) is None or not is_told:
-        yield lambda has_tokens: None
-        return
-    with watch.pause(waits=False) as first:
-        signs = _Signs(watch, first)
-        try:
-            yield signs.came
-        finally:
-            signs.end()
-
-
-class _Signs:
-    def __init__(self, watch: Stopwatch, first: StopwatchPause) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._watch = watch
-        self._first = first  # until the first tokens
-        self._silence: StopwatchPause | None = None
-        self._silent_at: float | None = None  # if nothing comes by then; None until the first tokens
-        self._timer: asyncio.TimerHandle | None = None  # looks whether something came meanwhile
-        self._ended = False
-
-    def came(self, has_tokens: bool) -> None:
-        if self._ended or not (has_tokens or self._silent_at is not None):
-            return
-        now = self._loop.time()
-        self._forgive_what_is_late(now)
-        if not has_tokens:
-            self._fall_silent()
-            return
-        self._first.end()
-        self._break_silence()
-        self._silent_at = now + SILENCE_S
-        if self._timer is None:
-            self._timer = self._loop.call_at(self._silent_at, self._look)
-
-    def end(self) -> None:
-        if not self._ended:
-            self._forgive_what_is_late(self._loop.time())
-            self._break_silence()
-            if self._timer is not None:
-                self._timer.cancel()
-            self._ended = True
-
-    def _look(self) -> None:
-        self._timer = None
-        now = self._loop.time()
-        if self._silence is not None or self._silent_at is None:
-            return
-        if now < self._silent_at - _ROUNDING_S:
-            self._timer = self._loop.call_at(self._silent_at, self._look)
-            return
-        self._forgive_what_is_late(now)
-        self._fall_silent()
-
-    def _fall_silent(self) -> None:
-        if self._silence is None:
-            self._silence = self._watch.pause()
-
-    def _break_silence(self) -> None:
-        if self._silence is not None:
-            self._silence.end()
-            self._silence = None
-
-    def _forgive_what_is_late(self, now: float) -> None:
-        """The silence has gone on, and this loop, which something blocked, did not turn to see it."""
-        if self._silence is None and self._silent_at is not None and now > self._silent_at:
-            self._watch.forgive(now - self._silent_at)
 
 
 def ending_with(end: Callable[[], object]) -> AbstractContextManager[None]:

@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import replace
 
 from titan_rl.calls import stopwatch
+from titan_rl.calls.request_signs import moving_with_tokens
 from titan_rl.errors import EngineDeadError, EngineStalledError, GenerationError, NoReplicaError, RequestError
 from titan_rl.generation.partial import aborted_late
 from titan_rl.generation.request import EngineRequest, OnChunk
@@ -110,7 +111,7 @@ class Dispatcher:
         partial = in_flight.partial
         request, keep = in_flight.assign(replica), partial.begin()
         try:
-            with self._stalls.watching(replica), stopwatch.moving_with_tokens(replica.calls.streams) as on_sign:
+            with self._stalls.watching(replica), moving_with_tokens(replica.calls.streams) as on_sign:
 
                 def receive(chunk: TokenChunk) -> None:
                     has_tokens = bool(chunk.token_ids)

@@ -13,7 +13,7 @@ from titan_rl.calls.threads import in_thread
 from titan_rl.errors import CheckpointError, NoSpaceError, means_no_space
 from titan_rl.rollout.types import RolloutGroup
 from titan_rl.run.journal.journal_state import JournalContents, list_segments, read_segments, segment_name, version_of
-from titan_rl.run.journal.log import LogWriter, flush_entry
+from titan_rl.run.journal.log_writer import LogWriter, flush_entry
 from titan_rl.run.journal.recorder import Recorder
 from titan_rl.run.journal.records import (
     BatchRecord,
