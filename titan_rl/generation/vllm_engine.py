@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import os
-from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ from titan_rl.calls.imports import require
 from titan_rl.errors import ModelError, RequestError
 from titan_rl.generation.engine import TokenDelta
 from titan_rl.generation.request import EngineRequest
-from titan_rl.types import FinishReason, SamplingParams
+from titan_rl.types import FinishReason
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the core runs in the thread that calls it
@@ -72,12 +70,11 @@ class VLLMEngine:
             os.environ.setdefault(name, value)
         require("vllm", "cpu")
         import torch._dynamo.config
-        from vllm import SamplingParams as VLLMSamplingParams
         from vllm.engine.arg_utils import EngineArgs
         from vllm.platforms import current_platform
-        from vllm.v1.engine import EngineCoreRequest
         from vllm.v1.engine.core_client import InprocClient
 
+        from titan_rl.generation.vllm_requests import VLLMRequests
         from titan_rl.generation.vllm_scheduler import SCORE_PLACES, ScoringScheduler
 
         gc.freeze()  # vLLM collects garbage five times as it starts, then freezes all: its modules need none of that
@@ -91,13 +88,8 @@ class VLLMEngine:
             torch._dynamo.config.disable = True
 
         self._on_cpu = on_cpu
-        self._sampling_type = VLLMSamplingParams
-        self._request_type = EngineCoreRequest
-        self._max_context = max_context
-        self._ids = map(str, itertools.count())  # the core's own request ids, never used twice
         self._internal: dict[str, str] = {}  # request id -> core id
         self._external: dict[str, str] = {}  # core id -> request id
-        self._cache_epoch = 0
         self._num_prompt_tokens = self._num_cached_tokens = 0
         arguments = EngineArgs(
             model=model_path,
@@ -129,7 +121,7 @@ class VLLMEngine:
             limit = getattr(config.model_config.hf_text_config, "max_position_embeddings", max_context)
             if max_context > limit:
                 raise ValueError(f"max_context is {max_context} and the model has {limit} positions")
-            self._vocab_size: int = config.model_config.get_vocab_size()
+            self._requests = VLLMRequests(max_context, config.model_config.get_vocab_size())
             self._tied: bool = getattr(config.model_config.hf_text_config, "tie_word_embeddings", False)
             self._core = InprocClient(config, _executor(config), log_stats=False)
             assert isinstance(self._core.engine_core.scheduler, ScoringScheduler)
@@ -140,16 +132,9 @@ class VLLMEngine:
     def add(self, request: EngineRequest) -> None:
         if request.request_id in self._internal:
             raise RequestError(f"request_id {request.request_id!r} is already running; ids must be unique")
-        prompt = self._token_ids(f"request {request.request_id!r}", request.prompt_token_ids)
-        room = self._max_context - len(prompt)
-        if not prompt or room < 1:
-            raise RequestError(
-                f"request {request.request_id!r} has {len(prompt)} prompt tokens; between 1 and "
-                f"{self._max_context - 1} leave room for a completion. Shorten the prompt or raise max_context, "
-                f"which is {self._max_context}"
-            )
-        params = self._params(request.request_id, request.sampling.within(room))
-        core_id = self._submit(prompt, params)
+        core_request = self._requests.generating(request)
+        core_id = core_request.request_id
+        self._core.add_request(core_request)
         self._internal[request.request_id] = core_id
         self._external[core_id] = request.request_id
 
@@ -167,17 +152,13 @@ class VLLMEngine:
         self._core.collective_rpc("reload_weights", kwargs={"weights_iterator": pairs})
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        sequences = [self._token_ids("a sequence to score", sequence) for sequence in sequences]
-        for sequence in sequences:
-            if len(sequence) > self._max_context:
-                raise RequestError(
-                    f"a sequence to score has {len(sequence)} tokens; max_context is {self._max_context}"
-                )
+        requests = self._requests.scoring(sequences)
         scores: list[list[float]] = [[] for _ in sequences]
-        # Asking for prompt logprobs keeps a request from reading the prefix cache.
-        params = self._sampling_type(max_tokens=1, prompt_logprobs=0, ignore_eos=True, detokenize=False)
+        unscored = {request.request_id: index for index, request in enumerate(requests) if request is not None}
         with self._scheduler.alone():
-            unscored = {self._submit(ids, params): index for index, ids in enumerate(sequences) if len(ids) > 1}
+            for request in requests:
+                if request is not None:
+                    self._core.add_request(request)
             while unscored:
                 for output in self._core.get_output().outputs:
                     index = unscored[output.request_id]
@@ -190,7 +171,7 @@ class VLLMEngine:
 
     def reset_prefix_cache(self, *, recompute_running: bool = False) -> None:
         # vLLM cannot empty the cache while requests run; salting the keys of later requests hides it from them.
-        self._cache_epoch += 1
+        self._requests.leave_cache()
         if recompute_running or not self._external:
             self._core.reset_prefix_cache(reset_running_requests=recompute_running)
 
@@ -207,23 +188,6 @@ class VLLMEngine:
 
     def close(self) -> None:
         self._core.shutdown()
-
-    def _submit(self, prompt: list[int], params: Any) -> str:
-        core_id = next(self._ids)
-        self._core.add_request(
-            self._request_type(
-                request_id=core_id,
-                prompt_token_ids=prompt,
-                mm_features=None,
-                sampling_params=params,
-                pooling_params=None,
-                arrival_time=0.0,
-                lora_request=None,
-                cache_salt=str(self._cache_epoch),
-                data_parallel_rank=None,
-            )
-        )
-        return core_id
 
     def step(self) -> list[TokenDelta]:
         outputs = self._core.get_output().outputs
@@ -254,38 +218,6 @@ class VLLMEngine:
                 experts = experts[len(experts) - len(tokens) :]
             deltas.append(TokenDelta(request_id, tokens, logprobs, finish_reason, experts, metrics, failure))
         return deltas
-
-    def _params(self, request_id: str, sampling: SamplingParams) -> Any:
-        if sampling.seed is not None and not -(2**63) <= sampling.seed < 2**63:
-            raise RequestError(f"request {request_id!r} has seed {sampling.seed}; it must fit into 64 bits")
-        try:
-            return self._sampling_type(
-                max_tokens=sampling.max_tokens,
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                top_k=sampling.top_k,
-                min_p=sampling.min_p,
-                min_tokens=sampling.min_tokens,
-                seed=sampling.seed,
-                # A stop token that the model does not have is never sampled, and vLLM would look for its logit.
-                stop_token_ids=[token for token in sampling.stop_token_ids if 0 <= token < self._vocab_size],
-                ignore_eos=True,  # the request names its stop tokens itself
-                logprobs=0,
-                detokenize=False,
-                skip_clone=True,
-            )
-        except ValueError as error:
-            raise RequestError(f"request {request_id!r}: {error}") from error
-
-    def _token_ids(self, whose: str, tokens: Sequence[int]) -> list[int]:
-        try:
-            ids = array("q", tokens).tolist()
-        except (TypeError, ValueError, OverflowError) as error:
-            raise RequestError(f"{whose} has something else than token ids: {error}") from error
-        if ids and not 0 <= min(ids) <= max(ids) < self._vocab_size:
-            wrong = next(token for token in ids if not 0 <= token < self._vocab_size)
-            raise RequestError(f"{whose} has token {wrong}; the vocabulary has {self._vocab_size} tokens")
-        return ids
 
 
 def _executor(config: Any) -> Any:
