@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Iterable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Iterable, Sequence
 
 from titan_rl.calls import stopwatch
 from titan_rl.calls.bounded import limited
@@ -13,6 +12,7 @@ from titan_rl.errors import EngineDeadError, EngineStalledError
 from titan_rl.generation.request import EngineRequest, OnChunk
 from titan_rl.generation.router.aborts import Aborts
 from titan_rl.generation.router.background_tasks import BackgroundTasks
+from titan_rl.generation.router.control_calls import ControlCalls
 from titan_rl.generation.router.dispatch import Dispatcher
 from titan_rl.generation.router.health import Health, OnReplicaFailed
 from titan_rl.generation.router.in_flight import RequestsInFlight
@@ -63,8 +63,7 @@ class GeneratorRouter:
         on_replica_failed: OnReplicaFailed | None = None,
     ) -> None:
         self._limits = limits or Limits()
-        self._closed: EngineDeadError | None = None
-        self._calls: set[asyncio.Timeout] = set()  # of the control calls under way
+        self._calls = ControlCalls()
         self._tasks = BackgroundTasks(on_error=self._fail)
         self._aborts = aborts = Aborts(self._tasks, self._limits.call_s)
         stalls = StallWatch(stall_timeout_s, self._stalled)
@@ -155,7 +154,7 @@ class GeneratorRouter:
         """
         if mode == "drain" and self.paused is not None:
             raise RuntimeError(f"cannot drain while paused in mode '{self.paused}'; resume first, or use 'hot_swap'")
-        async with self._until_closed():
+        async with self._calls.one():
             return await self._puller.pull(version, mode)
 
     async def pause(self, mode: PauseMode | str = PauseMode.KEEP) -> PauseReport:
@@ -168,7 +167,7 @@ class GeneratorRouter:
             RuntimeError: paused already.
             ValueError: there is no such mode.
         """
-        async with self._until_closed():
+        async with self._calls.one():
             return await self._pause.pause(PauseMode(mode))
 
     async def resume(self) -> None:
@@ -177,7 +176,7 @@ class GeneratorRouter:
         Raises:
             RuntimeError: not paused.
         """
-        async with self._until_closed():
+        async with self._calls.one():
             await self._pause.resume()
 
     async def wait_resumed(self) -> None:
@@ -186,7 +185,7 @@ class GeneratorRouter:
         Raises:
             GenerationError: it was not resumed within the limit.
         """
-        async with self._until_closed():
+        async with self._calls.one():
             await self._pause.wait_open()
 
     async def abort(self, request_ids: Iterable[str] | None = None) -> tuple[str, ...]:
@@ -195,7 +194,7 @@ class GeneratorRouter:
         Returns:
             Ids of requests that did not return in time and were cancelled. Unknown ids are ignored.
         """
-        async with self._until_closed():
+        async with self._calls.one():
             requests = list(self._requests) if request_ids is None else self._requests.find(request_ids)
             return await self._requests.abort(requests)
 
@@ -216,7 +215,7 @@ class GeneratorRouter:
         Raises:
             ValueError: its name is taken.
         """
-        async with self._until_closed():
+        async with self._calls.one():
             pooled = self._pool.add(replica)
             try:
                 await self._health.bring_up(pooled)
@@ -262,31 +261,12 @@ class GeneratorRouter:
     def _is_prepared(self, replica: PooledReplica) -> bool:
         return self._puller.applied(replica) and self._pause.applied(replica)
 
-    @asynccontextmanager
-    async def _until_closed(self) -> AsyncGenerator[None]:
-        """The block ends with `EngineDeadError` when the router is closed meanwhile."""
-        if self._closed is not None:
-            raise self._closed
-        async with asyncio.timeout(None) as scope:
-            self._calls.add(scope)
-            try:
-                yield
-            except asyncio.CancelledError:
-                if scope.expired() and self._closed is not None:
-                    raise self._closed from None
-                raise
-            finally:
-                self._calls.discard(scope)
-
     def _shut(self, reason: EngineDeadError) -> None:
         """From now on everything fails with `reason`; the first one stands."""
-        if self._closed is not None:
-            return
-        self._closed = self._dispatcher.closed = reason
-        for request in self._requests:
-            request.cut_short()
-        for scope in self._calls:
-            scope.reschedule(asyncio.get_running_loop().time())
+        if self._calls.end(reason):
+            self._dispatcher.closed = reason
+            for request in self._requests:
+                request.cut_short()
 
     def _fail(self, error: BaseException) -> None:
         logger.error("the router failed", exc_info=error)
