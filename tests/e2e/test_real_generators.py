@@ -1,15 +1,15 @@
 """Real generators under pulls, pauses, aborts and SIGKILL: nothing is lost, and requests go on from what they had.
 
-All tests share one processes, in whose processes real engines run. The last ones kill some of them.
+All tests share one set of processes, in which real engines run. The last ones kill some of them.
 """
 
 import asyncio
 import contextlib
 import os
 import signal
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator
-from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -18,85 +18,36 @@ import pytest_asyncio
 pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 pytest.importorskip("vllm", reason="needs the cpu or gpu extra")
 
+import openai
+import transformers
+from e2e.agent import Agent
+from e2e.generator_stage import LENGTH, LIMIT_S, Stage
 from e2e.runs import REPOSITORY, process_writing_to
 
 from titan_rl.actors.actor_replica import ActorReplica
-from titan_rl.actors.run_processes import RunProcesses, start_processes
+from titan_rl.actors.run_processes import start_processes
 from titan_rl.config.load import load_config
 from titan_rl.errors import EngineDeadError, GenerationError
 from titan_rl.generation.request import EngineRequest, OnChunk
 from titan_rl.generation.resume import resume_on_abort
 from titan_rl.generation.router import GeneratorRouter
+from titan_rl.rollout.renderer import ChatTemplateRenderer
 from titan_rl.run.directory import RunDirectory
-from titan_rl.training.data.sample import TrainingSample
-from titan_rl.types import Completion, FinishReason, GenerateFn, SamplingParams, TokenChunk
+from titan_rl.serving.app import make_app
+from titan_rl.serving.server import serve
+from titan_rl.types import Completion, FinishReason, TokenChunk
 from titan_rl.weights.published_weights import PublishedWeights
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-LENGTH = 200
-SAMPLING = SamplingParams(max_tokens=LENGTH, min_tokens=LENGTH, temperature=1.0)
+BASE = REPOSITORY / "examples" / "alphabet_sort" / "base"
 SETTINGS = [
     ("generation.max_running", "2"),  # so that requests queue
     ("generation.stream_interval", "4"),
-    ("generation.max_respawns", "4"),
+    ("generation.max_respawns", "5"),
     ("statedict.transport", "rdma"),  # by which readers on the trainer's host map its memory, as with shared_memory
 ]
-LIMIT_S = 120
 STALL_S = 8.0
-
-
-class Stage:
-    """Two real generators that run two requests each."""
-
-    def __init__(
-        self, processes: RunProcesses, published: PublishedWeights, router: GeneratorRouter, run_dir: RunDirectory
-    ) -> None:
-        self.processes, self.published, self.router, self.run_dir = processes, published, router, run_dir
-        self.version = 0
-        self.watch = asyncio.ensure_future(processes.watch(router))
-        self._names = iter(range(10_000))
-
-    def ask(self, count: int, generate: GenerateFn | None = None) -> list[asyncio.Future[Completion]]:
-        generate = generate or self.router.generate
-        return [
-            asyncio.ensure_future(generate([5, 6, 7, n], request_id=f"r{next(self._names)}", sampling=SAMPLING))
-            for n in range(count)
-        ]
-
-    async def running(self, requests: list[asyncio.Future[Completion]], tokens: int = 8) -> None:
-        """Return once one of these has streamed that many tokens."""
-        async with asyncio.timeout(LIMIT_S):
-            while max((len(c.token_ids) for c in self.router.tokens_so_far().values()), default=0) < tokens:
-                await asyncio.wait(requests, timeout=0.001)
-
-    async def step(self) -> None:
-        tokens, mask = [5, 6, 7, 8, 9, 10], [False, False, True, True, True, True]
-        values = [0.0, 0.0, -1.0, -1.0, -1.0, -1.0]
-        versions = [-1, -1, 0, 0, 0, 0]
-        sample = TrainingSample("g", "g/0", tokens, mask, values, values, versions, temperature=1.0)
-        await self.processes.trainer.step([sample])
-
-    async def publish(self, mode: str = "hot_swap", host: str | None = None) -> int:
-        """The version that all have pulled.
-
-        Args:
-            host: where its memory is said to be.
-        """
-        manifest = await self.processes.trainer.publish()
-        if host is not None:
-            manifest = replace(manifest, shards=tuple(replace(shard, host=host) for shard in manifest.shards))
-        self.published.announce(manifest)
-        await self.router.pull_state_dict(manifest.version, mode)  # pyright: ignore[reportArgumentType]
-        self.version = manifest.version
-        return manifest.version
-
-    async def until_both_serve(self) -> None:
-        async with asyncio.timeout(LIMIT_S):
-            while [replica.serving for replica in self.router.replicas] != [True, True]:
-                await asyncio.wait([self.watch], timeout=0.2)
-                assert not self.watch.done()
-        assert [replica.version for replica in self.router.replicas] == [self.version] * 2
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -260,6 +211,65 @@ async def test_a_generator_that_hangs_is_replaced_and_its_requests_go_on(stage: 
     completions = await asyncio.wait_for(asyncio.gather(*requests), LIMIT_S)
     assert [(len(c.token_ids), c.finish_reason) for c in completions] == [(LENGTH, FinishReason.LENGTH)] * 8
     await another_process(log, stopped)
+
+
+async def test_agents_notice_no_swap_no_pause_and_no_death(stage: Stage) -> None:
+    """Six agents under a hot swap every tenth of a second, pauses of each kind, and the death of a generator."""
+    await stage.until_both_serve()
+    renderer = ChatTemplateRenderer.from_pretrained(BASE)
+    generated: list[Completion] = []
+
+    async def stream(request: EngineRequest, on_chunk: OnChunk) -> Completion:
+        completion = await stage.router.stream(request, on_chunk)
+        generated.append(completion)
+        return completion
+
+    app = make_app(
+        stream,
+        model="policy",
+        max_context=256,
+        tokenizer=transformers.AutoTokenizer.from_pretrained(BASE),
+        renderer=renderer,
+        wait_until_resumed=stage.router.wait_resumed,
+    )
+    async with (
+        serve(app) as url,
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        alone = [Agent(client, number) for number in range(6)]
+        await asyncio.gather(*(agent.run() for agent in alone))
+        assert all(completion.metrics.get("num_resumes", 0) == 0 for completion in generated)
+
+        generated.clear()
+        disturbed = [Agent(client, number) for number in range(6)]
+        running = asyncio.gather(*(agent.run() for agent in disturbed))
+        swapping = asyncio.create_task(stage.swap_the_same_until(running))
+        await stage.running([running])
+        await stage.router.pause("keep")
+        await asyncio.wait([running], timeout=0.2)
+        await stage.router.resume()
+        await stage.running([running])
+        await stage.router.pause("abort")
+        await stage.router.resume()
+        await stage.running([running])
+        hit = max(stage.router.replicas, key=lambda replica: replica.num_requests)
+        assert hit.num_requests
+        os.kill(process_writing_to(stage.run_dir.logs / f"{hit.name}.log"), signal.SIGKILL)
+        await asyncio.wait_for(running, LIMIT_S)
+        await swapping
+
+    assert [agent.said for agent in disturbed] == [agent.said for agent in alone]
+    assert [agent.token_ids for agent in disturbed] == [agent.token_ids for agent in alone]
+    assert any(completion.metrics.get("num_resumes") for completion in generated)
+    assert len(set[str]().union(*(agent.versions for agent in disturbed))) > 2
+    for agent in disturbed:
+        for before, after in pairwise(agent.token_ids):
+            assert after[: len(before)] == before, "a turn goes on from the tokens of the one before"
+    told = sorted(sampled for agent in disturbed for sampled in agent.sampled)
+    parts = defaultdict[str, list[int]](list)  # an aborted completion is gone on with under its request's id
+    for completion in generated:
+        parts[completion.request_id] += completion.token_ids
+    assert told == sorted(parts.values())
 
 
 async def another_process(log: Path, than: int) -> int:

@@ -1,0 +1,78 @@
+"""Two real generators behind a router, for the tests of what they go through."""
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+from titan_rl.actors.run_processes import RunProcesses
+from titan_rl.generation.router import GeneratorRouter
+from titan_rl.run.directory import RunDirectory
+from titan_rl.training.data.sample import TrainingSample
+from titan_rl.types import Completion, GenerateFn, SamplingParams
+from titan_rl.weights.published_weights import PublishedWeights
+
+LENGTH = 200
+SAMPLING = SamplingParams(max_tokens=LENGTH, min_tokens=LENGTH, temperature=1.0)
+LIMIT_S = 120
+
+
+class Stage:
+    """Two real generators that run two requests each."""
+
+    def __init__(
+        self, processes: RunProcesses, published: PublishedWeights, router: GeneratorRouter, run_dir: RunDirectory
+    ) -> None:
+        self.processes, self.published, self.router, self.run_dir = processes, published, router, run_dir
+        self.version = 0
+        self.watch = asyncio.ensure_future(processes.watch(router))
+        self._names = iter(range(10_000))
+
+    def ask(self, count: int, generate: GenerateFn | None = None) -> list[asyncio.Future[Completion]]:
+        generate = generate or self.router.generate
+        return [
+            asyncio.ensure_future(generate([5, 6, 7, n], request_id=f"r{next(self._names)}", sampling=SAMPLING))
+            for n in range(count)
+        ]
+
+    async def running(self, requests: list[asyncio.Future[Completion]], tokens: int = 8) -> None:
+        """Return once one of these has streamed that many tokens."""
+        async with asyncio.timeout(LIMIT_S):
+            while max((len(c.token_ids) for c in self.router.tokens_so_far().values()), default=0) < tokens:
+                await asyncio.wait(requests, timeout=0.001)
+
+    async def step(self) -> None:
+        tokens, mask = [5, 6, 7, 8, 9, 10], [False, False, True, True, True, True]
+        values = [0.0, 0.0, -1.0, -1.0, -1.0, -1.0]
+        versions = [-1, -1, 0, 0, 0, 0]
+        sample = TrainingSample("g", "g/0", tokens, mask, values, values, versions, temperature=1.0)
+        await self.processes.trainer.step([sample])
+
+    async def publish(self, mode: str = "hot_swap", host: str | None = None) -> int:
+        """The version that all have pulled.
+
+        Args:
+            host: where its memory is said to be.
+        """
+        manifest = await self.processes.trainer.publish()
+        if host is not None:
+            manifest = replace(manifest, shards=tuple(replace(shard, host=host) for shard in manifest.shards))
+        self.published.announce(manifest)
+        await self.router.pull_state_dict(manifest.version, mode)  # pyright: ignore[reportArgumentType]
+        self.version = manifest.version
+        return manifest.version
+
+    async def until_both_serve(self) -> None:
+        async with asyncio.timeout(LIMIT_S):
+            while [replica.serving for replica in self.router.replicas] != [True, True]:
+                await asyncio.wait([self.watch], timeout=0.2)
+                assert not self.watch.done()
+        assert [replica.version for replica in self.router.replicas] == [self.version] * 2
+
+    async def swap_the_same_until(self, done: asyncio.Future[Any]) -> None:
+        """Pull the weights that are there as one version after the other, ten times a second."""
+        manifest = self.published.manifest_of(self.version)
+        while not done.done():
+            self.version += 1
+            self.published.announce(replace(manifest, version=self.version))
+            await self.router.pull_state_dict(self.version)
+            await asyncio.wait([done], timeout=0.1)
