@@ -26,6 +26,7 @@ from titan_rl.serving.http.metrics import ServerMetrics
 from titan_rl.serving.policy.served_policy import ServedPolicy
 from titan_rl.serving.policy.stream import StreamFn, unbroken
 from titan_rl.serving.policy.text import Text
+from titan_rl.serving.policy.tokenizing import Tokenizing
 from titan_rl.serving.protocols.about import about_routes
 from titan_rl.serving.protocols.anthropic.errors import ANTHROPIC
 from titan_rl.serving.protocols.anthropic.messages import CountTokensEndpoint, MessagesEndpoint
@@ -96,6 +97,7 @@ def make_app(
     whole = unbroken(stream, wait_until_resumed=wait_until_resumed)
     policy = ServedPolicy(model, whole, max_context, metrics, any_model=any_model)
     text = None if tokenizer is None else Text(tokenizer)
+    tokenizing = Tokenizing()
     conversations, turns = None, None
     if text is not None and renderer is not None:
         conversations = Conversations(
@@ -104,7 +106,7 @@ def make_app(
             most_turns=limits.conversation_turns,
             most_bytes=limits.conversation_bytes,
         )
-        turns = Turns(policy, text, renderer)
+        turns = Turns(policy, text, renderer, tokenizing)
     if stop_token_ids is None:
         stop_token_ids = () if renderer is None else renderer.get_stop_token_ids()
     stops = tuple(stop_token_ids)
@@ -117,11 +119,11 @@ def make_app(
         *about_routes(policy, metrics),
         Route("/openapi.json", description),
         _post("/inference/v1/generate", TokenEndpoint(policy, exchanges, shown, stops)),
-        _post("/v1/completions", CompletionEndpoint(policy, exchanges, text, stops)),
+        _post("/v1/completions", CompletionEndpoint(policy, exchanges, text, tokenizing, stops)),
         _post("/v1/chat/completions", ChatEndpoint(turns, exchanges, stops)),
         _post("/v1/responses", ResponsesEndpoint(turns, exchanges, stops)),
         _post("/v1/messages", MessagesEndpoint(turns, exchanges, stops)),
-        _post("/v1/messages/count_tokens", CountTokensEndpoint(turns)),
+        _post("/v1/messages/count_tokens", CountTokensEndpoint(turns, exchanges)),
         *(admin_routes(control) if control is not None else ()),
         *(episode_routes(open_episode or _none_to_open) if episodes is not None else ()),
     ]

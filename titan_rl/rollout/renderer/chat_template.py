@@ -70,7 +70,7 @@ class ChatTemplateRenderer:
         if not getattr(tokenizer, "chat_template", None):
             raise ModelError(f"the tokenizer of {self._name!r} has no chat template; add a chat_template.jinja to it")
         self._rendered: dict[tuple[str, bool], list[int]] = {}  # the one longest unused comes first
-        self._one_at_a_time = threading.RLock()  # tokenizers cannot be used by two threads at once
+        self._one_at_a_time = threading.RLock()  # no two threads may render at once
         self._answers = self._find_answers()
         self._stop_token_ids = self._find_stop_token_ids()
 
@@ -126,8 +126,8 @@ class ChatTemplateRenderer:
         while ids and ids[-1] in self._stop_token_ids:
             ids.pop()
         # Special tokens are dropped: in an environment's reply they would become control tokens again.
-        with self._one_at_a_time:
-            text: str = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        # Decoding changes nothing in a tokenizer, and so need not wait for a long conversation to be rendered.
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         reasoning, closed, content = text.rpartition("</think>")
         if closed:
             return Answer(content.lstrip("\n"), reasoning_content=reasoning.strip().removeprefix("<think>").strip())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 from hashlib import blake2b
 
 from titan_rl.rollout.renderer.types import Renderer, Tools
@@ -73,7 +74,8 @@ class Conversations:
         found = self._found.get(key)
         if found is None or len(found.tree.turns) >= self._most_turns:
             return Conversation(key, self._renderer, session_id)
-        self._found.move_to_end(key)
+        with suppress(KeyError):  # forgotten since, where this is called in a thread
+            self._found.move_to_end(key)
         return found
 
     def add(

@@ -98,7 +98,7 @@ class Place:
         if (same := self.next.get(identity.digest)) is None:
             return ()
         if identity.reasoning is None:
-            return same.values()
+            return tuple(same.values())
         return (same[identity.reasoning],) if identity.reasoning in same else ()
 
     def enter(self, identity: Identity, message: Message) -> tuple[Place, int]:
@@ -120,7 +120,8 @@ class ConversationTree:
     Where two turns have the same history and say the same, as retries and siblings may, a client goes on from the one
     that was gone on from least, and of these from the latest.
 
-    The tree belongs to one event loop. Finding a place costs one look at each message.
+    The tree belongs to one event loop, but for `prompt`, which may be called in a thread meanwhile, one call at a time.
+    Finding a place costs one look at each message.
 
     Example:
 

@@ -11,9 +11,13 @@ from titan_rl.rollout.renderer.types import Renderer
 from titan_rl.rollout.types import Message
 from titan_rl.serving.conversations.caller import Caller, Talk
 from titan_rl.serving.conversations.reply import Delta, Reply, ReplyForm, ReplyReader
-from titan_rl.serving.policy.served_policy import Ask, ServedPolicy
+from titan_rl.serving.policy.served_policy import ServedPolicy
 from titan_rl.serving.policy.text import Text
+from titan_rl.serving.policy.tokenizing import Tokenizing
 from titan_rl.types import TokenChunk
+
+_PER_MESSAGE = 64
+"""Characters whose tokenizing takes as long as what else there is to do with a message."""
 
 OnDelta = Callable[[int, Delta], None]
 """Told of what the reply of this index says next."""
@@ -46,55 +50,61 @@ class TurnAsk:
 class Turns:
     """Turns of the conversations of all callers."""
 
-    def __init__(self, policy: ServedPolicy, text: Text, renderer: Renderer) -> None:
+    def __init__(self, policy: ServedPolicy, text: Text, renderer: Renderer, tokenizing: Tokenizing) -> None:
         self.policy = policy
         self.text = text
         self._renderer = renderer
+        self._tokenizing = tokenizing
 
     def begin(self, asked: TurnAsk, id_prefix: str) -> Turn:
-        """The turn that is asked for. Nothing is generated or kept before its `replies`.
+        """The turn that is asked for. Nothing is tokenized, generated or kept before its `replies`."""
+        return Turn(self, asked, f"{id_prefix}{uuid.uuid4().hex}")
 
+    async def talk(self, asked: TurnAsk) -> Talk:
+        """
         Raises:
             RequestError: the renderer refuses the messages, or the caller's episode is over.
-            ApiError: 400, the conversation fills the context, or two values do not go together.
         """
-        talk = asked.caller.talk(asked.messages, asked.tools, asked.session_id)
-        prompt_token_ids = talk.prompt_token_ids
-        sampling = self.policy.sampling(len(prompt_token_ids), asked.max_tokens, asked.param, **asked.sampling)
-        ask = talk.ask(sampling, asked.num_choices, f"{id_prefix}{uuid.uuid4().hex}")
-        form = ReplyForm(self._renderer, self.text, prompt_token_ids, asked.tools, asked.one_call, asked.stops)
-        return Turn(self.policy, talk, ask, form)
+        num_characters = sum(_PER_MESSAGE + len(message.get("content") or "") for message in asked.messages)
+        return await self._tokenizing(
+            lambda: asked.caller.talk(asked.messages, asked.tools, asked.session_id), num_characters
+        )
 
-    def num_prompt_tokens(self, asked: TurnAsk) -> int:
-        """
-        Raises:
-            RequestError: the renderer refuses the messages.
-        """
-        return len(asked.caller.talk(asked.messages, asked.tools, asked.session_id).prompt_token_ids)
+    def form(self, asked: TurnAsk, prompt_token_ids: Sequence[int]) -> ReplyForm:
+        """What the replies to a prompt are read with."""
+        return ReplyForm(self._renderer, self.text, prompt_token_ids, asked.tools, asked.one_call, asked.stops)
 
 
 class Turn:
     """
     Attributes:
         id: of the request, for its client.
-        prompt_token_ids: what is generated from.  # [num_prompt_tokens]
+        prompt_token_ids: what is generated from; empty before it is.  # [num_prompt_tokens]
     """
 
-    def __init__(self, policy: ServedPolicy, talk: Talk, ask: Ask, form: ReplyForm) -> None:
-        self.id = ask.request_id
-        self.prompt_token_ids = talk.prompt_token_ids
-        self._policy = policy
-        self._talk = talk
-        self._ask = ask
-        self._form = form
+    def __init__(self, turns: Turns, asked: TurnAsk, request_id: str) -> None:
+        self.id = request_id
+        self.prompt_token_ids: Sequence[int] = ()
+        self._turns = turns
+        self._asked = asked
 
     async def replies(self, on_delta: OnDelta | None = None) -> list[Reply]:
         """Generate. What a client was told is what the turn is known by when it comes back.
 
         Returns:
             [num_choices], all of which are kept.
+
+        Raises:
+            RequestError: the renderer refuses the messages, or the caller's episode is over.
+            ApiError: 400, the conversation fills the context, or two values do not go together.
         """
-        readers = [ReplyReader(self._form) for _ in range(self._ask.num_choices)]
+        asked, policy = self._asked, self._turns.policy
+        talk = await self._turns.talk(asked)
+        self.prompt_token_ids = prompt_token_ids = talk.prompt_token_ids
+        sampling = policy.sampling(len(prompt_token_ids), asked.max_tokens, asked.param, **asked.sampling)
+        ask = talk.ask(sampling, asked.num_choices, self.id)
+        form = self._turns.form(asked, prompt_token_ids)
+        readers = [ReplyReader(form) for _ in range(asked.num_choices)]
 
         def on_tokens(index: int, chunk: TokenChunk) -> int | None:
             delta, end = readers[index].take(chunk)
@@ -103,8 +113,8 @@ class Turn:
             return end
 
         # Nobody reads the text before it is whole, unless there is something in it to look for.
-        is_watched = on_delta is not None or self._form.may_cut
-        completions = await self._policy.complete(self._ask, on_tokens if is_watched else None)
+        is_watched = on_delta is not None or form.may_cut
+        completions = await policy.complete(ask, on_tokens if is_watched else None)
         replies: list[Reply] = []
         for index, (reader, completion) in enumerate(zip(readers, completions, strict=True)):
             if on_delta is None:
@@ -115,5 +125,5 @@ class Turn:
                 on_delta(index, rest)
             replies.append(reply)
         for index, reply in enumerate(replies):
-            self._talk.record(index, reply.completion, reply.message)
+            talk.record(index, reply.completion, reply.message)
         return replies

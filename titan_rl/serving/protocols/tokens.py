@@ -11,7 +11,7 @@ from starlette.requests import Request
 
 from titan_rl.serving import LEAST_LOGPROB
 from titan_rl.serving.conversations.caller import Show, Talk, caller_of
-from titan_rl.serving.http.body import Body, read
+from titan_rl.serving.http.body import Body, Many, read
 from titan_rl.serving.http.exchange import Answer, Emit, Exchanges
 from titan_rl.serving.policy.served_policy import Ask, OnTokens, ServedPolicy
 from titan_rl.serving.protocols.wire import (
@@ -36,11 +36,11 @@ class TokenSampling(SamplingBody):
     skip_special_tokens: bool = True  # no text is made of them
     spaces_between_special_tokens: bool = True
     detokenize: bool = True
-    stop: Annotated[list[str], Field(max_length=0)] | None = None
+    stop: Annotated[Many[str], Field(max_length=0)] | None = None
 
 
 class GenerateBody(Body):
-    token_ids: Annotated[list[TokenId], Field(min_length=1)]
+    token_ids: Annotated[Many[TokenId], Field(min_length=1)]
     sampling_params: TokenSampling = TokenSampling()
     model: str | None = None
     request_id: Annotated[str, Field(max_length=256)] | None = None

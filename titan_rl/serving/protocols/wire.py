@@ -11,7 +11,7 @@ from starlette.requests import Request
 from titan_rl.serving import LEAST_LOGPROB
 from titan_rl.serving.conversations.turn import Turns
 from titan_rl.serving.http.api_error import ApiError
-from titan_rl.serving.http.body import Body
+from titan_rl.serving.http.body import Body, Many
 from titan_rl.serving.policy.text import Text
 from titan_rl.types import Completion
 
@@ -54,7 +54,7 @@ class SamplingBody(Body):
     min_p: Probability | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     repetition_penalty: One = None
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: Many[TokenId] | None = None
     ignore_eos: bool = False
 
     def sampling(self, model_stops: Sequence[int]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, WithJsonSchema
 
-from titan_rl.serving.http.body import Body
+from titan_rl.serving.http.body import Body, Many
 from titan_rl.serving.protocols.wire import STRING, Count, SamplingBody, object_schema, union_schema
 
 _TEXT = object_schema(["type", "text"], type={"const": "text"}, text=STRING)
@@ -44,10 +44,10 @@ class OutputConfig(Body):
 class ConversationBody(SamplingBody):
     """What is counted, and what is answered."""
 
-    messages: Annotated[list[Turn], Field(min_length=1)]
+    messages: Annotated[Many[Turn], Field(min_length=1)]
     model: str | None = None
-    system: str | list[TextBlock] | None = None
-    tools: list[Tool] | None = None
+    system: str | Many[TextBlock] | None = None
+    tools: Many[Tool] | None = None
     tool_choice: ToolChoice | None = None
     # These say nothing of the completion: how much it thinks is the policy's own.
     thinking: dict[str, Any] | None = None
@@ -58,7 +58,7 @@ class ConversationBody(SamplingBody):
 
 class MessagesBody(ConversationBody):
     max_tokens: Count
-    stop_sequences: Annotated[list[StopSequence], Field(max_length=16)] | None = None
+    stop_sequences: Annotated[Many[StopSequence], Field(max_length=16)] | None = None
     stream: bool | None = None
     return_token_ids: bool = False
     metadata: dict[str, Any] | None = None

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
 
 from titan_rl.serving.conversations.caller import caller_of
 from titan_rl.serving.conversations.reply import Delta, Reply
@@ -45,13 +44,19 @@ class MessagesEndpoint:
 
 
 class CountTokensEndpoint:
-    def __init__(self, turns: Turns | None) -> None:
+    def __init__(self, turns: Turns | None, exchanges: Exchanges) -> None:
         self._turns = turns
+        self._exchanges = exchanges
 
-    async def __call__(self, request: Request) -> Response:
+    async def __call__(self, request: Request) -> Answer:
         turns = turns_of(self._turns)
         body = await read(request, ConversationBody)
-        return JSONResponse({"input_tokens": turns.num_prompt_tokens(_asked(turns, body, request))})
+        asked = _asked(turns, body, request)
+
+        async def work(_: Emit | None) -> dict[str, int]:
+            return {"input_tokens": len((await turns.talk(asked)).prompt_token_ids)}
+
+        return Answer(self._exchanges, work, num_places=1, stream=False, dialect=ANTHROPIC)
 
 
 def _asked(turns: Turns, body: ConversationBody, request: Request, **more: Any) -> TurnAsk:

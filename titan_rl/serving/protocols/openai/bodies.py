@@ -3,11 +3,11 @@ what changes nothing."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, WithJsonSchema
 
-from titan_rl.serving.http.body import Body
+from titan_rl.serving.http.body import Body, Many
 from titan_rl.serving.protocols.wire import (
     STRING,
     Count,
@@ -75,6 +75,8 @@ ResponsesTool = Annotated[
         )
     ),
 ]
+T = TypeVar("T")
+Prompts = Annotated[Many[T], Field(max_length=4096)]
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 
 
@@ -84,7 +86,7 @@ class TextBody(SamplingBody):
     model: str | None = None
     n: Count | None = None
     max_tokens: Count | None = None
-    stop: StopString | Annotated[list[StopString], Field(max_length=16)] | None = None
+    stop: StopString | Annotated[Many[StopString], Field(max_length=16)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
@@ -97,7 +99,7 @@ class TextBody(SamplingBody):
 
 
 class CompletionBody(TextBody):
-    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    prompt: str | Prompts[str] | Many[TokenId] | Prompts[Many[TokenId]]
     logprobs: Literal[0] | None = None
     echo: Literal[False] | None = None
     best_of: Literal[1] | None = None
@@ -105,15 +107,15 @@ class CompletionBody(TextBody):
 
 
 class ChatBody(TextBody):
-    messages: Annotated[list[Chat], Field(min_length=1)]
+    messages: Annotated[Many[Chat], Field(min_length=1)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Literal[0] | None = None
-    tools: list[Tool] | None = None
+    tools: Many[Tool] | None = None
     tool_choice: Literal["auto", "none"] | None = None
     parallel_tool_calls: bool | None = None
     response_format: TextFormat | None = None
-    modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
+    modalities: Annotated[Many[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
     store: Literal[False] | None = None
     # These say nothing of the completion: how much it thinks is the policy's own.
     reasoning_effort: str | None = None
@@ -134,18 +136,18 @@ class ResponsesText(Body):
 
 
 class ResponsesBody(SamplingBody):
-    input: str | Annotated[list[Item], Field(min_length=1)]
+    input: str | Annotated[Many[Item], Field(min_length=1)]
     model: str | None = None
     instructions: str | None = None
     previous_response_id: Annotated[str, Field(max_length=256)] | None = None
     max_output_tokens: Count | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    tools: list[ResponsesTool] | None = None
+    tools: Many[ResponsesTool] | None = None
     tool_choice: Literal["auto", "none"] | None = None
     parallel_tool_calls: bool | None = None
     store: bool | None = None
-    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
+    include: Many[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
     top_logprobs: Literal[0] | None = None
     text: ResponsesText | None = None
     truncation: Literal["disabled"] | None = None

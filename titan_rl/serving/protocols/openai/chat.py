@@ -88,17 +88,16 @@ class _Work:
 
     async def _stream(self, emit: Emit) -> None:
         envelope = self._envelope("chat.completion.chunk")
-        prompt = self._prompt()
         begun: set[int] = set()
 
         def tell(index: int, delta: dict[str, Any], **more: Any) -> None:
             choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **more}
+            prompt = {} if begun else self._prompt()
+            begun.add(index)
             emit({**envelope, **prompt, "choices": [choice]})
-            prompt.clear()
 
         def begin(index: int) -> None:
             if index not in begun:
-                begun.add(index)
                 tell(index, {"role": "assistant", "content": ""})
 
         def on_delta(index: int, delta: Delta) -> None:

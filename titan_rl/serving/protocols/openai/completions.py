@@ -16,6 +16,7 @@ from titan_rl.serving.http.body import read
 from titan_rl.serving.http.exchange import Answer, Emit, Exchanges
 from titan_rl.serving.policy.served_policy import Ask, ServedPolicy
 from titan_rl.serving.policy.text import Text, TextReader
+from titan_rl.serving.policy.tokenizing import Tokenizing
 from titan_rl.serving.protocols.openai.bodies import CompletionBody
 from titan_rl.serving.protocols.wire import check_choices, session_id_of, usage, weight_versions
 from titan_rl.types import Completion, FinishReason, TokenChunk
@@ -28,35 +29,47 @@ _CONTEXT = 8
 
 class CompletionEndpoint:
     def __init__(
-        self, policy: ServedPolicy, exchanges: Exchanges, text: Text | None, stop_token_ids: tuple[int, ...]
+        self,
+        policy: ServedPolicy,
+        exchanges: Exchanges,
+        text: Text | None,
+        tokenizing: Tokenizing,
+        stop_token_ids: tuple[int, ...],
     ) -> None:
         self._policy = policy
         self._exchanges = exchanges
         self._text = text
+        self._tokenizing = tokenizing
         self._stop_token_ids = stop_token_ids
 
     async def __call__(self, request: Request) -> Answer:
-        if self._text is None:
+        text = self._text
+        if text is None:
             raise ApiError(400, "this server has no tokenizer; ask /inference/v1/generate")
         body = await read(request, CompletionBody)
         caller = caller_of(request)
         self._policy.check_model(body.model)
-        prompts = _prompts(body, self._text)
-        num_choices = body.n or 1
-        check_choices(num_choices * len(prompts), self._exchanges.limits.num_choices, "n")
-        request_id = f"cmpl-{uuid.uuid4().hex}"
-        sampled = [
-            self._policy.sampling(
-                len(prompt), body.max_tokens or MAX_TOKENS, "prompt", **body.sampling(self._stop_token_ids)
-            )
-            for prompt in prompts
-        ]
-        asks: list[tuple[Talk, Ask]] = []
-        for at, (prompt, sampling) in enumerate(zip(prompts, sampled, strict=True)):
-            talk = caller.talk_in_tokens(prompt, self._text.decode, session_id_of(request))
-            asks.append((talk, talk.ask(sampling, num_choices, request_id, first_index=at * num_choices)))
-        work = _Work(self._policy, self._text, body, asks, request_id)
-        return Answer(self._exchanges, work, num_places=num_choices * len(asks), stream=bool(body.stream))
+        given, num_choices = _given(body), body.n or 1
+        num_places = num_choices * len(given)
+        check_choices(num_places, self._exchanges.limits.num_choices, "n")
+        request_id, session_id = f"cmpl-{uuid.uuid4().hex}", session_id_of(request)
+
+        async def work(emit: Emit | None) -> Any:
+            num_characters = sum(len(prompt) for prompt in given if isinstance(prompt, str))
+            prompts = await self._tokenizing(lambda: [_token_ids(prompt, text) for prompt in given], num_characters)
+            sampled = [
+                self._policy.sampling(
+                    len(prompt), body.max_tokens or MAX_TOKENS, "prompt", **body.sampling(self._stop_token_ids)
+                )
+                for prompt in prompts
+            ]
+            asks: list[tuple[Talk, Ask]] = []
+            for at, (prompt, sampling) in enumerate(zip(prompts, sampled, strict=True)):
+                talk = caller.talk_in_tokens(prompt, text.decode, session_id)
+                asks.append((talk, talk.ask(sampling, num_choices, request_id, first_index=at * num_choices)))
+            return await _Work(self._policy, text, body, asks, request_id)(emit)
+
+        return Answer(self._exchanges, work, num_places=num_places, stream=bool(body.stream))
 
 
 class _Work:
@@ -187,12 +200,15 @@ class _Choice:
         return told
 
 
-def _prompts(body: CompletionBody, text: Text) -> list[list[int]]:
+def _given(body: CompletionBody) -> list[str | list[int]]:
+    """The prompts, each as it was given."""
     given: Any = body.prompt
     if isinstance(given, str):
-        return [text.encode(given)]
+        return [given]
     if not given:
         raise ApiError(400, "prompt is empty", param="prompt")
-    if isinstance(given[0], int):
-        return [list(given)]
-    return [text.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in given]
+    return [given] if isinstance(given[0], int) else given
+
+
+def _token_ids(prompt: str | list[int], text: Text) -> list[int]:
+    return text.encode(prompt) if isinstance(prompt, str) else prompt

@@ -1,0 +1,107 @@
+"""Bodies as long as they may be: they take their time, and nobody else's."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from typing import Any
+
+import pytest
+from clients import TOKENIZER, talking
+from pydantic import ValidationError
+from served import client_of
+
+from titan_rl.rollout.renderer import ChatTemplateRenderer
+from titan_rl.serving.http.limits import ServerLimits
+from titan_rl.serving.protocols.anthropic.bodies import MessagesBody
+from titan_rl.serving.protocols.openai.bodies import ChatBody, CompletionBody, ResponsesBody
+from titan_rl.serving.protocols.tokens import GenerateBody
+
+LONG = "word " * 20_000
+
+
+class Stuck:
+    """A tokenizer and a renderer that are at a long text until a test lets them go on."""
+
+    def __init__(self) -> None:
+        self.began, self.go_on = threading.Event(), threading.Event()
+        self._renderer = ChatTemplateRenderer(TOKENIZER)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._renderer if hasattr(self._renderer, name) else TOKENIZER, name)
+
+    def encode(self, text: str) -> list[int]:
+        self._wait(len(text))
+        return TOKENIZER.encode(text)
+
+    def render_ids(self, messages: Any, **more: Any) -> list[int]:
+        self._wait(sum(len(message["content"]) for message in messages))
+        return self._renderer.render_ids(messages, **more)
+
+    def _wait(self, length: int) -> None:
+        if length >= len(LONG):
+            self.began.set()
+            assert self.go_on.wait(20)
+
+
+ASKS: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/completions", {"prompt": LONG}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": LONG}]}),
+    ("/v1/responses", {"input": LONG}),
+    ("/v1/messages", {"messages": [{"role": "user", "content": LONG}], "max_tokens": 4}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), ASKS, ids=lambda value: value if isinstance(value, str) else "")
+async def test_others_are_answered_while_a_long_text_is_tokenized(path: str, body: dict[str, Any]) -> None:
+    stuck = Stuck()
+    async with talking(stuck, tokenizer=stuck) as stage, client_of(stage.app) as client, asyncio.timeout(20):
+        asked = asyncio.create_task(client.post(path, json=body))
+        await asyncio.to_thread(stuck.began.wait, 20)
+        assert stage.app.exchanges.num_places_taken == 1
+        sky = {"messages": [{"role": "user", "content": "sky"}]}
+        short = asyncio.create_task(client.post("/v1/chat/completions", json=sky))
+        assert (await client.get("/health")).status_code == 200
+        stuck.go_on.set()
+        assert (await asked).status_code == 400  # it is longer than the context
+        assert (await short).json()["choices"][0]["message"]["content"] == "blue"
+        assert stage.app.exchanges.num_places_taken == 0
+
+
+async def test_time_is_up_for_a_text_that_is_still_tokenized() -> None:
+    stuck = Stuck()
+    limits = ServerLimits(request_s=0.05)
+    async with talking(stuck, tokenizer=stuck, limits=limits) as stage, client_of(stage.app) as client:
+        answer = await client.post("/v1/completions", json={"prompt": LONG})
+        stuck.go_on.set()
+    assert (answer.status_code, stage.app.exchanges.num_places_taken) == (504, 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "most"),
+    [
+        (GenerateBody, "token_ids", 1),
+        (CompletionBody, "prompt", 4),  # one for each of the forms it may have
+        (ChatBody, "messages", 1),
+        (ChatBody, "tools", 1),
+        (ChatBody, "stop", 2),
+        (ChatBody, "stop_token_ids", 1),
+        (ResponsesBody, "input", 2),
+        (MessagesBody, "messages", 1),
+        (MessagesBody, "system", 2),
+    ],
+)
+def test_of_many_wrong_items_one_is_told(kind: Any, name: str, most: int) -> None:
+    wrong = [None] * 1000
+    with pytest.raises(ValidationError) as caught:
+        kind.model_validate_json(json.dumps({name: wrong}))
+    assert sum(error["loc"][0] == name for error in caught.value.errors()) <= most
+
+
+async def test_of_many_fields_their_number_is_told() -> None:
+    body = {f"field{number}": 1 for number in range(10_000)}
+    async with talking() as stage, client_of(stage.app) as client:
+        answer = await client.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 400
+    assert "10000 fields" in answer.json()["error"]["message"]
