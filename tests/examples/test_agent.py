@@ -11,14 +11,19 @@ import pytest
 pytest.importorskip("agents", reason="needs the agent extra")
 pytest.importorskip("transformers")
 
-from serving.served import served
+from serving.served import Engines, served
 from serving.speaking import qwen3, script
 from transformers import AutoTokenizer
 
 from examples.agent import agent, base_model, evaluate
 from examples.agent.company import MOST_LOOK_UPS, Company, draw_question
 from examples.agent.tokenizer import build_tokenizer
+from titan_rl.config.load import load_config
+from titan_rl.config.make_rollouter import open_rollouter
+from titan_rl.rollout.types import RolloutStatus
 from titan_rl.serving.server import serve
+from titan_rl.training.data.sample_builder import build_samples
+from titan_rl.types import SamplingParams
 
 BASE = Path(agent.__file__).parent / "base"
 QUESTION = next(question for seed in range(99) if len((question := draw_question(seed)).path) == MOST_LOOK_UPS)
@@ -84,3 +89,25 @@ async def test_the_agent_finds_the_answer_with_its_tools(
         await agent.main(str(QUESTION.seed), QUESTION.text)
         assert capsys.readouterr().out == f"{QUESTION.answer}\n"
         assert await evaluate.evaluate(4, concurrency=2) == 1.0
+
+
+PROGRAM = [("task.command", '["{python}", "-m", "examples.agent.agent", "{seed}", "{question}"]')]
+
+
+@pytest.mark.parametrize("overrides", [[], PROGRAM], ids=["one process for all", "a program for each"])
+async def test_its_rollouts_are_trained_in_one_piece(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[tuple[str, str]]
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(BASE.parents[2]))
+    config = load_config(BASE.parent / "cpu.toml", overrides)
+    sample = {"seed": QUESTION.seed, "question": QUESTION.text}
+    engines = Engines(1, vocab_size=len(tokenizer), script=script(tokenizer, right_answer))
+    async with engines.router() as router, open_rollouter(config, tmp_path, print) as rollouter:
+        group = await rollouter.run_group(
+            router.generate, sample, group_id="train-0", group_size=2, sampling=SamplingParams(max_tokens=32)
+        )
+    for rollout in group.rollouts:
+        assert (rollout.status, rollout.reward) == (RolloutStatus.COMPLETED, 1.0)
+        assert len(rollout.turns) == MOST_LOOK_UPS + 1
+        rollout.advantage = 1.0
+    assert len(build_samples(group)) == 2

@@ -1,0 +1,62 @@
+"""The agent as a task: its questions, and whether it answers rightly."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import sys
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from examples.agent.company import VALIDATION_SEED, draw_question
+from titan_rl.agents import AgentTask
+from titan_rl.rollout.rewards.reward import Reward
+from titan_rl.rollout.rewards.rubric import Rubric
+from titan_rl.rollout.task import RunContext
+from titan_rl.rollout.types import Rollout
+
+
+class CompanyQuestions(AgentTask):
+    """Questions about companies. A program is started for each (`command`), or `harness.py` plays all of them."""
+
+    def train_sample(self, seed: int, index: int) -> dict[str, Any]:
+        return _sample(random.Random(f"{seed}/{index}").randrange(VALIDATION_SEED))
+
+    def validation_samples(self, count: int) -> Sequence[dict[str, Any]]:
+        return [_sample(VALIDATION_SEED + number) for number in range(count)]
+
+    def rubric(self) -> Rubric:
+        return Rubric([Reward(is_right)])
+
+    @asynccontextmanager
+    async def open(self, run: RunContext) -> AsyncGenerator[None]:
+        """Without a command, a harness is started for the length of the block."""
+        async with super().open(run):
+            if self.command:
+                yield
+                return
+            harness = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "examples.agent.harness", str(run.folder / f"agents-{os.getpid()}.json")),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is for the run
+            )
+            try:
+                yield
+            finally:
+                if harness.returncode is None:
+                    harness.terminate()
+                await harness.wait()
+
+
+def _sample(seed: int) -> dict[str, Any]:
+    question = draw_question(seed)
+    return {"seed": seed, "question": question.text}
+
+
+def is_right(rollout: Rollout) -> float:
+    """Whether the last that the agent's model said is the answer, whatever else became of it."""
+    said = next((message for message in reversed(rollout.messages) if message["role"] == "assistant"), {})
+    return float(said.get("content") == draw_question(rollout.sample["seed"]).answer)
