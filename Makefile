@@ -2,6 +2,7 @@
 # make test    lint, types, and every test, those on the real stack included
 # make test-fast    what needs no engine: about a minute
 # make test-deep    what needs no engine, with eight times as many random examples
+# make test-clients    agents and evaluators as they are published, installed from the package index, against the server
 #
 #   make train CONFIG=examples/alphabet_sort/cpu.toml ARGS="--training.steps 5"
 #   make train EXTRA=gpu CONFIG=examples/alphabet_sort/qwen3_0_6b.toml
@@ -22,7 +23,7 @@ PYTHON = $(shell for p in python3.11 python3.12 python3.13 python3; do \
 # Engines and trainers share the cores as processes; threads on top of that only get in each other's way.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test test-all test-fast test-deep lint types format install clean distclean
+.PHONY: train test test-all test-fast test-deep test-clients lint types format install clean distclean
 
 train: $(STAMP)
 	$(BIN)/titan-rl train $(CONFIG) $(ARGS)
@@ -39,6 +40,9 @@ test-fast: $(STAMP)
 
 test-deep: $(STAMP)
 	TITAN_RL_TEST_DEPTH=deep $(PYTEST) --ignore=tests/e2e
+
+test-clients: $(STAMP)
+	TITAN_RL_TEST_CLIENTS=1 $(BIN)/pytest tests/serving/test_clients.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check

@@ -1,0 +1,109 @@
+"""Agents, evaluators and trainers as they are published, each a program of its own against a real server.
+
+Asked for with `make test-clients`. What cannot be installed beside this stack runs in an environment that is made from
+the package index and kept in pytest's cache.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import venv
+from pathlib import Path
+from typing import Any
+
+import pytest
+from clients import TOKENIZER, talking
+from speaking import qwen3
+
+from titan_rl.serving.server import serve
+
+PROGRAMS = Path(__file__).parent / "programs"
+INSTALL_S = 900
+RUN_S = 300
+
+pytestmark = pytest.mark.skipif(
+    not os.environ.get("TITAN_RL_TEST_CLIENTS"), reason="takes minutes and the package index: make test-clients"
+)
+
+
+def python_with(cache: pytest.Cache, name: str, *requirements: str) -> str:
+    """The interpreter of an environment that has these packages."""
+    folder = Path(str(cache.mkdir("clients"))) / name
+    python = folder / "bin" / "python"
+    done = folder / "done"
+    if not done.exists():
+        venv.create(folder, with_pip=True, clear=True)
+        command = [python, "-m", "pip", "install", "--quiet", *requirements]
+        try:
+            subprocess.run(command, check=True, capture_output=True, timeout=INSTALL_S)
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"{name} cannot be installed here: {error.stderr.decode()[-300:]}")
+        except subprocess.TimeoutExpired:
+            pytest.skip(f"{name} could not be installed within {INSTALL_S} s")
+        done.touch()
+    return str(python)
+
+
+async def told_by(*command: str, url: str) -> Any:
+    """What a program prints last, as JSON."""
+    environment = {"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": "none", "ANTHROPIC_BASE_URL": url}
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        env={**os.environ, **environment, "PYTHONPATH": ""},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        async with asyncio.timeout(RUN_S):
+            output, errors = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+    assert process.returncode == 0, errors.decode()[-3000:]
+    return json.loads(output.decode().strip().splitlines()[-1])
+
+
+async def test_an_agent_of_openai_agents_calls_its_tools(request: pytest.FixtureRequest) -> None:
+    is_here = importlib.util.find_spec("agents") is not None
+    python = sys.executable if is_here else python_with(request.config.cache, "openai-agents", "openai-agents==0.24.0")
+    answers = {"look": 'I look.<tool_call>\n{"name": "look", "arguments": {"at": "clear"}}\n</tool_call>'}
+    async with talking(qwen3(TOKENIZER), answers=answers, any_model=True) as stage, serve(stage.app) as url:
+        told = await told_by(python, str(PROGRAMS / "openai_agents.py"), url=url)
+        assert stage.app.exchanges.num_places_taken == 0
+    assert "a clear sky" in told["whole"]
+    assert told["stream"] == told["whole"]
+    assert told["requests"] == 2
+    assert told["turns"] == ["MessageOutputItem", "ToolCallItem", "ToolCallOutputItem", "MessageOutputItem"]
+    assert "raw_response_event" in told["events"]
+
+
+async def test_inspect_ai_evaluates(request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    python = python_with(request.config.cache, "inspect-ai", "inspect-ai==0.3.285", "openai==3.54.0")
+    answers = {
+        "sky": "blue",
+        "look": '<tool_call>\n{"name": "look", "arguments": {"at": "clear"}}\n</tool_call>',
+    }
+    async with talking(qwen3(TOKENIZER), answers=answers, any_model=True) as stage, serve(stage.app) as url:
+        scores = await told_by(python, str(PROGRAMS / "inspect_ai_eval.py"), str(tmp_path), url=url)
+    assert scores == {f"{task} {api}": 1.0 for task in ("plain", "tools") for api in ("chat", "responses")}
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
+async def test_curl_streams() -> None:
+    body = json.dumps({"model": "policy", "messages": [{"role": "user", "content": "sky"}], "stream": True})
+    async with talking() as stage, serve(stage.app) as url:
+        process = await asyncio.create_subprocess_exec(
+            "curl", "-sN", f"{url}/v1/chat/completions", "-H", "content-type: application/json", "-d", body,
+            stdout=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        output, _ = await process.communicate()
+    lines = [line.removeprefix("data: ") for line in output.decode().splitlines() if line]
+    assert lines.pop() == "[DONE]"
+    pieces = [json.loads(line)["choices"][0]["delta"].get("content", "") for line in lines]
+    assert "".join(pieces) == "blue"
