@@ -27,7 +27,7 @@ from titan_rl.calls.watchdog import LoopWatchdog
 from titan_rl.config.load import load_config
 from titan_rl.rollout.group.rollouter import Rollouter
 from titan_rl.rollout.task import drop_reason
-from titan_rl.run.stages.task_groups import TaskGroups
+from titan_rl.run.stages.rollout_stage import RolloutStage
 from titan_rl.scheduling.filters import first_reason
 from titan_rl.scheduling.registry import find_filter
 
@@ -146,7 +146,7 @@ async def test_of_a_tasks_own_functions(where: str) -> None:
     task: Any = Data(block)
     unused = cast("Any", None)
     config = load_config(Path(__file__).parents[2] / "examples/alphabet_sort/cpu.toml", check_files=False)
-    groups = TaskGroups(
+    groups = RolloutStage(
         config,
         task,
         group_runner=unused,

@@ -255,7 +255,7 @@ def test_missing_tables_are_named(project: Path):
         ("no_such_module:Echo", "there is no module no_such_module"),
         ("echo_task.sub:Echo", "there is no module echo_task"),
         ("echo_task:Eco", "echo_task has no Eco; tasks in echo_task: Echo"),
-        ("echo_task:Literal", "Literal is no subclass of titan_rl.config.sections.Section"),
+        ("echo_task:Literal", "Literal is no subclass of titan_rl.settings.Section"),
         ("echo_task:Half", "Half is no task: it lacks make_env, train_sample, validation_samples; tasks in echo_task"),
         ("broken_task:Echo", "importing broken_task failed: ZeroDivisionError"),
         ("leaving_task:Echo", "importing leaving_task failed: SystemExit: 3"),

@@ -19,7 +19,7 @@ from titan_rl import (
     TokenStep,
 )
 from titan_rl.errors import GenerationError, RequestError, RewardError
-from titan_rl.rollout.group.env_task import CLEANUP_S
+from titan_rl.rollout.group.env_calls import CLEANUP_S
 from titan_rl.rollout.group.rollout_ids import turn_seed
 from titan_rl.rollout.group.rollouter import Rollouter
 from titan_rl.rollout.rewards.reward import Reward

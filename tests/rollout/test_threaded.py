@@ -170,9 +170,9 @@ class Renderer:
         return [1, 2]
 
     def parse_response(self, token_ids: Any, **kwargs: Any) -> Any:
-        from titan_rl.rollout.renderer.chat_template import Answer
+        from titan_rl.rollout.renderer.chat_template import ParsedText
 
-        return Answer("hi")
+        return ParsedText("hi")
 
 
 async def test_a_sync_environment_of_messages_runs_under_its_renderer() -> None:

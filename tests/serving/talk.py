@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_rl.rollout.renderer import ChatTemplateRenderer
-from titan_rl.rollout.renderer.chat_template import Answer, Prompt
+from titan_rl.rollout.renderer.chat_template import ParsedText, PromptTokens
 from titan_rl.types import Completion, FinishReason, SamplingParams, VersionSpan
 
 BASE = Path(__file__).parents[2] / "examples" / "alphabet_sort" / "base"
@@ -53,9 +53,9 @@ class Forgetful:
 
     def parse_response(
         self, token_ids: list[int], *, tools: list[Any] | None = None, prompt_ids: list[int] | None = None
-    ) -> Answer:
+    ) -> ParsedText:
         ids = [token for token in token_ids if token != self.STOP]
-        return Answer("".join(map(chr, ids[1:])), reasoning_content="".join(map(chr, ids[:1])))
+        return ParsedText("".join(map(chr, ids[1:])), reasoning_content="".join(map(chr, ids[:1])))
 
     def get_stop_token_ids(self) -> list[int]:
         return [self.STOP]
@@ -67,11 +67,11 @@ class Forgetful:
         new_messages: list[Any],
         *,
         tools: list[Any] | None = None,
-    ) -> Prompt | None:
+    ) -> PromptTokens | None:
         if any(message["role"] != "tool" for message in new_messages):
             return None
         new = [token for message in new_messages for token in self._message(message)]
-        return Prompt([*previous_prompt_ids, *previous_completion_ids, *new])
+        return PromptTokens([*previous_prompt_ids, *previous_completion_ids, *new])
 
     def _message(self, message: Any) -> list[int]:
         return [ord(message["role"][0]), *map(ord, message["content"]), self.STOP]

@@ -30,12 +30,12 @@ _ADVICE = {
     "other": "Await instead, or let it run in a thread, as by asyncio.to_thread",
 }
 _CALLERS = {  # module and function of titan_rl that call code of each kind
-    ("rollout/group/env_task.py", "make"): "environment",
+    ("rollout/group/env_calls.py", "make"): "environment",
     ("rollout/group/rollouter.py", "made"): "environment",
     ("rollout/rewards/reward_calls.py", "call"): "reward",
     ("rollout/rewards/reward_calls.py", "_awaited"): "reward",
-    ("run/stages/task_groups.py", "train_sample"): "task",
-    ("run/stages/task_groups.py", "validation_samples"): "task",
+    ("run/stages/rollout_stage.py", "train_sample"): "task",
+    ("run/stages/rollout_stage.py", "validation_samples"): "task",
     ("rollout/task.py", "drop_reason"): "task",
     ("rollout/rewards/advantages.py", "compare"): "advantage",
     ("scheduling/registry.py", "_reason"): "filter",

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from titan_rl.config.load_task import task_type
 from titan_rl.config.run import RunConfig
-from titan_rl.config.task import task_type
 from titan_rl.errors import ConfigError
 
 RESUMABLE = (

@@ -16,9 +16,9 @@ from pydantic import ValidationError
 from titan_rl.config.concurrency import describe_concurrency
 from titan_rl.config.explain import Origins, explain
 from titan_rl.config.functions import check_functions
+from titan_rl.config.load_task import load_task, task_type
 from titan_rl.config.model_folder import check_model_folder, check_training_fit, find_model_folder
 from titan_rl.config.run import RunConfig
-from titan_rl.config.task import load_task, task_type
 from titan_rl.errors import ConfigError
 
 Tables = dict[str, Any]

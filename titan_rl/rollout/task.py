@@ -21,7 +21,7 @@ from titan_rl.rollout.types import RolloutGroup
 class Task(Protocol):
     """A dataset with its environment and rubric.
 
-    `[task] type = "module:Class"` names an implementation that is also a `titan_rl.config.sections.Section`;
+    `[task] type = "module:Class"` names an implementation that is also a `titan_rl.settings.Section`;
     the table's other keys are its fields.
     """
 

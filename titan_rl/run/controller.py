@@ -50,7 +50,7 @@ from titan_rl.run.observability.group_records import GroupRecords
 from titan_rl.run.observability.progress import Progress, RunSummary
 from titan_rl.run.observability.rollout_log import RolloutLog
 from titan_rl.run.observability.step_reports import StepReports, prefixed
-from titan_rl.run.stages.task_groups import TaskGroups
+from titan_rl.run.stages.rollout_stage import RolloutStage
 from titan_rl.run.stages.trainer_calls import TrainerCalls
 from titan_rl.run.stages.validation import Validation
 from titan_rl.run.stages.weight_sync import WeightSync
@@ -101,7 +101,7 @@ class Controller:
         self._calls = TrainerCalls()
         self._transcripts = RolloutLog(run_dir.write_rollout, config.logging.transcripts_per_step, self._tell)
         self._reports = StepReports(log, progress, self._transcripts)
-        self._groups = TaskGroups(
+        self._groups = RolloutStage(
             config,
             task,
             group_runner=group_runner,

@@ -82,7 +82,7 @@ def _virtual_time() -> asyncio.AbstractEventLoop:
     return looptime.new_event_loop()
 
 
-class _Answer:
+class _OneTurnEnv:
     """The environment of one prompt and one answer."""
 
     def __init__(self, prompt_tokens: int) -> None:
@@ -117,7 +117,7 @@ class _Simulation:
         limits = Limits(pull_s=FOREVER_S, abort_s=FOREVER_S, call_s=FOREVER_S, paused_s=FOREVER_S)
         self._router = GeneratorRouter(self._replicas, stall_timeout_s=FOREVER_S, limits=limits)
         self._rollouter = Rollouter(
-            lambda sample: _Answer(self._workload.prompt_tokens),
+            lambda sample: _OneTurnEnv(self._workload.prompt_tokens),
             Rubric([Reward(_first_sibling, name="first")]),
             max_context=self._workload.prompt_tokens + (1 << 40),
             limits=RolloutConfig(rollout_timeout_s=FOREVER_S),

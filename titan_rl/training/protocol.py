@@ -18,7 +18,7 @@ class StepResult:
 
     `metrics` holds loss and grad_norm (means over its minibatches), lr, num_tokens (trained), num_samples,
     num_dropped_samples (longer than a row), padding_fraction, wait_for_copy_s (until the optimizer could change weights
-    that were being published), and what `titan_rl.training.objective.metrics.token_metrics` documents.
+    that were being published), and what `titan_rl.training.objective.token_stats.token_metrics` documents.
     """
 
     version: int  # of the weights after the step

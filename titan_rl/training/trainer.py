@@ -16,7 +16,7 @@ import torch
 from titan_rl.errors import CheckpointError, TrainingError
 from titan_rl.training.data.sample import TrainingSample
 from titan_rl.training.data.step_plan import StepPlan
-from titan_rl.training.objective.metrics import TokenStats, token_metrics
+from titan_rl.training.objective.token_stats import TokenStats, token_metrics
 from titan_rl.training.optimizer.gradients import average_and_clip
 from titan_rl.training.parallel.world import World
 from titan_rl.training.parts import make_objective, make_optimizers, make_planner, make_policy, make_schedule

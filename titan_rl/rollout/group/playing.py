@@ -10,7 +10,7 @@ from titan_rl.calls.bounded import OutOfTimeError, limited
 from titan_rl.calls.stopwatch import Stopwatch
 from titan_rl.rollout.environment.types import RolloutPolicy
 from titan_rl.rollout.group.boundary import EndsWith, RolloutEnded
-from titan_rl.rollout.group.env_task import EnvTask
+from titan_rl.rollout.group.env_calls import EnvCalls
 from titan_rl.rollout.group.timed import generate_within
 from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.rollout.types import Rollout, RolloutStatus, Turn
@@ -20,7 +20,7 @@ _LOOK_S = 0.05  # at least between two looks at a watch that stands
 
 
 async def play(
-    env: EnvTask,
+    env: EnvCalls,
     generate: GenerateFn,
     sampling: SamplingParams,
     rollout: Rollout,

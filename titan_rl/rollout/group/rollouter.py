@@ -14,7 +14,7 @@ from titan_rl.rollout.environment.threaded import ThreadedEnv
 from titan_rl.rollout.environment.types import AgentEnv, TokenEnv, TokenObservation, TokenStep
 from titan_rl.rollout.group.boundary import EndsWith, RolloutEnded
 from titan_rl.rollout.group.callbacks import Callbacks
-from titan_rl.rollout.group.env_task import EnvTask
+from titan_rl.rollout.group.env_calls import EnvCalls
 from titan_rl.rollout.group.playing import play
 from titan_rl.rollout.group.rollout_ids import new_rollout, turn_seed
 from titan_rl.rollout.group.sibling_rollouts import SiblingRollouts
@@ -149,35 +149,16 @@ class Rollouter:
         compare(group, self.advantage)
         return group
 
-    async def run_rollout(
-        self,
-        generate: GenerateFn,
-        sample: Any,
-        *,
-        group_id: str,
-        sibling: int,
-        sampling: SamplingParams,
-        attempt: int = 0,
-    ) -> Rollout:
-        """Run one rollout to its end, unscored. Whatever goes wrong in it is in its status and `error`.
-
-        Args:
-            attempt: how often this sibling was run before. It draws anew, under an id such as "g17/3~1".
-        """
-        rollout = new_rollout(group_id, sibling, sample, attempt)
-        await self._run(generate, sampling, rollout)
-        return rollout
-
     async def _run(self, generate: GenerateFn, sampling: SamplingParams, rollout: Rollout) -> None:
         """Run a rollout, in place."""
         loop = asyncio.get_running_loop()
         start = loop.time()
         watch = Stopwatch(self.limits.rollout_timeout_s)
-        env: EnvTask | None = None
+        env: EnvCalls | None = None
         try:
             async with EndsWith(RolloutStatus.ERROR_ENV):
                 made = self._make_env(rollout.sample)
-                env = EnvTask(made)
+                env = EnvCalls(made)
             if isinstance(made, AgentEnv):
                 await play(
                     env,
@@ -217,7 +198,7 @@ class Rollouter:
         return cast("TokenEnv", ThreadedEnv(made)) if self.limits.env_in_thread else made()
 
     async def _take_turns(
-        self, env: EnvTask, generate: GenerateFn, rollout: Rollout, sampling: SamplingParams, watch: Stopwatch
+        self, env: EnvCalls, generate: GenerateFn, rollout: Rollout, sampling: SamplingParams, watch: Stopwatch
     ) -> RolloutStatus:
         loop = asyncio.get_running_loop()
         async with self._env_call(rollout, watch):

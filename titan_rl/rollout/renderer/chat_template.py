@@ -13,24 +13,22 @@ from typing import Any
 
 from titan_rl.errors import ModelError
 from titan_rl.rollout.renderer.tokenizer import load_tokenizer
-from titan_rl.rollout.renderer.types import ParsedToolCall
+from titan_rl.rollout.renderer.types import ParsedToolCall, Tools
 from titan_rl.rollout.types import Message
-
-Tools = Sequence[Mapping[str, object]]
 
 REMEMBERED = 128
 """Renderings kept for the next who asks for the same; siblings ask at about the same time."""
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class PromptTokens:
     """The `RenderedTokens` of `ChatTemplateRenderer`."""
 
     token_ids: list[int]  # [num_prompt_tokens]
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ParsedText:
     """The `ParsedResponse` of `ChatTemplateRenderer`."""
 
     content: str
@@ -120,7 +118,7 @@ class ChatTemplateRenderer:
 
     def parse_response(
         self, token_ids: Sequence[int], *, tools: Tools | None = None, prompt_ids: Sequence[int] | None = None
-    ) -> Answer:
+    ) -> ParsedText:
         """The text without special tokens; what stands before `</think>` is the reasoning."""
         ids = list(token_ids)
         while ids and ids[-1] in self._stop_token_ids:
@@ -130,10 +128,10 @@ class ChatTemplateRenderer:
         text: str = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         reasoning, closed, content = text.rpartition("</think>")
         if closed:
-            return Answer(content.lstrip("\n"), reasoning_content=reasoning.strip().removeprefix("<think>").strip())
+            return ParsedText(content.lstrip("\n"), reasoning_content=reasoning.strip().removeprefix("<think>").strip())
         if text.lstrip().startswith("<think>"):
-            return Answer("", text.strip().removeprefix("<think>").strip(), reasoning_complete=False)
-        return Answer(text)
+            return ParsedText("", text.strip().removeprefix("<think>").strip(), reasoning_complete=False)
+        return ParsedText(text)
 
     def get_stop_token_ids(self) -> list[int]:
         return list(self._stop_token_ids)
@@ -145,12 +143,12 @@ class ChatTemplateRenderer:
         new_messages: Sequence[Message],
         *,
         tools: Tools | None = None,
-    ) -> Prompt:
+    ) -> PromptTokens:
         after = self._tokens_after_answer(new_messages, tools)
         if previous_completion_ids and previous_completion_ids[-1] in self._stop_token_ids:
             close = next((i for i, token_id in enumerate(after) if token_id in self._stop_token_ids), -1)
             after = after[close + 1 :]
-        return Prompt([*previous_prompt_ids, *previous_completion_ids, *after])
+        return PromptTokens([*previous_prompt_ids, *previous_completion_ids, *after])
 
     def _tokens_after_answer(self, new_messages: Sequence[Message], tools: Tools | None = None) -> list[int]:
         """What the template puts between the end of an answer's text and the start of the next answer."""

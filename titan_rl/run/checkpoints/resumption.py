@@ -12,7 +12,7 @@ from titan_rl.errors import CheckpointError, DamagedCheckpointError
 from titan_rl.run.directory import RunDirectory
 from titan_rl.run.journal.journal_state import JournalContents, list_segments, read_segments
 from titan_rl.run.journal.run_state import RunState
-from titan_rl.run.stages.task_groups import train_index
+from titan_rl.run.stages.rollout_stage import train_index
 from titan_rl.training.state.checkpoint import list_checkpoints, step_of
 from titan_rl.training.state.checksums import verify
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 
 from titan_rl.rollout.types import RolloutGroup
-from titan_rl.run.observability.metrics import group_metrics
+from titan_rl.run.observability.group_metrics import group_metrics
 from titan_rl.run.observability.progress import Progress, StepReport
 from titan_rl.run.observability.rollout_log import RolloutLog
 from titan_rl.scheduling.batch import GroupBatch

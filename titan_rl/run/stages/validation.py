@@ -11,9 +11,9 @@ from titan_rl.errors import RewardError, TrainingError
 from titan_rl.rollout.group.failures import ErrorCounts
 from titan_rl.rollout.types import RolloutGroup
 from titan_rl.run.directory import RunDirectory
-from titan_rl.run.observability.metrics import validation_metrics
+from titan_rl.run.observability.group_metrics import validation_metrics
 from titan_rl.run.observability.rollout_log import RolloutLog
-from titan_rl.run.stages.task_groups import TaskGroups
+from titan_rl.run.stages.rollout_stage import RolloutStage
 
 
 class Validation:
@@ -29,7 +29,7 @@ class Validation:
     def __init__(
         self,
         config: RunConfig,
-        groups: TaskGroups,
+        groups: RolloutStage,
         transcripts: RolloutLog,
         run_dir: RunDirectory,
         *,

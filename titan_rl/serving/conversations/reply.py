@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from titan_rl.rollout.renderer.chat_template import Answer
+from titan_rl.rollout.renderer.chat_template import ParsedText
 from titan_rl.rollout.renderer.messages import message_of
 from titan_rl.rollout.renderer.types import ParsedResponse, Renderer
 from titan_rl.serving.policy.text import Text, TextReader, find_stop
@@ -107,11 +107,11 @@ class ReplyForm:
                 list(token_ids), tools=self.tools, prompt_ids=list(self.prompt_token_ids)
             )
         except Exception:  # a renderer raises where there is no message in it; there is text
-            return Answer(self.text.decode(token_ids))
+            return ParsedText(self.text.decode(token_ids))
         if self.tools or not parsed.tool_calls:
             return parsed
         content = self.text.decode(token_ids).rpartition(_THINK_END)[2].strip()
-        return Answer(content, reasoning_content=parsed.reasoning_content)
+        return ParsedText(content, reasoning_content=parsed.reasoning_content)
 
 
 class ReplyReader:

@@ -11,7 +11,7 @@ from titan_rl.training.losses import ClipRange, LossFn, LossTokens
 from titan_rl.training.losses.kl import KLFn, k3
 from titan_rl.training.losses.types import sum_by_sequence
 from titan_rl.training.objective.corrections import Correction, correct, interpolated_logprobs
-from titan_rl.training.objective.metrics import TokenStats
+from titan_rl.training.objective.token_stats import TokenStats
 from titan_rl.training.policy.tensor_batch import TensorBatch
 
 CorrectFn = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], Correction]

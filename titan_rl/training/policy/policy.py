@@ -13,7 +13,7 @@ from titan_rl.training.attention.flex_attention import layout_blocks
 from titan_rl.training.choices import ActivationCheckpointing, Attention, DType
 from titan_rl.training.device import local_device
 from titan_rl.training.models.experts import replay, routers
-from titan_rl.training.models.folder import HFModel, read_hf_config
+from titan_rl.training.models.hf_model import HFModel, read_hf_config
 from titan_rl.training.parallel.parallel import full_tensor, local, parallelize
 from titan_rl.training.parallel.world import World
 from titan_rl.training.policy.logprobs import selected_logprobs

@@ -20,7 +20,7 @@ from titan_rl.scheduling.lease import Lease
 from titan_rl.types import Completion, GenerateFn, SamplingParams
 
 
-class TaskGroups:
+class RolloutStage:
     """Joins the samples of a task with what runs groups and what generates for them.
 
     Args:

@@ -60,7 +60,7 @@ def _find_class(name: object) -> type[Section]:
     elif found is None:
         problem = f"{module_name} has no {class_name}"
     else:
-        problem = f"{class_name} is no subclass of titan_rl.config.sections.Section"
+        problem = f"{class_name} is no subclass of titan_rl.settings.Section"
     tasks = [key for key, value in vars(module).items() if _is_task(value)]
     raise ConfigError(f"{problem}; tasks in {module_name}: {', '.join(tasks) or 'none'}")
 

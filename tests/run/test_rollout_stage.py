@@ -14,7 +14,7 @@ from titan_rl.config.sections import SamplingConfig, ValidationConfig
 from titan_rl.generation.router.strategies import LeastLoaded
 from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.run.journal.run_journal import RunJournal
-from titan_rl.run.stages.task_groups import TaskGroups
+from titan_rl.run.stages.rollout_stage import RolloutStage
 from titan_rl.training.settings import ModelConfig
 
 
@@ -63,7 +63,7 @@ async def test_sessions_of_retried_rollouts_are_finished_too(tmp_path: Path) -> 
     )
     router = GeneratorRouter([FakeReplica()], noting)
     await router.pull_state_dict(0)
-    groups = TaskGroups(
+    groups = RolloutStage(
         config,
         task,  # pyright: ignore[reportArgumentType]
         group_runner=Rollouter(Flaky, task.rubric(), max_context=16, limits=limits),

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 _left_behind: set[asyncio.Task[None]] = set()  # asyncio itself holds tasks weakly
 
 
-class EnvTask:
+class EnvCalls:
     """Makes one call after the other in one task, so that a scope of anyio or asyncio that `reset` enters may be left
     in `close`.
 
