@@ -7,10 +7,10 @@ import hashlib
 
 from cachetools import LRUCache
 
-from titan_rl.generation.router.strategies import Candidate, LeastLoaded, Strategy
+from titan_rl.generation.router.strategies import Candidate, Strategy, WithFallback
 
 
-class ConsistentHash(Strategy):
+class ConsistentHash(WithFallback):
     """The same session to the same replica without remembering sessions, also over restarts and several routers.
 
     Each replica owns `points` places on a ring of hashes, and a session belongs to the next place after its own
@@ -28,12 +28,12 @@ class ConsistentHash(Strategy):
         if points < 1:
             raise ValueError(f"ConsistentHash.points is {points}; it must be at least 1")
         self._points = points
-        self._fallback = fallback or LeastLoaded()
+        super().__init__(fallback)
         self._places: list[int] = []  # sorted hashes
         self._owners: list[Candidate] = []  # of the place at the same index
 
     def admit(self, candidate: Candidate) -> None:
-        self._fallback.admit(candidate)
+        super().admit(candidate)
         for point in range(self._points):
             place = _hash(f"{candidate.name}\n{point}")
             index = bisect.bisect(self._places, place)
@@ -41,7 +41,7 @@ class ConsistentHash(Strategy):
             self._owners.insert(index, candidate)
 
     def withdraw(self, candidate: Candidate) -> None:
-        self._fallback.withdraw(candidate)
+        super().withdraw(candidate)
         kept = [(p, owner) for p, owner in zip(self._places, self._owners, strict=True) if owner is not candidate]
         self._places = [place for place, _ in kept]
         self._owners = [owner for _, owner in kept]
@@ -52,11 +52,8 @@ class ConsistentHash(Strategy):
         index = bisect.bisect(self._places, _hash(session_id))
         return self._owners[index % len(self._owners)]
 
-    def released(self, candidate: Candidate) -> None:
-        self._fallback.released(candidate)
 
-
-class GroupAffinity(Strategy):
+class GroupAffinity(WithFallback):
     """The siblings of a group to one replica, because their first prompts are the same.
 
     As the fallback of `StickySession` it places first turns only: `StickySession(fallback=GroupAffinity())`.
@@ -73,14 +70,8 @@ class GroupAffinity(Strategy):
     def __init__(self, fallback: Strategy | None = None, max_groups: int = 16384) -> None:
         if max_groups < 1:
             raise ValueError(f"GroupAffinity.max_groups is {max_groups}; it must be at least 1")
-        self._fallback = fallback or LeastLoaded()
+        super().__init__(fallback)
         self._groups: LRUCache[str, tuple[Candidate, set[str]]] = LRUCache(max_groups)  # replica, open sessions
-
-    def admit(self, candidate: Candidate) -> None:
-        self._fallback.admit(candidate)
-
-    def withdraw(self, candidate: Candidate) -> None:
-        self._fallback.withdraw(candidate)
 
     def choose(self, session_id: str | None, cost: int) -> Candidate:
         if session_id is None:
@@ -93,9 +84,6 @@ class GroupAffinity(Strategy):
         sessions.add(session_id)
         return candidate
 
-    def released(self, candidate: Candidate) -> None:
-        self._fallback.released(candidate)
-
     def finish_session(self, session_id: str) -> None:
         group_id = session_id.rpartition("/")[0] or session_id
         if group_id in self._groups:
@@ -103,7 +91,7 @@ class GroupAffinity(Strategy):
             sessions.discard(session_id)
             if not sessions:
                 del self._groups[group_id]
-        self._fallback.finish_session(session_id)
+        super().finish_session(session_id)
 
 
 def _hash(text: str) -> int:

@@ -120,7 +120,30 @@ class LeastLoaded(Strategy):
             heapq.heapify(self._heap)
 
 
-class StickySession(Strategy):
+class WithFallback(Strategy):
+    """Decides about some requests, and leaves the others to `fallback`.
+
+    Args:
+        fallback: told of every change; by default `LeastLoaded`.
+    """
+
+    def __init__(self, fallback: Strategy | None = None) -> None:
+        self._fallback = fallback or LeastLoaded()
+
+    def admit(self, candidate: Candidate) -> None:
+        self._fallback.admit(candidate)
+
+    def withdraw(self, candidate: Candidate) -> None:
+        self._fallback.withdraw(candidate)
+
+    def released(self, candidate: Candidate) -> None:
+        self._fallback.released(candidate)
+
+    def finish_session(self, session_id: str) -> None:
+        self._fallback.finish_session(session_id)
+
+
+class StickySession(WithFallback):
     """The replica that served the session before, for its KV cache; `fallback` chooses for new sessions.
 
     A session whose replica is out of service moves to another and stays there.
@@ -135,14 +158,8 @@ class StickySession(Strategy):
     def __init__(self, fallback: Strategy | None = None, max_sessions: int = 65536) -> None:
         if max_sessions < 1:
             raise ValueError(f"StickySession.max_sessions is {max_sessions}; it must be at least 1")
-        self._fallback = fallback or LeastLoaded()
+        super().__init__(fallback)
         self._pins: LRUCache[str, Candidate] = LRUCache(max_sessions)
-
-    def admit(self, candidate: Candidate) -> None:
-        self._fallback.admit(candidate)
-
-    def withdraw(self, candidate: Candidate) -> None:
-        self._fallback.withdraw(candidate)
 
     def choose(self, session_id: str | None, cost: int) -> Candidate:
         if session_id is None:
@@ -152,9 +169,6 @@ class StickySession(Strategy):
             self._pins[session_id] = pinned = self._fallback.choose(session_id, cost)
         return pinned
 
-    def released(self, candidate: Candidate) -> None:
-        self._fallback.released(candidate)
-
     def finish_session(self, session_id: str) -> None:
         self._pins.pop(session_id, None)
-        self._fallback.finish_session(session_id)
+        super().finish_session(session_id)
