@@ -9,16 +9,14 @@ import pytest
 from titan_rl.errors import ModelError
 from titan_rl.rollout.renderer import ChatTemplateRenderer
 
-tokenizers = pytest.importorskip("tokenizers")
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("tokenizers")
+pytest.importorskip("transformers")
+
+import tokenizers
+import transformers
+from byte_tokenizer import CHATML, MARKUP, byte_tokenizer
 
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|endoftext|>"]
-MARKUP = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
-
-CHATML = (
-    "{%- for m in messages -%}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' -}}{%- endfor -%}"
-    "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}"
-)
 # Thinking is shown in the last answer only, so the rendering of a conversation does not begin with its beginning.
 THINKING = (
     "{%- for m in messages -%}{{- '<|im_start|>' + m.role + '\n' -}}"
@@ -40,18 +38,14 @@ RAISING = "{{- raise_exception('one message at most') -}}"
 
 def make_tokenizer(chat_template: str | None, words: tuple[str, ...] = ()) -> Any:
     """A tokenizer of UTF-8 bytes, or one of whole words and nothing else."""
-    if words:
-        vocabulary = {word: i for i, word in enumerate(["<unk>", *words])}
-        tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
-        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    else:
-        alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-        tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(alphabet)}, []))
-        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-        tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    eos = "</s>" if chat_template == LLAMA2 else "<|endoftext|>"
+    if not words:
+        return byte_tokenizer(chat_template, special=SPECIAL, eos=eos)
+    vocabulary = {word: i for i, word in enumerate(["<unk>", *words])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     tokenizer.add_special_tokens(SPECIAL)
     tokenizer.add_tokens(MARKUP)
-    eos = "</s>" if chat_template == LLAMA2 else "<|endoftext|>"
     return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=eos, chat_template=chat_template)
 
 

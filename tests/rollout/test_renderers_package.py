@@ -9,13 +9,14 @@ from titan_rl.errors import DataError
 from titan_rl.rollout.environment.message_token_env import MessageTokenEnv
 from titan_rl.rollout.renderer import ChatTemplateRenderer, Renderer
 
+pytest.importorskip("tokenizers")
+pytest.importorskip("transformers")
+
+from byte_tokenizer import byte_tokenizer
+
 renderers_qwen3 = pytest.importorskip("renderers.qwen3")
 configs = pytest.importorskip("renderers.configs")
-tokenizers = pytest.importorskip("tokenizers")
-transformers = pytest.importorskip("transformers")
 
-SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-MARKUP = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
 TEMPLATE = (  # Qwen3's without tools and with thinking off
     "{%- for m in messages -%}{{- '<|im_start|>' + m.role + '\n' -}}"
     "{%- if m.role == 'assistant' -%}{{- '<think>\n\n</think>\n\n' -}}{%- endif -%}"
@@ -26,15 +27,7 @@ TEMPLATE = (  # Qwen3's without tools and with thinking off
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    backend = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(alphabet)}, []))
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = tokenizers.decoders.ByteLevel()
-    backend.add_special_tokens(SPECIAL)
-    backend.add_tokens(MARKUP)
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<|im_end|>", chat_template=TEMPLATE, name_or_path="byte-qwen3"
-    )
+    return byte_tokenizer(TEMPLATE)
 
 
 class Two:

@@ -5,30 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import tokenizers
-import transformers
+from byte_tokenizer import VOCAB, byte_tokenizer
 from renderers.configs import Qwen3RendererConfig
 from renderers.qwen3 import Qwen3Renderer
 
-SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-MARKUP = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
-TEMPLATE = (
-    "{%- for m in messages -%}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' -}}{%- endfor -%}"
-    "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}"
-)
-VOCAB = 256 + len(SPECIAL) + len(MARKUP)
-
-
-def byte_tokenizer() -> Any:
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    backend = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(alphabet)}, []))
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = tokenizers.decoders.ByteLevel()
-    backend.add_special_tokens(SPECIAL)
-    backend.add_tokens(MARKUP)
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<|im_end|>", chat_template=TEMPLATE, name_or_path="byte-qwen3"
-    )
+__all__ = ["VOCAB", "byte_tokenizer", "qwen3", "script"]
 
 
 def qwen3(tokenizer: Any) -> Any:
