@@ -21,7 +21,7 @@ from openai import AsyncOpenAI
 
 from examples.agent.agent import answer
 
-CONCURRENCY = 64
+CONCURRENCY = 128
 WAIT_S = 30.0
 
 
