@@ -19,10 +19,10 @@ from titan_rl.serving.episodes.store import EpisodeStore
 from titan_rl.serving.http.admin import Control, admin_routes
 from titan_rl.serving.http.api_error import ApiError
 from titan_rl.serving.http.exchange import Exchanges
-from titan_rl.serving.http.guard import Guard
 from titan_rl.serving.http.keys import Keys
 from titan_rl.serving.http.limits import ServerLimits
 from titan_rl.serving.http.metrics import ServerMetrics
+from titan_rl.serving.http.middleware import RequestMiddleware
 from titan_rl.serving.policy.served_policy import ServedPolicy
 from titan_rl.serving.policy.stream import StreamFn, unbroken
 from titan_rl.serving.policy.text import Text
@@ -131,8 +131,8 @@ def make_app(
     dialects = {route.path: ANTHROPIC for route in routes if route.path.startswith("/v1/messages")}
     router = Router(routes, redirect_slashes=False)
     admit = Admission(keys, conversations, episodes)
-    guard = Guard(router, admit, limits, metrics, {route.path for route in routes}, dialects)
-    return PolicyApp(guard, keys, exchanges)
+    middleware = RequestMiddleware(router, admit, limits, metrics, {route.path for route in routes}, dialects)
+    return PolicyApp(middleware, keys, exchanges)
 
 
 async def _none_to_open(wait_s: float) -> Opened:

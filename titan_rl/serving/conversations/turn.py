@@ -56,9 +56,9 @@ class Turns:
         self._renderer = renderer
         self._tokenizing = tokenizing
 
-    def begin(self, asked: TurnAsk, id_prefix: str) -> Turn:
+    def begin(self, asked: TurnAsk, id_prefix: str) -> ServedTurn:
         """The turn that is asked for. Nothing is tokenized, generated or kept before its `replies`."""
-        return Turn(self, asked, f"{id_prefix}{uuid.uuid4().hex}")
+        return ServedTurn(self, asked, f"{id_prefix}{uuid.uuid4().hex}")
 
     async def talk(self, asked: TurnAsk) -> Talk:
         """
@@ -75,7 +75,7 @@ class Turns:
         return ReplyForm(self._renderer, self.text, prompt_token_ids, asked.tools, asked.one_call, asked.stops)
 
 
-class Turn:
+class ServedTurn:
     """
     Attributes:
         id: of the request, for its client.

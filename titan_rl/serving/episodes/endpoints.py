@@ -115,7 +115,7 @@ def episode_routes(open_episode: Open) -> list[Route]:
 
 
 def _episode_of(request: Request) -> Episode:
-    """Whoever passed the guard on this path has the episode's key."""
+    """A request that has come so far on this path has the episode's key."""
     caller = request.scope["caller"]
     assert isinstance(caller, Episode)
     return caller

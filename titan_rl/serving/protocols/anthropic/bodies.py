@@ -26,7 +26,7 @@ _MESSAGE = object_schema(
 )
 _TOOL = object_schema(["name", "input_schema"], name=STRING, description=STRING, input_schema={"type": "object"})
 
-Turn = Annotated[dict[str, Any], WithJsonSchema(_MESSAGE)]
+AnthropicMessage = Annotated[dict[str, Any], WithJsonSchema(_MESSAGE)]
 TextBlock = Annotated[dict[str, Any], WithJsonSchema(_TEXT)]
 Tool = Annotated[dict[str, Any], WithJsonSchema(_TOOL)]
 StopSequence = Annotated[str, Field(min_length=1, max_length=1024)]
@@ -44,7 +44,7 @@ class OutputConfig(Body):
 class ConversationBody(SamplingBody):
     """What is counted, and what is answered."""
 
-    messages: Annotated[Many[Turn], Field(min_length=1)]
+    messages: Annotated[Many[AnthropicMessage], Field(min_length=1)]
     model: str | None = None
     system: str | Many[TextBlock] | None = None
     tools: Many[Tool] | None = None

@@ -9,7 +9,7 @@ from starlette.requests import Request
 
 from titan_rl.serving.conversations.caller import caller_of
 from titan_rl.serving.conversations.reply import Delta, Reply
-from titan_rl.serving.conversations.turn import Turn, TurnAsk, Turns
+from titan_rl.serving.conversations.turn import ServedTurn, TurnAsk, Turns
 from titan_rl.serving.http.body import read
 from titan_rl.serving.http.exchange import Answer, Emit, Exchanges
 from titan_rl.serving.protocols.anthropic.blocks import ReplyBlocks, messages_from_blocks, tools_from_anthropic
@@ -70,7 +70,7 @@ def _asked(turns: Turns, body: ConversationBody, request: Request, **more: Any) 
 class _Work:
     """How one turn is told of."""
 
-    def __init__(self, turn: Turn, model: str, *, with_token_ids: bool) -> None:
+    def __init__(self, turn: ServedTurn, model: str, *, with_token_ids: bool) -> None:
         self._turn = turn
         self._model = model
         self._with_token_ids = with_token_ids

@@ -10,7 +10,7 @@ from starlette.requests import Request
 
 from titan_rl.serving.conversations.caller import caller_of
 from titan_rl.serving.conversations.reply import Delta, Reply
-from titan_rl.serving.conversations.turn import Turn, TurnAsk, Turns
+from titan_rl.serving.conversations.turn import ServedTurn, TurnAsk, Turns
 from titan_rl.serving.http.body import read
 from titan_rl.serving.http.exchange import Answer, Emit, Exchanges
 from titan_rl.serving.policy.text import Text
@@ -61,7 +61,7 @@ class ChatEndpoint:
 class _Work:
     """How one turn is told of."""
 
-    def __init__(self, turn: Turn, body: ChatBody, model: str, text: Text) -> None:
+    def __init__(self, turn: ServedTurn, body: ChatBody, model: str, text: Text) -> None:
         self._turn = turn
         self._body = body
         self._model = model

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from titan_rl.rollout.types import Message
 from titan_rl.serving.conversations.caller import Caller, caller_of
 from titan_rl.serving.conversations.reply import Delta, Reply
-from titan_rl.serving.conversations.turn import Turn, TurnAsk, Turns
+from titan_rl.serving.conversations.turn import ServedTurn, TurnAsk, Turns
 from titan_rl.serving.http.api_error import ApiError
 from titan_rl.serving.http.body import read
 from titan_rl.serving.http.dialect import OPENAI, named_event
@@ -90,7 +90,7 @@ class _Work:
     def __init__(
         self,
         turns: Turns,
-        turn: Turn,
+        turn: ServedTurn,
         body: ResponsesBody,
         said: Sequence[Message],
         keep: Callable[[str, Sequence[Message]], None] | None,

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 Admit = Callable[[str, bytes | None], tuple[str, object]]
 
 
-class Guard:
+class RequestMiddleware:
     """The outermost application. It reads a request's body whole, and turns whatever is raised into an answer.
 
     Args:
