@@ -94,6 +94,17 @@ async def test_inspect_ai_evaluates(request: pytest.FixtureRequest, tmp_path: Pa
     assert scores == {f"{task} {api}": 1.0 for task in ("plain", "tools") for api in ("chat", "responses")}
 
 
+async def test_verifiers_evaluates_and_trains(request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    python = python_with(request.config.cache, "verifiers", "verifiers==0.4.0")
+    TOKENIZER.save_pretrained(tmp_path)
+    async with talking(qwen3(TOKENIZER)) as stage, serve(stage.app) as url:
+        told = await told_by(python, str(PROGRAMS / "verifiers_rollout.py"), str(tmp_path), url=url)
+    said = ["blue", "1, 2, 3, stop, 4", "blue"]
+    num_sampled = sum(len(TOKENIZER.encode(text, add_special_tokens=False)) + 1 for text in said)
+    assert told["eval"] == {"errors": [], "said": said, "sampled": 0}
+    assert told["train"] == {"errors": [], "said": said, "sampled": num_sampled}
+
+
 @pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
 async def test_curl_streams() -> None:
     body = json.dumps({"model": "policy", "messages": [{"role": "user", "content": "sky"}], "stream": True})

@@ -70,7 +70,7 @@ async def test_the_client_of_the_renderers_package_is_answered() -> None:
                 messages=[],
                 model="policy",
                 prompt_ids=[1, 2, 3],
-                sampling_params={"max_tokens": 6, "temperature": 1.0},
+                sampling_params={"max_tokens": 6, "temperature": 1.0, "routed_experts_prompt_start": 2},
             )
             with pytest.raises(client.OverlongPromptError):
                 await client.generate(

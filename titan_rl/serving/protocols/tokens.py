@@ -37,6 +37,7 @@ class TokenSampling(SamplingBody):
     spaces_between_special_tokens: bool = True
     detokenize: bool = True
     stop: Annotated[Many[str], Field(max_length=0)] | None = None
+    routed_experts_prompt_start: Annotated[int, Field(ge=0)] | None = None  # answers have no routed experts
 
 
 class GenerateBody(Body):
