@@ -29,16 +29,16 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 
 from titan_rl.calls.user_code import reason
 from titan_rl.config.changes import settings_of
+from titan_rl.config.make_filters import make_filters
 from titan_rl.config.run import RunConfig
 from titan_rl.errors import NoSpaceError
 from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.rollout.group.runner import GroupRunner
 from titan_rl.rollout.rewards.advantages import subtract_batch_mean
-from titan_rl.rollout.task import FilteringTask, Task, drop_reason
+from titan_rl.rollout.task import Task
 from titan_rl.run.checkpoints.run_copy import RunCopy
 from titan_rl.run.checkpoints.saver import CheckpointSaver
 from titan_rl.run.directory import RunDirectory
@@ -55,8 +55,6 @@ from titan_rl.run.stages.trainer_calls import TrainerCalls
 from titan_rl.run.stages.validation import Validation
 from titan_rl.run.stages.weight_sync import WeightSync
 from titan_rl.scheduling.batch import GroupBatch
-from titan_rl.scheduling.filters import GroupFilter, too_few_siblings, too_long
-from titan_rl.scheduling.registry import find_filter
 from titan_rl.scheduling.scheduler import GroupScheduler
 from titan_rl.training.data.sample import TrainingSample
 from titan_rl.training.data.sample_builder import build_samples
@@ -285,13 +283,6 @@ class Controller:
         except Exception as error:
             logger.warning("step %d is not saved", self.version, exc_info=error)
             self._tell(f"step {self.version} is not saved: {reason(error)}")
-
-
-def make_filters(config: RunConfig, task: Task) -> list[GroupFilter]:
-    """What always makes a group unfit for training, then the config's filters, then the task's own."""
-    named = map(find_filter, config.scheduling.filters)
-    own = [partial(drop_reason, task)] if isinstance(task, FilteringTask) else []
-    return [too_few_siblings, too_long(config.training.row_tokens), *named, *own]
 
 
 async def ended(task: asyncio.Task[None] | None) -> None:

@@ -18,7 +18,7 @@ from titan_rl.scheduling.admission.drop_limits import DropLimits
 from titan_rl.scheduling.admission.slots import SlotPool
 from titan_rl.scheduling.backlog import Backlog
 from titan_rl.scheduling.batch import GroupBatch, check_age, step_from
-from titan_rl.scheduling.filters import LOST, GroupFilter, first_reason, too_few_siblings
+from titan_rl.scheduling.filters import GroupFilter, first_reason, too_few_siblings
 from titan_rl.scheduling.lease import Lease
 from titan_rl.scheduling.ledger import Ledger
 from titan_rl.scheduling.observer import SchedulerObserver
@@ -240,10 +240,7 @@ class GroupScheduler:
             self._ledger.wasted(group)
             return
         reason = first_reason(self._filters, group)
-        if reason in LOST:
-            self._drop_limits.lost(group)
-        else:
-            self._drop_limits.not_lost()
+        self._drop_limits.finished(group, reason)
         if reason is None:
             lease.mark_done(group)
             if self._observer is not None:

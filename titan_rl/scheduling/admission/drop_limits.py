@@ -8,6 +8,7 @@ from collections import Counter
 from titan_rl.errors import TrainingError
 from titan_rl.rollout.group.failures import ErrorCounts
 from titan_rl.rollout.types import RolloutGroup, RolloutStatus
+from titan_rl.scheduling.filters import LOST
 
 
 class DropLimits:
@@ -41,15 +42,16 @@ class DropLimits:
             )
         self._update()
 
-    def lost(self, group: RolloutGroup) -> None:
-        """A group was lost to errors of its rollouts, or to a reward that failed."""
-        self._num_lost += 1
-        self._errors.add_group(group)
-        self._update()
-
-    def not_lost(self) -> None:
-        """A group was not lost to errors, whether or not it is trained on."""
-        self._num_lost, self._errors = 0, ErrorCounts()
+    def finished(self, group: RolloutGroup, reason: str | None) -> None:
+        """
+        Args:
+            reason: why the group is not trained on; None if it is.
+        """
+        if reason in LOST:
+            self._num_lost += 1
+            self._errors.add_group(group)
+        else:
+            self._num_lost, self._errors = 0, ErrorCounts()
         self._update()
 
     def batch_found(self) -> None:
