@@ -95,6 +95,8 @@ def test_the_sync_client_too() -> None:
     def sync(url: str) -> None:
         with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as client:
             asked: Any = {"model": "policy", "max_tokens": 50}
+            assert [(model.id, model.type) for model in client.models.list()] == [("policy", "model")]
+            assert client.models.retrieve("policy").display_name == "policy"
             done = client.messages.create(messages=[user("think")], **asked)
             assert [block.type for block in done.content] == ["thinking", "text"]
             again = [user("think"), {"role": "assistant", "content": done.content}, user("sky")]
@@ -133,6 +135,21 @@ async def test_what_is_not_supported_is_named(change: dict[str, Any], param: str
     error = told.json()
     assert (told.status_code, error["type"], error["error"]["type"]) == (400, "error", "invalid_request_error")
     assert param in error["error"]["message"]
+
+
+async def test_what_changes_nothing_may_be_there() -> None:
+    neutral = {
+        "thinking": {"type": "enabled", "budget_tokens": 1024},
+        "output_config": {"effort": "high"},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "metadata": {"user_id": "me"},
+        "tool_choice": {"type": "auto"},
+        "service_tier": "auto",
+        "stop_sequences": [],
+    }
+    async with talking() as stage, client_of(stage.app) as client:
+        told = await client.post(f"{MESSAGES}?beta=true", json={"max_tokens": 50, "messages": [user("sky")], **neutral})
+    assert told.json()["content"][0]["text"] == "blue"
 
 
 async def test_every_refusal_is_in_its_own_form() -> None:

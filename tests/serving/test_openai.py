@@ -240,27 +240,6 @@ async def test_a_server_without_a_renderer_says_so() -> None:
         assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 400
 
 
-async def test_pauses_pulls_and_a_death_in_the_middle_of_a_chat() -> None:
-    async with talking(engine={"block_at_step": 5}) as stage, openai_client(stage) as client:
-        asked = asyncio.create_task(collected(client, "hi"))
-        await until(lambda: any(engine.started.is_set() for engine in stage.engines.engines))
-        hit = next(at for at, engine in enumerate(stage.engines.engines) if engine.started.is_set())
-        pausing = asyncio.create_task(stage.router.pause("keep"))
-        await until(lambda: stage.router.paused == "keep")
-        for engine in stage.engines.engines:
-            engine.release.set()
-        await pausing
-        await stage.router.pull_state_dict(1)
-        await stage.router.resume()
-        stage.router.remove_replica(f"engine-{hit}")
-        assert await asked == ANSWERS["hi"]
-
-
-async def collected(client: openai.AsyncOpenAI, said: str) -> str:
-    stream = await client.chat.completions.create(model="policy", messages=[user(said)], stream=True)
-    return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
-
-
 async def test_turns_of_one_conversation_go_where_its_cache_is() -> None:
     asked: list[str | None] = []
 

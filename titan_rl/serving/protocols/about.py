@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
+
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -11,8 +13,12 @@ from titan_rl.serving.policy.served_policy import ServedPolicy
 
 
 def about_routes(policy: ServedPolicy, metrics: ServerMetrics) -> list[Route]:
+    # Of OpenAI's form and of Anthropic's, whose path is the same.
     card = {
         "id": policy.model,
+        "type": "model",
+        "display_name": policy.model,
+        "created_at": datetime.fromtimestamp(policy.created, UTC).isoformat(),
         "object": "model",
         "created": policy.created,
         "owned_by": "titan_rl",
@@ -26,7 +32,8 @@ def about_routes(policy: ServedPolicy, metrics: ServerMetrics) -> list[Route]:
         return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def models(request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [card]})
+        page = {"has_more": False, "first_id": policy.model, "last_id": policy.model}
+        return JSONResponse({"object": "list", "data": [card], **page})
 
     async def one_model(request: Request) -> Response:
         policy.check_model(request.path_params["name"])

@@ -41,6 +41,15 @@ class OutputConfig(Body):
     effort: str | None = None
 
 
+class NothingCleared(Body):
+    type: Annotated[str, Field(pattern="^clear_thinking_")]
+    keep: Literal["all"]
+
+
+class ContextManagement(Body):
+    edits: list[NothingCleared] | None = None
+
+
 class ConversationBody(SamplingBody):
     """What is counted, and what is answered."""
 
@@ -53,6 +62,7 @@ class ConversationBody(SamplingBody):
     thinking: dict[str, Any] | None = None
     output_config: OutputConfig | None = None
     cache_control: dict[str, Any] | None = None
+    context_management: ContextManagement | None = None
     speed: str | None = None
 
 
