@@ -13,16 +13,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+from hypothesis.stateful import precondition, rule
 from weights.host_memory import HostMemory
+from weights.published import PublishedVersions, assert_equal, weights
 from weights.racing import race
 
 from titan_rl.errors import StateDictError
 from titan_rl.weights.shard_files import shard_file
 from titan_rl.weights.transports.cuda_ipc import CudaIPCTransport, checksum
 from titan_rl.weights.types import Manifest
-
-Weights = dict[str, torch.Tensor]
 
 
 @pytest.fixture
@@ -37,20 +36,9 @@ def transport(tmp_path: Path, memory: HostMemory) -> Iterator[CudaIPCTransport]:
     transport.close()
 
 
-def weights(version: int, size: int = 1000) -> Weights:
-    return {"a": torch.full((size,), float(version)), "b": torch.arange(6.0).reshape(2, 3) + version}
-
-
 def begin(manifest: Manifest, memory: HostMemory) -> Iterator[tuple[str, torch.Tensor]]:
     """In a reader: what it knows it has unpickled."""
     return CudaIPCTransport("reader", memory=memory).pull(pickle.loads(pickle.dumps(manifest)))
-
-
-def assert_equal(found: Weights, expected: Weights) -> None:
-    assert list(found) == list(expected)
-    for name, tensor in expected.items():
-        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
-        assert torch.equal(found[name], tensor)
 
 
 def test_memory_is_used_again_once_nobody_reads_it(transport, memory) -> None:
@@ -132,36 +120,22 @@ def test_readers_that_race_the_writer_see_whole_versions(transport, memory) -> N
     )
 
 
-class Sequences(RuleBasedStateMachine):
+class Sequences(PublishedVersions):
     """Any order of publishing in any size, releasing, beginning to read, and reading to the end or not."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.memory = HostMemory()
-        self.transport = CudaIPCTransport("hypothesis", memory=self.memory)
-        self.manifests: list[Manifest] = []
-        self.sizes: list[int] = []
-        self.available: list[int] = []
+        super().__init__(CudaIPCTransport("hypothesis", memory=self.memory))
         self.reading: list[tuple[Iterator[tuple[str, torch.Tensor]], int]] = []
 
     @rule(size=st.integers(1, 2000))
     def publish(self, size: int) -> None:
-        version = len(self.manifests)
-        self.manifests.append(self.transport.publish(version, weights(version, size).items()))
-        self.sizes.append(size)
-        self.available = [*self.available, version][-2:]
-
-    @precondition(lambda self: self.manifests)
-    @rule(data=st.data())
-    def release(self, data: st.DataObject) -> None:
-        version = data.draw(st.integers(0, len(self.manifests) - 1))
-        self.transport.release(version)
-        self.available = [other for other in self.available if other != version]
+        self.publish_next(weights(len(self.manifests), size))
 
     @precondition(lambda self: self.manifests)
     @rule(data=st.data())
     def begin(self, data: st.DataObject) -> None:
-        version = data.draw(st.integers(0, len(self.manifests) - 1))
+        version = self.drawn(data)
         if version in self.available:
             self.reading.append((begin(self.manifests[version], self.memory), version))
         else:
@@ -172,7 +146,7 @@ class Sequences(RuleBasedStateMachine):
     @rule()
     def read(self) -> None:
         pairs, version = self.reading.pop(0)
-        assert_equal(dict(pairs), weights(version, self.sizes[version]))
+        assert_equal(dict(pairs), self.contents[version])
 
     @precondition(lambda self: self.reading)
     @rule()

@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import invariant, precondition, rule
+from weights.published import PublishedVersions, assert_equal, weights
 from weights.racing import race
 
 from titan_rl.errors import StateDictError
@@ -37,10 +38,6 @@ def transport(tmp_path: Path) -> Iterator[SharedMemoryTransport]:
 
 def reader() -> SharedMemoryTransport:
     return SharedMemoryTransport("reader")
-
-
-def weights(version: int, size: int = 1000) -> dict[str, torch.Tensor]:
-    return {"a": torch.full((size,), float(version)), "b": torch.arange(6.0).reshape(2, 3) + version}
 
 
 def pulled(manifest: Manifest) -> dict[str, torch.Tensor]:
@@ -81,14 +78,6 @@ def test_a_reader_that_stays_maps_a_file_once(
     for version in range(8):
         assert_equal(dict(staying.pull(transport.publish(version, weights(version).items()))), weights(version))
     assert len(mapped) == 2  # the files of the double buffer
-
-
-def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert list(found) == list(expected)
-    for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype
-        assert found[name].shape == tensor.shape
-        assert torch.equal(found[name], tensor)
 
 
 def test_manifest_describes_the_segment(transport: SharedMemoryTransport) -> None:
@@ -316,37 +305,23 @@ def test_readers_that_race_the_writer_see_whole_versions(transport: SharedMemory
     assert race(lambda version: transport.publish(version, weights(version).items()), pulled, weights)
 
 
-class Sequences(RuleBasedStateMachine):
+class Sequences(PublishedVersions):
     """Any order of publish, release, pull and dropping of views, against a dict."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.transport = SharedMemoryTransport("hypothesis", keep=2)
+        super().__init__(SharedMemoryTransport("hypothesis", keep=2))
         self.reader = reader()
-        self.manifests: list[Manifest] = []
-        self.available: list[int] = []  # indices into manifests
-        self.contents: list[dict[str, torch.Tensor]] = []
         self.held: list[tuple[dict[str, torch.Tensor], int]] = []
 
     @rule(size=st.integers(0, 5000), dtype=st.sampled_from(DTYPES))
     def publish(self, size: int, dtype: torch.dtype) -> None:
         version = len(self.manifests)
-        content = {"x": torch.full((size,), version).to(dtype), "y": torch.tensor([[version]])}
-        self.manifests.append(self.transport.publish(version, content.items()))
-        self.contents.append(content)
-        self.available = [*self.available, version][-2:]
-
-    @precondition(lambda self: self.manifests)
-    @rule(data=st.data())
-    def release(self, data: st.DataObject) -> None:
-        version = data.draw(st.integers(0, len(self.manifests) - 1))
-        self.transport.release(version)
-        self.available = [other for other in self.available if other != version]
+        self.publish_next({"x": torch.full((size,), version).to(dtype), "y": torch.tensor([[version]])})
 
     @precondition(lambda self: self.manifests)
     @rule(data=st.data())
     def pull(self, data: st.DataObject) -> None:
-        version = data.draw(st.integers(0, len(self.manifests) - 1))
+        version = self.drawn(data)
         if version in self.available:
             self.held.append((dict(self.reader.pull(self.manifests[version])), version))
         else:
