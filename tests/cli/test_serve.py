@@ -75,12 +75,14 @@ def saved(run: Path, step: int, time: int) -> Path:
 def test_of_a_run_it_is_what_was_written_last(run_folder: Path):
     saved(run_folder, 9, time=100)
     newest = saved(run_folder, 40, time=200)
-    assert find_policy(str(run_folder)).checkpoint == newest
+    source = find_policy(str(run_folder))
+    assert (source.checkpoint, source.version) == (newest, 40)
     export = run_folder / "export"
     export.mkdir()
     os.utime(export, (300, 300))
     source = find_policy(str(run_folder))
-    assert (source.folder, source.checkpoint, source.name) == (export, None, f"the exported policy of {run_folder}")
+    assert (source.folder, source.checkpoint, source.version) == (export, None, 40)
+    assert source.name == f"the exported policy of {run_folder}"
     later = saved(run_folder, 80, time=400)
     source = find_policy(str(run_folder))
     assert (source.folder, source.checkpoint, source.name) == (None, later, f"step 80 of {run_folder}")

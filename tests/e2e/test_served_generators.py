@@ -4,6 +4,7 @@ elsewhere."""
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -31,10 +32,14 @@ def make(spec):
 def server(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The process and where it listens."""
     (tmp_path / "own_engine.py").write_text(ENGINE)
-    policy = ROOT / "examples" / "alphabet_sort" / "cpu.toml"
+    run, example = tmp_path / "run", ROOT / "examples" / "alphabet_sort"
+    (run / "checkpoints" / "step-000003").mkdir(parents=True)
+    shutil.copy(example / "cpu.toml", run / "config.toml")
+    shutil.copytree(example / "base", run / "export")
+    os.utime(run / "export")
     options = ["--generation.engine", "own_engine:make", "--generation.num_generators", "1", "--server.port", "0"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "titan_rl.cli.main", "serve", str(policy), *options],
+        [sys.executable, "-m", "titan_rl.cli.main", "serve", str(run), *options],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path), "TITAN_RL_API_KEY": "sesame"},
         stdout=subprocess.PIPE,
@@ -64,6 +69,7 @@ def test_a_server_outlives_its_generator_keeps_its_key_and_ends_in_order(
     process, url = server
     assert httpx.get(f"{url}/models").status_code == 401
     before = ask(url).json()
+    assert before["choices"][0]["weight_versions"] == [{"version": "3", "start": 0, "end": 5}]
     (logs,) = tmp_path.glob("titan_rl-serve-*")
     generator = process_writing_to(logs / "generator-0.log")
     assert b"TITAN_RL_API_KEY" not in Path(f"/proc/{generator}/environ").read_bytes()

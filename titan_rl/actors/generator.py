@@ -43,6 +43,7 @@ class GeneratorSettings:
     run_id: str
     log_path: str
     gpus: tuple[str, ...] = ()  # one for each rank
+    version: int = 0  # of the weights in the model's folder
 
 
 class GeneratorActor(ProcessActor):
@@ -57,6 +58,7 @@ class GeneratorActor(ProcessActor):
         self._kv_policy = KVPolicy(generation.running_kv, generation.reset_prefix_cache)
         self._loop = EngineLoop(
             self._make_engine,
+            version=settings.version,
             kv_policy=self._kv_policy,
             stream_interval=generation.stream_interval,
             routed_experts=generation.return_routed_experts,

@@ -54,6 +54,7 @@ class GeneratorProcesses:
     """The generators that settings describe, each an actor in a process of its own. Made by `start_generators`.
 
     Args:
+        version: of the weights in the model's folder.
         max_running: most requests one engine advances at a time.
         supervisor: the `Supervisor` of the processes.
         tell: shows a person which processes die and are there again.
@@ -67,6 +68,7 @@ class GeneratorProcesses:
         statedict: StateDictConfig,
         *,
         seed: int,
+        version: int = 0,
         max_running: int,
         files: ProcessFiles,
         published: PublishedWeights,
@@ -80,6 +82,7 @@ class GeneratorProcesses:
         self._routing = routing
         self._statedict = statedict
         self._seed = seed
+        self._version = version
         self._max_running = max_running
         self._files = files
         self._published = published
@@ -194,7 +197,13 @@ class GeneratorProcesses:
             generator=index,
         )
         settings = GeneratorSettings(
-            engine, generation, self._statedict, self._files.run_id, self._log_path(name), self._gpus[index]
+            engine,
+            generation,
+            self._statedict,
+            self._files.run_id,
+            self._log_path(name),
+            self._gpus[index],
+            self._version,
         )
         num_ranks = generation.tensor_parallel_size
         remote, ranks = await self._spawn(name, GeneratorActor, settings, num_ranks=num_ranks)
@@ -261,11 +270,17 @@ async def started(logs: Path, make: Callable[[Any], P]) -> AsyncGenerator[P]:
 
 @contextlib.asynccontextmanager
 async def start_generators(
-    config: ServeConfig, *, max_running: int, files: ProcessFiles, tell: Callable[[str], object] = logger.info
+    config: ServeConfig,
+    *,
+    version: int,
+    max_running: int,
+    files: ProcessFiles,
+    tell: Callable[[str], object] = logger.info,
 ) -> AsyncGenerator[GeneratorProcesses]:
     """The generators of a server, which end with the block. They keep the weights that they start with.
 
     Args:
+        version: of the policy that is served.
         max_running: most requests one engine advances at a time.
         tell: shows a person which of them die and are there again.
 
@@ -280,6 +295,7 @@ async def start_generators(
             config.routing,
             StateDictConfig(),
             seed=config.seed,
+            version=version,
             max_running=max_running,
             files=files,
             published=PublishedWeights(),

@@ -119,6 +119,7 @@ async def _serve(config: ServeConfig, source: PolicySource, keys: Keys, files: S
     tell(f"titan-rl: starting {num_generators} generator{'' if num_generators == 1 else 's'}; logs: {files.logs}")
     async with start_generators(
         config.model_copy(update={"model": model}),
+        version=source.version,
         max_running=max_running,
         files=files,
         tell=lambda text: tell(f"titan-rl: {text}"),

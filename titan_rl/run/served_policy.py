@@ -21,12 +21,14 @@ class PolicySource:
         toml: its settings, if it has any.
         folder: of the model; None where the settings name it.
         checkpoint: of a run, whose weights take the place of the model's own.
+        version: of the policy: the steps that a run has trained it.
     """
 
     name: str
     toml: Path | None = None
     folder: Path | None = None
     checkpoint: Path | None = None
+    version: int = 0
 
 
 def find_policy(given: str) -> PolicySource:
@@ -59,9 +61,10 @@ def _newest_of_run(run: Path) -> PolicySource:
     toml, export, checkpoint = run / "config.toml", run / "export", latest(run / "checkpoints")
     if checkpoint is None and not export.is_dir():
         return PolicySource(f"the model that {run} starts from, of which no step is saved yet", toml=toml)
+    step = 0 if checkpoint is None else step_of(checkpoint)
     if checkpoint is None or (export.is_dir() and export.stat().st_mtime >= checkpoint.stat().st_mtime):
-        return PolicySource(f"the exported policy of {run}", toml=toml, folder=export.resolve())
-    return PolicySource(f"step {step_of(checkpoint)} of {run}", toml=toml, checkpoint=checkpoint.resolve())
+        return PolicySource(f"the exported policy of {run}", toml=toml, folder=export.resolve(), version=step)
+    return PolicySource(f"step {step} of {run}", toml=toml, checkpoint=checkpoint.resolve(), version=step)
 
 
 async def export(model: ModelConfig, checkpoint: Path, directory: Path, log: Path) -> ModelConfig:
