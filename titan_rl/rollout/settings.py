@@ -11,7 +11,7 @@ class RolloutConfig(Section):
     """Groups of sibling rollouts and their limits."""
 
     group_size: int = Field(default=8, ge=2)
-    """Rollouts of one sample; each is judged against its siblings."""
+    """Rollouts of one sample; each is compared with its siblings."""
     max_turns: PositiveInt = 8
     """Completions of one rollout."""
     rollout_timeout_s: PositiveFloat = 300.0

@@ -87,7 +87,7 @@ class _Call:
         except (StopIteration, GeneratorExit) as error:  # cannot travel through a future
             failure = RuntimeError(f"{type(error).__name__}: {error}")
             failure.__cause__ = error
-        except BaseException as error:  # such as SystemExit: the rollouter judges it
+        except BaseException as error:  # such as SystemExit: the rollouter decides on it
             failure = error
         with suppress(RuntimeError):  # the loop that waited is closed
             self._waiting.call_soon_threadsafe(self._settle, result, failure)

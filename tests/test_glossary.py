@@ -1,0 +1,56 @@
+"""The glossary and the code have the same words: what it names is there, and a class name stands for one class."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def members(node: ast.ClassDef) -> Iterator[str]:
+    """Methods, fields, and what is set on `self`."""
+    for inner in ast.walk(node):
+        match inner:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                yield name
+            case ast.AnnAssign(target=ast.Name(id=name)) | ast.Assign(targets=[ast.Name(id=name)]):
+                yield name
+            case ast.Attribute(value=ast.Name(id="self"), attr=name):
+                yield name
+
+
+def definitions() -> tuple[dict[str, list[str]], set[str]]:
+    """The modules that define each public class; and every name that a module defines, with "Class.member"."""
+    classes: dict[str, list[str]] = defaultdict(list)
+    names: set[str] = set()
+    for path in sorted((ROOT / "titan_rl").rglob("*.py")):
+        for node in ast.parse(path.read_text()).body:
+            match node:
+                case ast.ClassDef(name=name):
+                    names.update([name, *(f"{name}.{member}" for member in members(node))])
+                    if not name.startswith("_"):
+                        classes[name].append(path.relative_to(ROOT).as_posix())
+                case ast.FunctionDef(name=name) | ast.Assign(targets=[ast.Name(id=name)]):
+                    names.add(name)
+                case _:
+                    pass
+    return classes, names
+
+
+CLASSES, NAMES = definitions()
+
+
+def test_a_class_name_stands_for_one_class() -> None:
+    assert not {name: modules for name, modules in CLASSES.items() if len(modules) > 1}
+
+
+def test_what_the_glossary_names_is_there() -> None:
+    rows = re.findall(r"^\| [^|]+\|[^|]+\| ([^|]+) \|$", (ROOT / "docs" / "glossary.md").read_text(), re.M)
+    assert len(rows) > 30
+    named = {name.removeprefix("titan_rl.") for row in rows for name in re.findall(r"`([\w.]+)`", row)}
+    code = {name for name in named if not name.endswith(".py") and name != "session_id"}
+    assert not code - NAMES
