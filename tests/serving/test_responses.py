@@ -135,7 +135,7 @@ async def test_what_is_not_supported_is_named(change: dict[str, Any], param: str
 
 
 async def test_what_is_not_stored_or_forgotten_is_a_400() -> None:
-    async with talking(limits=ServerLimits(num_responses=1)) as stage, client_of(stage.app) as client:
+    async with talking(limits=ServerLimits(response_bytes=100)) as stage, client_of(stage.app) as client:
 
         async def ask(**more: Any) -> Any:
             return (await client.post(RESPONSES, json={"input": "sky", **more})).json()

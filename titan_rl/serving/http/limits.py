@@ -21,8 +21,8 @@ class ServerLimits:
         keep_alive_s: between two signs of life of a stream that has nothing to tell.
         num_conversations: that are remembered, to keep their tokens when they come back as messages.
         conversation_turns: of each of them; one with more begins anew.
-        num_responses: that are stored, for requests that name the one before.
         conversation_bytes: about what all of them may keep in memory.
+        response_bytes: of messages that are stored for requests that name the response before.
 
     Raises:
         ValueError: names the limit that is not positive.
@@ -39,8 +39,8 @@ class ServerLimits:
     keep_alive_s: float = 15.0
     num_conversations: int = 4096
     conversation_turns: int = 1024
-    num_responses: int = 4096
     conversation_bytes: int = 1 << 30
+    response_bytes: int = 256 << 20
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import msgspec
 from cachetools import LRUCache
 from starlette.requests import Request
 
@@ -28,11 +30,11 @@ _LOGPROBS = "message.output_text.logprobs"
 
 
 class StoredResponses:
-    """The conversations of responses that were given, by their ids; the least recently used are forgotten. Each is its
-    caller's, and is found by nobody else."""
+    """The conversations of responses that were given, by their ids, as JSON; the least recently used are forgotten.
+    Each is its caller's, and is found by nobody else."""
 
-    def __init__(self, most: int) -> None:
-        self._messages: LRUCache[tuple[bytes, str], Sequence[Message]] = LRUCache(most)
+    def __init__(self, most_bytes: int) -> None:
+        self._messages: LRUCache[tuple[bytes, str], bytes] = LRUCache(most_bytes, getsizeof=len)
 
     def find(self, caller: Caller, response_id: str | None) -> Sequence[Message]:
         """
@@ -44,10 +46,11 @@ class StoredResponses:
         if (found := self._messages.get((caller.name, response_id))) is None:
             message = "previous_response_id is of no response that is stored here; send the whole input"
             raise ApiError(400, message, param="previous_response_id", code="previous_response_not_found")
-        return found
+        return msgspec.json.decode(found)
 
     def add(self, caller: Caller, response_id: str, messages: Sequence[Message]) -> None:
-        self._messages[caller.name, response_id] = messages
+        with suppress(ValueError):  # one that is larger than all may be
+            self._messages[caller.name, response_id] = msgspec.json.encode(messages)
 
 
 class ResponsesEndpoint:
@@ -55,7 +58,7 @@ class ResponsesEndpoint:
         self._turns = turns
         self._exchanges = exchanges
         self._stop_token_ids = stop_token_ids
-        self._stored = StoredResponses(exchanges.limits.num_responses)
+        self._stored = StoredResponses(exchanges.limits.response_bytes)
 
     async def __call__(self, request: Request) -> Answer:
         turns = turns_of(self._turns)
