@@ -7,14 +7,14 @@ import contextlib
 import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from monarch.actor import this_proc
 
 from titan_rl.actors.actor_replica import ActorReplica
 from titan_rl.actors.generator import GeneratorActor, GeneratorSettings
 from titan_rl.actors.processes.gpus import share_out, visible_gpus
-from titan_rl.actors.processes.process import ProcessActor, stderr_into
+from titan_rl.actors.processes.process import ProcessActor, ProcessFiles, stderr_into
 from titan_rl.actors.processes.remote_process import RemoteProcess, call
 from titan_rl.actors.processes.respawns import RespawnLimit, Respawns
 from titan_rl.actors.processes.supervisor import ProcessFailure, Supervisor
@@ -34,20 +34,6 @@ logger = logging.getLogger(__name__)
 
 GENERATOR = "generator-"
 STOP_TIMEOUT_S = 30.0
-
-
-class ProcessFiles(Protocol):
-    """Where processes find and leave what outlives them."""
-
-    @property
-    def run_id(self) -> str:
-        """In the names of what they share."""
-        ...
-
-    @property
-    def logs(self) -> Path:
-        """The folder of a log for each process."""
-        ...
 
 
 class GeneratorProcesses:

@@ -11,8 +11,9 @@ from typing import Any, Protocol
 from monarch.actor import this_proc
 
 from titan_rl.actors.generate_service import GenerateService
-from titan_rl.actors.generator_processes import GENERATOR, GeneratorProcesses, ProcessFiles, started
+from titan_rl.actors.generator_processes import GENERATOR, GeneratorProcesses, started
 from titan_rl.actors.processes.gpus import GPUAssignment
+from titan_rl.actors.processes.process import ProcessFiles
 from titan_rl.actors.processes.remote_process import RemoteProcess
 from titan_rl.actors.processes.respawns import RespawnLimit
 from titan_rl.actors.rollout_worker import RolloutWorkerActor, RolloutWorkerSettings

@@ -7,8 +7,23 @@ import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol
 
 from monarch.actor import Actor, concurrent_endpoint, current_rank
+
+
+class ProcessFiles(Protocol):
+    """Where processes find and leave what outlives them."""
+
+    @property
+    def run_id(self) -> str:
+        """In the names of what they share."""
+        ...
+
+    @property
+    def logs(self) -> Path:
+        """The folder of a log for each process."""
+        ...
 
 
 class ProcessActor(Actor):
