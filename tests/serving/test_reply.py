@@ -97,3 +97,14 @@ def test_one_call_ends_a_completion_right_behind_it(sizes: tuple[int, ...]) -> N
 def test_the_string_that_ends_a_reply_is_known() -> None:
     _, reply = read(form("template", stops=["!", "stop"]), tokens("1, 2, stop, 3!"))
     assert (reply.content, reply.stop) == ("1, 2, ", "stop")
+
+
+def test_a_stop_that_shows_at_the_very_end_is_what_ended_it() -> None:
+    broken = tokens("aü")[:-1]  # a character without its last byte is told once nothing more comes
+    cut = Completion("r", broken, [-1.0] * len(broken), FinishReason.LENGTH, (VersionSpan(0, len(broken)),))
+    for told_as_it_comes in (True, False):
+        reader = ReplyReader(form("template", stops=["\ufffd"]))
+        if told_as_it_comes:
+            assert reader.take(TokenChunk("r", broken, cut.logprobs, cut.version_spans))[1] is None
+        reply = reader.end(cut)[1] if told_as_it_comes else reader.whole(cut)
+        assert (reply.content, reply.stop, reply.finish_reason) == ("a", "\ufffd", FinishReason.STOP)

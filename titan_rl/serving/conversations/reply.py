@@ -60,7 +60,7 @@ class Reply:
 
     @property
     def finish_reason(self) -> FinishReason:
-        reason = self.completion.finish_reason
+        reason = self.completion.finish_reason if self.stop is None else FinishReason.STOP
         return FinishReason.TOOL_CALLS if self.tool_calls and reason is FinishReason.STOP else reason
 
 
@@ -166,8 +166,11 @@ class ReplyReader:
     def whole(self, completion: Completion) -> Reply:
         """All of it, where nothing was told before."""
         parsed = self._form.parsed(completion.token_ids)
-        message = reply_from(parsed, end=find_stop(parsed.content, self._form.stops))
-        return Reply(message, completion, self._reader.stop)
+        content, stops = parsed.content, self._form.stops
+        end, stop = find_stop(content, stops), self._reader.stop
+        if end is not None and stop is None:  # it shows only now that no further token comes
+            stop = next(each for each in stops if content.startswith(each, end))
+        return Reply(reply_from(parsed, end=end), completion, stop)
 
     def _end_of_call(self, before: int) -> int | None:
         """Tokens of the last chunk up to the end of the first call."""
