@@ -27,14 +27,14 @@ QUICK = {
 
 
 class Run:
-    """`titan-rl train` on the shipped CPU config, made small and with one generator; what it starts is marked."""
+    """`titan-rl train` on a config, made small and with one generator; what it starts is marked."""
 
-    def __init__(self, folder: Path, settings: dict[str, object]) -> None:
+    def __init__(self, folder: Path, config: str, settings: dict[str, object]) -> None:
         self._mark = f"TITAN_RL_TEST_RUN={uuid.uuid4().hex}"
         self.scratch = Path(tempfile.mkdtemp(prefix="t-", dir="/tmp"))  # short: there are sockets in it
         self._runs = folder / "runs"
         self._output = folder / "output.txt"
-        arguments = ["examples/alphabet_sort/cpu.toml"]
+        arguments = [config]
         for key, value in (QUICK | settings | {"run_dir": str(self._runs)}).items():
             arguments += [f"--{key}", str(value)]
         self._start(arguments)
@@ -132,12 +132,12 @@ def process_writing_to(log: Path) -> int:
 
 
 @contextlib.contextmanager
-def run_training(folder: Path, **settings: object) -> Iterator[Run]:
+def run_training(folder: Path, *, config: str = "examples/alphabet_sort/cpu.toml", **settings: object) -> Iterator[Run]:
     """A run that is killed with its children if the test ends before it does.
 
     Settings are named with double underscores for dots: `training__steps=2`.
     """
-    run = Run(folder, {key.replace("__", "."): value for key, value in settings.items()})
+    run = Run(folder, config, {key.replace("__", "."): value for key, value in settings.items()})
     try:
         yield run
     finally:
