@@ -15,6 +15,7 @@ from titan_rl.agents.processes import agent_processes
 from titan_rl.agents.program import AgentProgram
 from titan_rl.agents.settings import AgentSettings
 from titan_rl.agents.waiting import WaitingSamples
+from titan_rl.calls.threads import in_thread
 from titan_rl.errors import RequestError
 from titan_rl.generation.request import EngineRequest, OnChunk
 from titan_rl.rollout.renderer.tokenizer import load_tokenizer
@@ -56,13 +57,14 @@ async def hosting(settings: AgentSettings, run: RunContext) -> AsyncGenerator[Ag
     """A server for the length of the block, and at its end no agent is left."""
     store = EpisodeStore(run.renderer, EpisodeLimits(time_s=math.inf, episodes=_ENOUGH))
     waiting = WaitingSamples()
+    tokenizer = await in_thread(load_tokenizer, run.model)  # not the renderer's, which may be at work in another thread
     key = os.environ.get(KEY_VARIABLE) or secrets.token_urlsafe(32)
     app = make_app(
         _nobody,
         model="policy",
         any_model=True,
         max_context=run.max_context,
-        tokenizer=load_tokenizer(run.model),  # not the renderer's, which may be at work in another thread
+        tokenizer=tokenizer,
         renderer=run.renderer,
         keys=Keys([key]),
         limits=ServerLimits(num_places=_ENOUGH, request_s=math.inf),
