@@ -6,7 +6,6 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
-from contextlib import suppress
 from hashlib import blake2b
 
 from titan_rl.rollout.renderer.types import Renderer, Tools
@@ -76,7 +75,6 @@ class Conversations:
         if found is None or len(found.tree.turns) >= self._most_turns:
             return Conversation(key, self._renderer, session_id)
         with suppress(KeyError):  # forgotten since, where this is called in a thread
-            with suppress(KeyError):  # in another thread it may be forgotten meanwhile
             self._found.move_to_end(key)
         return found
 
