@@ -22,6 +22,8 @@ PYTHON = $(shell for p in python3.11 python3.12 python3.13 python3; do \
 
 # Engines and trainers share the cores as processes; threads on top of that only get in each other's way.
 export OMP_NUM_THREADS ?= 1
+# Tests start many processes: what they import is compiled once.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: train test test-all test-fast test-deep test-clients lint types format install clean distclean
 
