@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch._inductor.config
 from tiny_policy import make_tiny_qwen3, make_trainer, on_policy_samples, weights
 from torch._dynamo.utils import counters
 from torch.nn.attention.flex_attention import flex_attention
@@ -26,10 +27,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def empty_cache(tmp_path_factory: pytest.TempPathFactory):
-    with pytest.MonkeyPatch.context() as patch:
+    # An engine in this process may have disabled dynamo. Compiling processes would each import torch, for few kernels.
+    settings = torch._dynamo.config.patch(disable=False), torch._inductor.config.patch(compile_threads=1)
+    with pytest.MonkeyPatch.context() as patch, settings[0], settings[1]:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
-        with torch._dynamo.config.patch(disable=False):  # an engine in this process may have left it so
-            yield
+        yield
 
 
 @needs_compiler
