@@ -27,7 +27,7 @@ from e2e.runs import REPOSITORY, process_writing_to
 from titan_rl.actors.actor_replica import ActorReplica
 from titan_rl.actors.run_processes import start_processes
 from titan_rl.config.load import load_config
-from titan_rl.errors import EngineDeadError, GenerationError
+from titan_rl.errors import ActorDiedError, EngineDeadError, GenerationError
 from titan_rl.generation.request import EngineRequest, OnChunk
 from titan_rl.generation.resume import resume_on_abort
 from titan_rl.generation.router import GeneratorRouter
@@ -65,7 +65,8 @@ async def stage(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stage
             yield stage
             stage.watch.cancel()
             await router.close()
-            await processes.trainer.close()
+            with contextlib.suppress(ActorDiedError):
+                await processes.trainer.close()
 
 
 async def test_a_generator_that_is_elsewhere_pulls_while_it_serves(stage: Stage) -> None:
@@ -270,6 +271,22 @@ async def test_agents_notice_no_swap_no_pause_and_no_death(stage: Stage) -> None
     for completion in generated:
         parts[completion.request_id] += completion.token_ids
     assert told == sorted(parts.values())
+
+
+async def test_one_more_death_than_may_be_ends_the_watch_and_a_dead_trainer_its_calls(stage: Stage) -> None:
+    def kill(name: str) -> None:
+        os.kill(process_writing_to(stage.run_dir.logs / f"{name}.log"), signal.SIGKILL)
+
+    last = next(replica.name for replica in stage.router.replicas if replica.serving)
+    kill(last)
+    died = rf"{last} died: process \d+ .*, and is not replaced: generation.max_respawns = 5, and 5 were replaced"
+    with pytest.RaisesGroup(pytest.RaisesExc(ActorDiedError, match=died)):
+        await asyncio.wait_for(stage.watch, LIMIT_S)
+
+    step = asyncio.ensure_future(stage.step())
+    kill("trainer")
+    with pytest.raises(ActorDiedError, match="trainer"):
+        await asyncio.wait_for(step, LIMIT_S)
 
 
 async def another_process(log: Path, than: int) -> int:

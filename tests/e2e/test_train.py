@@ -109,39 +109,3 @@ def test_through_interruptions_and_deaths_no_group_is_lost(tmp_path: Path):
         assert any(record.get("completion/num_resumes", 0) > 0 for record in steps)
         assert all(record["train/staleness_max"] <= 4 for record in steps)  # (8 + 4 slots + a window of 8 - 2) // 4
         assert run.leftovers() == []
-
-
-def others_may_reach(run: Run) -> list[str]:
-    """Files of a run, in its folder and its scratch folder, and sockets, that are not for its user alone. One socket
-    of Monarch's is known to be for all: see docs/security.md."""
-    files = [path for root in (run.folder, run.scratch) for path in root.rglob("*")]
-    found = [str(path) for path in files if not path.is_symlink() and path.stat().st_mode & 0o077]
-    listeners = run.listeners()
-    assert len(listeners) > 3
-    elsewhere = sorted({path for path in listeners if not path.startswith(str(run.scratch))})
-    return found + (elsewhere if len(elsewhere) > 1 or not elsewhere[0].startswith("@") else [])
-
-
-def test_sigterm_ends_the_run_in_order(tmp_path):
-    with run_training(tmp_path, training__steps=1000) as run:
-        run.wait_for_step(1)
-        assert others_may_reach(run) == []
-        run.process.send_signal(signal.SIGTERM)
-        assert run.wait(60) == 143
-        (checkpoint,) = (run.folder / "checkpoints").iterdir()
-        assert json.loads((checkpoint / "run_state.json").read_text())["step"] >= 1
-        assert (run.folder / "report.html").exists()
-        assert "titan-rl: SIGTERM: stopping" in run.output
-        step = int(checkpoint.name.removeprefix("step-"))
-        resume = f"with step {step} saved; to go on: titan-rl train --resume {run.folder}"
-        assert resume in run.output.splitlines()[-1]
-        assert run.leftovers() == []
-
-
-def test_the_last_generator_dying_too_often_ends_the_run(tmp_path):
-    with run_training(tmp_path, training__steps=1000, generation__max_respawns=0) as run:
-        run.wait_for_step(1)
-        os.kill(run.child("generator-0"), signal.SIGKILL)
-        assert run.wait(60) == 1
-        assert "generator-0 died" in run.output
-        assert run.leftovers() == []
