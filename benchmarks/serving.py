@@ -1,8 +1,8 @@
-"""A policy behind this server, against the same model behind vLLM's own.
+"""A policy behind `titan-rl serve`, against the same model behind vLLM's own.
 
     python -m benchmarks.serving [--rounds 8] [--only vllm|overhead|history]
 
-Both servers keep their engine in a process of its own, with the same settings, and are asked by the same clients from
+Both servers keep one engine, with the same settings, in a process of its own, and are asked by the same clients from
 a third, one server after the other, forth and back. What a chat request adds to a `router.generate` is measured on
 engines that only wait, which leaves the processor to the server. One JSON line a figure.
 """
@@ -11,22 +11,19 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
+import itertools
 import random
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from contextlib import asynccontextmanager
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.clients import LENGTHS, QUESTION, SESSIONS, Clients, Load, Measured, free_port, server
 from benchmarks.controller import CHUNK, Replica
 from benchmarks.paired import Spread, forth_and_back, ratio, report
 from titan_rl.actors.processes.garbage import settle_heap
@@ -39,109 +36,8 @@ from titan_rl.serving.server import serve
 from titan_rl.types import Completion, FinishReason, SamplingParams, TokenChunk, VersionSpan
 
 MODEL = Path(__file__).parents[1] / "examples" / "alphabet_sort" / "base"  # 0.9M parameters
-SESSIONS, CONTEXT, TURNS = 64, 512, 100
-LENGTHS = range(32, 97)  # tokens of a completion, so that requests neither come nor end together
-QUESTION = "Sort these names alphabetically by first name: LenaFischer MarcusVega AnnaPetrov"
-START_S = 180.0
+CONTEXT, TURNS = 512, 100
 TOKEN_S = 0.005
-
-
-@dataclass(frozen=True)
-class Load:
-    """What clients ask of a server, each one request after the other."""
-
-    url: str
-    requests: int  # of each client
-    stream: bool = False
-
-    def body(self, rng: random.Random) -> dict[str, Any]:
-        return {
-            "model": "policy",
-            "messages": [{"role": "user", "content": QUESTION}],
-            "max_tokens": rng.choice(LENGTHS),
-            "ignore_eos": True,
-            "stream": self.stream,
-        }
-
-
-@dataclass(frozen=True)
-class Measured:
-    seconds: float
-    latencies: Sequence[float]  # [clients * requests], in s
-
-
-def ask(load: Load) -> Measured:
-    """Run in a process of its own."""
-    return asyncio.run(_ask(load))
-
-
-async def _ask(load: Load) -> Measured:
-    import aiohttp
-
-    latencies: list[float] = []
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as client:
-
-        async def session(number: int) -> None:
-            rng = random.Random(number)
-            for _ in range(load.requests):
-                began = time.perf_counter()
-                async with client.post(f"{load.url}/v1/chat/completions", json=load.body(rng)) as answer:
-                    said = await answer.read()
-                    assert answer.status == 200, said
-                    assert not load.stream or said.endswith(b"data: [DONE]\n\n"), said[-200:]
-                latencies.append(time.perf_counter() - began)
-
-        began = time.perf_counter()
-        await asyncio.gather(*(session(number) for number in range(SESSIONS)))
-        return Measured(time.perf_counter() - began, latencies)
-
-
-class Clients:
-    """The process that asks."""
-
-    def __init__(self) -> None:
-        self._pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
-
-    async def __call__(self, load: Load) -> Measured:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, ask, load)
-
-    def close(self) -> None:
-        self._pool.shutdown()
-
-
-@asynccontextmanager
-async def server(command: Sequence[str], port: int, log: Path, **environment: str) -> AsyncGenerator[str]:
-    """A server in a process of its own, once it answers."""
-    url, started_by = f"http://127.0.0.1:{port}", time.monotonic() + START_S
-    with log.open("wb") as output:
-        process = await asyncio.create_subprocess_exec(
-            *command, stdout=output, stderr=output, env={**os.environ, **environment}
-        )
-    try:
-        while True:
-            if process.returncode is not None or time.monotonic() > started_by:
-                raise RuntimeError(f"{command} does not serve:\n{said(log)}")
-            with suppress(OSError):
-                await asyncio.to_thread(urllib.request.urlopen, f"{url}/health", timeout=5)
-                break
-            await asyncio.sleep(0.2)
-        yield url
-    finally:
-        with suppress(ProcessLookupError):
-            process.terminate()
-        await process.wait()
-
-
-def said(log: Path) -> str:
-    return log.read_text()[-2000:]
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 @asynccontextmanager
@@ -167,32 +63,8 @@ async def vllm_server(folder: Path, stream_interval: int) -> AsyncGenerator[str]
     command += [text for name, value in settings.items() for text in (f"--{name}", str(value))]
     command += ["--no-enable-chunked-prefill", "--enforce-eager", "--disable-uvicorn-access-log"]
     environment = {**ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "TORCHDYNAMO_DISABLE": "1"}
-    async with server(command, port, log, **environment) as url:
+    async with server(command, port, log, **environment) as (url, _):
         yield url
-
-
-async def serve_model(port: int, folder: Path, stream_interval: int) -> None:
-    """This server, over a generator actor."""
-    from benchmarks.generation import Engines
-    from titan_rl.actors.actor_replica import ActorReplica
-    from titan_rl.actors.generator import GeneratorActor
-    from titan_rl.actors.processes.remote_process import RemoteProcess
-    from titan_rl.config.sections import GenerationConfig
-    from titan_rl.weights.published_weights import PublishedWeights
-
-    (folder / "model").symlink_to(MODEL)
-    engines = Engines("server", folder)
-    generation = GenerationConfig(num_generators=1, kv_cache_gib=0.25, stream_interval=stream_interval)
-    try:
-        (actor,) = await engines.start("generator", GeneratorActor, generation, SESSIONS)
-        replica = ActorReplica(RemoteProcess("generator"), actor, PublishedWeights())
-        await replica.connect()
-        router = GeneratorRouter([replica])
-        settle_heap()
-        async with serve(chat_app(router), port=port):
-            await asyncio.Event().wait()
-    finally:
-        await engines.end()
 
 
 def chat_app(router: GeneratorRouter) -> PolicyApp:
@@ -211,9 +83,18 @@ def chat_app(router: GeneratorRouter) -> PolicyApp:
 
 @asynccontextmanager
 async def own_server(folder: Path, stream_interval: int) -> AsyncGenerator[str]:
-    port, log = free_port(), folder / "own.log"
-    own = ["--serve", str(port), "--folder", str(folder), "--stream-interval", str(stream_interval)]
-    async with server([sys.executable, "-m", "benchmarks.serving", *own], port, log) as url:
+    port = free_port()
+    settings: dict[str, object] = {
+        "server.port": port,
+        "generation.num_generators": 1,
+        "generation.kv_cache_gib": 0.25,
+        "generation.max_running": SESSIONS,
+        "generation.stream_interval": stream_interval,
+        "model.max_context": CONTEXT,
+    }
+    command = [sys.executable, "-m", "titan_rl.cli.main", "serve", str(MODEL)]
+    command += [text for name, value in settings.items() for text in (f"--{name}", str(value))]
+    async with server(command, port, folder / "own.log") as (url, _):
         yield url
 
 
@@ -294,13 +175,17 @@ async def measure_history(rounds: int) -> None:
     tree = ConversationTree(renderer)
     messages: list[dict[str, Any]] = []
     timed: dict[str, Callable[[], Awaitable[float]]] = {}
+    numbers = itertools.count()
 
     def timing(history: Sequence[dict[str, Any]], ask: Callable[[Sequence[dict[str, Any]]], object]) -> Any:
         async def way() -> float:
+            asked = [
+                [*history[:-1], {**history[-1], "content": str(next(numbers))}] for _ in range(20)
+            ]  # never the same
             began = time.perf_counter()
-            for _ in range(20):
-                ask(history)
-            return (time.perf_counter() - began) / 20 * 1e3
+            for messages in asked:
+                ask(messages)
+            return (time.perf_counter() - began) / len(asked) * 1e3
 
         return way
 
@@ -311,7 +196,7 @@ async def measure_history(rounds: int) -> None:
         prompt = tree.prompt(messages)
         completion = Completion(str(turn), [5, 6, 7], [-1.0] * 3, FinishReason.STOP, [VersionSpan(0, 3)])
         messages.append(dict(tree.add(prompt, completion, {"role": "assistant", "content": "LenaFischer"}).message))
-    timed["render"] = timing(list(messages), lambda history: renderer.render_ids(history, add_generation_prompt=True))
+    timed["render"] = timing(messages[:-1], lambda history: renderer.render_ids(history, add_generation_prompt=True))
     measured = await forth_and_back(rounds, timed)
     for name in timed:
         report(f"history_{name}_ms", Spread([values[name] for values in measured]), "ms")
@@ -335,17 +220,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--only", choices=("vllm", "overhead", "history"))
-    parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--stream-interval", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    from titan_rl.run.machine.environment import run_environment
-
-    with run_environment():
-        if arguments.serve is not None:
-            asyncio.run(serve_model(arguments.serve, arguments.folder, arguments.stream_interval))
-        else:
-            asyncio.run(measure(arguments.rounds, arguments.only))
+    asyncio.run(measure(arguments.rounds, arguments.only))
 
 
 if __name__ == "__main__":

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 import httpx
-from depth import examples
+import pytest
+from depth import DEEP, examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from served import client_of, served
@@ -70,6 +72,15 @@ async def test_streams_are_right_under_pulls_and_pauses() -> None:
             assert token_ids == own.token_ids
         assert version > 2
         assert stage.app.exchanges.num_places_taken == 0
+
+
+@pytest.mark.skipif(not DEEP, reason="a thousand clients take half a minute")
+def test_a_thousand_streams_from_a_server_process(tmp_path: Path) -> None:
+    """Under pauses and pulls throughout, each is complete and right, and memory stays."""
+    from benchmarks.serving_sessions import measure
+
+    growth = asyncio.run(measure(1000, 3, tmp_path))
+    assert growth < 1.2
 
 
 def fields() -> list[str]:

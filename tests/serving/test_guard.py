@@ -85,6 +85,41 @@ def test_keys_are_not_shown() -> None:
     assert repr(Keys(["hush"], admin="quiet")) == "Keys(1 of clients, an admin key)"
 
 
+async def test_no_log_has_a_key_however_much_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(1)
+    keys = Keys(["of-a-client"], admin="of-an-admin")
+    async with serve(app(keys=keys)) as url, httpx.AsyncClient(base_url=url) as client:
+        for key in ("of-a-client", "of-an-admin", "of-nobody"):
+            for headers in ({"authorization": f"Bearer {key}"}, {"x-api-key": key}):
+                await client.post(GENERATE, json=ASK, headers=headers)  # which fails inside
+                await client.post("/admin/pause", json={}, headers=headers)
+                await client.get(f"/v1/models?api_key={key}", headers=headers)
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+        writer.write(b"POST / HTTP/1.1\r\nauthorization: Bearer of-a-client\r\n\x00: \r\n\r\n")
+        assert (await reader.read()).startswith(b"HTTP/1.1 400 ")
+        writer.close()
+    told = [record.getMessage() for record in caplog.records if not record.name.startswith(("httpx", "httpcore"))]
+    assert any("failed" in message for message in told)
+    assert not any(f"of-{who}" in message for message in told for who in ("a-client", "an-admin", "nobody"))
+
+
+@pytest.mark.parametrize(
+    ("origin", "status"),
+    [
+        ("http://elsewhere.org", 403),
+        ("http://localhost.elsewhere.org:8000", 403),
+        ("null", 403),
+        ("http://localhost:3000", 500),
+        ("http://127.0.0.1", 500),
+        ("http://[::1]:80", 500),
+    ],
+)
+async def test_a_page_of_another_host_asks_in_vain(origin: str, status: int) -> None:
+    """Also one whose name has come to mean this machine since it was loaded."""
+    async with client_of(app()) as client:
+        assert (await client.post(GENERATE, json=ASK, headers={"origin": origin})).status_code == status
+
+
 async def test_others_than_this_machine_need_a_key() -> None:
     with pytest.raises(ConfigError, match="no key"):
         async with serve(app(), host="0.0.0.0"):

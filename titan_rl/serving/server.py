@@ -47,6 +47,7 @@ async def serve(app: PolicyApp, *, host: str = "127.0.0.1", port: int = 0) -> As
         lifespan="off",
         ws="none",
         log_config=None,
+        log_level="warning",  # below, it logs the headers of each request
         access_log=False,
         server_header=False,
         proxy_headers=False,

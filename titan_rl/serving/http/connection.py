@@ -54,8 +54,9 @@ class Connection(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_response_complete(self) -> None:
+        is_pipelined = bool(self.pipeline)  # then the body that is arriving is the next one's
         super().on_response_complete()
-        if self.cycle.more_body:  # it was answered before its body had come
+        if self.cycle.more_body and not is_pipelined:  # it was answered before its body had come
             self._end_after("body", min(LINGER_S, self._limits.body_s))
 
     def on_message_complete(self) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
 from collections.abc import Callable, Container, Mapping
+from urllib.parse import urlsplit
 
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -64,6 +66,8 @@ class RequestMiddleware:
             if scope["method"] == "POST" and not _is_json(headers):
                 # Else a page in somebody's browser could post to a server on loopback without being asked.
                 raise ApiError(415, "the content-type is not application/json")
+            if not _is_of_this_machine(headers.get(b"origin")):
+                raise ApiError(403, "pages of other hosts are not answered")
             # With an "app" in its scope, the router raises where it finds no route.
             await self._app({**scope, "app": self, "path": path, "caller": caller}, _replay(body, receive), noted)
         except ClientDisconnect:
@@ -107,6 +111,18 @@ def _key(headers: dict[bytes, bytes]) -> bytes | None:
 
 def _is_json(headers: dict[bytes, bytes]) -> bool:
     return headers.get(b"content-type", b"").partition(b";")[0].strip().lower() == b"application/json"
+
+
+def _is_of_this_machine(origin: bytes | None) -> bool:
+    """Browsers name the page that asks. Its host may have been made to mean this machine after it was loaded, which
+    makes the server one of its own."""
+    if origin is None:
+        return True
+    try:
+        host = urlsplit(origin.decode()).hostname
+        return host == "localhost" or ipaddress.ip_address(host or "").is_loopback
+    except ValueError:
+        return False
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
