@@ -21,7 +21,6 @@ from transformers import AutoModelForCausalLM
 from titan_rl.errors import CheckpointError, DamagedCheckpointError
 from titan_rl.training.export import export_checkpoint
 from titan_rl.training.optimizer.optimizers import NamedParameters, OptimizerSpec
-from titan_rl.training.settings import ModelConfig
 from titan_rl.training.state import train_state
 from titan_rl.training.trainer import TrainerCore
 
@@ -253,12 +252,12 @@ def test_a_checkpoint_is_exported_without_what_trained_it(folder: Path, tmp_path
     trainer = make_trainer(folder, optimizer="muon")
     trainer.step(on_policy_samples(trainer, 24, 33, 8))
     trainer.save(tmp_path / "step-000001")
-    export_checkpoint(ModelConfig(path=str(folder), max_context=128), tmp_path / "step-000001", tmp_path / "policy")
+    export_checkpoint(folder, tmp_path / "step-000001", tmp_path / "policy")
     (sequence,) = sequences(40)
     assert make_trainer(tmp_path / "policy").score([sequence]) == trainer.score([sequence])
     (tmp_path / "step-000001" / "state.json").write_text("{}")
     with pytest.raises(DamagedCheckpointError):
-        export_checkpoint(ModelConfig(path=str(folder)), tmp_path / "step-000001", tmp_path / "damaged")
+        export_checkpoint(folder, tmp_path / "step-000001", tmp_path / "damaged")
     assert not (tmp_path / "damaged").exists()
 
 

@@ -13,6 +13,7 @@ from pydantic import (
     model_validator,
 )
 
+from titan_rl.rollout.renderer.registry import BY_NAME as RENDERERS
 from titan_rl.rollout.rewards.registry import BY_NAME as ADVANTAGES
 from titan_rl.settings import FunctionName, Section
 from titan_rl.training.choices import (
@@ -41,7 +42,7 @@ class ModelConfig(Section):
     """Of the weights, in the trainer and in the engines."""
     max_context: PositiveInt = 512
     """Most tokens of prompt and completion together."""
-    renderer: Annotated[str, FunctionName(("chat_template",))] = "chat_template"
+    renderer: Annotated[str, FunctionName(tuple(RENDERERS))] = "chat_template"
     """Between messages and tokens. chat_template reads no calls of tools; `renderers:Qwen3Renderer` and others of that
     package do. What is named is called with the tokenizer."""
 

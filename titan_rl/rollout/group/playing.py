@@ -12,7 +12,6 @@ from titan_rl.rollout.environment.types import RolloutPolicy
 from titan_rl.rollout.group.boundary import EndsWith, RolloutEnded
 from titan_rl.rollout.group.env_calls import EnvCalls
 from titan_rl.rollout.group.timed import generate_within
-from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.rollout.types import Rollout, RolloutStatus, Turn
 from titan_rl.types import Completion, GenerateFn, SamplingParams, require_member
 
@@ -26,14 +25,17 @@ async def play(
     rollout: Rollout,
     watch: Stopwatch,
     *,
-    limits: RolloutConfig,
     max_context: int,
+    max_turns: int,
+    generate_timeout_s: float,
+    grace_s: float,
     when_late: Callable[[], RolloutEnded],
 ) -> None:
     """Have an `AgentEnv` fill in the rollout.
 
     Args:
         sampling: with the seed that the rollout's requests draw theirs from.
+        grace_s: that the environment has to end once it is told that its time is up.
         when_late: makes what is raised where it goes on without end after its time is up.
 
     Raises:
@@ -43,7 +45,7 @@ async def play(
     async def ask(
         prompt_token_ids: Sequence[int], *, request_id: str, session_id: str | None = None, sampling: SamplingParams
     ) -> Completion:
-        async with limited(limits.generate_timeout_s, "the completion"):
+        async with limited(generate_timeout_s, "the completion"):
             completion = await generate_within(
                 watch, generate, prompt_token_ids, request_id=request_id, session_id=session_id, sampling=sampling
             )
@@ -52,12 +54,10 @@ async def play(
         return completion
 
     time_is_up = asyncio.Event()
-    policy = RolloutPolicy(
-        rollout.rollout_id, ask, sampling, max_context, limits.max_turns, time_is_up, waiting=watch.pause
-    )
+    policy = RolloutPolicy(rollout.rollout_id, ask, sampling, max_context, max_turns, time_is_up, waiting=watch.pause)
     try:
         async with (
-            _telling_when_over(watch, time_is_up, grace_s=limits.env_timeout_s),
+            _telling_when_over(watch, time_is_up, grace_s=grace_s),
             EndsWith(RolloutStatus.ERROR_ENV, watch=watch),
         ):
             await env.play(policy, rollout)

@@ -166,8 +166,10 @@ class Rollouter:
                     replace(sampling, seed=self._seed_of(sampling)),
                     rollout,
                     watch,
-                    limits=self.limits,
                     max_context=self.max_context,
+                    max_turns=self.limits.max_turns,
+                    generate_timeout_s=self.limits.generate_timeout_s,
+                    grace_s=self.limits.env_timeout_s,
                     when_late=partial(self._time_is_up, rollout),
                 )
             else:
