@@ -29,6 +29,8 @@ class ServerConfig(Section):
     """0 has the system pick one."""
     model: str = Field(default="policy", min_length=1)
     """The name by which clients ask for it."""
+    any_model: bool = False
+    """Answer under any other name, too, for agents that have a model's name written into them."""
     num_places: PositiveInt = 4096
     """Completions under way at once; what comes beyond is a 429."""
     request_s: PositiveFloat = 3600.0

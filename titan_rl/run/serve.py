@@ -135,6 +135,7 @@ async def _serve(config: ServeConfig, source: PolicySource, keys: Keys, files: S
             limits=ServerLimits(num_places=server.num_places, request_s=server.request_s),
             wait_until_resumed=router.wait_resumed,
             control=router,
+            any_model=server.any_model,
         )
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(processes.watch(router), name="watch")
