@@ -69,17 +69,17 @@ def make_base(name: str) -> Path:
         return folder
     import torch
 
-    from examples.alphabet_sort.base_model import build_model, train
+    from examples.alphabet_sort.base_model import rows_of
     from examples.alphabet_sort.tokenizer import build_tokenizer
+    from examples.tiny_model import build_model, learn
 
     print(f"training the base model of {name}", flush=True)
     torch.manual_seed(0)
     tokenizer = build_tokenizer()
     model = build_model(tokenizer)
     task = SortLists(**TASKS[name]["task"])
-    train(
-        model, tokenizer, task, steps=600, right_steps=450, batch_size=32, lr=2e-3, shuffled=0.7, seed=0
-    )  # fmt: skip
+    rows = rows_of(tokenizer, task, right_steps=450, batch_size=32, shuffled=0.7, seed=0)
+    learn(model, rows, steps=600, lr=2e-3)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
