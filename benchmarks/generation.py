@@ -25,7 +25,7 @@ import cloudpickle
 from benchmarks.paired import forth_and_back, ratio, report
 from titan_rl import Completion, Reward, Rollouter, RolloutStatus, Rubric, SamplingParams, TokenObservation, TokenStep
 from titan_rl.actors.actor_replica import ActorReplica
-from titan_rl.actors.generator import GeneratorActor, GeneratorSettings
+from titan_rl.actors.generator_actor import GeneratorActor, GeneratorSettings
 from titan_rl.actors.processes.garbage import settle_heap
 from titan_rl.actors.processes.process import enter_actor_process
 from titan_rl.actors.processes.remote_process import RemoteProcess, call

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from monarch.actor import this_proc
 
 from titan_rl.actors.actor_replica import ActorReplica
-from titan_rl.actors.generator import GeneratorActor, GeneratorSettings
+from titan_rl.actors.generator_actor import GeneratorActor, GeneratorSettings
 from titan_rl.actors.processes.gpus import share_out, visible_gpus
 from titan_rl.actors.processes.process import ProcessActor, ProcessFiles, stderr_into
 from titan_rl.actors.processes.remote_process import RemoteProcess, call

@@ -17,7 +17,7 @@ from titan_rl.actors.processes.process import ProcessFiles
 from titan_rl.actors.processes.remote_process import RemoteProcess
 from titan_rl.actors.processes.respawns import RespawnLimit
 from titan_rl.actors.rollout_worker import RolloutWorkerActor, RolloutWorkerSettings
-from titan_rl.actors.trainer import ActorTrainer, TrainerActor, TrainerSettings
+from titan_rl.actors.trainer_actor import ActorTrainer, TrainerActor, TrainerSettings
 from titan_rl.actors.worker_pool import WorkerPool
 from titan_rl.config.concurrency import Concurrency
 from titan_rl.config.run import RunConfig

@@ -9,14 +9,14 @@ from titan_rl.calls.imports import find_function
 from titan_rl.rollout.renderer.chat_template import ChatTemplateRenderer
 from titan_rl.rollout.renderer.types import Renderer
 
-RendererFactory = Callable[[Any], Renderer]
+RendererFn = Callable[[Any], Renderer]
 """Makes a renderer of a Hugging Face tokenizer. A class is one, too."""
 
-BY_NAME: dict[str, RendererFactory] = {"chat_template": ChatTemplateRenderer}
+BY_NAME: dict[str, RendererFn] = {"chat_template": ChatTemplateRenderer}
 """The library's own that `model.renderer` names."""
 
 
-def find_renderer(name: str) -> RendererFactory:
+def find_renderer(name: str) -> RendererFn:
     """What makes the renderer that `model.renderer` names.
 
     Raises:
