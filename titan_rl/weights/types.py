@@ -76,7 +76,8 @@ class Manifest:
 
 @runtime_checkable
 class StateDictTransport(Protocol):
-    """Versioned publish and pull. The only thing generation and training share."""
+    """Versioned publish and pull. The only thing generation and training share. What holds of every transport is in
+    `titan_rl.testing.transport_contract`, as tests."""
 
     def publish(
         self,
@@ -112,5 +113,5 @@ class StateDictTransport(Protocol):
         ...
 
     def close(self) -> None:
-        """Give everything back."""
+        """Give back all that this end has published or holds. It publishes nothing more; closing again does nothing."""
         ...
