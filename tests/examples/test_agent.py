@@ -94,9 +94,11 @@ async def test_the_agent_finds_the_answer_with_its_tools(
 PROGRAM = [("task.command", '["{python}", "-m", "examples.agent.agent", "{seed}", "{question}"]')]
 
 
-@pytest.mark.parametrize("overrides", [[], PROGRAM], ids=["one process for all", "a program for each"])
+@pytest.mark.parametrize(
+    ("overrides", "group_size"), [([], 2), (PROGRAM, 1)], ids=["one process for all", "a program for each"]
+)
 async def test_its_rollouts_are_trained_in_one_piece(
-    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[tuple[str, str]]
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[tuple[str, str]], group_size: int
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(BASE.parents[2]))
     config = load_config(BASE.parent / "cpu.toml", overrides)
@@ -104,10 +106,10 @@ async def test_its_rollouts_are_trained_in_one_piece(
     engines = Engines(1, vocab_size=len(tokenizer), script=script(tokenizer, right_answer))
     async with engines.router() as router, open_rollouter(config, tmp_path, print) as rollouter:
         group = await rollouter.run_group(
-            router.generate, sample, group_id="train-0", group_size=2, sampling=SamplingParams(max_tokens=32)
+            router.generate, sample, group_id="train-0", group_size=group_size, sampling=SamplingParams(max_tokens=32)
         )
     for rollout in group.rollouts:
         assert (rollout.status, rollout.reward) == (RolloutStatus.COMPLETED, 1.0)
         assert len(rollout.turns) == MOST_LOOK_UPS + 1
         rollout.advantage = 1.0
-    assert len(build_samples(group)) == 2
+    assert len(build_samples(group)) == group_size
