@@ -137,6 +137,13 @@ async def test_how_an_agent_can_end(
     assert error in (rollout.error or "")
 
 
+async def test_an_agent_that_fails_where_its_context_is_full_is_truncated(tmp_path: Path) -> None:
+    async with stage(tmp_path) as it:
+        (rollout,) = (await it.group({"question": "b " * CONTEXT}, size=1)).rollouts
+    assert rollout.status is RolloutStatus.TRUNCATED_PROMPT
+    assert "400" in (rollout.error or "")
+
+
 async def test_generation_that_fails_is_no_fault_of_the_agent(tmp_path: Path) -> None:
     async def fails(*args: Any, **kwargs: Any) -> Any:
         raise OSError("no engine")

@@ -45,6 +45,9 @@ class AgentRollout:
             ending.cancel()
             episode.end(RolloutStatus.ABORTED)
             episode.fill_in(rollout)
+            if rollout.status is RolloutStatus.ERROR_ENV and episode.num_prompt_tokens >= policy.max_context:
+                # What fails because there is no room is the policy's doing, which has filled it.
+                rollout.status = RolloutStatus.TRUNCATED_PROMPT
 
     async def close(self) -> None:
         pass

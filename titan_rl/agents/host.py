@@ -55,7 +55,9 @@ class AgentHost:
 @asynccontextmanager
 async def hosting(settings: AgentSettings, run: RunContext) -> AsyncGenerator[AgentHost]:
     """A server for the length of the block, and at its end no agent is left."""
-    store = EpisodeStore(run.renderer, EpisodeLimits(time_s=math.inf, episodes=_ENOUGH))
+    # Programs end with their episodes, and ask nothing later: what they said need not be kept for long.
+    limits = EpisodeLimits(time_s=math.inf, episodes=_ENOUGH, keep_s=5.0 if settings.command else 60.0)
+    store = EpisodeStore(run.renderer, limits)
     waiting = WaitingSamples()
     tokenizer = await in_thread(load_tokenizer, run.model)  # not the renderer's, which may be at work in another thread
     key = os.environ.get(KEY_VARIABLE) or secrets.token_urlsafe(32)

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import re
 import secrets
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from titan_rl.calls.user_code import Failure
-from titan_rl.errors import BusyError, EpisodeEndedError, RequestError
+from titan_rl.errors import BusyError, EpisodeEndedError
 from titan_rl.rollout.copies import completion_of
 from titan_rl.rollout.renderer.types import Renderer, Tools
 from titan_rl.rollout.types import Message, Rollout, RolloutStatus, Turn
 from titan_rl.serving.conversations.caller import Show, Talk
 from titan_rl.serving.conversations.tree import ConversationTree, Prompt, TurnNode
 from titan_rl.serving.episodes.limits import EpisodeLimits
+from titan_rl.serving.episodes.rewards import Answer, EpisodeRewards
 from titan_rl.serving.episodes.sampling import EpisodeSampling
 from titan_rl.serving.policy.served_policy import Ask
 from titan_rl.serving.policy.stream import StreamFn
@@ -28,12 +27,6 @@ KEY_PREFIX = "episode-"
 """By which the key of an episode is told from a server's, also when the episode is not known any more."""
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._~-]{0,127}")
-
-
-@dataclass(slots=True)
-class _Record:
-    sampling: SamplingParams
-    rewards: dict[str, float] = field(default_factory=dict[str, float])
 
 
 class Episode:
@@ -66,6 +59,7 @@ class Episode:
     Attributes:
         key: the secret by which its requests are known. It is not in any message or `repr`.
         name: no other episode's, nor a client's.
+        num_prompt_tokens: of what was asked for last, answered or not.
         status: None while it goes on.
         error: what ended it, where that was an error.
 
@@ -92,6 +86,7 @@ class Episode:
         self.session_id = session_id or episode_id
         self.stream = stream
         self.tree = ConversationTree(renderer)
+        self.num_prompt_tokens = 0
         self.status: RolloutStatus | None = None
         self.error: str | None = None
         self._failure: Failure | None = None
@@ -100,18 +95,17 @@ class Episode:
         self._on_end = on_end
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[None] = self._loop.create_future()
-        self._records: list[_Record] = []  # by the turn's index
-        self._by_answer: dict[tuple[str, int], _Record] = {}
-        self._rewards: dict[str, float] = {}
+        self._sampled: list[SamplingParams] = []  # by the turn's index
+        self._rewards = EpisodeRewards()
         self._in_flight: set[asyncio.Timeout] = set()
         self._timer = self._loop.call_later(self._limits.time_s, self._own_time_is_up)
 
     def __repr__(self) -> str:
-        return f"Episode({self.id!r}, {self.status or 'open'}, {len(self._records)} turns)"
+        return f"Episode({self.id!r}, {self.status or 'open'}, {len(self._sampled)} turns)"
 
     @property
     def num_turns(self) -> int:
-        return len(self._records)
+        return len(self._sampled)
 
     @property
     def num_in_flight(self) -> int:
@@ -139,7 +133,7 @@ class Episode:
             BusyError: as many requests are in flight as its limit allows.
         """
         self._require_open()
-        if len(self._records) >= self._limits.turns:
+        if len(self._sampled) >= self._limits.turns:
             self.end(RolloutStatus.TRUNCATED_TURNS, f"it has had its {self._limits.turns} turns")
         elif self.tree.num_bytes >= self._limits.memory_bytes:
             self.end(RolloutStatus.TRUNCATED_LENGTH, "its conversations take up the memory that one episode may have")
@@ -168,7 +162,7 @@ class Episode:
         completion: Completion,
         message: Message,
         sampling: SamplingParams,
-        answer: tuple[str, int] | None = None,
+        answer: Answer | None = None,
     ) -> TurnNode:
         """A turn. Its completion is copied, and the rollout's.
 
@@ -184,14 +178,10 @@ class Episode:
             ValueError: a logprob is not finite.
         """
         self._require_open()
-        answer = answer or (completion.request_id, 0)
-        if answer in self._by_answer:
-            raise RequestError(f"answer {answer[0]!r} has a choice {answer[1]}; each has an id of its own")
-        turn = self.tree.add(prompt, completion_of(completion), message)
-        record = _Record(sampling)
-        self._records.append(record)
-        self._by_answer[answer] = record
-        return turn
+        own = completion_of(completion)
+        self._rewards.add_turn(answer or (completion.request_id, 0))
+        self._sampled.append(sampling)
+        return self.tree.add(prompt, own, message)
 
     def reward(self, rewards: Mapping[str, float], answer_id: str | None = None, index: int = 0) -> None:
         """Rewards by name, of the whole or of a turn. The last report of a name is the one that counts.
@@ -206,13 +196,7 @@ class Episode:
             ValueError: a reward is no finite number.
         """
         self._require_open()
-        for name, value in rewards.items():
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-                raise ValueError(f"reward {name!r} is {value!r}; it must be a finite number")
-        if answer_id is not None and (answer_id, index) not in self._by_answer:
-            raise LookupError(f"the episode has no choice {index} of an answer {answer_id!r}")
-        of = self._rewards if answer_id is None else self._by_answer[answer_id, index].rewards
-        of.update({str(name): float(value) for name, value in rewards.items()})
+        self._rewards.report(rewards, answer_id, index)
 
     def end(self, status: RolloutStatus = RolloutStatus.COMPLETED, error: str | Failure | None = None) -> bool:
         """The episode is over. Returns whether it was not before: the first end counts."""
@@ -232,7 +216,7 @@ class Episode:
 
     def time_is_up(self, error: str) -> bool:
         """As `end`. What was sampled so far is judged as truncated; where there is nothing it is an error."""
-        return self.end(RolloutStatus.TRUNCATED_TIME if self._records else RolloutStatus.ERROR_TIMEOUT, error)
+        return self.end(RolloutStatus.TRUNCATED_TIME if self._sampled else RolloutStatus.ERROR_TIMEOUT, error)
 
     async def wait(self) -> None:
         """Return when the episode is over."""
@@ -247,21 +231,17 @@ class Episode:
         An agent that completed and never asked the policy is an ERROR_ENV: it says nothing of the policy.
         """
         assert self.status is not None, "the episode goes on"
-        branches = self.tree.branches()
-        rollout.turns = [self._turn(turn) for branch in branches for turn in branch]
+        branches, rewards = self.tree.branches(), self._rewards.by_turn()
+        rollout.turns = [
+            Turn(turn.prompt_token_ids, turn.completion, rewards[turn.index], sampling=self._sampled[turn.index])
+            for branch in branches
+            for turn in branch
+        ]
         rollout.messages = self.tree.transcript()
         rollout.status, rollout.error, rollout.failure = self.status, self.error, self._failure
         rollout.metrics["branches"] = float(len(branches))
         if not rollout.turns and self.status is RolloutStatus.COMPLETED:
             rollout.status, rollout.error = RolloutStatus.ERROR_ENV, "the agent ended and had never asked the policy"
-
-    def _turn(self, turn: TurnNode) -> Turn:
-        record = self._records[turn.index]
-        rewards = dict(record.rewards)
-        if turn.index == len(self._records) - 1:
-            for name, value in self._rewards.items():
-                rewards[name] = rewards.get(name, 0.0) + value
-        return Turn(turn.prompt_token_ids, turn.completion, rewards, sampling=record.sampling)
 
     def _require_open(self) -> None:
         if self.status is not None:
@@ -277,6 +257,7 @@ class Episode:
 class _EpisodeTalk:
     def __init__(self, episode: Episode, prompt: Prompt) -> None:
         self.prompt_token_ids = prompt.token_ids
+        episode.num_prompt_tokens = len(prompt.token_ids)
         self._episode = episode
         self._prompt = prompt
         self._ask: Ask | None = None
