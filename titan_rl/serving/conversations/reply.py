@@ -16,8 +16,8 @@ from titan_rl.serving.policy.text import Text, TextReader, find_stop
 from titan_rl.types import Completion, FinishReason, TokenChunk
 
 _THINK, _THINK_END = "<think>", "</think>"
-_MAY_BEGIN_A_CALL = "<[{(`"
-_MAY_END_A_CALL = frozenset(">]})`")
+_MAY_BEGIN_A_CALL = "<[{"
+_MAY_END_A_CALL = frozenset(">]}")
 
 
 @dataclass(frozen=True, slots=True)

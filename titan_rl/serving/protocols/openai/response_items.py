@@ -134,7 +134,7 @@ class OutputItems:
             return []
         told, self._logprobs = self._logprobs, []
         assert self._part is not None
-        self._part["logprobs"] = [*self._part["logprobs"], *told]
+        self._part["logprobs"] += told
         return told
 
     def _close(self, status: str) -> None:
