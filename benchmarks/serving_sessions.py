@@ -61,7 +61,7 @@ async def serve_scripted(port: int) -> None:
         tokenizer=tokenizer,
         renderer=ChatTemplateRenderer(tokenizer),
         keys=Keys(admin=ADMIN_KEY),
-        limits=ServerLimits(num_conversations=500),  # what is remembered of them is all there in the first round
+        limits=ServerLimits(num_conversations=1024),  # those of one round, so that memory is full in the second
         wait_until_resumed=router.wait_resumed,
         control=router,
     )
