@@ -7,6 +7,7 @@ import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from titan_rl.calls.ctrl_c import is_ctrl_c, passes
@@ -95,10 +96,15 @@ class EnvCalls:
         self._calls.append(call)
         if self._task is None or self._task.done():
             self._task = asyncio.get_running_loop().create_task(self._work())
-            self._task.add_done_callback(lambda _: call.wake())  # where it is cancelled before it begins
+            self._task.add_done_callback(partial(self._ended, call))
         elif self._idle is not None and not self._idle.done():
             self._idle.set_result(None)
         return call, self._task
+
+    def _ended(self, first: _Call, task: asyncio.Task[None]) -> None:
+        first.wake()  # where it is cancelled before it begins
+        if not task.cancelled():
+            task.exception()  # it is its call's failure, and told there
 
     def _leave_behind_unless_over(self, call: _Call, task: asyncio.Task[None]) -> None:
         if not call.is_over:
