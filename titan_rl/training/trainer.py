@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -16,13 +15,12 @@ import torch
 from titan_rl.errors import CheckpointError, TrainingError
 from titan_rl.training.data.sample import TrainingSample
 from titan_rl.training.data.step_plan import StepPlan
+from titan_rl.training.gradient_pass import GradientPass, MinibatchGradient
 from titan_rl.training.objective.token_stats import TokenStats, token_metrics
-from titan_rl.training.optimizer.gradients import average_and_clip
 from titan_rl.training.parallel.world import World
 from titan_rl.training.parts import make_objective, make_optimizers, make_planner, make_policy, make_schedule
 from titan_rl.training.policy.minibatch import Minibatch, packing_metrics
 from titan_rl.training.policy.scoring import draw, score
-from titan_rl.training.policy.tensor_batch import TensorBatch
 from titan_rl.training.protocol import StepResult
 from titan_rl.training.readers import Readers
 from titan_rl.training.settings import CorrectionConfig, ModelConfig, TrainingConfig
@@ -35,9 +33,7 @@ from titan_rl.weights.types import TensorSlice
 class _Update:
     """One optimizer step."""
 
-    loss: float
-    grad_norm: float
-    stats: TokenStats
+    gradient: MinibatchGradient
     waited_s: float  # for those who read the weights
 
 
@@ -71,13 +67,17 @@ class TrainerCore:
     ) -> None:
         torch.manual_seed(seed)
         self._config = model_config
-        self._training = training
-        self._objective = make_objective(training, correction or CorrectionConfig(), model_config.max_context)
         self._world = World.join(data_parallel=training.data_parallel, tensor_parallel=training.tensor_parallel)
         self._policy = make_policy(model_config, training, self._world)
         self._model = self._policy.model
-        self._reference = make_policy(model_config, training, self._world) if training.kl_coef else None
-        self._parameters = list(self._model.parameters())
+        self._gradient_pass = GradientPass(
+            self._policy,
+            make_policy(model_config, training, self._world) if training.kl_coef else None,
+            make_objective(training, correction or CorrectionConfig(), model_config.max_context),
+            self._world,
+            max_grad_norm=training.max_grad_norm,
+            row_tokens=training.row_tokens,
+        )
         self._optimizers = make_optimizers(self._policy, training)
         self._learning_rate = make_schedule(training)
         self._plan = make_planner(training)
@@ -128,13 +128,13 @@ class TrainerCore:
         minibatches = [Minibatch.from_plan(minibatch, device, alone=alone, lay_out=lay_out) for minibatch in plan]
         complaints = (self._policy.complaint(batch) for minibatch in minibatches for batch in minibatch.batches)
         self._world.agree(next((complaint for complaint in complaints if complaint is not None), None))
-        proximal = self._proximal_logprobs(minibatches)
+        proximal = self._gradient_pass.proximal_logprobs(minibatches)
         lr = self._learning_rate(self._version)
         updates = [self._update(minibatch, proximal, lr) for minibatch in minibatches]
-        stats = TokenStats.concatenate([update.stats for update in updates])
+        stats = TokenStats.concatenate([update.gradient.stats for update in updates])
         metrics = {
-            "loss": fmean(update.loss for update in updates),
-            "grad_norm": fmean(update.grad_norm for update in updates),
+            "loss": fmean(update.gradient.loss for update in updates),
+            "grad_norm": fmean(update.gradient.norm for update in updates),
             "lr": lr,
             **packing_metrics(minibatches, self._world),
             "wait_for_copy_s": sum(update.waited_s for update in updates),
@@ -248,55 +248,15 @@ class TrainerCore:
             deque(tensors, maxlen=0)  # to hand the first rank its parts
         self._world.barrier()
 
-    def _proximal_logprobs(self, minibatches: Sequence[Minibatch]) -> dict[int, torch.Tensor]:
-        """Logprobs under the weights at the start of the step, by the id of the micro-batch. Empty where the forward
-        pass of the update gives them: the first minibatch is updated from these very weights."""
-        if len(minibatches) == 1 or self._objective.proximal != "recomputed":
-            return {}
-        with torch.no_grad():
-            return {id(b): self._policy.logprobs(b)[0] for minibatch in minibatches for b in minibatch.batches}
-
     def _update(self, minibatch: Minibatch, proximal: dict[int, torch.Tensor], lr: float) -> _Update:
         """One optimizer step, or an error and none."""
         self._optimizers.zero_grad()
-        by_batch = [self._accumulate_gradients(batch, proximal.get(id(batch))) for batch in minibatch.batches]
-        summed, denominator = self._world.sum(
-            [
-                float(torch.cat([stats.loss_M for stats in by_batch]).sum()) if by_batch else 0.0,
-                sum(float(stats.denominator) for stats in by_batch),
-            ]
-        )
-        if not denominator:
-            raise TrainingError(
-                f"none of {minibatch.num_samples} samples has a token to train on: {minibatch.num_dropped} are longer "
-                f"than training.row_tokens ({self._training.row_tokens}), the others have no finite behaviour logprob"
-            )
-        loss = summed / denominator
-        grad_norm = average_and_clip(self._parameters, denominator, self._training.max_grad_norm)
-        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+        try:
+            gradient = self._gradient_pass.run(minibatch, proximal, version=self._version)
+        except TrainingError:
             self._optimizers.zero_grad()
-            raise TrainingError(
-                f"step {self._version + 1} has loss {loss} and gradient norm {grad_norm}; the weights are unchanged"
-            )
-        waited = self._readers.wait()
+            raise
+        waited_s = self._readers.wait()
         self._is_between_versions = True
         self._optimizers.step(lr)
-        return _Update(loss, grad_norm, TokenStats.concatenate(by_batch), waited)
-
-    def _accumulate_gradients(self, batch: TensorBatch, proximal_N: torch.Tensor | None) -> TokenStats:
-        """Add the gradient of the batch's summed loss. The sum is divided once the whole batch's tokens are known."""
-        reference_N = None
-        if self._reference is not None:
-            with torch.no_grad():
-                reference_N, _ = self._reference.logprobs(batch)
-        logprobs_N, entropies_N = self._policy.logprobs(batch)
-        summed, stats = self._objective(
-            batch,
-            logprobs_N,
-            entropies_N,
-            version=self._version,
-            proximal_logprobs_N=proximal_N,
-            reference_logprobs_N=reference_N,
-        )
-        summed.backward()
-        return stats
+        return _Update(gradient, waited_s)

@@ -1,0 +1,111 @@
+"""The forward and backward passes of a minibatch: what its gradient is, before an optimizer uses it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from titan_rl.errors import TrainingError
+from titan_rl.training.objective.objective import Objective
+from titan_rl.training.objective.token_stats import TokenStats
+from titan_rl.training.optimizer.gradients import average_and_clip
+from titan_rl.training.parallel.world import World
+from titan_rl.training.policy.minibatch import Minibatch
+from titan_rl.training.policy.policy import Policy
+from titan_rl.training.policy.tensor_batch import TensorBatch
+
+
+@dataclass(frozen=True, slots=True)
+class MinibatchGradient:
+    """What the passes over a minibatch gave, besides the gradients in the parameters. Equal on all ranks but `stats`,
+    which is of this rank's tokens."""
+
+    loss: float
+    norm: float  # before clipping
+    stats: TokenStats
+
+
+class GradientPass:
+    """Leaves in the policy's parameters the gradient of a minibatch's loss, the mean over all ranks' tokens.
+
+    Args:
+        reference: for the KL term of the loss; None where there is none.
+        row_tokens: as the packer's, for messages.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        reference: Policy | None,
+        objective: Objective,
+        world: World,
+        *,
+        max_grad_norm: float,
+        row_tokens: int,
+    ) -> None:
+        self._policy = policy
+        self._reference = reference
+        self._objective = objective
+        self._world = world
+        self._parameters = list(policy.model.parameters())
+        self._max_grad_norm = max_grad_norm
+        self._row_tokens = row_tokens
+
+    def proximal_logprobs(self, minibatches: Sequence[Minibatch]) -> dict[int, torch.Tensor]:
+        """Logprobs under the weights at the start of the step, by the id of the micro-batch. Empty where the forward
+        pass of the update gives them: the first minibatch is updated from these very weights."""
+        if len(minibatches) == 1 or self._objective.proximal != "recomputed":
+            return {}
+        with torch.no_grad():
+            return {id(b): self._policy.logprobs(b)[0] for minibatch in minibatches for b in minibatch.batches}
+
+    def run(self, minibatch: Minibatch, proximal: dict[int, torch.Tensor], *, version: int) -> MinibatchGradient:
+        """All of the minibatch's micro-batches, and the sum over ranks.
+
+        Args:
+            proximal: of `proximal_logprobs`.
+            version: of the weights.
+
+        Raises:
+            TrainingError: no token can be trained on, or loss or gradient is not finite; on all ranks alike.
+        """
+        by_batch = [self._accumulate(batch, proximal.get(id(batch)), version) for batch in minibatch.batches]
+        summed, denominator = self._world.sum(
+            [
+                float(torch.cat([stats.loss_M for stats in by_batch]).sum()) if by_batch else 0.0,
+                sum(float(stats.denominator) for stats in by_batch),
+            ]
+        )
+        if not denominator:
+            raise TrainingError(
+                f"none of {minibatch.num_samples} samples has a token to train on: {minibatch.num_dropped} are longer "
+                f"than training.row_tokens ({self._row_tokens}), the others have no finite behaviour logprob"
+            )
+        loss = summed / denominator
+        norm = average_and_clip(self._parameters, denominator, self._max_grad_norm)
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise TrainingError(
+                f"step {version + 1} has loss {loss} and gradient norm {norm}; the weights are unchanged"
+            )
+        return MinibatchGradient(loss, norm, TokenStats.concatenate(by_batch))
+
+    def _accumulate(self, batch: TensorBatch, proximal_N: torch.Tensor | None, version: int) -> TokenStats:
+        """Add the gradient of the batch's summed loss. The sum is divided once the whole batch's tokens are known."""
+        reference_N = None
+        if self._reference is not None:
+            with torch.no_grad():
+                reference_N, _ = self._reference.logprobs(batch)
+        logprobs_N, entropies_N = self._policy.logprobs(batch)
+        summed, stats = self._objective(
+            batch,
+            logprobs_N,
+            entropies_N,
+            version=version,
+            proximal_logprobs_N=proximal_N,
+            reference_logprobs_N=reference_N,
+        )
+        summed.backward()
+        return stats
