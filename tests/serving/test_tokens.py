@@ -323,11 +323,3 @@ async def test_a_cancelled_call_frees_the_server_s_place() -> None:
         engine.release.set()
         await until(lambda: not any(replica.num_requests for replica in stage.router.replicas))
         assert engine.num_steps < 400
-
-
-@pytest.mark.parametrize("said", [{}, {"choices": []}, {"choices": [{"token_ids": [1], "finish_reason": "stop"}]}, []])
-async def test_an_answer_that_is_no_completion_is_the_servers_fault(said: Any) -> None:
-    transport = httpx.MockTransport(lambda request: httpx.Response(200, json=said))
-    async with HttpGenerateFn("http://policy", transport=transport) as ask:
-        with pytest.raises(GenerationError, match="no completion"):
-            await ask([1], request_id="r", sampling=SamplingParams(2))

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import httpx
 
 from titan_rl.errors import GenerationError, RequestError
+from titan_rl.rollout.copies import LARGEST_TOKEN_ID
 from titan_rl.serving import LEAST_LOGPROB
 from titan_rl.types import Completion, FinishReason, SamplingParams, VersionSpan
 
 _REFUSED = frozenset({400, 404, 413, 415, 422})
 """What the request itself is to blame for. A missing key, a full server and a failing one are not."""
+
+_NOT_UNDERSTOOD = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
+"""What reading an answer of any form raises. JSON that nests too deeply is a `RecursionError`."""
+
+_ROUNDING = 1e-3
+"""By which a logprob may come out above 0."""
 
 
 class HttpGenerateFn:
@@ -115,8 +121,8 @@ class HttpGenerateFn:
             said = f"{self._endpoint} answered {response.status_code}: {_message(response)}"
             raise RequestError(said) if response.status_code in _REFUSED else GenerationError(said)
         try:
-            return self._completion(request_id, response.json())
-        except (KeyError, IndexError, TypeError, ValueError) as error:
+            return self._completion(request_id, response.json(), sampling.max_tokens)
+        except _NOT_UNDERSTOOD as error:
             raise GenerationError(f"{self._endpoint} answered with what is no completion: {error!r}") from error
 
     async def _post(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> httpx.Response:
@@ -131,16 +137,13 @@ class HttpGenerateFn:
             await asyncio.sleep(min(2.0, 0.05 * 2**attempt))
         raise AssertionError("the last attempt returns or raises")
 
-    def _completion(self, request_id: str, answer: Any) -> Completion:
+    def _completion(self, request_id: str, answer: Any, max_tokens: int) -> Completion:
         (choice,) = answer["choices"]
-        token_ids = [int(token_id) for token_id in choice["token_ids"]]
-        logprobs = [float(entry["logprob"]) for entry in choice["logprobs"]["content"]]
-        if not all(LEAST_LOGPROB < logprob < math.inf for logprob in logprobs):  # which stands for minus infinity
-            raise ValueError("a logprob is not finite")
-        spans = tuple(
-            VersionSpan(self._version_of(span["version"]), span["end"] - span["start"])
-            for span in choice.get("weight_versions") or ()
-        )
+        token_ids = [_token_id(token_id) for token_id in choice["token_ids"]]
+        if len(token_ids) > max_tokens:
+            raise ValueError(f"it has {len(token_ids)} tokens; max_tokens is {max_tokens}")
+        logprobs = [_logprob(entry["logprob"]) for entry in choice["logprobs"]["content"]]
+        spans = self._spans(choice.get("weight_versions") or ())
         if not spans and token_ids:
             spans = (VersionSpan(self._version, len(token_ids)),)
         cached = ((answer.get("usage") or {}).get("prompt_tokens_details") or {}).get("cached_tokens")
@@ -149,9 +152,38 @@ class HttpGenerateFn:
             request_id, token_ids, logprobs, FinishReason(choice["finish_reason"]), spans, metrics=metrics
         )
 
+    def _spans(self, told: Sequence[Mapping[str, Any]]) -> tuple[VersionSpan, ...]:
+        spans: list[VersionSpan] = []
+        at = 0
+        for span in told:
+            start, end = span["start"], span["end"]
+            if not (_is_int(start) and _is_int(end) and at == start <= end):
+                raise ValueError(f"weight_versions goes on at token {at} with {start!r} to {end!r}")
+            spans.append(VersionSpan(self._version_of(span["version"]), end - start))
+            at = end
+        return tuple(spans)
+
     def _version_of(self, told: Any) -> int:
         """vLLM names weights that were never updated "default"."""
         return int(told) if str(told).isdecimal() else self._version
+
+
+def _is_int(value: Any) -> bool:
+    """JSON's true is an `int` of Python, too."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _token_id(value: Any) -> int:
+    if not (_is_int(value) and 0 <= value <= LARGEST_TOKEN_ID):
+        raise ValueError(f"token_ids has {value!r}; it must be an integer between 0 and {LARGEST_TOKEN_ID}")
+    return value
+
+
+def _logprob(value: Any) -> float:
+    if not ((_is_int(value) or isinstance(value, float)) and LEAST_LOGPROB < value <= _ROUNDING):
+        # The least stands for minus infinity, and not-a-number is in no order with anything.
+        raise ValueError(f"a logprob is {value!r}; it must be a number above {LEAST_LOGPROB:g} and not above 0")
+    return float(value)
 
 
 def _full_for(response: httpx.Response) -> float | None:
@@ -179,5 +211,5 @@ def _wire_sampling(sampling: SamplingParams) -> dict[str, Any]:
 def _message(response: httpx.Response) -> str:
     try:
         return str(response.json()["error"]["message"])
-    except (ValueError, KeyError, TypeError):
+    except _NOT_UNDERSTOOD:
         return response.text[:200]

@@ -1,0 +1,67 @@
+"""What `HttpGenerateFn` takes for an answer, and what it says of others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from titan_rl.errors import GenerationError
+from titan_rl.serving.client import HttpGenerateFn
+from titan_rl.types import Completion, SamplingParams
+
+
+@pytest.mark.parametrize("said", [{}, {"choices": []}, {"choices": [{"token_ids": [1], "finish_reason": "stop"}]}, []])
+async def test_an_answer_that_is_no_completion_is_the_servers_fault(said: Any) -> None:
+    transport = httpx.MockTransport(lambda request: httpx.Response(200, json=said))
+    async with HttpGenerateFn("http://policy", transport=transport) as ask:
+        with pytest.raises(GenerationError, match="no completion"):
+            await ask([1], request_id="r", sampling=SamplingParams(2))
+
+
+def completion(token_ids: str = "[5, 6]", logprobs: str = "[-0.1, 0.0001]", **more: str) -> str:
+    content = ", ".join(f'{{"logprob": {logprob}}}' for logprob in logprobs.strip("[]").split(","))
+    fields = {"token_ids": token_ids, "finish_reason": '"length"', "logprobs": f'{{"content": [{content}]}}', **more}
+    choice = ", ".join(f'"{name}": {value}' for name, value in fields.items())
+    return f'{{"choices": [{{{choice}}}]}}'
+
+
+async def ask_one_that_says(said: str, status: int = 200) -> Completion:
+    transport = httpx.MockTransport(lambda request: httpx.Response(status, text=said))
+    async with HttpGenerateFn("http://policy", transport=transport) as ask:
+        return await ask([1], request_id="r", sampling=SamplingParams(2))
+
+
+async def test_a_logprob_is_above_0_by_rounding_alone() -> None:
+    assert (await ask_one_that_says(completion())).logprobs == [-0.1, 0.0001]
+    with pytest.raises(GenerationError, match=r"a logprob is 1\.0; it must be a number .* not above 0"):
+        await ask_one_that_says(completion(logprobs="[-0.1, 1.0]"))
+
+
+@pytest.mark.parametrize("token_id", ["1.0", "true", '"1"', "null", "-1", str(10**30)])
+async def test_what_is_no_token_id_is_not_made_one(token_id: str) -> None:
+    with pytest.raises(GenerationError, match=r"token_ids has .*; it must be an integer between 0 and 2147483647"):
+        await ask_one_that_says(completion(token_ids=f"[5, {token_id}]"))
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ("[" * 100_000, "RecursionError"),
+        (completion(token_ids="[1, 2, 3]", logprobs="[-1, -1, -1]"), "it has 3 tokens; max_tokens is 2"),
+        (completion(logprobs="[-1, NaN]"), "a logprob is nan"),
+        (completion(logprobs="[-1, true]"), "a logprob is True"),
+        (completion(weight_versions='[{"version": "1", "start": 1, "end": 3}]'), "goes on at token 0 with 1 to 3"),
+        (completion().replace("[{", '[{"a": 1}, {', 1), "too many values"),
+        (completion()[:-1] + ', "usage": [1]}', "AttributeError"),
+    ],
+)
+async def test_an_answer_that_cannot_be_understood_says_why(said: str, why: str) -> None:
+    with pytest.raises(GenerationError, match=f"no completion: .*{why}"):
+        await ask_one_that_says(said)
+
+
+async def test_nor_has_the_message_of_a_failure_to_be_understood() -> None:
+    with pytest.raises(GenerationError, match="answered 500: "):
+        await ask_one_that_says("[" * 100_000, status=500)
