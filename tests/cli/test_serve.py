@@ -89,7 +89,7 @@ def test_of_a_run_it_is_what_was_written_last(run_folder: Path):
 
 
 def test_a_dry_run_prints_the_settings(project: Path, capsys):
-    assert main(["serve", "policy", "--dry-run", "--server.model", "tiny"]) == 0
+    assert main(["serve", "policy", "--dry-run", "--server.model", "tiny", "--server.port", "0"]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("# the model policy\n")
     assert tomllib.loads(printed)["server"]["model"] == "tiny"
@@ -123,19 +123,35 @@ def test_a_folder_of_runs_names_the_newest(run_folder: Path, capsys):
     assert "; runs/latest is a run's" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
-def test_an_address_that_cannot_be_served_on_is_refused_before_anything_starts(
-    project: Path, host: str, capsys, monkeypatch
+@pytest.mark.parametrize("dry_run", [(), ("--dry-run",)])
+@pytest.mark.parametrize(
+    ("host", "keys", "says"),
+    [
+        ("127.0.0.1", {}, "cannot be served on"),  # where something else listens
+        ("0.0.0.0", {}, "there is no key for clients"),
+        ("nowhere.invalid", {"API": "a"}, "host 'nowhere.invalid'"),
+        ("127.0.0.1", {"API": "a", "ADMIN": "a"}, "the admin key is also a client's"),
+        ("127.0.0.1", {"API": "é"}, "other than printable ASCII"),
+        ("127.0.0.1", {"API": ""}, "a key of the server is empty"),
+    ],
+)
+def test_where_and_with_which_keys_nothing_is_served_is_refused_before_anything_starts(
+    project: Path, dry_run: tuple[str, ...], host: str, keys: dict[str, str], says: str, capsys, monkeypatch
 ):
-    pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
+    if not dry_run:
+        pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
     Path("own.py").write_text("def engine(spec): raise AssertionError('started')\n")
-    monkeypatch.delenv("TITAN_RL_API_KEY", raising=False)
+    for name in ("API", "ADMIN"):
+        monkeypatch.delenv(f"TITAN_RL_{name}_KEY", raising=False)
+    for name, key in keys.items():
+        monkeypatch.setenv(f"TITAN_RL_{name}_KEY", key)
     with socket.create_server(("127.0.0.1", 0)) as busy:
         port = busy.getsockname()[1]
         options = ["--server.host", host, "--server.port", str(port), "--generation.engine", "own:engine"]
-        assert main(["serve", "policy", *options]) == 2
-    says = {"127.0.0.1": f"port {port} cannot be served on", "0.0.0.0": "there is no key for clients"}
-    assert says[host] in capsys.readouterr().err
+        assert main(["serve", "policy", *dry_run, *options]) == 2
+    printed = capsys.readouterr()
+    assert says in printed.err
+    assert not printed.out
 
 
 def test_help_lists_the_settings_of_a_server(capsys):

@@ -75,7 +75,9 @@ async def test_without_an_admin_key_there_are_no_admin_calls() -> None:
         assert stage.router.paused is None
 
 
-@pytest.mark.parametrize("keys", [{"api": [""]}, {"api": ["a b"]}, {"api": ["ä"]}, {"api": ["a"], "admin": "a"}])
+@pytest.mark.parametrize(
+    "keys", [{"api": [""]}, {"api": ["a b"]}, {"api": ["ä"]}, {"api": ["\udce9"]}, {"api": ["a"], "admin": "a"}]
+)
 def test_keys_that_protect_nothing_are_refused(keys: Any) -> None:
     with pytest.raises(ConfigError, match="key"):
         Keys(**keys)

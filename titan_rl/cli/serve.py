@@ -8,6 +8,7 @@ from titan_rl.cli.options import Parser
 from titan_rl.config.serve import ServeConfig, dump_serve_config, load_serve_config
 from titan_rl.run.observability.standard_streams import say
 from titan_rl.run.served_policy import find_policy
+from titan_rl.run.server_keys import take_keys
 
 
 def set_up(parser: Parser) -> None:
@@ -27,6 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
     source = find_policy(arguments.policy)
     config = load_serve_config(source.toml, arguments.overrides, policy=source.folder)
     if arguments.dry_run:
+        take_keys(config.server)
         say(f"# {source.name}\n\n{dump_serve_config(config)}")
         return 0
     # Not before the settings are known to be right: what starts processes also imports what they need.

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import importlib.util
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Generator
@@ -32,16 +31,15 @@ from titan_rl.run.machine.log_file import log_to
 from titan_rl.run.machine.stop_signals import StopSignals
 from titan_rl.run.observability.standard_streams import OutputError, say, tell
 from titan_rl.run.served_policy import PolicySource, export
+from titan_rl.run.server_keys import API_KEY, take_keys
 from titan_rl.run.stopping import run_until_signal
 from titan_rl.serving.app import make_app
 from titan_rl.serving.http.keys import Keys
 from titan_rl.serving.http.limits import ServerLimits
-from titan_rl.serving.server import check_address, serve
+from titan_rl.serving.server import serve
 
 MAX_RUNNING = 64
 """Requests that one engine advances at a time, if its KV cache holds so many and no setting says otherwise."""
-
-API_KEY, ADMIN_KEY = "TITAN_RL_API_KEY", "TITAN_RL_ADMIN_KEY"
 
 STOPPING = "stopping: requests under way end with a 503; once more ends it at once"
 ENDED = "ended at once"
@@ -68,8 +66,7 @@ def run_server(config: ServeConfig, source: PolicySource) -> int:
     for module in (*modules, *find_engine(config.generation.engine).modules):
         if importlib.util.find_spec(module) is None:
             raise MissingExtraError(module, "cpu")
-    keys = take_keys()
-    check_address(config.server.host, config.server.port, keys)
+    keys = take_keys(config.server)
     with (
         file_modes(share=False),
         _files() as files,
@@ -81,16 +78,6 @@ def run_server(config: ServeConfig, source: PolicySource) -> int:
         return run_to_its_end(
             run_until_signal(_serve(config, source, keys, files), signals, lambda: f"its logs are in {files.logs}")
         )
-
-
-def take_keys() -> Keys:
-    """Those that the environment names, where no other process will find them.
-
-    Raises:
-        ConfigError: they are not usable as keys.
-    """
-    api, admin = os.environ.pop(API_KEY, None), os.environ.pop(ADMIN_KEY, None)
-    return Keys(() if api is None else [api], admin)
 
 
 @contextlib.contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import socket
 from collections.abc import AsyncGenerator, Generator
 from contextlib import asynccontextmanager, contextmanager
@@ -11,10 +10,9 @@ from functools import partial
 
 import uvicorn
 
-from titan_rl.errors import ConfigError
 from titan_rl.serving.app import PolicyApp
+from titan_rl.serving.http.address import listener_of
 from titan_rl.serving.http.connection import Connection
-from titan_rl.serving.http.keys import Keys
 
 GRACE_S = 5
 """How long a connection may take to end when the server does."""
@@ -38,8 +36,7 @@ async def serve(app: PolicyApp, *, host: str = "127.0.0.1", port: int = 0) -> As
     Raises:
         ConfigError: the address is not loopback and there are no keys, or it cannot be bound.
     """
-    _check_keys(host, app.keys)
-    listener = _listener(host, port)
+    listener = listener_of(host, port, app.keys)
     bound = listener.getsockname()[1]
     config = uvicorn.Config(
         app,
@@ -72,20 +69,6 @@ async def serve(app: PolicyApp, *, host: str = "127.0.0.1", port: int = 0) -> As
             listener.close()
 
 
-def check_address(host: str, port: int, keys: Keys) -> None:
-    """Raises what `serve` would raise for this address, before there is anything to serve."""
-    _check_keys(host, keys)
-    _listener(host, port).close()
-
-
-def _check_keys(host: str, keys: Keys) -> None:
-    if not (_is_loopback(host) or keys.required):
-        raise ConfigError(
-            f"host is {host!r}, which others can reach, and there is no key for clients; give it one: Keys(api=[...]), "
-            "or TITAN_RL_API_KEY in the environment of titan-rl serve"
-        )
-
-
 class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -99,26 +82,3 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Generator[None]:
         """Signals are the run's, not the server's."""
         yield
-
-
-def _listener(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio turns Nagle's algorithm off for sockets that say they are TCP, and else every answer waits 40 ms.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen(2048)
-    except (OSError, OverflowError) as error:
-        listener.close()
-        raise ConfigError(f"host {host!r} and port {port} cannot be served on: {error}") from error
-    return listener
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -25,11 +25,12 @@ class Keys:
     def __init__(self, api: Iterable[str] = (), admin: str | None = None) -> None:
         if isinstance(api, str):
             raise ConfigError("the keys of clients are one string; give a list of keys")
+        api = tuple(api)
+        for key in api if admin is None else (*api, admin):
+            if not key or not all("!" <= character <= "~" for character in key):
+                raise ConfigError("a key of the server is empty or has other than printable ASCII characters")
         self._api = tuple(key.encode() for key in api)
         self._admin = None if admin is None else admin.encode()
-        for key in (*self._api, *(() if self._admin is None else (self._admin,))):
-            if not key or not key.isascii() or any(byte <= 32 or byte == 127 for byte in key):
-                raise ConfigError("a key of the server is empty or has other than printable ASCII characters")
         if self._admin in self._api:
             raise ConfigError("the admin key is also a client's; it must be one of its own")
 
