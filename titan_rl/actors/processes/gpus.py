@@ -58,8 +58,13 @@ def share_out(generation: GenerationConfig, gpus: Sequence[str]) -> tuple[tuple[
     )
 
 
+_DRIVERS = ("/dev/nvidiactl", "/dev/nvmap", "/dev/kfd", "/dev/dxg")  # of NVIDIA, its Tegra, AMD, and within WSL
+
+
 def visible_gpus() -> tuple[str, ...]:
     """Those that this process may use, found without taking hold of one."""
+    if not any(os.path.exists(driver) for driver in _DRIVERS):
+        return ()  # torch would say so, too, and takes seconds to import
     import torch
 
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
