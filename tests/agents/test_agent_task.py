@@ -113,7 +113,8 @@ async def test_an_agent_that_crashes_is_one_rollout_with_a_status(tmp_path: Path
         fine = await it.group()
     for rollout in group.rollouts:
         assert rollout.status is RolloutStatus.ERROR_ENV
-        assert rollout.error == "the agent ended with exit code 1; its output ends: out of luck"
+        output = tmp_path / "agents" / f"train-1.{rollout.sibling}" / "output.txt"
+        assert rollout.error == f"the agent ended with exit code 1; its output ends: out of luck ({output})"
         assert len(rollout.turns) == 3
     assert all(rollout.status is RolloutStatus.COMPLETED for rollout in fine.rollouts)
     assert sorted(path.name for path in (tmp_path / "agents").iterdir()) == ["train-1.0", "train-1.1"]

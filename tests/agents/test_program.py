@@ -81,15 +81,17 @@ async def test_a_program_has_a_folder_and_the_way_to_its_episode(tmp_path: Path)
 @pytest.mark.parametrize(
     ("script", "error"),
     [
-        ("echo out; echo oh no >&2; exit 3", "exit code 3; its output ends: out\noh no"),
+        ("echo out; echo oh no >&2; exit 3", "exit code 3; its output ends: out\noh no ({output})"),
         ("kill -KILL $$", "exit code -9; it printed nothing"),
-        ("echo gone; rm -rf $PWD; exit 3", "exit code 3; its output ends: gone"),
+        ("echo gone; rm -rf $PWD; exit 3", "exit code 3; its output ends: gone ({output})"),
     ],
 )
 async def test_a_crash_is_a_rollout_with_a_status(tmp_path: Path, script: str, error: str) -> None:
     episode = episode_of()
-    await play(episode, make_folder(tmp_path, "own"), script)
-    assert (episode.status, episode.error) == (RolloutStatus.ERROR_ENV, f"the agent ended with {error}")
+    folder = make_folder(tmp_path, "own")
+    await play(episode, folder, script)
+    error = f"the agent ended with {error.format(output=folder / 'output.txt')}"
+    assert (episode.status, episode.error) == (RolloutStatus.ERROR_ENV, error)
 
 
 async def test_a_program_that_is_not_there_is_too(tmp_path: Path) -> None:
@@ -151,7 +153,7 @@ async def test_output_is_kept_within_bounds_and_told_by_its_end(tmp_path: Path) 
     assert "bytes are left out" in kept
     assert kept.endswith("100000\nlast\n")
     assert len(kept) < 1000 + 5000
-    assert (episode.error or "").endswith("100000\nlast")
+    assert (episode.error or "").endswith(f"100000\nlast ({tmp_path / 'output.txt'})")
 
 
 async def test_output_that_fits_is_kept_as_it_is(tmp_path: Path) -> None:

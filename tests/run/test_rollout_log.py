@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from titan_rl import Rollout, RolloutGroup, RolloutStatus
 from titan_rl.calls.user_code import Failure
 from titan_rl.run.observability.rollout_log import FIRST_OF_A_KIND, RolloutLog
@@ -47,8 +49,24 @@ def test_an_error_is_told_when_it_first_happens_and_counted_at_the_end():
     log.close()
     assert told[2:] == [
         "3 rollouts ended in error_env: ValueError: row 0 (env.py:1 in reset), and others of 1 kinds; "
-        "logs/controller.log has the tracebacks"
+        "logs/controller.log has each in full"
     ]
+
+
+def test_of_a_long_error_the_end_is_shown_once_and_the_log_has_it_whole(caplog: pytest.LogCaptureFixture):
+    told: list[str] = []
+    log = RolloutLog(lambda record: None, 0, told.append)
+    frames = [f"  File agent.py, line {number}, ^^^^" for number in range(200)]
+    last = "ValueError: no such city (runs/r/agents/g.0/output.txt)"
+    error = "\n".join(["it ended with exit code 1: Traceback", *frames, last])
+    rollout = Rollout("g/0", "g", 0, None, RolloutStatus.ERROR_ENV, error=error)
+    log.ended(rollout)
+    log.close()
+    assert told[0].startswith("rollout g/0 ended in error_env: it ended with exit code 1: Traceback\n")
+    assert told[0].endswith(f"line 199, ^^^^\n{last}")
+    assert len(told[0]) < 1000
+    assert told[1].startswith(f"1 rollouts ended in error_env: it ended with exit code 1: Traceback ... {last}; ")
+    assert error in caplog.text
 
 
 def test_an_answer_that_cannot_be_parsed_is_no_error_of_the_environment():

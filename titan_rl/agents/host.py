@@ -74,7 +74,9 @@ async def hosting(settings: AgentSettings, run: RunContext) -> AsyncGenerator[Ag
         open_episode=None if settings.command else waiting.take,
     )
     async with agent_processes() as processes, serve(app, host=settings.host, port=settings.port) as url:
-        program = AgentProgram(processes, output_bytes=settings.output_bytes, end_s=settings.end_s)
+        program = AgentProgram(
+            processes, output_bytes=settings.output_bytes, end_s=settings.end_s, is_kept=settings.keep != "none"
+        )
         if settings.command:
             run.tell(f"agents ask the policy at {url}")
             yield AgentHost(settings, url, run.folder / "agents", Path.cwd(), store, program, waiting)

@@ -57,10 +57,14 @@ class AgentProgram:
     Args:
         processes: of this process.
         output_bytes: most that is kept of what it prints, in `output.txt` of its folder.
+        is_kept: whether an error names that file.
     """
 
-    def __init__(self, processes: AgentProcesses, *, output_bytes: int = 1 << 20, end_s: float = 5.0) -> None:
+    def __init__(
+        self, processes: AgentProcesses, *, output_bytes: int = 1 << 20, end_s: float = 5.0, is_kept: bool = True
+    ) -> None:
         self._processes = processes
+        self._is_kept = is_kept
         self._output_bytes = output_bytes
         self._end_s = end_s
 
@@ -83,7 +87,8 @@ class AgentProgram:
         if process.returncode == 0:
             episode.end()
         else:
-            episode.end(RolloutStatus.ERROR_ENV, _told(process.returncode, output.tail))
+            file = f" ({folder / OUTPUT})" if self._is_kept else ""
+            episode.end(RolloutStatus.ERROR_ENV, _told(process.returncode, output.tail, file))
 
     async def _wait(self, process: subprocess.Popen[bytes], mark: str, episode: Episode) -> None:
         async with _end_of(process) as program:
@@ -169,6 +174,6 @@ def _host(base_url: str) -> str:
     return re.sub(r"^\w+://|:\d+$|[\[\]]", "", base_url.rstrip("/"))
 
 
-def _told(exit_code: int | None, tail: str) -> str:
-    said = f"its output ends: {tail[-_TOLD:]}" if tail else "it printed nothing"
+def _told(exit_code: int | None, tail: str, file: str) -> str:
+    said = f"its output ends: {tail[-_TOLD:]}{file}" if tail else "it printed nothing"
     return f"the agent ended with exit code {exit_code}; {said}"

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from titan_rl.rollout.types import Rollout, RolloutGroup
 
-_SHOWN = 400  # characters of an error's text in a message
+_FIRST, _LAST = 100, 500  # characters of an error's text in a message; what went wrong often stands at its end
 
 
 def error_kind(rollout: Rollout) -> str:
@@ -17,9 +17,25 @@ def error_kind(rollout: Rollout) -> str:
 
 def error_text(rollout: Rollout) -> str:
     """The status, and what is known of the error: `error_env: KeyError: 'answer' (env.py:17 in step)`."""
-    text = str(rollout.error) if rollout.failure is None else str(rollout.failure)
-    shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]} ..."
+    text = _whole(rollout)
+    shown = text if len(text) <= _FIRST + _LAST else f"{text[:_FIRST]} ... {text[-_LAST:]}"
     return f"{rollout.status}: {shown}"
+
+
+def error_in_full(rollout: Rollout) -> str:
+    """As `error_text`, of any length, and with the traceback."""
+    trace = f"\n{rollout.failure.traceback}" if rollout.failure is not None else ""
+    return f"{rollout.status}: {_whole(rollout)}{trace}"
+
+
+def _whole(rollout: Rollout) -> str:
+    return str(rollout.error) if rollout.failure is None else str(rollout.failure)
+
+
+def _in_a_line(text: str) -> str:
+    """The first line and the last."""
+    lines = text.splitlines()
+    return text if len(lines) < 2 else f"{lines[0]} ... {lines[-1]}"
 
 
 class ErrorCounts:
@@ -43,7 +59,7 @@ class ErrorCounts:
             if rollout.status.is_fault:
                 kind = error_kind(rollout)
                 self._counts[kind] += 1
-                self._texts.setdefault(kind, error_text(rollout))
+                self._texts.setdefault(kind, _in_a_line(error_text(rollout)))
 
     def add_group(self, group: RolloutGroup) -> None:
         """All rollouts of a group. A reward that failed has hit each of them."""
@@ -59,7 +75,7 @@ class ErrorCounts:
         return self._counts.total()
 
     def most_common(self) -> list[tuple[str, int]]:
-        """Each kind's first text and how many rollouts it hit, the most frequent first."""
+        """The text of each kind's first, in a line, and how many rollouts it hit, the most frequent first."""
         return [(self._texts[kind], count) for kind, count in self._counts.most_common()]
 
     def describe(self) -> str:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from titan_rl.rollout.group.failures import ErrorCounts, error_kind, error_text
+from titan_rl.rollout.group.failures import ErrorCounts, error_in_full, error_kind, error_text
 from titan_rl.rollout.group.transcript import transcript
 from titan_rl.rollout.types import Rollout, RolloutGroup
 from titan_rl.run.observability.best_effort import BestEffort, Tell
@@ -20,9 +20,9 @@ FIRST_OF_A_KIND = 16  # transcripts a step of rollouts that share an error, or t
 class RolloutLog:
     """Lines of `rollouts.jsonl`, and the errors of rollouts by kind.
 
-    Each error is shown when it first hits a rollout, with its line in the user's code; its traceback goes to the log.
-    At the end it is told how many rollouts each has hit. An answer that cannot be parsed is the policy's own, and
-    counts as no error here.
+    Each error is shown when it first hits a rollout, with its line in the user's code; the log has it in full, with its
+    traceback. At the end it is told how many rollouts each has hit. An answer that cannot be parsed is the policy's
+    own, and counts as no error here.
 
     Args:
         write: appends a record to the file. What it raises is told of, and ends nothing.
@@ -49,8 +49,7 @@ class RolloutLog:
         kind = error_kind(rollout)
         if kind not in self._told:
             self._told.add(kind)
-            trace = f"\n{rollout.failure.traceback}" if rollout.failure is not None else ""
-            logger.error("rollout %s ended in %s%s", rollout.rollout_id, error_text(rollout), trace)
+            logger.error("rollout %s ended in %s", rollout.rollout_id, error_in_full(rollout))
             self._tell(f"rollout {rollout.rollout_id} ended in {error_text(rollout)}")
 
     def lost(self, group: RolloutGroup) -> None:
@@ -93,7 +92,7 @@ class RolloutLog:
             text, count = self._errors.most_common()[0]
             others = len(self._errors.most_common()) - 1
             more = f", and others of {others} kinds" if others else ""
-            self._tell(f"{count} rollouts ended in {text}{more}; logs/controller.log has the tracebacks")
+            self._tell(f"{count} rollouts ended in {text}{more}; logs/controller.log has each in full")
         for kind, count in self._lost.most_common():
             logger.warning("%d groups were dropped with %s", count, self._lost_texts[kind])
         if self._lost:
