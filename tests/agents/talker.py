@@ -35,4 +35,6 @@ with open("answers.json", "w") as file:
     json.dump(ANSWERS, file)
 if sample.get("crash"):
     sys.exit("out of luck")
+if os.path.basename(os.getcwd()) in sample.get("silent", ()):
+    sys.exit(0)
 post(f"{os.environ['TITAN_RL_EPISODE_URL']}/reward", {"rewards": {"reward": sample.get("worth", 0.5)}})

@@ -17,6 +17,8 @@ from serving.talk import BASE, chat_template_renderer
 from titan_rl.agents import AgentTask
 from titan_rl.generation.router import GeneratorRouter
 from titan_rl.rollout.group.rollouter import Rollouter
+from titan_rl.rollout.rewards.reward import Reward
+from titan_rl.rollout.rewards.rubric import Rubric
 from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.rollout.task import RunContext
 from titan_rl.rollout.types import RolloutGroup, RolloutStatus
@@ -46,9 +48,11 @@ class Stage:
 
 
 @asynccontextmanager
-async def stage(folder: Path, limits: dict[str, Any] | None = None, **settings: Any) -> AsyncIterator[Stage]:
+async def stage(
+    folder: Path, limits: dict[str, Any] | None = None, kind: type[AgentTask] = AgentTask, **settings: Any
+) -> AsyncIterator[Stage]:
     settings = {"command": ("{python}", "-I", TALKER, "{question}"), "keep": "all", **settings}
-    task = AgentTask(**settings)
+    task = kind(**settings)
     told: list[str] = []
     run = RunContext(str(BASE), chat_template_renderer(), CONTEXT, folder, told.append)
     async with Engines(2, vocab_size=400, mean_tokens=6).router() as router, task.open(run):
@@ -118,6 +122,30 @@ async def test_an_agent_that_crashes_is_one_rollout_with_a_status(tmp_path: Path
         assert len(rollout.turns) == 3
     assert all(rollout.status is RolloutStatus.COMPLETED for rollout in fine.rollouts)
     assert sorted(path.name for path in (tmp_path / "agents").iterdir()) == ["train-1.0", "train-1.1"]
+
+
+async def test_an_agent_that_reports_no_reward_leaves_its_siblings_alone(tmp_path: Path) -> None:
+    async with stage(tmp_path, keep="failed") as it:
+        group = await it.group({**SAMPLE, "silent": ["train-1.0"]})
+    silent, told = group.rollouts
+    assert group.failure is None
+    assert (silent.status, silent.reward, len(silent.turns)) == (RolloutStatus.ERROR_ENV, None, 3)
+    assert silent.error is not None
+    assert "reported no 'reward', only []; have it POST" in silent.error
+    assert '{"rewards": {"reward": 1.0}} to $TITAN_RL_EPISODE_URL/reward' in silent.error
+    assert (told.status, told.reward) == (RolloutStatus.COMPLETED, 0.5)
+    assert [path.name for path in (tmp_path / "agents").iterdir()] == ["train-1.0"]
+
+
+class JudgedAgent(AgentTask):
+    def rubric(self) -> Rubric:
+        return Rubric([Reward(lambda rollout: float(len(rollout.turns)), name="talk")])
+
+
+async def test_where_transcripts_are_judged_an_agent_need_not_report(tmp_path: Path) -> None:
+    async with stage(tmp_path, kind=JudgedAgent) as it:
+        (rollout,) = (await it.group({**SAMPLE, "silent": ["train-1.0"]}, size=1)).rollouts
+    assert (rollout.status, rollout.error, rollout.reward) == (RolloutStatus.COMPLETED, None, 3.0)
 
 
 @pytest.mark.parametrize(

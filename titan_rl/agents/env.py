@@ -7,7 +7,8 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
+from pathlib import Path
 from typing import Any
 
 from titan_rl.agents.host import AgentHost
@@ -36,18 +37,20 @@ class AgentRollout:
     async def play(self, policy: RolloutPolicy, rollout: Rollout) -> None:
         episode = self._open(policy)
         ending = asyncio.create_task(_end_in_time(policy, episode))
+        folder: Path | None = None
         try:
             if self._host.settings.command:
-                await self._run_program(episode)
+                folder = await in_thread(make_folder, self._host.folder, episode.id)
+                await self._run_program(episode, folder)
             else:
                 await self._wait_for_harness(policy, episode)
         finally:
             ending.cancel()
+            is_failed = episode.status is None or episode.status.is_error
             episode.end(RolloutStatus.ABORTED)
-            episode.fill_in(rollout)
-            if rollout.status is RolloutStatus.ERROR_ENV and episode.num_prompt_tokens >= policy.max_context:
-                # What fails because there is no room is the policy's doing, which has filled it.
-                rollout.status = RolloutStatus.TRUNCATED_PROMPT
+            _fill_in(rollout, episode, policy)
+            if folder is not None:
+                await self._keep_or_remove(folder, is_failed or rollout.status.is_error)
 
     async def close(self) -> None:
         pass
@@ -66,26 +69,25 @@ class AgentRollout:
         own = _stream_of(policy, episode)
         return episode
 
-    async def _run_program(self, episode: Episode) -> None:
+    async def _run_program(self, episode: Episode, folder: Path) -> None:
         host, settings = self._host, self._host.settings
-        folder = await in_thread(make_folder, host.folder, episode.id)
-        try:
-            sample = plain_json(self._sample)
-            (folder / _SAMPLE).write_text(json.dumps(sample), encoding="utf-8")
-            fields: dict[str, Any] = dict(sample) if isinstance(sample, Mapping) else {}
-            fields |= {"python": sys.executable, "cwd": str(host.started_in), "sample": str(folder / _SAMPLE)}
-            command = [filled_in(part, fields) for part in settings.command]
-            environment = {
-                **os.environ,
-                "TITAN_RL_SAMPLE": str(folder / _SAMPLE),
-                **agent_environment(host.url, episode),
-                **{name: filled_in(value, fields) for name, value in settings.environment.items()},
-            }
-            await host.program.run(episode, command, environment, folder)
-        finally:
-            is_failed = episode.status is None or episode.status.is_error
-            if settings.keep == "none" or (settings.keep == "failed" and not is_failed):
-                await in_thread(shutil.rmtree, folder, ignore_errors=True)
+        sample = plain_json(self._sample)
+        (folder / _SAMPLE).write_text(json.dumps(sample), encoding="utf-8")
+        fields: dict[str, Any] = dict(sample) if isinstance(sample, Mapping) else {}
+        fields |= {"python": sys.executable, "cwd": str(host.started_in), "sample": str(folder / _SAMPLE)}
+        command = [filled_in(part, fields) for part in settings.command]
+        environment = {
+            **os.environ,
+            "TITAN_RL_SAMPLE": str(folder / _SAMPLE),
+            **agent_environment(host.url, episode),
+            **{name: filled_in(value, fields) for name, value in settings.environment.items()},
+        }
+        await host.program.run(episode, command, environment, folder)
+
+    async def _keep_or_remove(self, folder: Path, is_failed: bool) -> None:
+        keep = self._host.settings.keep
+        if keep == "none" or (keep == "failed" and not is_failed):
+            await in_thread(shutil.rmtree, folder, ignore_errors=True)
 
     async def _wait_for_harness(self, policy: RolloutPolicy, episode: Episode) -> None:
         limit_s = self._host.settings.harness_wait_s
@@ -97,6 +99,26 @@ class AgentRollout:
             except TimeoutError:
                 episode.end(RolloutStatus.ERROR_ENV, f"no harness has come for it within {limit_s:g} s")
         await episode.wait()
+
+
+def _fill_in(rollout: Rollout, episode: Episode, policy: RolloutPolicy) -> None:
+    episode.fill_in(rollout)
+    reported = {name for turn in rollout.turns for name in turn.rewards}
+    missing = [name for name in policy.env_rewards if name not in reported]
+    if rollout.status is RolloutStatus.COMPLETED and missing:
+        rollout.status, rollout.error = RolloutStatus.ERROR_ENV, _unrewarded(missing, reported)
+    if rollout.status is RolloutStatus.ERROR_ENV and episode.num_prompt_tokens >= policy.max_context:
+        # What fails because there is no room is the policy's doing, which has filled it.
+        rollout.status = RolloutStatus.TRUNCATED_PROMPT
+
+
+def _unrewarded(missing: Sequence[str], reported: Set[str]) -> str:
+    said = f"of what the rubric expects it reported no {', '.join(map(repr, missing))}, only {sorted(reported)}"
+    body = json.dumps({"rewards": dict.fromkeys(missing, 1.0)})
+    return (
+        f"the agent ended, and {said}; have it POST {body} to $TITAN_RL_EPISODE_URL/reward (a harness elsewhere: "
+        "<base_url>/reward) before it ends"
+    )
 
 
 def _stream_of(policy: RolloutPolicy, episode: Episode) -> StreamFn:

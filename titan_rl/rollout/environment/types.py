@@ -123,6 +123,7 @@ class RolloutPolicy:
         max_turns: most completions.
         time_is_up: set when the rollout's own time is used up.
         waiting: the time of its blocks is not the rollout's own.
+        env_rewards: names of the rewards that the rubric expects of a completed rollout's turns.
     """
 
     rollout_id: str
@@ -132,6 +133,7 @@ class RolloutPolicy:
     max_turns: int
     time_is_up: asyncio.Event
     waiting: Callable[[], AbstractContextManager[object]]
+    env_rewards: Sequence[str] = ()
 
 
 @runtime_checkable

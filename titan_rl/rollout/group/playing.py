@@ -27,6 +27,7 @@ async def play(
     *,
     max_context: int,
     max_turns: int,
+    env_rewards: Sequence[str],
     generate_timeout_s: float,
     grace_s: float,
     when_late: Callable[[], RolloutEnded],
@@ -54,7 +55,9 @@ async def play(
         return completion
 
     time_is_up = asyncio.Event()
-    policy = RolloutPolicy(rollout.rollout_id, ask, sampling, max_context, max_turns, time_is_up, waiting=watch.pause)
+    policy = RolloutPolicy(
+        rollout.rollout_id, ask, sampling, max_context, max_turns, time_is_up, watch.pause, env_rewards
+    )
     try:
         async with (
             _telling_when_over(watch, time_is_up, grace_s=grace_s),

@@ -168,6 +168,7 @@ class Rollouter:
                     watch,
                     max_context=self.max_context,
                     max_turns=self.limits.max_turns,
+                    env_rewards=self.rubric.env_rewards,
                     generate_timeout_s=self.limits.generate_timeout_s,
                     grace_s=self.limits.env_timeout_s,
                     when_late=partial(self._time_is_up, rollout),

@@ -113,10 +113,15 @@ class GroupReward(FunctionReward[GroupRewardFn]):
         return await self._call(rollouts, about(rollouts), self.timeout_s or timeout_s)
 
 
-def env_reward(name: str, weight: float = 1.0) -> Reward:
+class EnvReward(Reward):
+    """What `env_reward` makes: its `name` is one that the environment gives."""
+
+
+def env_reward(name: str, weight: float = 1.0) -> EnvReward:
     """The reward that the environment itself gives under `name`, summed over the turns.
 
-    A completed rollout whose environment never gave it is a `RewardError` that lists the names it did give.
+    A completed rollout whose environment never gave it is a `RewardError` that lists the names it did give. An
+    environment that finds in `RolloutPolicy.env_rewards` that it lacks one may say so by its status instead.
     """
 
     def value(rollout: Rollout) -> float:
@@ -126,4 +131,4 @@ def env_reward(name: str, weight: float = 1.0) -> Reward:
             raise LookupError(f"the environment gave no reward {name!r}, only {names}")
         return sum(rewards.get(name, 0.0) for rewards in given)
 
-    return Reward(value, weight, name)
+    return EnvReward(value, weight, name)

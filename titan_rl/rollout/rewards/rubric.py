@@ -20,7 +20,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from titan_rl.errors import RewardError
-from titan_rl.rollout.rewards.reward import FunctionReward, WeightedReward
+from titan_rl.rollout.rewards.reward import EnvReward, FunctionReward, WeightedReward
 from titan_rl.rollout.rewards.reward_calls import FailurePolicy, UserFunction, about, checked, copy_of, together
 from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus
 
@@ -74,6 +74,11 @@ class Rubric:
         self.truncated_reward = truncated_reward
         self.error_reward = error_reward
         self.timeout_s = timeout_s
+
+    @property
+    def env_rewards(self) -> tuple[str, ...]:
+        """Names of the rewards that a completed rollout must have from its environment."""
+        return tuple(reward.name for reward in self.rewards if isinstance(reward, EnvReward))
 
     async def begin(self, rollout: Rollout) -> dict[str, float]:
         """Judge one rollout ahead of its siblings, as far as that can be. The rollout stays as it is.
