@@ -30,6 +30,8 @@ async def play_all(http: httpx.AsyncClient, openai: AsyncOpenAI) -> None:
     while True:
         try:
             opened = await http.post("/episodes", json={"wait_s": WAIT_S})
+            if opened.status_code == 503:
+                return
             if opened.is_success:
                 await play(http, openai, opened.json())
         except httpx.TransportError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ from serving.served import CONTEXT, Engines
 from serving.talk import BASE, chat_template_renderer
 
 from titan_rl.agents import AgentTask
+from titan_rl.agents.waiting import WaitingSamples
 from titan_rl.generation.router import GeneratorRouter
 from titan_rl.rollout.group.rollouter import Rollouter
 from titan_rl.rollout.rewards.reward import Reward
@@ -204,6 +206,32 @@ async def test_a_harness_elsewhere_takes_the_samples_that_wait(tmp_path: Path) -
             group = await running
     assert [rollout.reward for rollout in group.rollouts] == [1.0, 1.0]
     assert not addresses(tmp_path)
+
+
+async def test_a_harness_that_waits_when_the_run_ends_is_told_so(tmp_path: Path, monkeypatch) -> None:
+    asked, take = asyncio.Event(), WaitingSamples.take
+
+    async def noted(waiting: WaitingSamples, wait_s: float) -> Any:
+        asked.set()
+        return await take(waiting, wait_s)
+
+    monkeypatch.setattr(WaitingSamples, "take", noted)
+    async with httpx.AsyncClient(timeout=60) as client:
+        async with stage(tmp_path, command=()):
+            server = json.loads(addresses(tmp_path)[0].read_text())
+            headers = {"authorization": f"Bearer {server['key']}"}
+            url = f"{server['url']}/episodes"
+            waiting = asyncio.create_task(client.post(url, json={"wait_s": 60}, headers=headers))
+            await asyncio.wait_for(asked.wait(), 60)
+        answer = await waiting
+    assert (answer.status_code, answer.json()["error"]["message"]) == (503, "the run is over")
+
+
+async def test_harnesses_elsewhere_are_told_the_machines_name(tmp_path: Path) -> None:
+    async with stage(tmp_path, command=(), host="0.0.0.0") as it:
+        server = json.loads(addresses(tmp_path)[0].read_text())
+        assert server["url"].startswith(f"http://{socket.gethostname()}:")
+        assert it.told[0].startswith(f"harnesses open episodes at {server['url']}/episodes")
 
 
 async def test_a_sample_that_no_harness_takes_is_given_up(tmp_path: Path) -> None:

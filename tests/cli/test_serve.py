@@ -102,6 +102,7 @@ def test_a_dry_run_prints_the_settings(project: Path, capsys):
     ("argv", "says"),
     [
         (["nowhere"], "nowhere: there is no such folder; name a run's folder"),
+        (["configs/nowhere.toml"], "configs/nowhere.toml: there is no such file; name a run's folder"),
         (["runs"], "runs is neither a run's folder, which has a config.toml, nor a model's, which has a config.json"),
         (["echo_task.py"], "echo_task.py is a file; name a run's folder, a model's folder or a TOML file"),
         (["policy", "--server.port", "99999"], "command line: server.port = 99999 must be less than 65536"),

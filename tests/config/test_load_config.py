@@ -255,6 +255,7 @@ def test_missing_tables_are_named(project: Path):
         ("no_such_module:Echo", "there is no module no_such_module"),
         ("echo_task.sub:Echo", "there is no module echo_task"),
         ("echo_task:Eco", "echo_task has no Eco; tasks in echo_task: Echo"),
+        ("importing_task:Eco", "importing_task has no Eco; tasks in importing_task: none"),
         ("echo_task:Literal", "Literal is no subclass of titan_rl.settings.Section"),
         ("echo_task:Half", "Half is no task: it lacks make_env, train_sample, validation_samples; tasks in echo_task"),
         ("broken_task:Echo", "importing broken_task failed: ZeroDivisionError"),
@@ -265,6 +266,7 @@ def test_missing_tables_are_named(project: Path):
 )
 def test_a_wrong_task_type_says_what_there_is(project: Path, name: str, message: str):
     Path("broken_task.py").write_text("1 / 0\n")
+    Path("importing_task.py").write_text("from echo_task import Echo\n")
     Path("leaving_task.py").write_text("raise SystemExit(3)\n")
     Path("fussy_task.py").write_text("def __getattr__(name): raise RuntimeError('no')\n")
     Path("needy_task.py").write_text("import absent_dependency\n")

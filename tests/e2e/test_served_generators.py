@@ -49,8 +49,8 @@ def server(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     assert process.stdout is not None
     try:
         told = [process.stdout.readline() for _ in range(2)]
-        assert told[1].startswith("base URL: http://127.0.0.1:"), (told, process.communicate(timeout=20))
-        yield process, told[1].removeprefix("base URL: ").strip()
+        assert "OPENAI_BASE_URL=http://127.0.0.1:" in told[1], (told, process.communicate(timeout=20))
+        yield process, told[1].split("=")[1].removesuffix(" OPENAI_API_KEY")
     finally:
         process.kill()
         process.communicate()

@@ -207,6 +207,13 @@ async def test_metrics_count_what_happened() -> None:
     assert "titan_rl_time_to_first_token_seconds_count 1.0" in told
 
 
+async def test_an_unknown_path_is_told_with_those_there_are() -> None:
+    async with served() as stage, client_of(stage.app) as client:
+        answer = await client.post("/v1/v1/chat/completions", json={})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "unknown_path")
+    assert "/v1/chat/completions, " in answer.json()["error"]["message"]
+
+
 def test_serving_needs_no_torch() -> None:
     code = (
         "import sys\n"

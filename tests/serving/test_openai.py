@@ -80,6 +80,11 @@ def test_the_sync_client_too() -> None:
             with pytest.raises(openai.BadRequestError) as caught:
                 client.chat.completions.create(model="policy", messages=[user("hi")], frequency_penalty=1)
             assert caught.value.param == "frequency_penalty"
+            assert "frequency_penalty: not supported; it may be 0" in caught.value.message
+            with pytest.raises(openai.BadRequestError, match=r"response_format\.type: not supported; it may be 'text'"):
+                client.chat.completions.create(
+                    model="policy", messages=[user("hi")], response_format={"type": "json_object"}
+                )
             text = client.completions.create(model="policy", prompt="<|im_start|>assistant\n", max_tokens=3)
             assert len(text.choices[0].text) == 3
 
@@ -236,7 +241,9 @@ async def test_what_changes_nothing_may_be_there() -> None:
 
 async def test_a_server_without_a_renderer_says_so() -> None:
     async with served() as stage, client_of(stage.app) as client:
-        assert (await chat(client, "hi")).status_code == 400
+        refused = await chat(client, "hi")
+        assert refused.status_code == 400
+        assert "a chat_template.jinja in its folder, or the server the setting model.renderer" in refused.text
         assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 400
 
 

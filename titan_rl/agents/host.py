@@ -25,7 +25,7 @@ from titan_rl.serving.episodes.limits import EpisodeLimits
 from titan_rl.serving.episodes.store import EpisodeStore
 from titan_rl.serving.http.keys import Keys
 from titan_rl.serving.http.limits import ServerLimits
-from titan_rl.serving.server import serve
+from titan_rl.serving.server import seen_from_elsewhere, serve
 from titan_rl.types import Completion
 
 KEY_VARIABLE = "TITAN_RL_HARNESS_KEY"
@@ -78,17 +78,18 @@ async def hosting(settings: AgentSettings, run: RunContext) -> AsyncGenerator[Ag
             processes, output_bytes=settings.output_bytes, end_s=settings.end_s, is_kept=settings.keep != "none"
         )
         if settings.command:
-            run.tell(f"agents ask the policy at {url}")
+            run.tell(f"agents ask the policy at {seen_from_elsewhere(url)}")
             yield AgentHost(settings, url, run.folder / "agents", Path.cwd(), store, program, waiting)
             return
         address = run.folder / f"agents-{os.getpid()}.json"
         address.touch(0o600)
-        address.write_text(json.dumps({"url": url, "key": key}), encoding="utf-8")
-        run.tell(f"harnesses open episodes at {url}/episodes, with the key in {address}")
+        address.write_text(json.dumps({"url": seen_from_elsewhere(url), "key": key}), encoding="utf-8")
+        run.tell(f"harnesses open episodes at {seen_from_elsewhere(url)}/episodes, with the key in {address}")
         try:
             yield AgentHost(settings, url, run.folder / "agents", Path.cwd(), store, program, waiting)
         finally:
             address.unlink(missing_ok=True)
+            await waiting.close()
 
 
 async def _nobody(request: EngineRequest, on_chunk: OnChunk) -> Completion:

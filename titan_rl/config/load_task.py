@@ -61,12 +61,17 @@ def _find_class(name: object) -> type[Section]:
         problem = f"{module_name} has no {class_name}"
     else:
         problem = f"{class_name} is no subclass of titan_rl.settings.Section"
-    tasks = [key for key, value in vars(module).items() if _is_task(value)]
+    tasks = [key for key, value in vars(module).items() if _is_task(value) and _is_of(value, module_name)]
     raise ConfigError(f"{problem}; tasks in {module_name}: {', '.join(tasks) or 'none'}")
 
 
 def _is_task(found: object) -> bool:
     return isinstance(found, type) and issubclass(found, Section) and not _missing_members(found)
+
+
+def _is_of(found: object, module_name: str) -> bool:
+    """Whether a class is defined there, or below a package of that name, and not merely imported."""
+    return f"{found.__module__}.".startswith(f"{module_name}.")
 
 
 def _missing_members(found: type) -> list[str]:

@@ -36,7 +36,7 @@ from titan_rl.run.stopping import run_until_signal
 from titan_rl.serving.app import make_app
 from titan_rl.serving.http.keys import Keys
 from titan_rl.serving.http.limits import ServerLimits
-from titan_rl.serving.server import serve
+from titan_rl.serving.server import seen_from_elsewhere, serve
 
 MAX_RUNNING = 64
 """Requests that one engine advances at a time, if its KV cache holds so many and no setting says otherwise."""
@@ -128,7 +128,8 @@ async def _serve(config: ServeConfig, source: PolicySource, keys: Keys, files: S
             tasks.create_task(processes.watch(router), name="watch")
             async with serve(app, host=server.host, port=server.port) as url:
                 with contextlib.suppress(OSError, OutputError):
-                    say(greeting(source.name, url, server.model, chat=renderer is not None, keyed=keys.required))
+                    shown = seen_from_elsewhere(url)
+                    say(greeting(source.name, shown, server.model, chat=renderer is not None, keyed=keys.required))
                 await asyncio.Event().wait()  # for the end, by a signal or because no generator is left
 
 
@@ -144,12 +145,15 @@ def _renderer(config: ServeConfig) -> Renderer | None:
 
 
 def greeting(name: str, url: str, model: str, *, chat: bool, keyed: bool) -> str:
-    """What is served where, and a command to try it with."""
+    """What is served where, what clients of OpenAI and Anthropic need, and a command to try it with."""
     path = "chat/completions" if chat else "completions"
     asked = {"messages": [{"role": "user", "content": "Hello"}]} if chat else {"prompt": "Hello"}
     key = f' -H "authorization: Bearer ${API_KEY}"' if keyed else ""
+    own = f'"${API_KEY}"' if keyed else "none"
     body = json.dumps({"model": model, **asked, "max_tokens": 32})
     return (
-        f"serving {name}\nbase URL: {url}/v1\n"
+        f"serving {name}\n"
+        f"    export OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={own}\n"
+        f"    export ANTHROPIC_BASE_URL={url} ANTHROPIC_API_KEY={own}\n"
         f"    curl {url}/v1/{path}{key} -H 'content-type: application/json' -d '{body}'\n"
     )

@@ -47,8 +47,9 @@ def find_policy(given: str) -> PolicySource:
     if (path / "config.json").is_file():
         return PolicySource(f"the model {given}", folder=path.resolve())
     if not path.exists():
+        kind = "file" if path.suffix == ".toml" else "folder"
         raise ConfigError(
-            f"{given}: there is no such folder; name a run's folder such as runs/latest, a model's folder, or a TOML "
+            f"{given}: there is no such {kind}; name a run's folder such as runs/latest, a model's folder, or a TOML "
             "file. From the Hugging Face hub: hf download ORGANIZATION/NAME --local-dir FOLDER"
         )
     raise ConfigError(

@@ -129,7 +129,11 @@ def make_app(
     ]
     paths = sorted(route.path.replace(":path", "") for route in routes)
     dialects = {route.path: ANTHROPIC for route in routes if route.path.startswith("/v1/messages")}
-    router = Router(routes, redirect_slashes=False)
+
+    async def no_such_path(scope: Scope, receive: Receive, send: Send) -> None:
+        raise ApiError(404, f"there is no such path here; there are {', '.join(paths)}", code="unknown_path")
+
+    router = Router(routes, redirect_slashes=False, default=no_such_path)
     admit = Admission(keys, conversations, episodes)
     middleware = RequestMiddleware(router, admit, limits, metrics, {route.path for route in routes}, dialects)
     return PolicyApp(middleware, keys, exchanges)

@@ -69,6 +69,13 @@ async def serve(app: PolicyApp, *, host: str = "127.0.0.1", port: int = 0) -> As
             listener.close()
 
 
+def seen_from_elsewhere(url: str) -> str:
+    """The URL with the machine's host name, where it is of all addresses of the machine: 0.0.0.0 or [::]."""
+    scheme, _, address = url.partition("://")
+    host, _, port = address.rpartition(":")
+    return f"{scheme}://{socket.gethostname()}:{port}" if host in ("0.0.0.0", "[::]") else url
+
+
 class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)

@@ -15,6 +15,11 @@ from titan_rl.serving.conversations.tree import Prompt
 from titan_rl.serving.policy.served_policy import Ask
 from titan_rl.types import Completion, SamplingParams
 
+NO_RENDERER = (
+    "this server has no renderer for messages: its model needs a chat_template.jinja in its folder, or the server "
+    "the setting model.renderer"
+)
+
 Show = Callable[[Sequence[int]], str]
 """The text of tokens, for people."""
 
@@ -93,7 +98,7 @@ class Client:
 
     def talk(self, messages: Sequence[Message], tools: Tools | None, session_id: str | None) -> Talk:
         if self._conversations is None:
-            raise RequestError("this server has no renderer for messages")
+            raise RequestError(NO_RENDERER)
         conversation = self._conversations.of(self.name, session_id, messages, tools)
         return _RememberedTalk(self._conversations, conversation, conversation.tree.prompt(messages, tools))
 

@@ -56,6 +56,7 @@ Open = Callable[[float], Awaitable[Opened]]
 
 Raises:
     BusyError: there is none to be had; later there may be.
+    ApiError: 503, there will be none any more.
 """
 
 
@@ -98,13 +99,13 @@ def episode_routes(open_episode: Open) -> list[Route]:
             _episode_of(request).reward(body.rewards, body.completion_id, body.index)
         except LookupError as error:
             raise ApiError(404, str(error.args[0]), param="completion_id", code="unknown_completion") from None
-        return Response(status_code=204)
+        return JSONResponse({})
 
     async def end(request: Request) -> Response:
         body, episode = await read(request, EndBody), _episode_of(request)
         if not episode.end(RolloutStatus(body.status), body.error):
             raise ApiError(410, f"the episode is over: {episode.status}", code="episode_ended")
-        return Response(status_code=204)
+        return JSONResponse({})
 
     return [
         Route(EPISODES, begin, methods=["POST"]),

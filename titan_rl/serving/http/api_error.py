@@ -13,6 +13,9 @@ from titan_rl.errors import ActorDiedError, BusyError, EpisodeEndedError, Genera
 
 logger = logging.getLogger(__name__)
 
+UNSUPPORTED_VALUE = "unsupported_value"
+"""The code of a field that is known, with a value that is not."""
+
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -68,7 +71,7 @@ def api_error_of(error: Exception) -> ApiError:
 
 def bad_body(error: ValidationError) -> ApiError:
     """The first thing that is wrong with a body, and in which field."""
-    details = error.errors(include_url=False, include_context=False, include_input=False)
+    details = error.errors(include_url=False, include_input=False)
     first = next((one for one in details if one["type"] == "extra_forbidden"), details[0])
     param = ""
     for step in first["loc"]:
@@ -77,5 +80,10 @@ def bad_body(error: ValidationError) -> ApiError:
         param += f"[{step}]" if isinstance(step, int) else f".{step}" if param else step
     if first["type"] == "extra_forbidden":
         return ApiError(400, f"{param} is not supported here; leave it out", param=param, code="unsupported_parameter")
+    if first["type"] == "literal_error":
+        expected = first.get("ctx", {})["expected"]
+        message = f"{param}: not supported; it may be {expected}"
+        return ApiError(400, message, param=param, code=UNSUPPORTED_VALUE)
     where = f"{param}: " if param else ""
-    return ApiError(400, f"{where}{first['msg']}", param=param or None)
+    code = UNSUPPORTED_VALUE if first["type"] == UNSUPPORTED_VALUE else None
+    return ApiError(400, f"{where}{first['msg']}", param=param or None, code=code)

@@ -5,18 +5,32 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, cast
 
-from pydantic import Field
+from pydantic import AfterValidator, Field, WithJsonSchema
+from pydantic_core import PydanticCustomError
 from starlette.requests import Request
 
 from titan_rl.serving import LEAST_LOGPROB
+from titan_rl.serving.conversations.caller import NO_RENDERER
 from titan_rl.serving.conversations.turn import Turns
-from titan_rl.serving.http.api_error import ApiError
+from titan_rl.serving.http.api_error import UNSUPPORTED_VALUE, ApiError
 from titan_rl.serving.http.body import Body, Many
 from titan_rl.serving.policy.text import Text
 from titan_rl.types import Completion
 
-Zero = Annotated[float, Field(ge=0, le=0)] | None
-One = Annotated[float, Field(ge=1, le=1)] | None
+
+def _only(value: int) -> Any:
+    """Of a number that changes nothing if it is this one, and is not supported otherwise."""
+
+    def check(given: float) -> float:
+        if given != value:
+            raise PydanticCustomError(UNSUPPORTED_VALUE, "not supported; it may be {value}", {"value": value})
+        return given
+
+    return AfterValidator(check), WithJsonSchema({"type": "number", "minimum": value, "maximum": value})
+
+
+Zero = Annotated[float, *_only(0)] | None
+One = Annotated[float, *_only(1)] | None
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Temperature = Annotated[float, Field(ge=0, le=1e6)]
@@ -127,7 +141,7 @@ def turns_of(turns: Turns | None) -> Turns:
         ApiError: 400, there is no renderer.
     """
     if turns is None:
-        raise ApiError(400, "this server has no renderer for messages; ask /inference/v1/generate")
+        raise ApiError(400, f"{NO_RENDERER}; ask /v1/completions or /inference/v1/generate")
     return turns
 
 
