@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from titan_rl.errors import CheckpointError, DamagedCheckpointError
 from titan_rl.training.export import export_checkpoint
-from titan_rl.training.optimizer.optimizers import NamedParameters, OptimizerSpec
+from titan_rl.training.optimizer.types import NamedParameters, OptimizerSpec
 from titan_rl.training.state import train_state
 from titan_rl.training.trainer import TrainerCore
 

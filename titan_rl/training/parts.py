@@ -16,8 +16,9 @@ from titan_rl.training.losses.kl import ESTIMATES
 from titan_rl.training.losses.registry import find_loss
 from titan_rl.training.objective.corrections import correct
 from titan_rl.training.objective.objective import Objective
-from titan_rl.training.optimizer.optimizers import Optimizers, OptimizerSpec
+from titan_rl.training.optimizer.optimizers import Optimizers
 from titan_rl.training.optimizer.schedule import learning_rate
+from titan_rl.training.optimizer.types import OptimizerSpec
 from titan_rl.training.parallel.world import World
 from titan_rl.training.policy.policy import Policy
 from titan_rl.training.settings import CorrectionConfig, ModelConfig, TrainingConfig

@@ -7,8 +7,7 @@ parameters are DTensors, of which torch's optimizers update each rank's part.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,27 +17,10 @@ from torch.optim import Optimizer
 import titan_rl.training.device  # noqa: F401  before torchtitan
 from titan_rl.errors import ConfigError
 from titan_rl.training.optimizer.registry import find_optimizer
+from titan_rl.training.optimizer.types import NamedParameters, OptimizerSpec
 
 # isort: split
 from torchtitan.components.checkpointer.utils import canonical_fqn
-
-NamedParameters = Sequence[tuple[str, nn.Parameter]]
-"""torchtitan's names, such as "layers.0.attention.wo.weight". torch's optimizers take such pairs as they are."""
-
-
-@dataclass(frozen=True, slots=True)
-class OptimizerSpec:
-    """What is asked of an optimizer: the settings of `[training]` that have these names."""
-
-    lr: float
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-
-
-OptimizerFn = Callable[[NamedParameters, OptimizerSpec], Optimizer | list[Optimizer]]
-"""Every parameter goes to one of the optimizers. The learning rates of their groups stay in the proportion that they
-have to `spec.lr`, and follow its schedule."""
 
 
 def adamw(parameters: NamedParameters, spec: OptimizerSpec) -> Optimizer:

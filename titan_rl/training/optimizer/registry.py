@@ -5,12 +5,10 @@ Importing this imports no optimizer, nor torch: the library's own are named as a
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from titan_rl.calls.imports import find_function
-
-if TYPE_CHECKING:
-    from titan_rl.training.optimizer.optimizers import OptimizerFn
+from titan_rl.training.optimizer.types import OptimizerFn
 
 BY_NAME = {
     "adamw": "titan_rl.training.optimizer.optimizers:adamw",
