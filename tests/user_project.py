@@ -62,6 +62,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (policy / "config.json").write_text(json.dumps(ARCHITECTURE))
     (policy / "model.safetensors").touch()
     (policy / "tokenizer.json").write_text("{}")
+    (policy / "chat_template.jinja").touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield tmp_path

@@ -6,14 +6,13 @@ import asyncio
 import json
 import os
 import shutil
-import sys
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import Any
 
 from titan_rl.agents.host import AgentHost
 from titan_rl.agents.program import agent_environment, make_folder
-from titan_rl.agents.template import filled_in
+from titan_rl.agents.template import fields_of, filled_in
 from titan_rl.calls.plain import plain_json
 from titan_rl.calls.threads import in_thread
 from titan_rl.calls.user_code import Failure
@@ -24,7 +23,8 @@ from titan_rl.serving.episodes.episode import Episode
 from titan_rl.serving.policy.stream import StreamFn, in_one_piece, unbroken
 from titan_rl.types import Completion, FinishReason, SamplingParams
 
-_SAMPLE = "sample.json"
+SAMPLE = "sample.json"
+"""In the folder of a rollout."""
 
 
 class AgentRollout:
@@ -72,13 +72,12 @@ class AgentRollout:
     async def _run_program(self, episode: Episode, folder: Path) -> None:
         host, settings = self._host, self._host.settings
         sample = plain_json(self._sample)
-        (folder / _SAMPLE).write_text(json.dumps(sample), encoding="utf-8")
-        fields: dict[str, Any] = dict(sample) if isinstance(sample, Mapping) else {}
-        fields |= {"python": sys.executable, "cwd": str(host.started_in), "sample": str(folder / _SAMPLE)}
+        (folder / SAMPLE).write_text(json.dumps(sample), encoding="utf-8")
+        fields = fields_of(sample, file=folder / SAMPLE, started_in=host.started_in)
         command = [filled_in(part, fields) for part in settings.command]
         environment = {
             **os.environ,
-            "TITAN_RL_SAMPLE": str(folder / _SAMPLE),
+            "TITAN_RL_SAMPLE": str(folder / SAMPLE),
             **agent_environment(host.url, episode),
             **{name: filled_in(value, fields) for name, value in settings.environment.items()},
         }

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, field_validator
 
+from titan_rl.agents.command import split_command
 from titan_rl.settings import Section
 
 
@@ -38,6 +39,13 @@ class AgentSettings(Section):
     """What a program has to end when its episode is over."""
     harness_wait_s: PositiveFloat = 600.0
     """How long a sample waits for a harness; no time of its rollout."""
+
+    @field_validator("command", mode="before")
+    @classmethod
+    def _is_list(cls, command: object) -> object:
+        if isinstance(command, str):
+            raise ValueError(f"{command!r} must be a list of words: {split_command(command)}")
+        return tuple(cast("list[object]", command)) if isinstance(command, list) else command
 
     @field_validator("train_file", "validation_file")
     @classmethod

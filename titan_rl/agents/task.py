@@ -7,13 +7,18 @@ import random
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from functools import lru_cache
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 from pydantic import PrivateAttr
 
-from titan_rl.agents.env import AgentRollout
+from titan_rl.agents.command import check_command
+from titan_rl.agents.env import SAMPLE, AgentRollout
 from titan_rl.agents.host import AgentHost, hosting
 from titan_rl.agents.settings import AgentSettings
+from titan_rl.agents.template import fields_of
+from titan_rl.calls.plain import plain_json
+from titan_rl.errors import ConfigError
 from titan_rl.rollout.environment.types import AgentEnv
 from titan_rl.rollout.renderer.types import Renderer
 from titan_rl.rollout.rewards.reward import env_reward
@@ -47,6 +52,18 @@ class AgentTask(AgentSettings):
     def rubric(self) -> Rubric:
         return Rubric([env_reward(name, weight) for name, weight in self.rewards.items()])
 
+    def check_settings(self) -> None:
+        """
+        Raises:
+            ConfigError: a file has no samples, or the command cannot be started for the first of them.
+        """
+        sample = self.train_sample(0, 0)
+        if self.validation_file:
+            self.validation_samples(1)
+        if self.command:
+            fields = fields_of(plain_json(sample), file=Path(SAMPLE), started_in=Path.cwd())
+            check_command(self.command, self.environment, fields)
+
     @asynccontextmanager
     async def open(self, run: RunContext) -> AsyncGenerator[None]:
         """A server for agents, for the length of the block."""
@@ -60,12 +77,25 @@ class AgentTask(AgentSettings):
 @lru_cache(maxsize=8)
 def _rows(path: str, setting: str) -> list[Any]:
     if not path:
-        raise ValueError(f"task.{setting} is not set; name a file of JSON objects, one a line")
-    with open(path, encoding="utf-8") as file:
-        rows = [json.loads(line) for line in file if line.strip()]
+        raise ConfigError(f"task.{setting} is not set; name a file of JSON objects, one a line")
+    try:
+        lines = Path(path).read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"task.{setting} = {path!r} cannot be read: {error}") from error
+    rows = [_row(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1) if line.strip()]
     if not rows:
-        raise ValueError(f"task.{setting} = {path!r} has no lines")
+        raise ConfigError(f"task.{setting} = {path!r} has no lines; write JSON objects, one a line")
     return rows
+
+
+def _row(line: str, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}; write JSON objects, one a line") from None
+    if not isinstance(row, dict):
+        raise ConfigError(f'{where}: {line[:100]!r} is no JSON object, such as {{"question": "..."}}')
+    return cast("dict[str, Any]", row)
 
 
 @lru_cache(maxsize=4)

@@ -4,10 +4,24 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 _PART = re.compile(r"\{\{|\}\}|\{([A-Za-z_]\w*)\}|[{}]")
+
+
+def fields_of(sample: Any, *, file: Path, started_in: Path) -> dict[str, Any]:
+    """What the texts of a rollout may name.
+
+    Args:
+        sample: as plain JSON.
+        file: that it is in.
+        started_in: the current folder when the run began.
+    """
+    own: dict[str, Any] = dict(sample) if isinstance(sample, Mapping) else {}
+    return {**own, "python": sys.executable, "cwd": str(started_in), "sample": str(file)}
 
 
 def filled_in(text: str, fields: Mapping[str, Any]) -> str:

@@ -16,8 +16,8 @@ from pydantic import ValidationError
 from titan_rl.config.concurrency import describe_concurrency
 from titan_rl.config.explain import Origins, explain
 from titan_rl.config.functions import check_functions
-from titan_rl.config.load_task import load_task, task_type
-from titan_rl.config.model_folder import check_model_folder, check_training_fit, find_model_folder
+from titan_rl.config.load_task import check_task, load_task, task_type
+from titan_rl.config.model_folder import check_chat_template, check_model_folder, check_training_fit, find_model_folder
 from titan_rl.config.run import RunConfig
 from titan_rl.errors import ConfigError
 
@@ -34,7 +34,7 @@ def load_config(path: str | Path, overrides: Sequence[tuple[str, str]] = (), *, 
         path: a TOML file.
         overrides: dotted settings and their values, each replacing what the file says. A value is read as TOML where
             it is TOML, else as a string: `("training.lr", "1e-3")`, `("model.dtype", "bfloat16")`.
-        check_files: look into the model folder too.
+        check_files: look into the model folder and the task's files too.
 
     Raises:
         ConfigError: names each wrong setting, its value, where it came from and what is allowed.
@@ -58,7 +58,9 @@ def load_config(path: str | Path, overrides: Sequence[tuple[str, str]] = (), *, 
         config = config.model_copy(update={"model": model})
     if check_files:
         check_model_folder(config.model, config.generation, beside=path.parent)
+        check_chat_template(config.model)
         check_training_fit(config)
+        check_task(config.task, origins)
     return config
 
 

@@ -9,9 +9,10 @@ from pydantic import ValidationError
 from typing_extensions import get_protocol_members
 
 from titan_rl.calls.imports import find_attribute, import_module
+from titan_rl.calls.user_code import describe
 from titan_rl.config.explain import Origins, explain
 from titan_rl.errors import ConfigError
-from titan_rl.rollout.task import Task
+from titan_rl.rollout.task import CheckedTask, Task
 from titan_rl.settings import Section
 
 
@@ -39,6 +40,22 @@ def load_task(table: Any, origins: Origins) -> Task:
     except ValidationError as error:
         raise ConfigError(explain(error, task_class, origins, prefix="task")) from None
     return cast("Task", task)
+
+
+def check_task(task: Task, origins: Origins) -> None:
+    """Have a task look at its settings, where it is one that does.
+
+    Raises:
+        ConfigError: as the task says, or it failed at that.
+    """
+    if not isinstance(task, CheckedTask):
+        return
+    try:
+        task.check_settings()
+    except ConfigError as error:
+        raise ConfigError(f"{origins.of_all()}: {error}") from error.__cause__
+    except Exception as error:
+        raise ConfigError(f"{origins.of_all()}: the task could not be checked: {describe(error)}") from error
 
 
 def task_type(task: Task) -> str:

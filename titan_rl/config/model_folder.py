@@ -15,6 +15,9 @@ from titan_rl.training.settings import ModelConfig
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 """Any one of them holds a vocabulary."""
 
+TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
+"""Where a chat template may be, beside tokenizer_config.json."""
+
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """What the config of a mixture of experts calls the number of them."""
 
@@ -88,6 +91,25 @@ def _check_vocabulary(folder: Path, architecture: dict[str, Any]) -> None:
         raise ModelError(
             f"{folder} has a tokenizer with token id {max(ids)}, and a model of {architecture['vocab_size']} tokens "
             "(vocab_size in config.json); they belong to different models"
+        )
+
+
+def check_chat_template(model: ModelConfig) -> None:
+    """Check that the renderer has the template that it needs.
+
+    Raises:
+        ModelError: the folder has none.
+    """
+    if model.renderer != "chat_template":
+        return
+    folder = Path(model.path)
+    if any((folder / name).exists() for name in TEMPLATE_FILES):
+        return
+    file = "tokenizer_config.json"
+    if not (folder / file).is_file() or not _read_json(folder, file).get("chat_template"):
+        raise ModelError(
+            f"model.path = {model.path!r} has no chat template, and model.renderer = 'chat_template' needs one; add a "
+            "chat_template.jinja to it, such as that of the model that was tuned for conversations"
         )
 
 

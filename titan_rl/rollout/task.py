@@ -51,6 +51,19 @@ class FilteringTask(Task, Protocol):
         ...
 
 
+@runtime_checkable
+class CheckedTask(Task, Protocol):
+    """A task that can say more of its settings than that each is of its type."""
+
+    def check_settings(self) -> None:
+        """Called once, when the settings of a run are read, by the user's own process.
+
+        Raises:
+            ConfigError: the run could not go well with them.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class RunContext:
     """The run that a task's rollouts are for, as the process that runs them knows it.

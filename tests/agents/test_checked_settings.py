@@ -1,0 +1,83 @@
+"""What of an agent's settings is refused before a run begins."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from user_project import project
+
+from titan_rl.config.load import load_config
+from titan_rl.errors import ConfigError, ModelError
+
+__all__ = ["project"]
+
+CONFIG = """
+model.path = "policy"
+task.type = "titan_rl.agents:AgentTask"
+task.command = ["{python}", "{cwd}/agent.py", "{question}"]
+task.train_file = "train.jsonl"
+training.steps = 5
+"""
+
+
+@pytest.fixture
+def config(project: Path) -> str:
+    Path("train.jsonl").write_text('{"question": "a"}\n\n{"question": "b"}\n')
+    Path("bad.jsonl").write_text('{"question": "a"}\n{"question"\n')
+    Path("words.jsonl").write_text('"a"\n')
+    Path("empty.jsonl").write_text("\n")
+    Path("agent.sh").write_text("#!/bin/sh\n")
+    Path("agent.sh").chmod(0o755)
+    Path("agent.toml").write_text(CONFIG)
+    return "agent.toml"
+
+
+@pytest.mark.parametrize("command", [[], ["sh", "{{}}"], ["{cwd}/agent.sh"], ["{python}"]])
+def test_what_can_be_started_is_taken(config: str, command: list[str]) -> None:
+    assert load_config(config)
+    assert load_config(config, [("task.command", json.dumps(command))])
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "message"),
+    [
+        ("command", 'python "my agent.py" {question}', 'a list of words: ["python", "my agent.py", "{question}"]'),
+        ("command", '["python agent.py {question}"]', 'each word is an item: ["python", "agent.py", "{question}"]'),
+        ("command", '["no-such-program"]', "begins with 'no-such-program', which is no program that can be run"),
+        ("command", '["./agent.sh"]', "start in a folder of their own; write '{cwd}/agent.sh'"),
+        ("command", '[""]', "name a program, or leave the setting out"),
+        ("command", '["sh", "{qestion}"]', "task.command: '{qestion}' names 'qestion'; the sample has question"),
+        ("command", '["{python"]', "task.command: '{python' has a brace that stands alone"),
+        ("environment", '{CITY = "{city}"}', "task.environment.CITY: '{city}' names 'city'; the sample has question"),
+        ("train_file", "", "task.train_file is not set"),
+        ("train_file", "none.jsonl", "there is no file 'none.jsonl'"),
+        ("train_file", "empty.jsonl", "task.train_file = 'empty.jsonl' has no lines"),
+        ("train_file", "bad.jsonl", "bad.jsonl, line 2: Expecting ':' delimiter"),
+        ("train_file", "words.jsonl", "words.jsonl, line 1: '\"a\"' is no JSON object"),
+        ("validation_file", "bad.jsonl", "bad.jsonl, line 2: "),
+    ],
+)
+def test_what_could_not_go_well_is_refused(config: str, setting: str, value: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(config, [(f"task.{setting}", value)])
+    assert message in str(caught.value)
+
+
+def test_a_task_that_fails_at_its_check_is_named_with_the_line(config: str) -> None:
+    Path("own_task.py").write_text(
+        "from titan_rl.agents import AgentTask\n"
+        "class Own(AgentTask):\n"
+        "    def train_sample(self, seed, index): return {}['city']\n"
+    )
+    with pytest.raises(ConfigError, match=r"could not be checked: KeyError: 'city' \(own_task.py:3 in train_sample\)"):
+        load_config(config, [("task.type", "own_task:Own")])
+
+
+def test_a_model_without_a_chat_template_needs_another_renderer(config: str) -> None:
+    Path("policy/chat_template.jinja").unlink()
+    with pytest.raises(ModelError, match=r"no chat template.*add a chat_template\.jinja"):
+        load_config(config)
+    Path("policy/tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
+    assert load_config(config)
