@@ -14,7 +14,6 @@ from typing import Any
 
 import httpx
 import pytest
-
 from runs import process_writing_to
 
 pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
