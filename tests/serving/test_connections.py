@@ -85,6 +85,34 @@ async def test_a_head_that_does_not_end_is_not_kept() -> None:
                 await asyncio.sleep(0)
 
 
+LONG = b"a" * 5000
+CHUNKED = with_head(b"").replace(b"content-length: 0", b"transfer-encoding: chunked")
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"GET /health HTTP/1.1\r\nhost: policy\r\nx: " + LONG + b"\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nhost: policy\r\n" + b"x: y\r\n" * 1000 + b"\r\n",
+        b"GET /health HTTP/1.1\r\nhost: policy\r\n" + LONG + b": x\r\n\r\n",
+        b"GET /health?" + LONG + b" HTTP/1.1\r\nhost: policy\r\n\r\n",
+        CHUNKED + b"0\r\nx: " + LONG + b"\r\n\r\n",
+    ],
+    ids=["value", "many", "name", "path", "trailer"],
+)
+async def test_a_head_that_is_too_large_is_not_taken_where_it_comes_at_once(sent: bytes) -> None:
+    async with connected(ServerLimits(head_bytes=4096, request_s=30.0)) as (_, connection):
+        await connection.send(sent)
+        assert await connection.rest() == b""
+
+
+async def test_heads_that_fit_are_taken_however_many_come_at_once() -> None:
+    async with connected(ServerLimits(head_bytes=4096, request_s=30.0)) as (_, connection):
+        head = b"GET /health HTTP/1.1\r\nhost: policy\r\nx: " + LONG[:3000] + b"\r\n"
+        await connection.send((head + b"\r\n") * 3 + head + b"connection: close\r\n\r\n")
+        assert (await connection.rest()).count(b"HTTP/1.1 200 ") == 4
+
+
 async def test_after_a_body_that_is_refused_the_connection_ends() -> None:
     """What is left of it is not read for ever."""
     async with connected() as (_, connection):

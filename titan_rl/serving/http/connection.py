@@ -12,6 +12,8 @@ from titan_rl.serving.http.limits import ServerLimits
 LINGER_S = 2.0
 """How long the rest of a refused body is read and dropped, so that its client can read why."""
 
+_AROUND_A_HEADER = len(": \r\n")
+
 
 class Connection(HttpToolsProtocol):
     """Uvicorn's, with limits on what happens before and beside the application: a request's head, the rest of a body
@@ -24,7 +26,8 @@ class Connection(HttpToolsProtocol):
     def __init__(self, limits: ServerLimits, **uvicorns: Any) -> None:
         super().__init__(**uvicorns)
         self._limits = limits
-        self._head_bytes: int | None = None  # of the head that is arriving
+        self._head_bytes: int | None = None  # of the head that is arriving, but those that came with its beginning
+        self._kept_bytes = 0  # of a request's path, headers and trailers
         self._timers: dict[str, asyncio.TimerHandle] = {}
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -45,8 +48,30 @@ class Connection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._head_bytes = 0
+        self._head_bytes = self._kept_bytes = 0
         self._end_after("head", self._limits.head_s)
+
+    def on_url(self, url: bytes) -> None:
+        self._keep(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._keep(len(name) + len(value) + _AROUND_A_HEADER)
+        super().on_header(name, value)
+
+    def _keep(self, num_bytes: int) -> None:
+        """
+        Raises:
+            ValueError: they are too many. It stops the parser, so that nobody answers a request of which there is more.
+        """
+        self._kept_bytes += num_bytes
+        if self._kept_bytes > self._limits.head_bytes:
+            self.transport.abort()
+            raise ValueError(f"the head of a request has more than {self._limits.head_bytes} bytes")
+
+    def send_400_response(self, msg: str) -> None:
+        if not self.transport.is_closing():
+            super().send_400_response(msg)
 
     def on_headers_complete(self) -> None:
         self._head_bytes = None

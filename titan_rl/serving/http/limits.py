@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 class ServerLimits:
     """
     Args:
-        head_bytes: of a request, its headers; the connection of one with more is closed.
+        head_bytes: of a request, its path, headers and trailers; the connection of one with more is closed.
         head_s: until a request's headers have arrived; later the connection is closed.
         body_bytes: of a request; more is a 413.
         body_s: until a request's body has arrived; later is a 408.
