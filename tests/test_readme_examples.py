@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -50,6 +51,7 @@ async def count_down(prompt_token_ids, *, request_id, session_id=None, sampling)
     return Completion(request_id, answer, [0.0] * len(answer), FinishReason.STOP, [VersionSpan(0, len(answer))])
 
 
+@pytest.mark.asyncio
 async def test_a_custom_env_and_a_mock_generate_play_a_group() -> None:
     rubric = Rubric([Reward(lambda rollout: len(rollout.turns), name="turns")])
     rollouter = Rollouter(CountDown, rubric, max_context=16)
@@ -63,6 +65,15 @@ def test_the_readme_shows_these_examples() -> None:
     readme = README.read_text()
     for example in (CountDown, count_down, test_a_custom_env_and_a_mock_generate_play_a_group):
         assert inspect.getsource(example).strip() in readme
+
+
+@pytest.mark.skipif(not README.exists(), reason="an installed package has no README")
+def test_the_readmes_examples_import_what_they_use() -> None:
+    env, test, task = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    for block in (env, env + test, task):
+        checked = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F401,F821", "-"]
+        done = subprocess.run(checked, input=block, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.skipif(not README.exists(), reason="an installed package has no README")
