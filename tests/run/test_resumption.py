@@ -14,6 +14,7 @@ from user_project import project
 from titan_rl.config.changes import settings_of
 from titan_rl.config.load import load_config
 from titan_rl.errors import CheckpointError, ConfigError, DamagedCheckpointError
+from titan_rl.rollout.types import RolloutGroup
 from titan_rl.run.checkpoints.resumption import resume_from_newest
 from titan_rl.run.directory import RunDirectory, read_jsonl
 from titan_rl.run.end_messages import EndMessages
@@ -158,6 +159,22 @@ def test_a_stopped_run_whose_last_save_failed_says_where_it_stands_and_what_a_re
     assert messages.stopped().startswith("stopped at step 4, which is not saved; to go on from step 0")
     messages.stands_at(0)
     assert messages.stopped() == f"stopped before a step was trained; to go on: {command}"
+
+
+def test_a_run_that_failed_with_nothing_to_go_on_from_is_begun_again(run_dir):
+    config = load_config(run_dir.config)
+    for step in (1, 3):
+        shutil.rmtree(step_directory(run_dir.checkpoints, step))
+    begin, go_on = "titan-rl train my.toml", f"titan-rl train --resume {run_dir.path}"
+    messages = EndMessages(config, run_dir, step=0, begun_by=begin)
+    journal = RunJournal(run_dir.journal)
+    journal.dropped(0, "errors")
+    journal.drain()
+    assert messages.failed() == f"nothing was trained or saved; once it is mended, begin again with: {begin}"
+    assert EndMessages(config, run_dir, step=0).failed().endswith(go_on)
+    journal.finished(1, RolloutGroup("train-1", None, []))
+    journal.close()
+    assert messages.failed() == f"once it is mended, go on with: {go_on}"
 
 
 def test_a_run_without_a_checkpoint_goes_on_with_its_journal(run_dir):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import shlex
+import sys
 
 from titan_rl.cli.options import Parser
 from titan_rl.cli.run_folder import CONFIG, find_run
@@ -44,4 +46,4 @@ def run(arguments: argparse.Namespace) -> int:
     # Not before the settings are known to be right: what starts processes also imports what they need.
     from titan_rl.run.launch import run_training
 
-    return run_training(config, resume)
+    return run_training(config, resume, begun_by=shlex.join(["titan-rl", *sys.argv[1:]]))

@@ -5,8 +5,11 @@ from __future__ import annotations
 import shlex
 
 from titan_rl.config.run import RunConfig
+from titan_rl.errors import CheckpointError
 from titan_rl.run.checkpoints.resumption import is_finished
 from titan_rl.run.directory import RunDirectory
+from titan_rl.run.journal.journal_state import list_segments, read_segments
+from titan_rl.run.journal.run_state import RunState
 from titan_rl.training.state.checkpoint import latest, step_of
 
 
@@ -15,12 +18,14 @@ class EndMessages:
 
     Args:
         step: of the checkpoint that it begins from.
+        begun_by: the command that has begun it; None where it is resumed.
     """
 
-    def __init__(self, config: RunConfig, run_dir: RunDirectory, step: int) -> None:
+    def __init__(self, config: RunConfig, run_dir: RunDirectory, step: int, begun_by: str | None = None) -> None:
         self._config = config
         self._run_dir = run_dir
         self._step = step
+        self._begun_by = begun_by
         self._command = shlex.join(["titan-rl", "train", "--resume", str(run_dir.path)])
 
     def stands_at(self, step: int) -> None:
@@ -42,6 +47,8 @@ class EndMessages:
             return finished
         if (unsaved := self._unsaved()) is not None:
             return f"the run stands at {unsaved}; once it is mended, go on from {self._start()} with: {self._command}"
+        if self._begun_by is not None and not self._step and self._has_no_journal():
+            return f"nothing was trained or saved; once it is mended, begin again with: {self._begun_by}"
         saved = f"step {self._step} is saved; " if self._step else ""
         return f"{saved}once it is mended, go on with: {self._command}"
 
@@ -61,6 +68,15 @@ class EndMessages:
         if self._step <= (0 if checkpoint is None else step_of(checkpoint)):
             return None
         return f"step {self._step}, which is not saved"
+
+    def _has_no_journal(self) -> bool:
+        """Whether no answer of the policy is kept that a resume could take."""
+        try:
+            position = RunState.read(self._run_dir.path).position
+            state = read_segments(list_segments(self._run_dir.journal), position).state
+        except CheckpointError:
+            return False
+        return not (state.finished or state.completions)
 
     def _start(self) -> str:
         """What a resume starts from."""

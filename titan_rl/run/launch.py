@@ -52,11 +52,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def run_training(config: RunConfig, resume: Path | None = None) -> int:
+def run_training(config: RunConfig, resume: Path | None = None, *, begun_by: str | None = None) -> int:
     """Run a config to its end.
 
     Args:
         resume: the folder of an earlier run with this config, which is continued from its newest checkpoint.
+        begun_by: the command to name where the run fails before there is anything to go on from.
 
     Returns:
         exit code: 0, or 128 + the number of the signal that ended the run in order.
@@ -68,7 +69,7 @@ def run_training(config: RunConfig, resume: Path | None = None) -> int:
         if importlib.util.find_spec(module) is None:
             raise MissingExtraError(module, "cpu")
     with file_modes(share=config.share_run_dir):
-        return _run_in(_open_run_dir(config, resume), config, begins=resume is None)
+        return _run_in(_open_run_dir(config, resume), config, begins=resume is None, begun_by=begun_by)
 
 
 def _open_run_dir(config: RunConfig, resume: Path | None) -> RunDirectory:
@@ -81,7 +82,7 @@ def _open_run_dir(config: RunConfig, resume: Path | None) -> RunDirectory:
     return RunDirectory(resume)
 
 
-def _run_in(run_dir: RunDirectory, config: RunConfig, *, begins: bool) -> int:
+def _run_in(run_dir: RunDirectory, config: RunConfig, *, begins: bool, begun_by: str | None) -> int:
     with run_dir.locked():
         if begins:
             start = Resumption(None, RunState(settings=settings_of(config), run=uuid4().hex))
@@ -91,7 +92,7 @@ def _run_in(run_dir: RunDirectory, config: RunConfig, *, begins: bool) -> int:
         log_to(run_dir.logs / "controller.log")
         for warning in throttles(config):
             logger.warning("%s", warning)
-        messages = EndMessages(config, run_dir, start.state.step)
+        messages = EndMessages(config, run_dir, start.state.step, begun_by if begins else None)
         with (
             StopSignals(STOPPING_EARLY, f"ended at once; {messages.cut_short()}") as signals,
             guarded(scratch_root(), run_dir.run_id, messages.cut_short()),
