@@ -126,6 +126,10 @@ def test_tools_are_part_of_the_beginning(tree: ConversationTree) -> None:
         (reply("b"), reply([{"type": "text", "text": "b", "cache_control": {"type": "ephemeral"}}])),
         (reply("bb"), reply([{"type": "output_text", "text": "b"}, {"type": "output_text", "text": "b"}])),
         (reply("", tool_calls=[call('{"x": 1, "y": [2.0]}')]), reply(None, tool_calls=[call('{"y":[2],"x":1.0}')])),
+        (
+            reply("", tool_calls=[call('{"x": 12345678901234567890}')]),
+            reply("", tool_calls=[call('{"x": 12345678901234567000}')]),
+        ),
         (reply("", tool_calls=[call({"x": 1})]), reply("\n", tool_calls=[{**call('{ "x": 1 }'), "index": 0}])),
         (reply("", tool_calls=[call("{broken")]), reply("", tool_calls=[call("{broken")])),
         (reply("b", reasoning_content="hm"), reply("b")),

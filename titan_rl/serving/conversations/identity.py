@@ -6,8 +6,8 @@ Clients keep the history, not the server, and what they send back is seldom the 
                     clients move from message to message; a list of text parts is the text of them all
     a reply         only its text, its tool calls and its reasoning count, whatever else a client hangs on to it;
                     white space around the text; `index` and `type` of a tool call
-    its tool calls  arguments are the same where they are equal as JSON, as text or as an object; 1.0 is 1, which is
-                    how JavaScript writes it back
+    its tool calls  arguments are the same where they are equal as JSON, as text or as an object; numbers are
+                    doubles, which is how JavaScript writes them back: 1.0 is 1
     its reasoning   a reply without any is every reply that has the same text and tool calls: most clients have no
                     field to send reasoning back in, so that its absence says nothing
 
@@ -88,7 +88,7 @@ def _tool_call(call: Any) -> Any:
 def _arguments(arguments: Any) -> Any:
     try:
         text = arguments if isinstance(arguments, str) else json.dumps(arguments)
-        return json.loads(text, parse_float=_number)
+        return json.loads(text, parse_float=_number, parse_int=_number)
     except (ValueError, TypeError, RecursionError):  # not JSON, as a policy may well write it
         return arguments
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
 from titan_rl.rollout.renderer.chat_template import ParsedText
-from titan_rl.rollout.renderer.messages import message_of
 from titan_rl.rollout.renderer.types import ParsedResponse, Renderer
+from titan_rl.serving.conversations.reply_message import has_call, reply_from
 from titan_rl.serving.policy.text import Text, TextReader, find_stop
 from titan_rl.types import Completion, FinishReason, TokenChunk
 
@@ -107,11 +105,22 @@ class ReplyForm:
                 list(token_ids), tools=self.tools, prompt_ids=list(self.prompt_token_ids)
             )
         except Exception:  # a renderer raises where there is no message in it; there is text
-            return ParsedText(self.text.decode(token_ids))
+            return self._unparsed(self.text.decode(token_ids).strip())
         if self.tools or not parsed.tool_calls:
             return parsed
         content = self.text.decode(token_ids).rpartition(_THINK_END)[2].strip()
         return ParsedText(content, reasoning_content=parsed.reasoning_content)
+
+    @property
+    def begins_thinking(self) -> bool:
+        """Whether the prompt has begun the reasoning."""
+        return self.text.decode(list(self.prompt_token_ids[-8:])).rstrip().endswith(_THINK)
+
+    def _unparsed(self, text: str) -> ParsedText:
+        if not (text.startswith(_THINK) or self.begins_thinking):
+            return ParsedText(text)
+        reasoning, closed, content = text.removeprefix(_THINK).partition(_THINK_END)
+        return ParsedText(content.strip(), reasoning_content=reasoning.strip(), reasoning_complete=bool(closed))
 
 
 class ReplyReader:
@@ -126,7 +135,7 @@ class ReplyReader:
         self._pending = ""  # text that is not told yet
         self._told = _Told()
         self._mode = _Mode.UNKNOWN
-        self._begins_thinking = form.text.decode(list(form.prompt_token_ids[-8:])).rstrip().endswith(_THINK)
+        self._begins_thinking = form.begins_thinking
 
     def take(self, chunk: TokenChunk) -> tuple[Delta, int | None]:
         """
@@ -177,10 +186,10 @@ class ReplyReader:
         form = self._form
         if not (form.one_call and form.tools) or not self._may_end_a_call(self._token_ids[before:]):
             return None
-        if not _has_call(form.parsed(self._token_ids)):
+        if not has_call(form.parsed(self._token_ids)):
             return None
         ends = range(before + 1, len(self._token_ids) + 1)
-        return next(end for end in ends if _has_call(form.parsed(self._token_ids[:end]))) - before
+        return next(end for end in ends if has_call(form.parsed(self._token_ids[:end]))) - before
 
     def _may_end_a_call(self, token_ids: Sequence[int]) -> bool:
         text = self._form.text
@@ -246,34 +255,3 @@ class ReplyReader:
         self._pending = self._pending[len(text) :]
         self._told.content += text
         return text
-
-
-def _has_call(parsed: ParsedResponse) -> bool:
-    return any(_is_call(call) for call in parsed.tool_calls)
-
-
-def _is_call(call: Any) -> bool:
-    return call.name is not None and str(call.status) == "ok"
-
-
-def reply_from(parsed: ParsedResponse, *, end: int | None = None) -> dict[str, Any]:
-    """The message a client is given. A call of a tool that is malformed is part of its text, as it was written.
-
-    Args:
-        end: where the content ends in a stop string.
-    """
-    message: dict[str, Any] = {"refusal": None, **message_of(parsed)}
-    content = parsed.content if end is None else parsed.content[:end]
-    calls: list[dict[str, Any]] = []
-    for call in parsed.tool_calls:
-        if not _is_call(call):
-            content += str(getattr(call, "raw", ""))
-            continue
-        arguments = call.arguments if isinstance(call.arguments, str) else json.dumps(call.arguments or {})
-        function = {"name": call.name, "arguments": arguments}
-        calls.append({"id": call.id or f"call_{uuid.uuid4().hex}", "type": "function", "function": function})
-    message.pop("tool_calls", None)
-    if calls:
-        message["tool_calls"] = calls
-    message["content"] = content if content or not calls else None
-    return message

@@ -87,19 +87,20 @@ class ServedTurn:
         self.prompt_token_ids: Sequence[int] = ()
         self._turns = turns
         self._asked = asked
+        self._talk: Talk | None = None
 
     async def replies(self, on_delta: OnDelta | None = None) -> list[Reply]:
-        """Generate. What a client was told is what the turn is known by when it comes back.
+        """Generate. None of it is remembered before `keep`.
 
         Returns:
-            [num_choices], all of which are kept.
+            [num_choices]
 
         Raises:
             RequestError: the renderer refuses the messages, or the caller's episode is over.
             ApiError: 400, the conversation fills the context, or two values do not go together.
         """
         asked, policy = self._asked, self._turns.policy
-        talk = await self._turns.talk(asked)
+        self._talk = talk = await self._turns.talk(asked)
         self.prompt_token_ids = prompt_token_ids = talk.prompt_token_ids
         sampling = policy.sampling(len(prompt_token_ids), asked.max_tokens, asked.param, **asked.sampling)
         ask = talk.ask(sampling, asked.num_choices, self.id)
@@ -124,6 +125,16 @@ class ServedTurn:
             if rest:
                 on_delta(index, rest)
             replies.append(reply)
-        for index, reply in enumerate(replies):
-            talk.record(index, reply.completion, reply.message)
         return replies
+
+    def keep(self, replies: Sequence[Reply]) -> None:
+        """Remember the replies: what a client was told is what the turn is known by when it comes back. Called when all
+        of it is encoded, since what cannot be sent must not be remembered, and before the client is told that it is
+        whole.
+
+        Raises:
+            EpisodeEndedError: the client must not be given them.
+        """
+        assert self._talk is not None, "there are no replies before they are generated"
+        for index, reply in enumerate(replies):
+            self._talk.record(index, reply.completion, reply.message)

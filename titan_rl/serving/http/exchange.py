@@ -196,11 +196,16 @@ async def send_start(send: Send, status: int, headers: Mapping[str, str]) -> Non
     await send({"type": "http.response.start", "status": status, "headers": raw})
 
 
+def encoded(body: Any) -> msgspec.Raw:
+    """A body as it is sent, for what must not happen unless it can be."""
+    return msgspec.Raw(msgspec.json.encode(body))
+
+
 async def send_json(send: Send, status: int, body: Any, headers: Mapping[str, str] | None = None) -> None:
-    encoded = msgspec.json.encode(body)
-    length = {"content-type": "application/json", "content-length": str(len(encoded))}
+    sent = msgspec.json.encode(body)
+    length = {"content-type": "application/json", "content-length": str(len(sent))}
     await send_start(send, status, {**length, **(headers or {})})
-    await send({"type": "http.response.body", "body": encoded, "more_body": False})
+    await send({"type": "http.response.body", "body": sent, "more_body": False})
 
 
 async def send_error(send: Send, error: ApiError, dialect: Dialect = OPENAI) -> None:

@@ -6,6 +6,8 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
+import msgspec
+
 from titan_rl.rollout.types import Message
 from titan_rl.serving.conversations.reply import Delta
 from titan_rl.serving.protocols.anthropic.bodies import ConversationBody
@@ -87,7 +89,7 @@ class ReplyBlocks:
             function = call["function"]
             self._begin({"type": "tool_use", "id": call["id"], "name": function["name"], "input": {}})
             self._delta({"type": "input_json_delta", "partial_json": function["arguments"]})
-            self.blocks[-1]["input"] = _input(function["arguments"])
+            self.blocks[-1]["input"] = msgspec.Raw(function["arguments"].encode())
 
     def end(self) -> None:
         if self._is_open:
@@ -160,12 +162,3 @@ def _of_assistant(content: Any, where: str) -> Message:
 
 def _unknown(where: str) -> str:
     raise wrong(f"{where}.type", "is not supported; text, thinking, tool_use and tool_result are")
-
-
-def _input(arguments: str) -> dict[str, Any]:
-    """What cannot be arguments, the protocol has no place for; a tool then finds them under a name of their own."""
-    try:
-        parsed = json.loads(arguments)
-    except ValueError:
-        parsed = arguments
-    return parsed if isinstance(parsed, dict) else {"arguments": parsed}

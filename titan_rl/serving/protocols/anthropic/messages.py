@@ -11,7 +11,7 @@ from titan_rl.serving.conversations.caller import caller_of
 from titan_rl.serving.conversations.reply import Delta, Reply
 from titan_rl.serving.conversations.turn import ServedTurn, TurnAsk, Turns
 from titan_rl.serving.http.body import read
-from titan_rl.serving.http.exchange import Answer, Emit, Exchanges
+from titan_rl.serving.http.exchange import Answer, Emit, Exchanges, encoded
 from titan_rl.serving.protocols.anthropic.blocks import ReplyBlocks, messages_from_blocks, tools_from_anthropic
 from titan_rl.serving.protocols.anthropic.bodies import ConversationBody, MessagesBody
 from titan_rl.serving.protocols.anthropic.errors import ANTHROPIC
@@ -78,16 +78,14 @@ class _Work:
     async def __call__(self, emit: Emit | None) -> Any:
         return await self._whole() if emit is None else await self._stream(emit)
 
-    async def _whole(self) -> dict[str, Any]:
+    async def _whole(self) -> Any:
         (reply,) = await self._turn.replies()
         blocks = ReplyBlocks(lambda event: None)
         blocks.take(Delta(reply.reasoning, reply.content, reply.tool_calls))
-        return {
-            **self._message(blocks.blocks),
-            **_ending(reply),
-            "usage": self._usage(reply),
-            **self._extension(reply),
-        }
+        message = {**self._message(blocks.blocks), **_ending(reply), "usage": self._usage(reply)}
+        body = encoded({**message, **self._extension(reply)})
+        self._turn.keep([reply])
+        return body
 
     async def _stream(self, emit: Emit) -> None:
         blocks = ReplyBlocks(emit)
@@ -105,6 +103,7 @@ class _Work:
 
         (reply,) = await self._turn.replies(on_delta)
         begin()
+        self._turn.keep([reply])
         blocks.end()
         usage = self._usage(reply)
         emit({"type": "message_delta", "delta": _ending(reply), "usage": usage, **self._extension(reply)})

@@ -12,7 +12,7 @@ from titan_rl.serving.conversations.caller import caller_of
 from titan_rl.serving.conversations.reply import Delta, Reply
 from titan_rl.serving.conversations.turn import ServedTurn, TurnAsk, Turns
 from titan_rl.serving.http.body import read
-from titan_rl.serving.http.exchange import Answer, Emit, Exchanges
+from titan_rl.serving.http.exchange import Answer, Emit, Exchanges, encoded
 from titan_rl.serving.policy.text import Text
 from titan_rl.serving.protocols.openai.bodies import ChatBody
 from titan_rl.serving.protocols.openai.messages import messages_from, tools_from
@@ -71,7 +71,7 @@ class _Work:
     async def __call__(self, emit: Emit | None) -> Any:
         return await self._whole() if emit is None else await self._stream(emit)
 
-    async def _whole(self) -> dict[str, Any]:
+    async def _whole(self) -> Any:
         replies = await self._turn.replies()
         choices = [
             {
@@ -84,7 +84,9 @@ class _Work:
             for index, reply in enumerate(replies)
         ]
         envelope = {**self._envelope("chat.completion"), **self._prompt()}
-        return {**envelope, "choices": choices, "usage": self._usage(replies)}
+        body = encoded({**envelope, "choices": choices, "usage": self._usage(replies)})
+        self._turn.keep(replies)
+        return body
 
     async def _stream(self, emit: Emit) -> None:
         envelope = self._envelope("chat.completion.chunk")
@@ -107,6 +109,7 @@ class _Work:
                 tell(index, said, **tokens)
 
         replies = await self._turn.replies(on_delta)
+        self._turn.keep(replies)
         for index, reply in enumerate(replies):
             begin(index)
             tell(index, {}, **_ending(reply))

@@ -20,7 +20,7 @@ from titan_rl.serving.conversations.turn import ServedTurn, TurnAsk, Turns
 from titan_rl.serving.http.api_error import ApiError
 from titan_rl.serving.http.body import read
 from titan_rl.serving.http.dialect import OPENAI, named_event
-from titan_rl.serving.http.exchange import Answer, Emit, Exchanges
+from titan_rl.serving.http.exchange import Answer, Emit, Exchanges, encoded
 from titan_rl.serving.protocols.openai.bodies import ResponsesBody
 from titan_rl.serving.protocols.openai.response_items import OutputItems, messages_from_input, tools_from_responses
 from titan_rl.serving.protocols.wire import session_id_of, token_logprobs, turns_of, weight_versions
@@ -124,9 +124,10 @@ class _Work:
             output.take(delta, self._logprobs(delta))
         status = "incomplete" if reply.finish_reason is FinishReason.LENGTH else "completed"
         output.end(status)
+        response = encoded({**self._response(status, output.items), **self._ending(reply)})
+        self._turn.keep([reply])
         if self._keep is not None:
             self._keep(self._turn.id, [*self._said, reply.message])
-        response = {**self._response(status, output.items), **self._ending(reply)}
         self._tell(f"response.{status}", {"response": response})
         return response
 
