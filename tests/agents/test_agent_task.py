@@ -154,7 +154,12 @@ async def test_where_transcripts_are_judged_an_agent_need_not_report(tmp_path: P
     ("command", "limits", "status", "error"),
     [
         (("true",), {}, RolloutStatus.ERROR_ENV, "the agent ended and had never asked the policy"),
-        (("sleep", "60"), {"rollout_timeout_s": 0.2}, RolloutStatus.ERROR_TIMEOUT, "its own time is up"),
+        (
+            ("sleep", "60"),
+            {"rollout_timeout_s": 0.2},
+            RolloutStatus.ERROR_TIMEOUT,
+            "0.2 s (rollout.rollout_timeout_s)",
+        ),
         (("{python}", "-I", TALKER, "{question}"), {"max_turns": 2}, RolloutStatus.TRUNCATED_TURNS, "its 2 turns"),
         (("echo", "{answer}"), {}, RolloutStatus.ERROR_ENV, "names 'answer'; the sample has question"),
     ],

@@ -143,7 +143,7 @@ def _stream_of(policy: RolloutPolicy, episode: Episode) -> StreamFn:
             raise
         if completion.finish_reason is FinishReason.ABORT:
             if policy.time_is_up.is_set():
-                episode.time_is_up(_TIME_IS_UP)
+                episode.time_is_up(_time_is_up(policy, episode))
             else:
                 episode.end(RolloutStatus.ABORTED, "its generation was aborted")
             raise EpisodeEndedError(f"the episode is over: {episode.status}")
@@ -152,9 +152,13 @@ def _stream_of(policy: RolloutPolicy, episode: Episode) -> StreamFn:
     return unbroken(in_one_piece(ask))
 
 
-_TIME_IS_UP = "its own time is up: see rollout.rollout_timeout_s"
-
-
 async def _end_in_time(policy: RolloutPolicy, episode: Episode) -> None:
     await policy.time_is_up.wait()
-    episode.time_is_up(_TIME_IS_UP)
+    episode.time_is_up(_time_is_up(policy, episode))
+
+
+def _time_is_up(policy: RolloutPolicy, episode: Episode) -> str:
+    return (
+        f"its own time is up: it has used {policy.time_s:g} s (rollout.rollout_timeout_s), and the policy has answered "
+        f"it {episode.num_turns} times"
+    )

@@ -35,6 +35,7 @@ class Stopwatch:
         watch.used_s
 
     Attributes:
+        limit_s: what it counts up to.
         waited_s: seconds in which it was paused by those who know that the request waited.
         charged_s: seconds charged by those who counted elsewhere.
     """
@@ -43,7 +44,7 @@ class Stopwatch:
         self.waited_s = 0.0
         self.charged_s = 0.0
         self._loop = asyncio.get_running_loop()
-        self._limit_s = limit_s
+        self.limit_s = limit_s
         self._used_s = 0.0
         self._since: float | None = None  # when it was last set going; None while it stands
         self._waiting_since: float | None = None
@@ -61,7 +62,7 @@ class Stopwatch:
     @property
     def left_s(self) -> float:
         """Negative once more is used than the limit."""
-        return self._limit_s - self.used_s
+        return self.limit_s - self.used_s
 
     @property
     def is_over(self) -> bool:
@@ -147,7 +148,7 @@ class Stopwatch:
             self.waited_s += now - self._waiting_since
         self._waiting_since = now if self._num_waits else None
         if self._since is not None and self._at_limit is not None and not self.is_over:
-            self._look_by(now + self._limit_s - self._used_s)
+            self._look_by(now + self.limit_s - self._used_s)
 
     def _look_by(self, when: float) -> None:
         if self._timer is not None:

@@ -121,7 +121,8 @@ class RolloutPolicy:
         sampling: what completions are trained as. Its `seed` is the rollout's, for each request to draw its own from.
         max_context: most tokens of prompt and completion together.
         max_turns: most completions.
-        time_is_up: set when the rollout's own time is used up.
+        time_s: that the rollout may use itself.
+        time_is_up: set when it is used up.
         waiting: the time of its blocks is not the rollout's own.
         env_rewards: names of the rewards that the rubric expects of a completed rollout's turns.
     """
@@ -131,6 +132,7 @@ class RolloutPolicy:
     sampling: SamplingParams
     max_context: int
     max_turns: int
+    time_s: float
     time_is_up: asyncio.Event
     waiting: Callable[[], AbstractContextManager[object]]
     env_rewards: Sequence[str] = ()

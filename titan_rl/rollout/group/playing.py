@@ -56,7 +56,7 @@ async def play(
 
     time_is_up = asyncio.Event()
     policy = RolloutPolicy(
-        rollout.rollout_id, ask, sampling, max_context, max_turns, time_is_up, watch.pause, env_rewards
+        rollout.rollout_id, ask, sampling, max_context, max_turns, watch.limit_s, time_is_up, watch.pause, env_rewards
     )
     try:
         async with (
