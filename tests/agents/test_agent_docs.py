@@ -31,6 +31,8 @@ PAGE = (ROOT / "docs" / "agents.md").read_text()
 )
 
 
+ANSWER = "<alphabetical_sorted>\nAdaStone\nBenPatel\nVictorRossi\n</alphabetical_sorted>"
+
 Play = Callable[[], Awaitable[RolloutGroup]]
 
 
@@ -53,12 +55,10 @@ def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AgentTask:
 
 
 @asynccontextmanager
-async def playing(
-    task: AgentTask, folder: Path, answer: str
-) -> AsyncIterator[Callable[[], asyncio.Task[RolloutGroup]]]:
-    """Plays a group with a policy that always gives this answer."""
+async def playing(task: AgentTask, folder: Path) -> AsyncIterator[Callable[[], asyncio.Task[RolloutGroup]]]:
+    """Plays a group with a policy that always gives the right answer."""
     tokenizer, renderer = load_tokenizer(str(BASE)), chat_template_renderer()
-    reply = [*tokenizer.encode(answer, add_special_tokens=False), renderer.get_stop_token_ids()[0]]
+    reply = [*tokenizer.encode(ANSWER, add_special_tokens=False), renderer.get_stop_token_ids()[0]]
     header = tokenizer.encode("<|im_start|>assistant\n", add_special_tokens=False)
 
     def script(context: Sequence[int]) -> int:
@@ -75,8 +75,7 @@ async def playing(
 
 
 async def test_its_agent_is_rewarded_for_what_it_asks(task: AgentTask, tmp_path: Path) -> None:
-    answer = "<alphabetical_sorted>\nBen Fisher\nMia Stone\nTara Novak\n</alphabetical_sorted>"
-    async with playing(task, tmp_path, answer) as play:
+    async with playing(task, tmp_path) as play:
         group = await play()
     assert [(one.status, one.error, one.reward) for one in group.rollouts] == [(RolloutStatus.COMPLETED, None, 1.0)] * 2
 
@@ -84,7 +83,7 @@ async def test_its_agent_is_rewarded_for_what_it_asks(task: AgentTask, tmp_path:
 async def test_its_harness_plays_until_the_run_is_over(task: AgentTask, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("TITAN_RL_HARNESS_KEY", "a-long-secret")
     task = task.model_copy(update={"command": ()})
-    async with playing(task, tmp_path, "Ben Fisher, Mia Stone, Tara Novak") as play:
+    async with playing(task, tmp_path) as play:
         harness = await asyncio.create_subprocess_exec(
             *(sys.executable, "my_harness.py", address_in(tmp_path)), env=os.environ
         )
