@@ -26,7 +26,7 @@ def launch(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[RunConfig], i
 
     def install(run: Callable[[RunConfig], int]) -> None:
         module = ModuleType("titan_rl.run.launch")
-        module.run_training = lambda config, resume: run(config)  # type: ignore[attr-defined]
+        module.run_training = lambda config, resume, **_: run(config)  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "titan_rl.run.launch", module)
 
     return install
@@ -232,7 +232,7 @@ def test_no_command_is_a_usage_error():
 def test_resume_takes_the_settings_of_the_run(project: Path, launch, monkeypatch):
     seen: list[object] = []
     module = ModuleType("titan_rl.run.launch")
-    module.run_training = lambda config, resume: seen.append((config.training.steps, resume)) or 0  # type: ignore
+    module.run_training = lambda config, resume, **_: seen.append((config.training.steps, resume)) or 0  # type: ignore
     monkeypatch.setitem(sys.modules, "titan_rl.run.launch", module)
     run = project / "run-1"
     run.mkdir()

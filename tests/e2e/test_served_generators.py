@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
-from runs import process_writing_to
+from e2e.runs import process_writing_to
 
 pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 

@@ -35,14 +35,15 @@ class AgentTask(AgentSettings):
     """
 
     _host: AgentHost | None = PrivateAttr(None)
+    _files: dict[str, list[Any]] = PrivateAttr(default_factory=dict)  # rows by path, each read once
 
     def train_sample(self, seed: int, index: int) -> Any:
-        rows = _rows(self.train_file, "train_file")
+        rows = self._rows(self.train_file, "train_file")
         epoch, at = divmod(index, len(rows))
         return rows[_order(len(rows), seed, epoch)[at]]
 
     def validation_samples(self, count: int) -> Sequence[Any]:
-        return _rows(self.validation_file, "validation_file")[:count] if count else []
+        return self._rows(self.validation_file, "validation_file")[:count] if count else []
 
     def make_env(self, sample: Any, renderer: Renderer) -> AgentEnv:
         if self._host is None:
@@ -73,9 +74,13 @@ class AgentTask(AgentSettings):
             finally:
                 self._host = None
 
+    def _rows(self, path: str, setting: str) -> list[Any]:
+        if path not in self._files:
+            self._files[path] = _read_rows(path, setting)
+        return self._files[path]
 
-@lru_cache(maxsize=8)
-def _rows(path: str, setting: str) -> list[Any]:
+
+def _read_rows(path: str, setting: str) -> list[Any]:
     if not path:
         raise ConfigError(f"task.{setting} is not set; name a file of JSON objects, one a line")
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import signal
 import sys
@@ -15,7 +16,7 @@ from titan_rl.calls.user_code import reason, summary
 from titan_rl.cli import completion, doctor, serve, train
 from titan_rl.cli.options import EXIT_USAGE, Parser
 from titan_rl.errors import ConfigError, ModelError, TitanRLError
-from titan_rl.run.observability.standard_streams import OutputError, replace_closed_streams, tell
+from titan_rl.run.observability.standard_streams import OutputError, replace_closed_streams, say, tell
 
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 128 + signal.SIGINT
@@ -55,13 +56,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> Parser:
     parser = Parser(prog="titan-rl", description="Reinforcement learning of language models.")
-    parser.add_argument("--version", action="version", version=f"titan-rl {version('titan-rl')}")
+    parser.add_argument("--version", action=_Version, nargs=0, help="print titan-rl's version, and stop")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     train.set_up(commands.add_parser("train", help="train a policy"))
     serve.set_up(commands.add_parser("serve", help="serve a policy"))
     doctor.set_up(commands.add_parser("doctor", help="say what this machine lacks for a run"))
     completion.set_up(commands.add_parser("completion", help="complete commands and settings in a shell"), of=parser)
     return parser
+
+
+class _Version(argparse.Action):
+    """Asks for the version when that is wanted: only then need titan-rl be installed."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *args: object) -> None:
+        say(f"titan-rl {version('titan-rl')}\n")
+        parser.exit()
 
 
 def _say_error(error: BaseException) -> None:
