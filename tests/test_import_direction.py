@@ -18,6 +18,7 @@ MAY_IMPORT = {
     "settings": "",
     "types": "",
     "calls": "errors",
+    "tiny_model": "errors",
     "weights": "calls errors",
     "generation": "calls errors types",
     "rollout": "calls errors settings types",

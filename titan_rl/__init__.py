@@ -62,7 +62,7 @@ from titan_rl.rollout.rewards.reward import GroupReward, Reward, WeightedReward,
 from titan_rl.rollout.rewards.reward_calls import FailurePolicy
 from titan_rl.rollout.rewards.rubric import Rubric
 from titan_rl.rollout.settings import RolloutConfig
-from titan_rl.rollout.task import Task
+from titan_rl.rollout.task import DemonstratingTask, Demonstration, Task
 from titan_rl.rollout.types import Message, Rollout, RolloutGroup, RolloutStatus, Turn
 from titan_rl.scheduling.backlog import Backlog
 from titan_rl.scheduling.batch import GroupBatch
@@ -85,6 +85,8 @@ __all__ = [
     "ConfigError",
     "DamagedCheckpointError",
     "DataError",
+    "DemonstratingTask",
+    "Demonstration",
     "Engine",
     "EngineDeadError",
     "EngineLoop",

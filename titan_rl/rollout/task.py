@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ from titan_rl.errors import DataError
 from titan_rl.rollout.environment.types import AgentEnv, TokenEnv
 from titan_rl.rollout.renderer.types import Renderer
 from titan_rl.rollout.rewards.rubric import Rubric
-from titan_rl.rollout.types import RolloutGroup
+from titan_rl.rollout.types import Message, RolloutGroup
 
 
 @runtime_checkable
@@ -60,6 +60,33 @@ class CheckedTask(Task, Protocol):
 
         Raises:
             ConfigError: the run could not go well with them.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Demonstration:
+    """A conversation to learn from: what its assistant says, to what the others say before.
+
+    Args:
+        messages: of a whole conversation, the assistant's where a rollout has the policy's.
+        tools: that are offered in it, as `MessageObservation.tools`.
+
+    Example: `Demonstration([{"role": "user", "content": "2 + 3?"}, {"role": "assistant", "content": "5"}])`
+    """
+
+    messages: Sequence[Message]
+    tools: Sequence[Mapping[str, object]] | None = None
+
+
+@runtime_checkable
+class DemonstratingTask(Task, Protocol):
+    """A task that can show how it is done, so that `titan-rl sft` can teach it."""
+
+    def demonstrations(self, count: int) -> Iterable[Demonstration]:
+        """At most so many conversations, the same at every call, and none of a validation sample.
+
+        They are learned in this order: what comes last is what the model does in the end.
         """
         ...
 
