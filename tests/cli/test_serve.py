@@ -107,7 +107,7 @@ def test_a_dry_run_prints_the_settings(project: Path, capsys):
         (["echo_task.py"], "echo_task.py is a file; name a run's folder, a model's folder or a TOML file"),
         (["policy", "--server.port", "99999"], "command line: server.port = 99999 must be less than 65536"),
         (["policy", "--server.hos", "::1"], "server.hos = '::1' is not a setting; nearest: server.host"),
-        (["policy", "--training.lr", "1"], "[training] is not a table; valid here: seed, model, generation"),
+        (["policy", "--training.lr", "1"], "[training] is not a table; valid here: seed, pythonpath, model"),
         (["policy", "--model.path", "other"], "--model.path: what is served is"),
         (["policy", "--model.max_context", "513"], "model.max_context = 513 is more than the model's 512 positions"),
         (["policy", "--generation.engine", "echo_task:engin"], "generation.engine = 'echo_task:engin'"),

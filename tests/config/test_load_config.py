@@ -81,6 +81,12 @@ def test_what_is_written_back_loads_to_an_equal_config(project: Path):
             "300.0",
             "command line: generation.request_timeout_s = 300.0 is not a setting; nearest: generation.stall_timeout_s",
         ),
+        (
+            "training.learning_rate",
+            "5",
+            "command line: training.learning_rate = 5 is not a setting; nearest: training.lr",
+        ),
+        ("rollout.num_generations", "5", "nearest: rollout.group_size"),
         ("lr", "5", "command line: lr = 5 is not a setting; nearest: training.lr"),
         ("trainin.lr", "5", "command line: [trainin] is not a table; nearest: training"),
         ("routing.quux", "5", "routing.quux = 5 is not a setting; valid here: routing.strategy, routing.max_sessions"),

@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -15,20 +15,28 @@ from titan_rl.errors import ConfigError, MissingExtraError
 T = TypeVar("T")
 
 
+def search_in(folders: Iterable[str]) -> None:
+    """Find modules in these folders, too, behind the current one and before what is installed."""
+    here = os.getcwd()
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    place = sys.path.index(here) + 1
+    sys.path[place:place] = [folder for folder in dict.fromkeys(folders) if folder not in sys.path]
+
+
 def import_module(name: str) -> ModuleType:
-    """The module, which may also lie in the current directory, as for `python -m`.
+    """The module, which may also lie in the current directory, as for `python -m`, or in a folder of `search_in`.
 
     Raises:
         ConfigError: there is none, or importing it failed.
     """
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    search_in(())
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise ConfigError(f"importing {name} failed: {error}") from error
-        raise ConfigError(f"there is no module {error.name} (looked in {os.getcwd()} too)") from None
+        raise ConfigError(f"there is no module {error.name}; looked in {', '.join(_searched())}") from None
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # also of a script that ends by sys.exit
@@ -88,6 +96,12 @@ def require(module: str, extra: str) -> ModuleType:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise
         raise MissingExtraError(error.name, extra) from error
+
+
+def _searched() -> list[str]:
+    """The folders in which modules of the user's are found, which are those of no installation."""
+    installed = (sys.prefix, sys.base_prefix)
+    return [folder for folder in dict.fromkeys(sys.path) if folder and not folder.startswith(installed)]
 
 
 def _functions(module: ModuleType) -> list[str]:

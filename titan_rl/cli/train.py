@@ -1,4 +1,4 @@
-"""`titan-rl train (CONFIG.toml | --resume RUN) [--table.setting value ...] [--dry-run]`."""
+"""`titan-rl train (CONFIG.toml ... | --resume RUN) [--table.setting value ...] [--dry-run]`."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from titan_rl.run.observability.standard_streams import say, tell
 
 
 def set_up(parser: Parser) -> None:
-    parser.usage = "titan-rl train (CONFIG.toml | --resume RUN) [--table.setting value ...] [--dry-run]"
+    parser.usage = "titan-rl train (CONFIG.toml ... | --resume RUN) [--table.setting value ...] [--dry-run]"
     parser.description = (
-        "Train the policy that CONFIG.toml describes. An option --table.setting value, or --table.setting=value, "
-        "replaces what the file says."
+        "Train the policy that CONFIG.toml describes. Of several files each replaces what those before it say, and an "
+        "option --table.setting value, or --table.setting=value, what all of them say."
     )
-    parser.add_argument("config", metavar="CONFIG.toml", nargs="?", help="the run's settings")
+    parser.add_argument("config", metavar="CONFIG.toml", nargs="*", help="the run's settings")
     parser.add_argument(
         "--resume", metavar="RUN", help="continue the run in this folder from its newest checkpoint and its journal"
     )
@@ -32,7 +32,7 @@ def set_up(parser: Parser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if (arguments.resume is None) == (arguments.config is None):
+    if (arguments.resume is None) == (not arguments.config):
         raise ConfigError("train needs either CONFIG.toml, or --resume RUN with the folder of an earlier run")
     resume = None if arguments.resume is None else find_run(arguments.resume)
     config = load_config(arguments.config if resume is None else resume / CONFIG, arguments.overrides)

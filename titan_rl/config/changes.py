@@ -38,7 +38,7 @@ RESUMABLE = (
 )
 """Names of settings, or beginnings of names, that may change: how long a run goes on, where, and with what patience."""
 
-LOCATIONS = ("run_dir", "model.path")
+LOCATIONS = ("run_dir", "model.path", "pythonpath")
 """Settings that say where folders are; these may have been moved."""
 
 

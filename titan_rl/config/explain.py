@@ -6,30 +6,54 @@ import difflib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+COMMAND_LINE = "command line"
+
 
 @dataclass
 class Origins:
-    """Where each setting came from: the file, unless the command line replaced it."""
+    """Where each setting came from: which file, or the command line.
 
-    file: str
-    overridden: list[str] = field(default_factory=list[str])
+    Args:
+        files: TOML files, later ones replacing what earlier ones say.
+    """
 
-    def note_override(self, key: str) -> None:
-        self.overridden.append(key)
+    files: tuple[Path, ...]
+    _sources: dict[str, str] = field(default_factory=dict[str, str])  # by dotted name, in the order of setting
+
+    def note(self, key: str, source: str) -> None:
+        """`key` and all below it was set by `source`."""
+        for name in [name for name in self._sources if f"{name}.".startswith(f"{key}.")]:
+            del self._sources[name]
+        self._sources[key] = source
 
     def of(self, key: str) -> str:
-        """Where `key` was set: `--training.betas` sets `training.betas[0]` and `--training.lr` makes `training`."""
-        for name in self.overridden:
-            if f"{key}.".startswith((f"{name}.", f"{name}[")) or name.startswith(f"{key}."):
-                return "command line"
-        return self.file
+        """Where `key` was set: `training.betas` sets `training.betas[0]`, and `training.lr` makes `training`."""
+        above = [name for name in self._sources if f"{key}.".startswith((f"{name}.", f"{name}["))]
+        below = [name for name in self._sources if name.startswith(f"{key}.")]
+        if above or below:
+            return self._sources[max(above, key=len) if above else below[-1]]
+        return self.of_files()
+
+    def of_files(self) -> str:
+        return " and ".join(map(str, self.files)) or "the defaults"
 
     def of_all(self) -> str:
-        return f"{self.file} and the command line" if self.overridden else self.file
+        return f"{self.of_files()} and the command line" if self.has_overrides else self.of_files()
+
+    @property
+    def has_overrides(self) -> bool:
+        return COMMAND_LINE in self._sources.values()
+
+    def folders_for(self, key: str) -> list[Path]:
+        """Where a relative path of a setting may lie, the likeliest first: the current folder, and that of the file
+        that sets it, or of any where the command line does."""
+        named = [file for file in self.files if str(file) == self.of(key)]
+        return [Path(), *(file.parent for file in named or reversed(self.files))]
 
 
 def explain(error: ValidationError, root: type[BaseModel], origins: Origins, prefix: str = "") -> str:
@@ -53,8 +77,20 @@ def settings(root: type[BaseModel], prefix: str = "") -> Iterator[str]:
             yield from settings(info.annotation, key)
 
 
-MEANT = {"generation.request_timeout_s": "generation.stall_timeout_s"}
-"""What to offer for a name that is nearer to another setting than to the one that is meant."""
+MEANT = {
+    "generation.request_timeout_s": "generation.stall_timeout_s",
+    "batch_size": "scheduling.groups_per_step",
+    "epochs": "training.steps",
+    "learning_rate": "training.lr",
+    "max_completion_length": "sampling.max_tokens",
+    "max_new_tokens": "sampling.max_tokens",
+    "max_seq_length": "model.max_context",
+    "num_generations": "rollout.group_size",
+    "num_train_epochs": "training.steps",
+    "output_dir": "run_dir",
+}
+"""What to offer for a name that is nearer to another setting than to the one that is meant, by the whole of it or by
+its last part: most are what other libraries call it."""
 
 
 def nearest(key: str, valid: Sequence[str]) -> str | None:
@@ -96,8 +132,8 @@ def _lines(details: ErrorDetails, root: type[BaseModel], origins: Origins, prefi
 
 def _instead(key: str, root: type[BaseModel], prefix: str) -> str:
     valid = list(settings(root, prefix))
-    guess = MEANT.get(key) or nearest(key, valid)
-    if guess:
+    meant = MEANT.get(key) or MEANT.get(key.rpartition(".")[2])
+    if guess := meant if meant in valid else nearest(key, valid):
         return f"nearest: {guess}"
     table = key.rpartition(".")[0]
     siblings = [name for name in valid if name.rpartition(".")[0] == table]

@@ -28,6 +28,11 @@ def check_functions(config: Section, generation: GenerationConfig, origins: Orig
     _check_engine(generation, origins)
 
 
+def named_modules(config: Section) -> set[str]:
+    """The modules of the user's that settings name as "module:function"."""
+    return {name.partition(":")[0] for _, name, known in _named(config) if name not in known.names}
+
+
 def _check_engine(generation: GenerationConfig, origins: Origins) -> None:
     engine = find_engine(generation.engine)
     size = generation.tensor_parallel_size

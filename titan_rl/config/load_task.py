@@ -19,13 +19,11 @@ from titan_rl.settings import Section
 def load_task(table: Any, origins: Origins) -> Task:
     """Make the task of `[task]`: import the class that `type` names and validate the other keys as its fields.
 
-    The current directory is importable, as it is for `python -m`.
-
     Raises:
         ConfigError: there is no such module or class, it is no task, or its settings are wrong.
     """
     if table is None:
-        raise ConfigError(f'{origins.file}: the table [task] is missing; it needs type = "module:Class"')
+        raise ConfigError(f'{origins.of_files()}: the table [task] is missing; it needs type = "module:Class"')
     if not isinstance(table, dict):
         raise ConfigError(f"{origins.of('task')}: task = {table!r} must be a table")
     fields = dict(cast("dict[str, Any]", table))

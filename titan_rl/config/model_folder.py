@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,27 +25,27 @@ EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 BYTES = {"float32": 4, "bfloat16": 2}
 
 
-def find_model_folder(path: str, *, beside: Path) -> Path | None:
-    """The absolute folder that `path` names in the current directory or else in `beside`, None where neither has it."""
-    here = Path(path).expanduser()
-    for folder in (here, beside / here):
-        if folder.is_dir():
-            return folder.resolve()
-    return None
+def find_model_folder(path: str, places: Sequence[Path]) -> Path | None:
+    """The absolute folder that `path` names in the first place that has it, None where none has."""
+    folders = (place / Path(path).expanduser() for place in places)
+    return next((folder.resolve() for folder in folders if folder.is_dir()), None)
 
 
-def check_model_folder(model: ModelConfig, generation: GenerationConfig, *, beside: Path) -> None:
+def check_model_folder(model: ModelConfig, generation: GenerationConfig, places: Sequence[Path]) -> None:
     """Check that the policy's folder can be loaded, and that generators with these settings can run it.
+
+    Args:
+        places: where it is looked for.
 
     Raises:
         ModelError: a file is missing or unreadable.
         ConfigError: there is no such folder, or a setting does not fit the model.
     """
     path = model.path
-    folder = find_model_folder(path, beside=beside)
+    folder = find_model_folder(path, places)
     if folder is None:
         raise ConfigError(
-            f"model.path = {path!r} is not a folder here or in {beside}; "
+            f"model.path = {path!r} is not a folder {' or in '.join(['here', *map(str, places[1:])])}; "
             f"from the Hugging Face hub: hf download ORGANIZATION/NAME --local-dir {path}"
         )
     architecture = _read_json(folder, "config.json")

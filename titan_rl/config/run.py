@@ -39,6 +39,9 @@ class RunConfig(Section):
     """Of the data order, the sampling and the trainer."""
     run_dir: str = "runs"
     """Folder in which each run makes a folder of its own."""
+    pythonpath: tuple[str, ...] = Field(default=(), strict=False)
+    """Folders in which the modules that settings name are found, behind the current one. Those that are needed are
+    added: the current folder, and that of the TOML file or of the package that it lies in."""
     share_run_dir: bool = False
     """Other users may read the run's files, as far as the umask lets them; else they are for this user alone."""
     model: ModelConfig

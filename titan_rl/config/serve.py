@@ -8,12 +8,13 @@ from pathlib import Path
 import tomli_w
 from pydantic import Field, PositiveFloat, PositiveInt, ValidationError
 
-from titan_rl.config.explain import Origins, explain
-from titan_rl.config.functions import check_functions
-from titan_rl.config.load import Tables, override, read_toml
+from titan_rl.config.explain import COMMAND_LINE, explain
+from titan_rl.config.functions import check_functions, named_modules
 from titan_rl.config.model_folder import check_model_folder, find_model_folder
 from titan_rl.config.run import RunConfig
+from titan_rl.config.search_path import SearchPath
 from titan_rl.config.sections import GenerationConfig, RoutingConfig
+from titan_rl.config.tables import override, read_tables
 from titan_rl.errors import ConfigError
 from titan_rl.settings import Section
 from titan_rl.training.settings import ModelConfig
@@ -42,6 +43,8 @@ class ServeConfig(Section):
 
     seed: int = Field(default=0, ge=0, lt=2**32)
     """Of the sampling of requests that bring none."""
+    pythonpath: tuple[str, ...] = Field(default=(), strict=False)
+    """Folders in which the modules that settings name are found, behind the current one."""
     model: ModelConfig
     generation: GenerationConfig = GenerationConfig()
     routing: RoutingConfig = RoutingConfig()
@@ -59,24 +62,25 @@ def load_serve_config(toml: Path | None, overrides: Sequence[tuple[str, str]], *
         ConfigError: names each wrong setting, its value, where it came from and what is allowed.
         ModelError: the model folder lacks a file.
     """
-    tables: Tables = {} if toml is None else read_toml(toml)
-    only_of_runs = RunConfig.model_fields.keys() - ServeConfig.model_fields.keys()
-    tables = {name: table for name, table in tables.items() if name not in only_of_runs}
-    origins = Origins("the defaults" if toml is None else str(toml))
+    tables, origins = read_tables(() if toml is None else (toml,), ())
+    for name in RunConfig.model_fields.keys() - ServeConfig.model_fields.keys():
+        tables.pop(name, None)
     override(tables, overrides, origins)
     if policy is not None:
-        if "model.path" in origins.overridden:
+        if origins.of("model.path") == COMMAND_LINE:
             raise ConfigError(f"command line: --model.path: what is served is {policy}; give one of the two")
         override(tables, [("model.path", str(policy))], origins)
     try:
         config = ServeConfig.model_validate(tables)
     except ValidationError as error:
         raise ConfigError(explain(error, ServeConfig, origins)) from None
+    search_path = SearchPath(config.pythonpath, origins)
     check_functions(config, config.generation, origins)
-    beside = Path() if toml is None else toml.parent
-    if (folder := find_model_folder(config.model.path, beside=beside)) is not None:
+    config = config.model_copy(update={"pythonpath": search_path.needed_for(named_modules(config))})
+    places = origins.folders_for("model.path")
+    if (folder := find_model_folder(config.model.path, places)) is not None:
         config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder)})})
-    check_model_folder(config.model, config.generation, beside=beside)
+    check_model_folder(config.model, config.generation, places)
     return config
 
 

@@ -96,7 +96,7 @@ def _run_in(run_dir: RunDirectory, config: RunConfig, *, begins: bool, begun_by:
         with (
             StopSignals(STOPPING_EARLY, f"ended at once; {messages.cut_short()}") as signals,
             guarded(scratch_root(), run_dir.run_id, messages.cut_short()),
-            run_environment(),
+            run_environment(config.pythonpath),
         ):
             try:
                 run = _run(config, run_dir, start, signals, messages)

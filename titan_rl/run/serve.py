@@ -72,7 +72,7 @@ def run_server(config: ServeConfig, source: PolicySource) -> int:
         _files() as files,
         StopSignals(STOPPING, ENDED) as signals,
         guarded(scratch_root(), files.run_id, ENDED),
-        run_environment(),
+        run_environment(config.pythonpath),
     ):
         log_to(files.logs / "server.log")
         return run_to_its_end(

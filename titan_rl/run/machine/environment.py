@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from pathlib import Path
 
 from titan_rl.weights.shard_files.owned_folder import OwnedFolder, clean_dead_folders
@@ -22,14 +22,20 @@ LONGEST_TMPDIR = 28  # Monarch makes sockets below it, whose paths end at 107 ch
 
 
 @contextlib.contextmanager
-def run_environment() -> Generator[None]:
+def run_environment(pythonpath: Sequence[str] = ()) -> Generator[None]:
     """Environment variables for this process and its children, where the user has not set them, and a scratch folder
-    that goes with the run."""
+    that goes with the run.
+
+    Args:
+        pythonpath: folders in which the children find modules, before those of the user's own PYTHONPATH.
+    """
     root = scratch_root()
     clean_up_after_dead_runs(root)
     folder = OwnedFolder(SCRATCH, root)
     scratch = folder.path
     ours = {name: value for name, value in ENVIRONMENT.items() if name not in os.environ}
+    if pythonpath:
+        ours["PYTHONPATH"] = os.pathsep.join([*pythonpath, *filter(None, [os.environ.get("PYTHONPATH")])])
     variables = ours | {"TMPDIR": str(scratch), "MONARCH_LOG_SUFFIX": scratch.name}
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)

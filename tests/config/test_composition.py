@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from titan_rl.cli.main import main
+from titan_rl.config.load import dump_config, load_config
+from titan_rl.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+
+
+def failure(paths: list[str], *overrides: tuple[str, str]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(paths, overrides)
+    return str(caught.value)
+
+
+def test_of_several_files_tables_are_merged_and_the_last_value_wins(project: Path):
+    Path("more.toml").write_text('run_dir = "b"\n[training]\nsteps = 6\n[task]\nwords = ["b"]\n[sampling]\n')
+    Path("most.toml").write_text("[training]\nsteps = 7\nbetas = [0.5, 0.6]\n")
+
+    config = load_config(["config.toml", "more.toml", "most.toml"], [("training.betas", "[0.7, 0.8]")])
+
+    assert (config.training.steps, config.training.lr, config.training.betas) == (7, 1.0, (0.7, 0.8))
+    assert (config.seed, config.run_dir, config.task.train_sample(0, 1)) == (7, "b", "b")
+    assert load_config(["most.toml", "more.toml", "config.toml"]).training.steps == 5
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "says"),
+    [
+        ("[training]\nstepz = 6", [], "more.toml: training.stepz = 6 is not a setting; nearest: training.steps"),
+        ("[training]\nbetas = [0.1, 2.0]", [], "more.toml: training.betas[1] = 2.0 must be less than 1"),
+        ('[training]\nlr_decay = "x"', [], "more.toml: training.lr_decay = 'x' must be"),
+        ("training = 3", [], "more.toml: training = 3 must be a table"),
+        ("[task]\nlenght = 3", [], "more.toml: task.lenght = 3 is not a setting; nearest: task.length"),
+        ('[task]\ntype = "echo_task:Eco"', [], "more.toml: task.type = 'echo_task:Eco': echo_task has no Eco"),
+        ('[training]\nloss = "grpoo"', [], "more.toml: training.loss = 'grpoo' must be one of grpo, gspo,"),
+        ('[model]\npath = "absent"', [], "model.path = 'absent' is not a folder"),
+        ("[training]\nsteps = 6", [("training.lr", "x")], "command line: training.lr = 'x'"),
+        ("[training]\nwarmup_steps = 6", [], "config.toml and more.toml: training.warmup_steps = 6 is more than"),
+        ("seed = 1", [("training.warmup_steps", "6")], "config.toml and more.toml and the command line: training.war"),
+        ("seed = [", [], "more.toml: not valid TOML"),
+    ],
+)
+def test_an_error_says_which_file_the_value_is_of(project: Path, text: str, overrides: list, says: str):
+    Path("more.toml").write_text(text)
+    assert says in failure(["config.toml", "more.toml"], *overrides)
+    Path("last.toml").write_text("[rollout]\ngroup_size = 4\n")
+    assert says.partition(": ")[2] in failure(["config.toml", "more.toml", "last.toml"], *overrides)
+
+
+def test_a_model_folder_is_looked_for_beside_the_file_that_names_it(project: Path):
+    for name in ("a", "b"):
+        Path(name).mkdir()
+        shutil.copytree("policy", f"{name}/own")
+    Path("a/a.toml").write_text('[model]\npath = "own"\n')
+    Path("b/b.toml").write_text("seed = 9\n")
+    assert load_config(["config.toml", "a/a.toml", "b/b.toml"]).model.path == str(project / "a" / "own")
+    assert load_config(["config.toml", "b/b.toml"], [("model.path", "own")]).model.path == str(project / "b" / "own")
+
+
+@pytest.fixture
+def elsewhere(project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Another current folder than the project's."""
+    folder = project / "elsewhere"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def test_the_tasks_module_is_found_beside_the_file_and_the_resolved_settings_say_where(elsewhere: Path):
+    config = load_config("../config.toml")
+    assert config.pythonpath == (str(elsewhere.parent),)
+
+    (elsewhere / "resolved.toml").write_text(dump_config(config))
+    script = (
+        "from titan_rl.config.load import load_config; import sys\n"
+        f"assert load_config({str(elsewhere / 'resolved.toml')!r}).task.length == 3"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", script], cwd="/", capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_file_within_a_package_is_beside_what_its_package_is_imported_from(elsewhere: Path):
+    package = elsewhere.parent / "outer_package"
+    (package / "inner").mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "inner" / "__init__.py").touch()
+    shutil.copy("../echo_task.py", package / "inner" / "task.py")
+    (package / "inner" / "run.toml").write_text(
+        '[model]\npath = "../../policy"\n[task]\ntype = "outer_package.inner.task:Echo"\n'
+    )
+    assert load_config(package / "inner" / "run.toml").pythonpath == (str(elsewhere.parent),)
+
+
+def test_a_module_that_is_nowhere_is_told_with_the_folders_that_were_searched(elsewhere: Path):
+    said = failure(["../config.toml"], ("task.type", "absent_task:Echo"))
+    assert "there is no module absent_task; looked in " in said
+    assert f"{elsewhere}, {elsewhere.parent}" in said
+
+
+def test_pythonpath_is_meant_from_its_file(elsewhere: Path):
+    (elsewhere / "lib").mkdir()
+    (elsewhere / "lib" / "own_functions.py").write_text("def mine(*args): ...\n")
+    (elsewhere / "own.toml").write_text('pythonpath = ["lib"]\n[training]\nloss = "own_functions:mine"\n')
+    config = load_config(["../config.toml", "own.toml"])
+    assert config.pythonpath == (str(elsewhere / "lib"), str(elsewhere.parent))
+
+
+@pytest.mark.parametrize("name", ["alphabet_sort", "agent"])
+def test_a_shipped_example_says_where_it_is_found_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str):
+    monkeypatch.chdir(tmp_path)
+    assert load_config(ROOT / "examples" / name / "cpu.toml").pythonpath == (str(ROOT),)
+
+
+def test_train_takes_several_files(project: Path, capsys: pytest.CaptureFixture[str]):
+    Path("more.toml").write_text("[training]\nsteps = 66\n")
+    assert main(["train", "config.toml", "more.toml", "--dry-run"]) == 0
+    assert "steps = 66" in capsys.readouterr().out

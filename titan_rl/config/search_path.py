@@ -1,0 +1,47 @@
+"""Where modules that settings name are found: the task's, and those of every "module:function"."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import cast
+
+from titan_rl.calls.imports import search_in
+from titan_rl.config.explain import COMMAND_LINE, Origins
+
+
+class SearchPath:
+    """The current folder, those that `pythonpath` names, and the one of each TOML file, in this order. Where a TOML
+    file lies in a package, it is the folder that holds the package.
+
+    Args:
+        given: what `pythonpath` was set to; nothing is done with what is no list of folders.
+    """
+
+    def __init__(self, given: object, origins: Origins) -> None:
+        base = origins.folders_for("pythonpath")[-1] if origins.of("pythonpath") != COMMAND_LINE else Path()
+        folders = cast("Iterable[object]", given) if isinstance(given, list | tuple) else ()
+        self._given = [str((base / folder).resolve()) for folder in folders if isinstance(folder, str)]
+        self._others = [os.getcwd(), *(str(_import_root(toml)) for toml in origins.files)]
+        search_in([*self._given, *self._others])
+
+    def needed_for(self, modules: Iterable[str]) -> tuple[str, ...]:
+        """The folders to search for imported modules from anywhere: those given, and those that hold one of them."""
+        homes = {home for name in modules if (home := _home(name)) is not None}
+        return tuple(dict.fromkeys([*self._given, *(folder for folder in self._others if folder in homes)]))
+
+
+def _import_root(toml: Path) -> Path:
+    folder = toml.resolve().parent
+    while (folder / "__init__.py").is_file() and folder != folder.parent:
+        folder = folder.parent
+    return folder
+
+
+def _home(name: str) -> str | None:
+    """The folder by which an imported module was found."""
+    top = sys.modules.get(name.partition(".")[0])
+    place = next(iter(getattr(top, "__path__", ())), None) or getattr(top, "__file__", None)
+    return None if place is None else str(Path(place).resolve().parent)

@@ -1,0 +1,92 @@
+"""Tables of settings before they are checked: of TOML files, and of options that replace what these say."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from titan_rl.config.explain import COMMAND_LINE, Origins
+from titan_rl.errors import ConfigError
+
+Tables = dict[str, Any]
+
+
+def read_tables(paths: Sequence[Path], overrides: Sequence[tuple[str, str]]) -> tuple[Tables, Origins]:
+    """What the files say together, each replacing what those before it say, and the overrides all of them. Tables are
+    merged; any other value, a list too, is replaced whole.
+
+    Args:
+        overrides: dotted settings and their values.
+
+    Raises:
+        ConfigError: a file cannot be read or is no TOML, or an override is below a setting that is no table.
+    """
+    tables, origins = Tables(), Origins(tuple(paths))
+    for path in paths:
+        _merge(tables, _read_toml(path), origins, str(path))
+    override(tables, overrides, origins)
+    return tables, origins
+
+
+def override(tables: Tables, overrides: Sequence[tuple[str, str]], origins: Origins) -> None:
+    """Set dotted settings in place, and note where they came from.
+
+    Raises:
+        ConfigError: one is below a setting that is no table.
+    """
+    for key, text in overrides:
+        _override(tables, key, text)
+        origins.note(key, COMMAND_LINE)
+
+
+def _read_toml(path: Path) -> Tables:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        there = sorted(str(other) for other in path.parent.glob("*.toml"))
+        hint = f"; that folder has {', '.join(there)}" if there else ""
+        raise ConfigError(f"{path}: no such file{hint}") from None
+    except IsADirectoryError:
+        there = sorted(str(other) for other in path.glob("*.toml"))
+        raise ConfigError(f"{path} is a folder; name a TOML file{f' in it: {there[0]}' if there else ''}") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; name a TOML file that you may read") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from None
+
+
+def _merge(tables: Tables, more: Tables, origins: Origins, source: str, prefix: str = "") -> None:
+    for name, value in more.items():
+        key, before = f"{prefix}{name}", tables.get(name)
+        if isinstance(value, dict) and (before is None or isinstance(before, dict)):
+            below = cast("Tables", tables.setdefault(name, {}))
+            _merge(below, cast("Tables", value), origins, source, f"{key}.")
+            if not below:
+                origins.note(key, source)
+        else:
+            tables[name] = value
+            origins.note(key, source)
+
+
+def _override(tables: Tables, key: str, text: str) -> None:
+    """Set the dotted `key` in place, making the tables on its way."""
+    *parents, name = key.split(".")
+    table = tables
+    for depth, parent in enumerate(parents, start=1):
+        child = table.setdefault(parent, {})
+        if not isinstance(child, dict):
+            raise ConfigError(f"command line: --{key}: {'.'.join(parents[:depth])} is a setting, not a table")
+        table = cast("Tables", child)
+    table[name] = _parse_value(text)
+
+
+def _parse_value(text: str) -> Any:
+    """`text` as a TOML value, and as the string it is where it is none: `3`, `[0.9, 0.99]`, `cosine`."""
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    # A line break in `text` could bring further keys; then it is no single value.
+    return parsed["value"] if len(parsed) == 1 else text
