@@ -14,6 +14,7 @@ LIGHT = (
     "calls",
     "cli",
     "config",
+    "evaluation",
     "rollout",
     "generation.registry",
     "generation.router",

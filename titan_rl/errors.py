@@ -75,6 +75,10 @@ class RequestError(TitanRLError, ValueError):
     """This generation request can never succeed: too long, bad parameters, duplicate id."""
 
 
+class PromptTooLongError(RequestError):
+    """The prompt of this request leaves no room for an answer in the context of the model that is asked."""
+
+
 class EpisodeEndedError(RequestError):
     """The episode that a request belongs to is over. The message says how it ended."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,13 +10,8 @@ import httpx
 from titan_rl.errors import GenerationError, RequestError
 from titan_rl.rollout.copies import LARGEST_TOKEN_ID
 from titan_rl.serving import LEAST_LOGPROB
+from titan_rl.serving.asking import NOT_UNDERSTOOD, Asking, is_int
 from titan_rl.types import Completion, FinishReason, SamplingParams, VersionSpan
-
-_REFUSED = frozenset({400, 404, 413, 415, 422})
-"""What the request itself is to blame for. A missing key, a full server and a failing one are not."""
-
-_NOT_UNDERSTOOD = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
-"""What reading an answer of any form raises. JSON that nests too deeply is a `RecursionError`."""
 
 _ROUNDING = 1e-3
 """By which a logprob may come out above 0."""
@@ -59,20 +53,16 @@ class HttpGenerateFn:
         max_connections: int = 1024,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        if connection_attempts < 1:
-            raise ValueError(f"connection_attempts is {connection_attempts}; it must be at least 1")
-        self._endpoint = f"{url.rstrip('/').removesuffix('/v1')}/inference/v1/generate"
+        self._asking = Asking(
+            f"{url.rstrip('/').removesuffix('/v1')}/inference/v1/generate",
+            api_key=api_key,
+            timeout_s=timeout_s,
+            connection_attempts=connection_attempts,
+            max_connections=max_connections,
+            transport=transport,
+        )
         self._model = model
         self._version = version
-        self._timeout_s = timeout_s
-        self._attempts = connection_attempts
-        self._client = httpx.AsyncClient(
-            headers={} if api_key is None else {"authorization": f"Bearer {api_key}"},
-            timeout=None,
-            limits=httpx.Limits(max_connections=max_connections, max_keepalive_connections=max_connections),
-            transport=transport,
-            trust_env=False,
-        )
 
     async def __aenter__(self) -> HttpGenerateFn:
         return self
@@ -82,7 +72,7 @@ class HttpGenerateFn:
 
     async def close(self) -> None:
         """Close the connections. Calls under way fail."""
-        await self._client.aclose()
+        await self._asking.close()
 
     async def __call__(
         self,
@@ -107,35 +97,11 @@ class HttpGenerateFn:
             "sampling_params": _wire_sampling(sampling),
         }
         headers = {} if session_id is None else {"x-session-id": session_id}
-        try:
-            async with asyncio.timeout(self._timeout_s) as scope:
-                response = await self._post(body, headers)
-                while (pause_s := _full_for(response)) is not None:
-                    await asyncio.sleep(pause_s)
-                    response = await self._post(body, headers)
-        except TimeoutError as error:
-            if not scope.expired():
-                raise
-            raise GenerationError(f"{self._endpoint} did not answer within {self._timeout_s:g} s") from error
-        if response.status_code != 200:
-            said = f"{self._endpoint} answered {response.status_code}: {_message(response)}"
-            raise RequestError(said) if response.status_code in _REFUSED else GenerationError(said)
+        response = await self._asking.post(body, headers)
         try:
             return self._completion(request_id, response.json(), sampling.max_tokens)
-        except _NOT_UNDERSTOOD as error:
-            raise GenerationError(f"{self._endpoint} answered with what is no completion: {error!r}") from error
-
-    async def _post(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> httpx.Response:
-        for attempt in range(1, self._attempts + 1):
-            try:
-                return await self._client.post(self._endpoint, json=body, headers=headers)
-            except httpx.TransportError as error:
-                if attempt == self._attempts:
-                    raise GenerationError(f"{self._endpoint} cannot be reached: {error!r}") from error
-            except httpx.HTTPError as error:
-                raise GenerationError(f"{self._endpoint} cannot be asked: {error!r}") from error
-            await asyncio.sleep(min(2.0, 0.05 * 2**attempt))
-        raise AssertionError("the last attempt returns or raises")
+        except NOT_UNDERSTOOD as error:
+            raise GenerationError(f"{self._asking.endpoint} answered with what is no completion: {error!r}") from error
 
     def _completion(self, request_id: str, answer: Any, max_tokens: int) -> Completion:
         (choice,) = answer["choices"]
@@ -157,7 +123,7 @@ class HttpGenerateFn:
         at = 0
         for span in told:
             start, end = span["start"], span["end"]
-            if not (_is_int(start) and _is_int(end) and at == start <= end):
+            if not (is_int(start) and is_int(end) and at == start <= end):
                 raise ValueError(f"weight_versions goes on at token {at} with {start!r} to {end!r}")
             spans.append(VersionSpan(self._version_of(span["version"]), end - start))
             at = end
@@ -168,28 +134,17 @@ class HttpGenerateFn:
         return int(told) if str(told).isdecimal() else self._version
 
 
-def _is_int(value: Any) -> bool:
-    """JSON's true is an `int` of Python, too."""
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def _token_id(value: Any) -> int:
-    if not (_is_int(value) and 0 <= value <= LARGEST_TOKEN_ID):
+    if not (is_int(value) and 0 <= value <= LARGEST_TOKEN_ID):
         raise ValueError(f"token_ids has {value!r}; it must be an integer between 0 and {LARGEST_TOKEN_ID}")
     return value
 
 
 def _logprob(value: Any) -> float:
-    if not ((_is_int(value) or isinstance(value, float)) and LEAST_LOGPROB < value <= _ROUNDING):
+    if not ((is_int(value) or isinstance(value, float)) and LEAST_LOGPROB < value <= _ROUNDING):
         # The least stands for minus infinity, and not-a-number is in no order with anything.
         raise ValueError(f"a logprob is {value!r}; it must be a number above {LEAST_LOGPROB:g} and not above 0")
     return float(value)
-
-
-def _full_for(response: httpx.Response) -> float | None:
-    """Seconds after which a full server wants to be asked again; None if this is its answer."""
-    after = response.headers.get("retry-after", "")
-    return max(0.01, float(after)) if response.status_code == 429 and after.isdecimal() else None
 
 
 def _wire_sampling(sampling: SamplingParams) -> dict[str, Any]:
@@ -206,10 +161,3 @@ def _wire_sampling(sampling: SamplingParams) -> dict[str, Any]:
         "logprobs": 0,
         "skip_special_tokens": False,
     }
-
-
-def _message(response: httpx.Response) -> str:
-    try:
-        return str(response.json()["error"]["message"])
-    except _NOT_UNDERSTOOD:
-        return response.text[:200]

@@ -31,16 +31,16 @@ class MessageTokenEnv:
     """
 
     def __init__(self, env: MessageEnv, renderer: Renderer) -> None:
-        self._env = env
+        self.env = env
+        self.tools: list[Mapping[str, object]] | None = None  # that the policy may call, once it is reset
         self._renderer = renderer
-        self._tools: list[Mapping[str, object]] | None = None
         self._prompt_token_ids: list[int] = []
 
     async def reset(self) -> TokenObservation:
-        observation: MessageObservation = await _awaited(self._env.reset())
-        self._tools = None if observation.tools is None else list(observation.tools)
+        observation: MessageObservation = await _awaited(self.env.reset())
+        self.tools = None if observation.tools is None else list(observation.tools)
         prompt = self._renderer.render_ids(
-            renderable(observation.messages), tools=self._tools, add_generation_prompt=True
+            renderable(observation.messages), tools=self.tools, add_generation_prompt=True
         )
         self._prompt_token_ids = list(prompt)
         return TokenObservation(list(prompt), observation.messages)
@@ -49,7 +49,7 @@ class MessageTokenEnv:
         cut_off = completion.finish_reason is FinishReason.LENGTH
         try:
             parsed = self._renderer.parse_response(
-                list(completion.token_ids), tools=self._tools, prompt_ids=list(self._prompt_token_ids)
+                list(completion.token_ids), tools=self.tools, prompt_ids=list(self._prompt_token_ids)
             )
         except Exception:  # the model's doing: a parser may raise anything on malformed output
             return TokenStep(status=RolloutStatus.TRUNCATED_LENGTH if cut_off else RolloutStatus.ERROR_PARSE)
@@ -59,7 +59,7 @@ class MessageTokenEnv:
         if parsed.reasoning_complete is False or any(call.status != "ok" for call in parsed.tool_calls):
             return TokenStep(status=RolloutStatus.ERROR_PARSE, messages=[answer])
 
-        step: MessageStep = await _awaited(self._env.step(snapshot(answer)))
+        step: MessageStep = await _awaited(self.env.step(snapshot(answer)))
         messages = [answer, *step.messages]
         if step.status is not None:
             return TokenStep(status=step.status, rewards=step.rewards, messages=messages)
@@ -67,7 +67,7 @@ class MessageTokenEnv:
         return TokenStep(list(self._prompt_token_ids), rewards=step.rewards, messages=messages)
 
     async def close(self) -> None:
-        await _awaited(self._env.close())
+        await _awaited(self.env.close())
 
     def _bridge(self, completion: Completion, new_messages: Sequence[Message]) -> list[int]:
         so_far = [*self._prompt_token_ids, *completion.token_ids]
@@ -75,7 +75,7 @@ class MessageTokenEnv:
             list(self._prompt_token_ids),
             list(completion.token_ids),
             renderable(new_messages),
-            tools=self._tools,
+            tools=self.tools,
         )
         if bridged is None or list(bridged.token_ids[: len(so_far)]) != so_far:
             raise DataError(

@@ -1,0 +1,104 @@
+"""Errors of means, against the formulas written out and against what random draws do."""
+
+from __future__ import annotations
+
+import math
+import random
+from itertools import combinations
+from statistics import fmean, stdev
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from titan_rl.evaluation.statistics import clustered_mean, difference, mean_avg_at_k, mean_pass_at_k, pass_at_k
+
+REWARD = st.floats(-10, 10)
+
+
+@given(st.lists(st.lists(REWARD, min_size=3, max_size=3), min_size=2, max_size=8))
+def test_with_equal_groups_the_error_is_that_of_the_prompts_means(groups: list[list[float]]) -> None:
+    estimate = clustered_mean(dict(enumerate(groups)))
+    assert estimate is not None
+    assert estimate.standard_error is not None
+    means = [fmean(group) for group in groups]
+    assert estimate.mean == pytest.approx(fmean(means), abs=1e-9)
+    assert estimate.standard_error == pytest.approx(stdev(means) / math.sqrt(len(means)), abs=1e-9)
+
+
+def test_copies_of_samples_are_no_further_evidence() -> None:
+    once = clustered_mean({"a": [0.0], "b": [1.0], "c": [1.0]})
+    often = clustered_mean({"a": [0.0] * 9, "b": [1.0] * 9, "c": [1.0] * 9})
+    assert once is not None
+    assert often is not None
+    assert often.standard_error == pytest.approx(once.standard_error)
+    assert often.num_samples == 27
+
+
+def test_the_error_is_what_repeated_evaluations_vary_by() -> None:
+    draw = random.Random(0)
+
+    def evaluation() -> dict[int, list[float]]:
+        chances = [draw.random() for _ in range(30)]
+        return {i: [float(draw.random() < chance) for _ in range(4)] for i, chance in enumerate(chances)}
+
+    estimates = [clustered_mean(evaluation()) for _ in range(400)]
+    told = fmean(e.standard_error for e in estimates if e is not None and e.standard_error is not None)
+    assert told == pytest.approx(stdev(e.mean for e in estimates if e is not None), rel=0.1)
+
+
+def test_a_single_prompt_has_no_error_and_none_no_mean() -> None:
+    alone = clustered_mean({"a": [0.0, 1.0]})
+    assert alone is not None
+    assert (alone.mean, alone.standard_error, alone.num_prompts, alone.num_samples) == (0.5, None, 1, 2)
+    assert clustered_mean({}) is None
+    assert clustered_mean({"a": []}) is None
+
+
+@given(st.integers(1, 7), st.data())
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_one(n: int, data: st.DataObject) -> None:
+    right, k = data.draw(st.integers(0, n)), data.draw(st.integers(1, n))
+    subsets = list(combinations([i < right for i in range(n)], k))
+    assert pass_at_k(n, right, k) == pytest.approx(fmean(any(subset) for subset in subsets))
+
+
+def test_pass_and_avg_leave_out_prompts_with_too_few_samples() -> None:
+    rewards = {"a": [1.0, 0.0], "b": [0.0, 0.0], "lost one": [1.0]}
+    passed, average = mean_pass_at_k(rewards, 2, success=1.0), mean_avg_at_k(rewards, 2)
+    assert passed is not None
+    assert average is not None
+    assert (passed.mean, passed.num_prompts) == (0.5, 2)
+    assert (average.mean, average.num_prompts) == (0.25, 2)
+    assert mean_pass_at_k(rewards, 3, success=1.0) is None
+    with pytest.raises(ValueError, match="pass@3 needs at least 3"):
+        pass_at_k(2, 1, 3)
+
+
+def test_what_is_hard_for_both_drops_out_of_a_paired_difference() -> None:
+    first = {i: [float(i), float(i)] for i in range(10)}
+    second = {i: [i + 0.5, i + 0.5] for i in range(10)}
+    paired = difference(first, second)
+    assert paired is not None
+    assert (paired.mean, paired.num_paired) == (0.5, 10)
+    assert paired.standard_error == pytest.approx(0.0, abs=1e-12)
+    apart = difference(first, {f"other {i}": group for i, group in second.items()})
+    assert apart is not None
+    assert apart.standard_error is not None
+    assert (apart.mean, apart.num_paired) == (0.5, 0)
+    assert apart.standard_error > 1
+
+
+@given(st.lists(st.tuples(REWARD, REWARD), min_size=2, max_size=8))
+def test_a_paired_error_is_that_of_the_differences(pairs: list[tuple[float, float]]) -> None:
+    found = difference({i: [a] for i, (a, _) in enumerate(pairs)}, {i: [b] for i, (_, b) in enumerate(pairs)})
+    differences = [b - a for a, b in pairs]
+    assert found is not None
+    assert found.mean == pytest.approx(fmean(differences), abs=1e-9)
+    assert found.standard_error == pytest.approx(stdev(differences) / math.sqrt(len(pairs)), abs=1e-9)
+
+
+def test_evaluations_are_compared_on_the_prompts_that_both_have() -> None:
+    found = difference({"a": [0.0], "b": [0.0], "only first": [9.0]}, {"a": [1.0], "b": [0.0], "only second": [9.0]})
+    assert found is not None
+    assert (found.mean, found.num_paired) == (0.5, 2)
+    assert difference({"a": [1.0]}, {}) is None

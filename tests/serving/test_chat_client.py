@@ -1,0 +1,142 @@
+"""`HttpChatFn`: what it asks of servers, and what it makes of their answers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+from serving.served import served
+from serving.talk import SAMPLING, chat_template_renderer, user
+
+from titan_rl import FinishReason, GenerationError, PromptTooLongError, RequestError, SamplingParams
+from titan_rl.rollout.renderer.tokenizer import load_tokenizer
+from titan_rl.serving.chat_client import HttpChatFn
+
+
+class Server:
+    """Answers as it is told, and remembers what it was asked."""
+
+    def __init__(self, *answers: Callable[[], httpx.Response]) -> None:
+        self.asked: list[dict[str, Any]] = []
+        self.headers: list[httpx.Headers] = []
+        self._answers = list(answers)
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        self.asked.append(json.loads(request.content))
+        self.headers.append(request.headers)
+        return self._answers.pop(0)()
+
+    def client(self, **settings: Any) -> HttpChatFn:
+        return HttpChatFn("http://server/v1", model="m", transport=httpx.MockTransport(self), **settings)
+
+
+def says(content: Any, finish_reason: str = "stop", **message: Any) -> Callable[[], httpx.Response]:
+    choice = {"message": {"role": "assistant", "content": content, **message}, "finish_reason": finish_reason}
+    return lambda: httpx.Response(200, json={"choices": [choice], "usage": {"completion_tokens": 7}})
+
+
+def fails(status: int, text: str = "no", **headers: str) -> Callable[[], httpx.Response]:
+    return lambda: httpx.Response(status, json={"error": {"message": text}}, headers=headers)
+
+
+async def test_a_conversation_travels_as_openai_has_it() -> None:
+    server = Server(says("Hello", reasoning_content="Greet."))
+    calls = [{"type": "function", "id": None, "function": {"name": "add", "arguments": {"a": 1}}}]
+    messages = [
+        user("Add."),
+        {"role": "assistant", "content": "", "reasoning_content": "Hm.", "tool_calls": [*calls, *calls]},
+        {"role": "tool", "content": "1"},
+        {"role": "tool", "content": "2"},
+    ]
+    sampling = SamplingParams(max_tokens=9, temperature=0.5, top_p=0.9, seed=3, stop_token_ids=(1,))
+    async with server.client(api_key="sesame", body={"seed": None, "reasoning_effort": "low"}) as chat:
+        reply = await chat(messages, tools=[{"type": "function"}], request_id="a", session_id="s", sampling=sampling)
+    assert reply.message == {"role": "assistant", "content": "Hello", "reasoning_content": "Greet."}
+    assert (reply.finish_reason, reply.num_tokens) == (FinishReason.STOP, 7)
+    (asked,) = server.asked
+    first, second = (call["id"] for call in asked["messages"][1].pop("tool_calls"))
+    assert first != second
+    assert asked == {
+        "model": "m",
+        "messages": [
+            user("Add."),
+            {"role": "assistant", "content": ""},
+            {"role": "tool", "content": "1", "tool_call_id": first},
+            {"role": "tool", "content": "2", "tool_call_id": second},
+        ],
+        "max_tokens": 9,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "tools": [{"type": "function"}],
+        "reasoning_effort": "low",
+    }
+    assert server.headers[0]["authorization"] == "Bearer sesame"
+    assert server.headers[0]["x-session-id"] == "s"
+
+
+async def test_calls_are_read_and_malformed_ones_are_kept_as_text() -> None:
+    good = {"id": "c1", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    bad = {"id": "c2", "function": {"name": "add", "arguments": "[1"}}
+    server = Server(says(None, "tool_calls", tool_calls=[good, bad]))
+    async with server.client() as chat:
+        reply = await chat([user("Add.")], request_id="a", sampling=SAMPLING)
+    assert [call["function"]["arguments"] for call in reply.message["tool_calls"]] == [{"a": 1}, "[1"]
+    assert reply.message["content"] == ""
+    assert reply.finish_reason is FinishReason.STOP
+
+
+async def test_a_server_that_is_busy_is_asked_again_and_one_that_refuses_is_not() -> None:
+    server = Server(fails(429, **{"retry-after": "0"}), fails(503), says("Hello", "length"))
+    async with server.client() as chat:
+        reply = await chat([user("Hi")], request_id="a", sampling=SAMPLING)
+    assert reply.finish_reason is FinishReason.LENGTH
+    assert len(server.asked) == 3
+    server = Server(fails(503), fails(503), fails(400, "bad"), fails(401, "who"), says(None, "content_filter"))
+    async with server.client(connection_attempts=2) as chat:
+        for error, text in (
+            (GenerationError, "503"),
+            (RequestError, "bad"),
+            (GenerationError, "401: who"),
+            (RequestError, "withholds"),
+        ):
+            with pytest.raises(error, match=text):
+                await chat([user("Hi")], request_id="a", sampling=SAMPLING)
+
+
+async def test_a_prompt_that_does_not_fit_is_told_apart() -> None:
+    server = Server(fails(400, "This model's maximum context length is 512 tokens."))
+    async with server.client() as chat:
+        with pytest.raises(PromptTooLongError, match="512"):
+            await chat([user("Hi")], request_id="a", sampling=SAMPLING)
+
+
+async def test_a_server_that_wants_the_other_name_of_max_tokens_gets_it_from_then_on() -> None:
+    server = Server(fails(400, "use 'max_completion_tokens' instead"), says("one"), says("two"))
+    async with server.client() as chat:
+        for _ in range(2):
+            await chat([user("Hi")], request_id="a", sampling=SamplingParams(max_tokens=9))
+    assert [asked.get("max_completion_tokens") for asked in server.asked] == [None, 9, 9]
+
+
+@pytest.mark.parametrize("answer", [{}, {"choices": []}, {"choices": [{"message": {"content": [1]}}]}, [], "no"])
+async def test_what_is_no_reply_is_an_error_of_the_server(answer: Any) -> None:
+    server = Server(lambda: httpx.Response(200, json=answer))
+    async with server.client() as chat:
+        with pytest.raises(GenerationError, match="what is no reply"):
+            await chat([user("Hi")], request_id="a", sampling=SAMPLING)
+
+
+async def test_a_server_of_titan_rl_answers() -> None:
+    renderer = chat_template_renderer()
+    tokenizer = load_tokenizer(str(renderer._name))
+    async with served(renderer=renderer, tokenizer=tokenizer, engine={"vocab_size": 90}) as server:
+        transport = httpx.ASGITransport(server.app)
+        async with HttpChatFn("http://policy", model="policy", transport=transport) as chat:
+            reply = await chat([user("Sort: b a")], request_id="a", sampling=SamplingParams(max_tokens=5, seed=1))
+            assert isinstance(reply.message["content"], str)
+            assert (reply.finish_reason, reply.num_tokens) == (FinishReason.LENGTH, 5)
+            with pytest.raises(PromptTooLongError):
+                await chat([user("a " * 600)], request_id="b", sampling=SAMPLING)

@@ -1,0 +1,1 @@
+"""How good a policy is: held-out prompts played, counted and compared."""

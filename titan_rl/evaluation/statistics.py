@@ -1,0 +1,153 @@
+"""Means with the error that they have, where several samples of one prompt are not independent of each other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+Rewards = Mapping[Hashable, Sequence[float]]
+"""The rewards of each prompt's samples, by whatever names the prompt. One without samples counts for nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A mean over samples.
+
+    Attributes:
+        standard_error: None where there are fewer than two prompts, which say nothing of how prompts differ.
+    """
+
+    mean: float
+    standard_error: float | None
+    num_prompts: int
+    num_samples: int
+
+    def __str__(self) -> str:
+        error = "" if self.standard_error is None else f" ± {self.standard_error:.3f}"
+        return f"{self.mean:.3f}{error}"
+
+
+def clustered_mean(rewards: Rewards) -> Estimate | None:
+    """The mean of all samples, with its standard error clustered by prompt.
+
+    With G prompts, n samples in all, and r_gi the reward of sample i of prompt g:
+
+        SE = sqrt(G / (G - 1) * sum_g (sum_i (r_gi - mean))^2) / n
+
+    That is the clustered standard error of Miller, "Adding Error Bars to Evals" (arXiv 2411.00640, section 2.2), with
+    the usual correction for few clusters. With as many samples of each prompt it is the standard error of the prompts'
+    means: more samples of the same prompts do not make it vanish, more prompts do.
+
+    Returns:
+        None where there is no sample.
+
+    >>> str(clustered_mean({"a": [0.0, 0.0], "b": [1.0, 1.0]}))
+    '0.500 ± 0.500'
+    """
+    influences = _influences(rewards)
+    if not influences:
+        return None
+    samples = [reward for group in rewards.values() for reward in group]
+    return Estimate(fmean(samples), _root_sum(list(influences.values())), len(influences), len(samples))
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """How much better the second of two evaluations is.
+
+    Attributes:
+        num_paired: prompts that both have, on which alone they are compared. 0 where they have none in common: then all
+            prompts of each are compared, as independent of each other.
+    """
+
+    mean: float
+    standard_error: float | None
+    num_paired: int
+
+    def __str__(self) -> str:
+        error = "" if self.standard_error is None else f" ± {self.standard_error:.3f}"
+        return f"{self.mean:+.3f}{error}"
+
+
+def difference(first: Rewards, second: Rewards) -> Difference | None:
+    """The second mean less the first, over the prompts that both have.
+
+    Its standard error is that of the clustered mean of the prompts' differences (Miller, section 4.2): what makes a
+    prompt hard or easy for both policies drops out. Without a prompt in common it is sqrt(SE_1^2 + SE_2^2).
+
+    Returns:
+        None where one of them has no sample.
+    """
+    common = [key for key, group in first.items() if group and second.get(key)]
+    if not common:
+        return _unpaired(clustered_mean(first), clustered_mean(second))
+    one, two = ({key: rewards[key] for key in common} for rewards in (first, second))
+    of_one, of_two = _influences(one), _influences(two)
+    mean = _mean(two) - _mean(one)
+    return Difference(mean, _root_sum([of_two[key] - of_one[key] for key in common]), len(common))
+
+
+def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
+    """The chance that at least one of `k` samples of a prompt is right, estimated without bias from `num_samples` of
+    which `num_right` are: 1 - C(n - c, k) / C(n, k), by Chen et al. (arXiv 2107.03374).
+
+    >>> pass_at_k(4, 1, 2)
+    0.5
+
+    Raises:
+        ValueError: there are fewer than `k` samples.
+    """
+    if k > num_samples:
+        raise ValueError(f"pass@{k} needs at least {k} samples of a prompt; there are {num_samples}")
+    if num_samples - num_right < k:
+        return 1.0
+    return 1.0 - math.prod(1.0 - k / i for i in range(num_samples - num_right + 1, num_samples + 1))
+
+
+def mean_pass_at_k(rewards: Rewards, k: int, success: float) -> Estimate | None:
+    """pass@k over the prompts that have at least `k` samples.
+
+    Args:
+        success: the least reward of a sample that is right.
+    """
+    chances = {
+        key: [pass_at_k(len(group), sum(reward >= success for reward in group), k)]
+        for key, group in rewards.items()
+        if len(group) >= k
+    }
+    return clustered_mean(chances)
+
+
+def mean_avg_at_k(rewards: Rewards, k: int) -> Estimate | None:
+    """avg@k: the mean over prompts of the mean reward of their first `k` samples, over those that have as many."""
+    return clustered_mean({key: [fmean(group[:k])] for key, group in rewards.items() if len(group) >= k})
+
+
+def _mean(rewards: Rewards) -> float:
+    return fmean(reward for group in rewards.values() for reward in group)
+
+
+def _influences(rewards: Rewards) -> dict[Hashable, float]:
+    """How far each prompt's samples move the mean of all: they add up to 0."""
+    count = sum(map(len, rewards.values()))
+    if not count:
+        return {}
+    mean = _mean(rewards)
+    return {key: sum(reward - mean for reward in group) / count for key, group in rewards.items() if group}
+
+
+def _root_sum(influences: Sequence[float]) -> float | None:
+    count = len(influences)
+    if count < 2:
+        return None
+    return math.sqrt(count / (count - 1) * math.fsum(influence**2 for influence in influences))
+
+
+def _unpaired(first: Estimate | None, second: Estimate | None) -> Difference | None:
+    if first is None or second is None:
+        return None
+    errors = (first.standard_error, second.standard_error)
+    error = None if None in errors else math.hypot(*(error for error in errors if error is not None))
+    return Difference(second.mean - first.mean, error, 0)

@@ -1,0 +1,148 @@
+"""Plays an environment of messages with a policy of messages."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from titan_rl.calls.plain import snapshot
+from titan_rl.errors import PromptTooLongError
+from titan_rl.rollout.copies import messages_of
+from titan_rl.rollout.environment.chat import ChatFn, ChatReply
+from titan_rl.rollout.environment.types import MessageEnv, MessageObservation, MessageStep, RolloutPolicy
+from titan_rl.rollout.group.boundary import EndsWith, RolloutEnded
+from titan_rl.rollout.group.rollout_ids import turn_seed
+from titan_rl.rollout.settings import RolloutConfig
+from titan_rl.rollout.types import Message, Rollout, RolloutStatus, Turn
+from titan_rl.types import Completion, FinishReason
+
+
+class ChatEnv:
+    """An `AgentEnv` over a `MessageEnv`, for a policy whose tokens nobody knows. A rollout of it can be judged, and not
+    trained on: its turns hold rewards and metrics, and neither tokens nor logprobs.
+
+    It ends as one of `MessageTokenEnv` does:
+
+        a call of a tool whose arguments are no JSON object   ERROR_PARSE
+        the reply used up its token budget                    TRUNCATED_LENGTH
+        the conversation leaves no room for a reply           TRUNCATED_PROMPT
+        another request that fails                            ERROR_GENERATE
+
+    `Rollout.metrics["completion_tokens"]` is how many tokens the policy says it wrote, if it does.
+
+    Example:
+
+        rollouter = Rollouter(lambda sample: ChatEnv(SortEnv(sample), chat), rubric, max_context=4096)
+
+    Args:
+        limits: seconds for each call of the environment and for each reply.
+    """
+
+    def __init__(self, env: MessageEnv, chat: ChatFn, limits: RolloutConfig | None = None) -> None:
+        self._env = env
+        self._chat = chat
+        self._limits = limits or RolloutConfig()
+
+    async def play(self, policy: RolloutPolicy, rollout: Rollout) -> None:
+        try:
+            rollout.status = await self._take_turns(policy, rollout)
+        except RolloutEnded as end:
+            rollout.status, rollout.error, rollout.failure = end.status, end.error, end.failure
+        tokens = [turn.completion.metrics.get("completion_tokens") for turn in rollout.turns]
+        if tokens and None not in tokens:
+            rollout.metrics["completion_tokens"] = sum(count for count in tokens if count is not None)
+
+    async def close(self) -> None:
+        await _awaited(self._env.close())
+
+    async def _take_turns(self, policy: RolloutPolicy, rollout: Rollout) -> RolloutStatus:
+        async with self._env_call():
+            observation: Any = await _awaited(self._env.reset())
+            if not isinstance(observation, MessageObservation):
+                raise TypeError(f"reset gave {type(observation).__name__}; it must give a MessageObservation")
+            rollout.messages.extend(messages_of(observation.messages))
+            tools = None if observation.tools is None else list(observation.tools)
+        for turn in range(policy.max_turns):
+            reply = await self._ask(policy, rollout, tools, turn)
+            answer = snapshot(reply.message)
+            rollout.messages.append(answer)
+            self._record(policy, rollout, reply, turn)
+            if reply.finish_reason is FinishReason.LENGTH:
+                return RolloutStatus.TRUNCATED_LENGTH
+            if any(not isinstance(call["function"]["arguments"], Mapping) for call in answer.get("tool_calls", ())):
+                return RolloutStatus.ERROR_PARSE
+            async with self._env_call():
+                step: Any = await _awaited(self._env.step(snapshot(answer)))
+                if not isinstance(step, MessageStep):
+                    raise TypeError(f"step gave {type(step).__name__}; it must give a MessageStep")
+                rewards = {name: float(reward) for name, reward in step.rewards.items()}
+                rollout.turns[-1] = replace(rollout.turns[-1], rewards=rewards)
+                rollout.messages.extend(messages_of(step.messages))
+            if step.status is not None:
+                return step.status
+        return RolloutStatus.TRUNCATED_TURNS
+
+    async def _ask(
+        self, policy: RolloutPolicy, rollout: Rollout, tools: list[Mapping[str, object]] | None, turn: int
+    ) -> ChatReply:
+        seed = None if policy.sampling.seed is None else turn_seed(policy.sampling.seed, rollout.rollout_id, turn)
+        messages: list[Message] = snapshot(rollout.messages)
+        deadline = asyncio.get_running_loop().time() + self._limits.generate_timeout_s
+        async with EndsWith(RolloutStatus.ERROR_GENERATE, deadline):
+            try:
+                return await _until(
+                    policy.time_is_up,
+                    self._chat(
+                        messages,
+                        tools=tools,
+                        request_id=f"{rollout.rollout_id}/{turn}",
+                        session_id=rollout.rollout_id,
+                        sampling=replace(policy.sampling, seed=seed),
+                    ),
+                )
+            except PromptTooLongError as error:
+                ended = RolloutEnded(RolloutStatus.TRUNCATED_PROMPT, str(error))
+            except _TimeIsUp:
+                status = RolloutStatus.TRUNCATED_TIME if rollout.turns else RolloutStatus.ERROR_TIMEOUT
+                ended = RolloutEnded(status, f"its own time is up: rollout_timeout_s is {policy.time_s:g}")
+        raise ended
+
+    def _record(self, policy: RolloutPolicy, rollout: Rollout, reply: ChatReply, turn: int) -> None:
+        metrics = {} if reply.num_tokens is None else {"completion_tokens": float(reply.num_tokens)}
+        completion = Completion(f"{rollout.rollout_id}/{turn}", (), (), reply.finish_reason, (), metrics=metrics)
+        rollout.turns.append(Turn((), completion, sampling=policy.sampling))
+
+    def _env_call(self) -> EndsWith:
+        deadline = asyncio.get_running_loop().time() + self._limits.env_timeout_s
+        return EndsWith(RolloutStatus.ERROR_ENV, deadline)
+
+
+class _TimeIsUp(Exception):
+    """The rollout's own time."""
+
+
+async def _until(time_is_up: asyncio.Event, reply: Any) -> ChatReply:
+    """
+    Raises:
+        _TimeIsUp: there is no reply yet.
+    """
+    replying = asyncio.ensure_future(reply)
+    waiting = asyncio.ensure_future(time_is_up.wait())
+    try:
+        await asyncio.wait({replying, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        if not replying.done():
+            raise _TimeIsUp
+        answer: Any = await replying
+        if not isinstance(answer, ChatReply):
+            raise TypeError(f"the policy gave {type(answer).__name__}; it must give a ChatReply")
+        return answer
+    finally:
+        replying.cancel()
+        waiting.cancel()
+
+
+async def _awaited(answer: Any) -> Any:
+    return await answer if inspect.isawaitable(answer) else answer
