@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+from pathlib import Path
 
 from titan_rl.cli.options import Parser
 from titan_rl.cli.run_folder import CONFIG, find_run
@@ -14,6 +15,7 @@ from titan_rl.config.load import dump_config, load_config
 from titan_rl.config.run import RunConfig
 from titan_rl.errors import ConfigError
 from titan_rl.run.observability.standard_streams import say, tell
+from titan_rl.run.run_name import run_name
 
 
 def set_up(parser: Parser) -> None:
@@ -46,4 +48,5 @@ def run(arguments: argparse.Namespace) -> int:
     # Not before the settings are known to be right: what starts processes also imports what they need.
     from titan_rl.run.launch import run_training
 
-    return run_training(config, resume, begun_by=shlex.join(["titan-rl", *sys.argv[1:]]))
+    name = run_name(config, [Path(toml) for toml in arguments.config], arguments.overrides)
+    return run_training(config, resume, name=name, begun_by=shlex.join(["titan-rl", *sys.argv[1:]]))

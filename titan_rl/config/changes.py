@@ -38,8 +38,8 @@ RESUMABLE = (
 )
 """Names of settings, or beginnings of names, that may change: how long a run goes on, where, and with what patience."""
 
-LOCATIONS = ("run_dir", "model.path", "pythonpath")
-"""Settings that say where folders are; these may have been moved."""
+LOCATIONS = ("name", "run_dir", "model.path", "pythonpath")
+"""Settings that say where folders are, and what they are called; these may have been moved."""
 
 
 def settings_of(config: RunConfig) -> dict[str, Any]:

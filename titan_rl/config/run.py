@@ -37,6 +37,8 @@ class RunConfig(Section):
 
     seed: int = Field(default=0, ge=0, lt=2**32)
     """Of the data order, the sampling and the trainer."""
+    name: str = Field(default="", max_length=80, pattern=r"^[\w.+=-]*$")
+    """Of the run's folder, behind the time. By default the task, and what the command line sets."""
     run_dir: str = "runs"
     """Folder in which each run makes a folder of its own."""
     pythonpath: tuple[str, ...] = Field(default=(), strict=False)

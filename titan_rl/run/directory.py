@@ -6,7 +6,6 @@ import contextlib
 import fcntl
 import json
 import os
-import re
 import time
 from collections.abc import Callable, Generator, Mapping
 from functools import cached_property
@@ -17,6 +16,7 @@ from titan_rl.config.load import dump_config
 from titan_rl.config.run import RunConfig
 from titan_rl.errors import CheckpointError, ConfigError
 from titan_rl.run.json_lines import JsonLines, cut_records
+from titan_rl.run.run_name import run_name
 
 
 class RunDirectory:
@@ -44,17 +44,19 @@ class RunDirectory:
         self.checkpoints.mkdir(exist_ok=True)
 
     @classmethod
-    def create(cls, config: RunConfig) -> RunDirectory:
-        """Make a folder that no other run has, `<config.run_dir>/<date>-<time>-<model>`, and write the settings to it.
+    def create(cls, config: RunConfig, name: str | None = None) -> RunDirectory:
+        """Make a folder that no other run has, `<config.run_dir>/<date>-<time>-<name>`, and write the settings to it.
 
         `<config.run_dir>/latest` links to it, where the file system has links.
+
+        Args:
+            name: by default that of `run_name`.
 
         Raises:
             ConfigError: it cannot be made.
         """
         parent = Path(config.run_dir)
-        model = re.sub(r"[^\w.-]+", "-", Path(config.model.path).name) or "run"
-        stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{model}"
+        stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{name or run_name(config)}"
         try:
             parent.mkdir(parents=True, exist_ok=True)
             path = _make_unique(parent, stem)
@@ -71,6 +73,12 @@ class RunDirectory:
             ) from None
         _link(parent / "latest", path.name)
         return run_dir
+
+    def become_latest(self) -> None:
+        """Where a link `latest` is beside the folder, point it here."""
+        link = self.path.with_name("latest")
+        if link.is_symlink():
+            _link(link, self.path.name)
 
     @contextlib.contextmanager
     def locked(self) -> Generator[None]:

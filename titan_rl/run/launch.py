@@ -52,11 +52,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def run_training(config: RunConfig, resume: Path | None = None, *, begun_by: str | None = None) -> int:
+def run_training(
+    config: RunConfig, resume: Path | None = None, *, name: str | None = None, begun_by: str | None = None
+) -> int:
     """Run a config to its end.
 
     Args:
         resume: the folder of an earlier run with this config, which is continued from its newest checkpoint.
+        name: of the folder of a run that begins; by default as of `run_name`.
         begun_by: the command to name where the run fails before there is anything to go on from.
 
     Returns:
@@ -69,13 +72,13 @@ def run_training(config: RunConfig, resume: Path | None = None, *, begun_by: str
         if importlib.util.find_spec(module) is None:
             raise MissingExtraError(module, "cpu")
     with file_modes(share=config.share_run_dir):
-        return _run_in(_open_run_dir(config, resume), config, begins=resume is None, begun_by=begun_by)
+        return _run_in(_open_run_dir(config, resume, name), config, begins=resume is None, begun_by=begun_by)
 
 
-def _open_run_dir(config: RunConfig, resume: Path | None) -> RunDirectory:
+def _open_run_dir(config: RunConfig, resume: Path | None, name: str | None) -> RunDirectory:
     if resume is None:
         check_room(config, Path(config.run_dir))
-        return RunDirectory.create(config)
+        return RunDirectory.create(config, name)
     if not os.access(resume, os.W_OK | os.X_OK):
         raise ConfigError(f"--resume {resume}: the run cannot go on in a folder that you may not write to; copy it")
     check_room(config, resume, held=size_of(resume / "checkpoints"))
@@ -89,6 +92,7 @@ def _run_in(run_dir: RunDirectory, config: RunConfig, *, begins: bool, begun_by:
             start.state.write(run_dir.path)
         else:
             start = resume_from_newest(config, run_dir)
+            run_dir.become_latest()
         log_to(run_dir.logs / "controller.log")
         for warning in throttles(config):
             logger.warning("%s", warning)
