@@ -22,6 +22,7 @@ MAY_IMPORT = {
     "weights": "calls errors",
     "generation": "calls errors types",
     "rollout": "calls errors settings types",
+    "tasks": "calls errors rollout settings",
     "scheduling": "calls errors rollout settings types",
     "training": "calls errors rollout settings types weights",
     "config": "calls errors generation rollout scheduling settings training weights",

@@ -71,6 +71,7 @@ from titan_rl.scheduling.lease import Lease
 from titan_rl.scheduling.run_group import RunGroup
 from titan_rl.scheduling.scheduler import GroupScheduler
 from titan_rl.scheduling.settings import SchedulingConfig
+from titan_rl.tasks import ArgumentsError, MessageTask, PromptTask, Rows, Tool, ToolEnv, answer_of, tools_of
 from titan_rl.training.data.sample import TrainingSample
 from titan_rl.training.data.sample_builder import build_samples
 from titan_rl.types import Completion, FinishReason, GenerateFn, SamplingParams, VersionSpan
@@ -78,6 +79,7 @@ from titan_rl.weights.types import StateDictTransport
 
 __all__ = [
     "ActorDiedError",
+    "ArgumentsError",
     "Backlog",
     "BusyError",
     "ChatTemplateRenderer",
@@ -111,12 +113,14 @@ __all__ = [
     "MessageEnv",
     "MessageObservation",
     "MessageStep",
+    "MessageTask",
     "MessageTokenEnv",
     "MissingExtraError",
     "ModelError",
     "NoReplicaError",
     "NoSpaceError",
     "PauseMode",
+    "PromptTask",
     "PromptTooLongError",
     "Renderer",
     "Replica",
@@ -129,6 +133,7 @@ __all__ = [
     "RolloutStatus",
     "Rollouter",
     "RoundRobin",
+    "Rows",
     "Rubric",
     "RunConfig",
     "RunGroup",
@@ -146,14 +151,18 @@ __all__ = [
     "TokenEnv",
     "TokenObservation",
     "TokenStep",
+    "Tool",
+    "ToolEnv",
     "TrainingError",
     "TrainingSample",
     "Turn",
     "VerificationError",
     "VersionSpan",
     "WeightedReward",
+    "answer_of",
     "build_samples",
     "env_reward",
     "load_config",
     "resume_on_abort",
+    "tools_of",
 ]

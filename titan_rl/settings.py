@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler
+from pydantic import AfterValidator, BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationInfo
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 
@@ -36,6 +37,19 @@ class FunctionName:
 
     def _check(self, value: str) -> str:
         if value not in self.names and not all(value.partition(":")):
-            about = {"names": ", ".join(self.names)}
-            raise PydanticCustomError("function", 'must be one of {names}, or your own as "module:function"', about)
+            about = {"names": f"one of {', '.join(self.names)}, or your own as " if self.names else ""}
+            raise PydanticCustomError("function", 'must be {names}"module:function"', about)
         return value
+
+
+def _found(path: str, info: ValidationInfo) -> str:
+    folders: list[Path] = info.context["folders"][info.field_name] if info.context else [Path()]
+    for folder in folders:
+        if (found := folder / Path(path).expanduser()).exists():
+            return str(found.resolve())
+    return path
+
+
+FilePath = Annotated[str, AfterValidator(_found)]
+"""A file or folder, looked for in the current directory, then beside the TOML file that names it. The setting holds
+what was found, and what was written where there is nothing: whoever opens it says so."""

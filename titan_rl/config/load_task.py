@@ -34,7 +34,8 @@ def load_task(table: Any, origins: Origins) -> Task:
         raise ConfigError(f"{origins.of('task.type')}: task.type = {name!r}: {error}") from error.__cause__
     try:
         # As JSON, because TOML has lists where a task may declare tuples, and strings where it declares an enum.
-        task = task_class.model_validate_json(json.dumps(fields, default=str))
+        places = {field: origins.folders_for(f"task.{field}") for field in task_class.model_fields}
+        task = task_class.model_validate_json(json.dumps(fields, default=str), context={"folders": places})
     except ValidationError as error:
         raise ConfigError(explain(error, task_class, origins, prefix="task")) from None
     return cast("Task", task)
@@ -90,4 +91,5 @@ def _is_of(found: object, module_name: str) -> bool:
 
 
 def _missing_members(found: type) -> list[str]:
-    return sorted(name for name in get_protocol_members(Task) if not hasattr(found, name))
+    lacking = {name for name in get_protocol_members(Task) if not hasattr(found, name)}
+    return sorted(lacking | getattr(found, "__abstractmethods__", frozenset[str]()))

@@ -1,0 +1,137 @@
+"""A task of one prompt and one answer, from its samples to its rewards."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rollout.test_message_token_env import LetterRenderer
+
+from titan_rl import (
+    Completion,
+    FinishReason,
+    MessageStep,
+    PromptTask,
+    Rollouter,
+    RolloutStatus,
+    SamplingParams,
+    Task,
+    ToolEnv,
+    VersionSpan,
+)
+from titan_rl.config.explain import Origins
+from titan_rl.config.load_task import load_task
+from titan_rl.errors import ConfigError, DataError
+
+
+class Sums(PromptTask):
+    largest: int = 99
+
+    def sample(self, rng):
+        return rng.randint(0, self.largest), rng.randint(0, self.largest)
+
+    def prompt(self, sample):
+        return f"What is {sample[0]} + {sample[1]}?"
+
+    def reward(self, sample, answer):
+        return answer.strip() == str(sum(sample))
+
+
+class AsyncSums(Sums):
+    async def reward(self, sample, answer):
+        return super().reward(sample, answer)
+
+
+def says(*texts: str, reason: FinishReason = FinishReason.STOP) -> Any:
+    said = iter(texts)
+
+    async def generate(prompt_token_ids, *, request_id, session_id=None, sampling) -> Completion:
+        ids = [*map(ord, next(said)), 0]
+        return Completion(request_id, ids, [0.0] * len(ids), reason, [VersionSpan(0, len(ids))])
+
+    return generate
+
+
+async def play(task: Task, sample: Any, generate: Any) -> list[tuple[RolloutStatus, float | None]]:
+    rollouter = Rollouter(lambda sample: task.make_env(sample, LetterRenderer()), task.rubric(), max_context=512)
+    sampling = SamplingParams(max_tokens=32)
+    group = await rollouter.run_group(generate, sample, group_id="g", group_size=2, sampling=sampling)
+    return [(rollout.status, rollout.reward) for rollout in group.rollouts]
+
+
+@pytest.mark.parametrize("task_class", [Sums, AsyncSums])
+async def test_an_answer_is_rewarded(task_class: type[Sums]) -> None:
+    done = RolloutStatus.COMPLETED
+    assert sorted(await play(task_class(), (2, 3), says("5", "6"))) == [(done, 0.0), (done, 1.0)]
+
+
+async def test_what_is_cut_off_or_unreadable_is_worth_nothing() -> None:
+    cut = await play(Sums(), (2, 3), says("5", "5", reason=FinishReason.LENGTH))
+    assert cut == [(RolloutStatus.TRUNCATED_LENGTH, 0.0)] * 2
+    assert await play(Sums(), (2, 3), says("?", "?")) == [(RolloutStatus.ERROR_PARSE, 0.0)] * 2
+
+
+def test_samples_depend_on_their_number_alone_and_validation_is_held_out() -> None:
+    task = Sums(largest=9)
+    trained = [task.train_sample(0, index) for index in range(300)]
+    assert trained == [Sums(largest=9).train_sample(0, index) for index in range(300)]
+    assert trained != [task.train_sample(1, index) for index in range(300)]
+    held_out = task.validation_samples(50)
+    assert held_out[:20] == task.validation_samples(20)
+    assert not {*trained} & {*held_out}
+    assert len({*trained}) > 60
+    assert {*Sums(largest=9, held_out=0).validation_samples(300)} & {*trained}
+
+
+def test_too_few_different_samples_say_what_to_do() -> None:
+    with pytest.raises(DataError, match=r"Sums.sample gave no held-out sample in 1000 draws.*set held_out = 0"):
+        Sums(largest=0).validation_samples(1)
+
+
+def test_a_key_with_an_address_is_refused() -> None:
+    class Objects(Sums):
+        def key(self, sample: Any) -> str:
+            return repr(object())
+
+    with pytest.raises(DataError, match="not the same in each process; make samples dataclasses, or define Objects"):
+        Objects().train_sample(0, 0)
+
+
+class Lookup(PromptTask):
+    def sample(self, rng: random.Random) -> int:
+        return rng.randint(0, 1000)
+
+    def prompt(self, sample: int) -> list[dict[str, str]]:
+        return [{"role": "system", "content": "Look."}, {"role": "user", "content": f"{sample}?"}]
+
+    def tools(self, sample: int) -> object:
+        def look(x: int) -> int:
+            """Look it up."""
+            return sample + x
+
+        return look
+
+    def reward(self, sample: int, answer: str) -> float:
+        return float(answer == str(sample + 1))
+
+
+async def test_tools_are_called_before_the_answer() -> None:
+    task = Lookup()
+    env = task.env(6)
+    assert isinstance(env, ToolEnv)
+    step: MessageStep = await env.step(
+        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look", "arguments": {"x": 1}}}]}
+    )
+    assert step.messages[0]["content"] == "7"
+    # The renderer of these tests reads a call of `look` from an exclamation mark.
+    assert await play(task, 6, says("!", "!", "7", "7")) == [(RolloutStatus.COMPLETED, 1.0)] * 2
+
+
+class Unfinished(PromptTask):
+    def sample(self, rng: random.Random) -> int:
+        return 0
+
+
+def test_a_class_that_lacks_a_method_is_told_which() -> None:
+    with pytest.raises(ConfigError, match=r"Unfinished is no task: it lacks prompt, reward; tasks in .*Sums"):
+        load_task({"type": f"{__name__}:Unfinished"}, Origins((Path("run.toml"),)))

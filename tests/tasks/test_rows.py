@@ -1,0 +1,168 @@
+"""Rows of a file as a task: reading them, the split, and the order of the epochs."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from titan_rl import Rollout, RolloutGroup
+from titan_rl.config.explain import Origins
+from titan_rl.config.load import load_config
+from titan_rl.config.load_task import load_task
+from titan_rl.errors import ConfigError
+from titan_rl.tasks import Rows, ToolEnv
+from titan_rl.tasks.rows_file import read_rows
+
+ROWS = [{"question": f"What is {a} + 1?", "answer": str(a + 1)} for a in range(100)]
+REWARD = f"{__name__}:is_right"
+
+
+def is_right(row: dict[str, Any], answer: str) -> bool:
+    return answer.strip() == row["answer"]
+
+
+def look(x: int) -> int:
+    """Look."""
+    return x
+
+
+class Desk:
+    """A class that is named as tools."""
+
+    def write(self, text: str) -> str:
+        """Write."""
+        return text
+
+
+def write(folder: Path, name: str = "rows.jsonl", rows: Any = ROWS) -> str:
+    path = folder / name
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return str(path)
+
+
+def make(folder: Path, **settings: Any) -> Rows:
+    return Rows(**{"path": write(folder), "prompt": "question", "reward": REWARD, **settings})
+
+
+def test_every_epoch_has_every_row_in_an_order_of_its_own(tmp_path: Path) -> None:
+    task = make(tmp_path)
+    held_out = [row["answer"] for row in task.validation_samples(1000)]
+    size = len(ROWS) - len(held_out)
+    epochs = [[task.train_sample(3, index)["answer"] for index in range(size * e, size * (e + 1))] for e in range(2)]
+    assert sorted(epochs[0] + held_out) == sorted(row["answer"] for row in ROWS)
+    assert sorted(epochs[0]) == sorted(epochs[1])
+    assert epochs[0] != epochs[1]
+    assert task.train_sample(3, 7) == make(tmp_path).train_sample(3, 7)
+    assert task.validation_samples(3) == task.validation_samples(1000)[:3]
+    assert 0 < len(held_out) < 30
+
+
+def test_held_out_rows_stay_so_when_rows_are_added(tmp_path: Path) -> None:
+    before = make(tmp_path).validation_samples(1000)
+    more = [{"question": f"What is {a} + 2?", "answer": str(a + 2)} for a in range(50)]
+    after = make(tmp_path, path=write(tmp_path, "more.jsonl", more + ROWS)).validation_samples(1000)
+    assert all(row in after for row in before)
+
+
+def test_a_second_file_is_what_is_held_out(tmp_path: Path) -> None:
+    other = write(tmp_path, "test.jsonl", ROWS[:5])
+    task = make(tmp_path, validation_path=other)
+    assert sorted(row["answer"] for row in task.validation_samples(9)) == ["1", "2", "3", "4", "5"]
+    assert len({task.train_sample(0, index)["answer"] for index in range(100)}) == 100
+
+
+async def test_prompts_may_be_columns_templates_or_messages(tmp_path: Path) -> None:
+    async def opening(**settings: Any) -> list[Any]:
+        task = make(tmp_path, **settings)
+        return list((await task.env(task.validation_samples(1)[0]).reset()).messages)
+
+    (plain,) = await opening()
+    assert plain["content"].startswith("What is ")
+    (filled,) = await opening(prompt="Q: {question}\nA:")
+    assert filled["content"] == f"Q: {plain['content']}\nA:"
+    assert await opening(system="Be brief.") == [{"role": "system", "content": "Be brief."}, plain]
+    chats = [{"prompt": [{"role": "user", "content": row["question"]}]} for row in ROWS]
+    assert (await opening(path=write(tmp_path, "chats.jsonl", chats), prompt="prompt"))[0]["role"] == "user"
+
+
+async def test_rows_are_rewarded_by_the_function_and_have_its_tools(tmp_path: Path) -> None:
+    task = make(tmp_path, tools=(f"{__name__}:look", f"{__name__}:Desk"))
+    row = task.train_sample(0, 0)
+    env = task.env(row)
+    assert isinstance(env, ToolEnv)
+    assert list(env.tools) == ["look", "write"]
+    rollout = Rollout("g/0", "g", 0, row, messages=[{"role": "assistant", "content": f" {row['answer']}"}])
+    await task.rubric().score(RolloutGroup("g", row, [rollout]))
+    assert (rollout.reward, rollout.reward_breakdown) == (1.0, {"is_right": 1.0})
+
+
+def test_files_of_every_kind_have_the_same_rows(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps(ROWS))
+    lines = "".join(f'"{row["question"]}",{row["answer"]}\n' for row in ROWS)
+    (tmp_path / "a.csv").write_text(f"\ufeffquestion,answer\n{lines}", encoding="utf-8")
+    assert read_rows(write(tmp_path)) == read_rows(tmp_path / "a.json") == read_rows(tmp_path / "a.csv") == ROWS
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "a.parquet")
+    assert read_rows(tmp_path / "a.parquet") == ROWS
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("a.txt", "x", "of no kind that has rows; give a .jsonl"),
+        ("a.jsonl", '{"a": 1}\n\n{"a": \n', "a.jsonl:3 is no JSON"),
+        ("a.jsonl", "[1]", r"a.jsonl:1 is no JSON object: \[1\]"),
+        ("a.jsonl", "\n", "has no rows"),
+        ("a.json", "{}", "is no JSON list of objects"),
+        ("a.csv", "a,b\n1\n", "a.csv:2 has another number of values than the header"),
+        ("a.parquet", "x", "is no Parquet file"),
+    ],
+)
+def test_a_file_without_rows_says_where(tmp_path: Path, name: str, content: str, problem: str) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ConfigError, match=problem):
+        read_rows(tmp_path / name)
+    with pytest.raises(ConfigError, match=r"nowhere.jsonl cannot be read: No such file"):
+        read_rows(tmp_path / "nowhere.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        (
+            {"prompt": "text"},
+            "task.prompt = 'text': row 0 of .* has no column 'text'; its columns are question, answer",
+        ),
+        ({"prompt": "{text}!"}, "has no column 'text'"),
+        ({"prompt": "{question"}, "gives no prompt"),
+        ({"held_out": 1e-9}, "and 0 held out; give more rows, another share, or a task.validation_path"),
+    ],
+)
+def test_what_cannot_be_a_task_is_found_when_settings_are_read(tmp_path: Path, settings: Any, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        make(tmp_path, **settings).check_settings()
+
+
+def test_a_toml_file_alone_makes_a_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    write(folder)
+    (tmp_path / "rewards_of_mine.py").write_text("def right(row, answer):\n    return 1.0\n")
+    toml = '[model]\npath = "m"\n[task]\ntype = "titan_rl.tasks:Rows"\npath = "rows.jsonl"\n'
+    (folder / "run.toml").write_text(f'{toml}prompt = "question"\nreward = "rewards_of_mine:right"\n')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    task = load_config(folder / "run.toml", check_files=False).task
+    assert isinstance(task, Rows)
+    assert task.path == str(folder / "rows.jsonl")
+    (folder / "run.toml").write_text(f'{toml}reward = "rewards_of_mine:wrong"\n')
+    with pytest.raises(ConfigError, match="rewards_of_mine has no function wrong; it has: right"):
+        load_config(folder / "run.toml", check_files=False)
+
+
+def test_a_reward_must_name_a_function() -> None:
+    with pytest.raises(ConfigError, match=r'task.reward = .x.*must be "module:function"'):
+        load_task({"type": "titan_rl.tasks:Rows", "path": "a.jsonl", "reward": "x"}, Origins((Path("run.toml"),)))

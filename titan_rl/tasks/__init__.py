@@ -1,0 +1,19 @@
+"""What makes a task of one's own short: one prompt and one answer, rows of a file, tools from plain functions."""
+
+from titan_rl.tasks.message_task import MessageTask
+from titan_rl.tasks.prompt_task import PromptTask, answer_of, answer_rubric
+from titan_rl.tasks.rows import Rows
+from titan_rl.tasks.tool_env import ToolEnv
+from titan_rl.tasks.tools import ArgumentsError, Tool, tools_of
+
+__all__ = [
+    "ArgumentsError",
+    "MessageTask",
+    "PromptTask",
+    "Rows",
+    "Tool",
+    "ToolEnv",
+    "answer_of",
+    "answer_rubric",
+    "tools_of",
+]

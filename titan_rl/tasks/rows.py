@@ -1,0 +1,138 @@
+"""A task of rows in a local file, and a function that rewards an answer to one."""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+import string
+from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated, Any
+
+from titan_rl.calls.imports import find_function
+from titan_rl.calls.plain import plain_json
+from titan_rl.errors import ConfigError
+from titan_rl.rollout.environment.types import MessageEnv
+from titan_rl.rollout.rewards.rubric import Rubric
+from titan_rl.rollout.types import Message
+from titan_rl.settings import FilePath, FunctionName
+from titan_rl.tasks.message_task import MessageTask
+from titan_rl.tasks.prompt_task import answer_rubric
+from titan_rl.tasks.rows_file import Row, read_rows
+from titan_rl.tasks.tool_env import ToolEnv, messages_of
+
+_NONE: dict[str, Callable[..., Any]] = {}  # there is none of the library's own
+
+
+class Rows(MessageTask):
+    """A `Task` of one prompt and one answer for each row of a file. No class of one's own is needed:
+
+        [task]
+        type = "titan_rl.tasks:Rows"
+        path = "questions.jsonl"               # {"question": "What is 2 + 2?", "answer": "4"}
+        prompt = "{question} Answer briefly."
+        reward = "rewards:is_right"            # def is_right(row, answer): return answer.strip() == row["answer"]
+
+    Each epoch goes through all rows in an order of its own. What is held out is decided by the columns that a row's
+    prompt shows, whatever else is in the file: it stays held out when rows are added, or the prompt says more.
+    """
+
+    path: FilePath
+    """A .jsonl, .json, .csv or .parquet file."""
+    validation_path: FilePath | None = None
+    """Another one, all of whose rows are held out, and none of `path`'s."""
+    prompt: str = "prompt"
+    """The column with the prompt, which is text or a list of messages; or a text with columns in braces."""
+    system: str = ""
+    """The system's message before it, if any."""
+    reward: Annotated[str, FunctionName(())]
+    """Called with the row and the text of the answer; may be async. What is cut off is worth 0."""
+    tools: tuple[Annotated[str, FunctionName(())], ...] = ()
+    """Functions that the policy may call before it answers, or classes, whose objects' public methods it may call."""
+
+    def sample(self, rng: random.Random) -> Row:
+        """One of the rows for training."""
+        return rng.choice(self._rows(held_out=False))
+
+    def train_sample(self, seed: int, index: int) -> Row:
+        rows = self._rows(held_out=False)
+        epoch, place = divmod(index, len(rows))
+        return rows[_order(len(rows), f"{seed}/{epoch}")[place]]
+
+    def validation_samples(self, count: int) -> list[Row]:
+        """Fewer where there are not as many."""
+        rows = self._rows(held_out=True)
+        return [rows[place] for place in _order(len(rows), "validation")[:count]]
+
+    def env(self, sample: Row) -> MessageEnv:
+        tools = [find_function("task.tools", name, _NONE) for name in self.tools]
+        return ToolEnv(self._prompt_of(sample), [tool() if isinstance(tool, type) else tool for tool in tools])
+
+    def rubric(self) -> Rubric:
+        return answer_rubric(find_function("task.reward", self.reward, _NONE))
+
+    def key(self, sample: Row) -> str:
+        """Of the columns that the prompt shows, however it words them."""
+        names = [self.prompt] if self.prompt in sample else _columns(self.prompt)
+        return json.dumps(plain_json([sample.get(name) for name in names]))
+
+    def check_settings(self) -> None:
+        """
+        Raises:
+            ConfigError: a file cannot be read, lacks a column, or has no rows for one of the two sides.
+        """
+        for held_out in (False, True):
+            self._rows(held_out=held_out)
+
+    def _rows(self, *, held_out: bool) -> Sequence[Row]:
+        return _split(self)[held_out]  # pyright: ignore[reportArgumentType]  a frozen section is hashable
+
+    def _prompt_of(self, row: Row) -> list[Message]:
+        prompt = row[self.prompt] if self.prompt in row else self.prompt.format_map(row)
+        return [*([{"role": "system", "content": self.system}] if self.system else ()), *messages_of(prompt)]
+
+    def read(self, path: str) -> Iterator[Row]:
+        """The rows of a file, each of which has a prompt.
+
+        Raises:
+            ConfigError: one has none, or the file cannot be read.
+        """
+        for number, row in enumerate(read_rows(path)):
+            try:
+                if self.prompt not in row and not _columns(self.prompt):
+                    raise KeyError(self.prompt)
+                self._prompt_of(row)
+            except (KeyError, IndexError, ValueError, TypeError, AttributeError) as error:
+                wrong = f"has no column {error}" if isinstance(error, KeyError) else f"gives no prompt: {error}"
+                raise ConfigError(
+                    f"task.prompt = {self.prompt!r}: row {number} of {path} {wrong}; its columns are {', '.join(row)}"
+                ) from None
+            yield row
+
+
+def _columns(template: str) -> list[str]:
+    return [name for _, name, _, _ in string.Formatter().parse(template) if name]
+
+
+@functools.lru_cache(maxsize=8)
+def _split(task: Rows) -> tuple[Sequence[Row], Sequence[Row]]:
+    """The rows for training, and those held out."""
+    rows = list(task.read(task.path))
+    if task.validation_path is not None:
+        return rows, list(task.read(task.validation_path))
+    if not task.held_out:
+        return rows, rows
+    sides: tuple[list[Row], list[Row]] = ([], [])
+    for row in rows:
+        sides[task.is_held_out(row)].append(row)
+    if not all(sides):
+        raise ConfigError(
+            f"task.held_out = {task.held_out} leaves {len(sides[0])} of the {len(rows)} rows of {task.path} for "
+            f"training and {len(sides[1])} held out; give more rows, another share, or a task.validation_path"
+        )
+    return sides
+
+
+@functools.lru_cache(maxsize=4)
+def _order(count: int, key: str) -> list[int]:
+    return random.Random(key).sample(range(count), count)

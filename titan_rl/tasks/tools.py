@@ -1,0 +1,223 @@
+"""Tools made of plain functions: what the policy is told of them, and their arguments checked.
+
+Example: this function needs nothing but its type hints and its docstring,
+
+    def multiply(a: float, b: float = 1.0) -> float:
+        \"\"\"Multiply two numbers.
+
+        Args:
+            a: the first
+            b: the second
+        \"\"\"
+        return a * b
+
+`Tool.of(multiply).schema` is
+
+    {"type": "function", "function": {
+        "name": "multiply",
+        "description": "Multiply two numbers.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "a": {"description": "the first", "type": "number"},
+                "b": {"default": 1.0, "description": "the second", "type": "number"},
+            },
+            "required": ["a"],
+        },
+    }}
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, cast, get_args, get_origin, get_type_hints
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic.errors import PydanticInvalidForJsonSchema, PydanticSchemaGenerationError, PydanticUserError
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaWarningKind
+
+_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+
+
+class ArgumentsError(ValueError):
+    """The arguments of a call are not those that the tool takes. Its text is for whoever made the call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function as the policy sees it.
+
+    Args:
+        description: from the docstring, without what that says of the parameters.
+        parameters: JSON schema of the arguments.
+        function: is called with the arguments by keyword; may be async.
+    """
+
+    name: str
+    description: str
+    parameters: Mapping[str, Any]
+    function: Callable[..., Any]
+    arguments: type[BaseModel]
+
+    @classmethod
+    def of(cls, function: Callable[..., Any]) -> Tool:
+        """
+        Types may be whatever pydantic has a schema for: numbers, text, bool, None, enums, `Literal`, unions, lists,
+        dictionaries, dataclasses, TypedDicts (those of `typing_extensions`, before Python 3.12), models. A parameter
+        is described by the docstring (Google's, NumPy's or Sphinx' style), by `Annotated[int, "what it is"]`, or by
+        pydantic's `Field(description=...)`.
+
+        Raises:
+            ValueError: something of it cannot be described; names the function, the parameter and the fix.
+        """
+        if isinstance(function, Tool):
+            return function
+        # A method's schema is that of its class, however many objects there are.
+        is_method = inspect.ismethod(function)
+        described = _described(function.__func__ if is_method else function, is_method)
+        return cls(described.name, described.description, described.parameters, function, described.arguments)
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """As `MessageObservation.tools` and OpenAI's protocol have it."""
+        return {
+            "type": "function",
+            "function": {"name": self.name, "description": self.description, "parameters": dict(self.parameters)},
+        }
+
+    def checked(self, arguments: object) -> dict[str, Any]:
+        """The arguments by their names, of the types that the function declares.
+
+        Args:
+            arguments: as the policy gave them: a mapping, JSON text of one, or None.
+
+        Raises:
+            ArgumentsError: says of each argument what is wrong with it.
+        """
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments or "{}")
+            except (ValueError, RecursionError) as error:
+                raise ArgumentsError(f"the arguments are no JSON: {error}") from None
+        if not isinstance(arguments, Mapping | None):
+            raise ArgumentsError("the arguments are no JSON object")
+        try:
+            model = self.arguments.model_validate(dict(cast("Mapping[Any, Any]", arguments or {})))
+        except ValidationError as error:
+            raise ArgumentsError(_problems(error)) from None
+        return {
+            str(field.alias): getattr(model, name)
+            for name, field in type(model).model_fields.items()
+            if name in model.model_fields_set  # else the function's own default
+        }
+
+
+def tools_of(given: object) -> list[Tool]:
+    """Tools of a function, of an object whose public methods they are, or of several of these.
+
+    An object's `close` is no tool. Methods that its class inherits are tools as well.
+
+    Raises:
+        ValueError: as `Tool.of`; or two have the same name, or an object has none.
+    """
+    tools = [tool for one in _each(given) for tool in _tools_of_one(one)]
+    names = [tool.name for tool in tools]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"tools {twice} appear more than once; give each a name of its own")
+    return tools
+
+
+def _each(given: object) -> Sequence[object]:
+    if given is None:
+        return ()
+    return cast("Sequence[object]", given) if isinstance(given, list | tuple) else [given]
+
+
+def _tools_of_one(given: object) -> list[Tool]:
+    if isinstance(given, Tool):
+        return [given]
+    if inspect.isclass(given):
+        raise ValueError(f"tools are {given.__name__}, a class; give an object of it: {given.__name__}()")
+    if inspect.isroutine(given) or isinstance(given, functools.partial):
+        return [Tool.of(cast("Callable[..., Any]", given))]
+    names = [name for name in dir(type(given)) if not name.startswith("_") and name != "close"]
+    methods = [getattr(given, name) for name in names if inspect.isroutine(getattr(type(given), name))]
+    if not methods:
+        raise ValueError(f"tools are {given!r}; give functions, or an object with public methods")
+    return [Tool.of(method) for method in methods]
+
+
+@functools.lru_cache(maxsize=1024)
+def _described(function: Callable[..., Any], is_method: bool) -> Tool:
+    import docstring_parser  # takes a moment, and only those with tools need it
+
+    name = getattr(function, "__name__", None) or getattr(getattr(function, "func", None), "__name__", "")
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"tool {function!r} has no name that a call could say; define it as a function of a module")
+    plain: Any = getattr(function, "func", function)  # of a partial
+    docs = docstring_parser.parse(inspect.getdoc(plain) or "")
+    told = {param.arg_name: param.description for param in docs.params if param.description}
+    try:
+        hints = get_type_hints(inspect.unwrap(plain), include_extras=True)
+    except Exception as error:  # annotations are any expressions
+        raise ValueError(f"tool {name!r}: its type hints cannot be read: {type(error).__name__}: {error}") from error
+    fields: dict[str, Any] = {}
+    for number, parameter in enumerate(_parameters(function, name, is_method)):
+        annotation = _annotation(name, parameter.name, hints, told.get(parameter.name))
+        default = ... if parameter.default is inspect.Parameter.empty else parameter.default
+        fields[f"field{number}"] = (annotation, Field(default, alias=parameter.name))
+    try:
+        arguments = create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
+        parameters = arguments.model_json_schema(schema_generator=_Schema)
+    except (PydanticSchemaGenerationError, PydanticInvalidForJsonSchema, PydanticUserError, _NoSchemaError) as error:
+        wrong = str(error).partition("\n")[0]
+        raise ValueError(f"tool {name!r} has a parameter that JSON schema cannot describe: {wrong}") from error
+    parameters.pop("title", None)
+    parameters.pop("additionalProperties", None)
+    return Tool(name, (docs.description or "").strip(), parameters, function, arguments)
+
+
+def _parameters(function: Callable[..., Any], name: str, is_method: bool) -> list[inspect.Parameter]:
+    found = [*inspect.signature(function).parameters.values()][is_method:]
+    for parameter in found:
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
+            raise ValueError(f"tool {name!r}: parameter {parameter} cannot be given by its name; give each a name")
+    return found
+
+
+def _annotation(tool: str, parameter: str, hints: Mapping[str, Any], told: str | None) -> Any:
+    if parameter not in hints:
+        raise ValueError(f"tool {tool!r}: parameter {parameter!r} has no type; declare one, such as {parameter}: int")
+    hint = hints[parameter]
+    if get_origin(hint) is Annotated:
+        told = next((each for each in get_args(hint)[1:] if isinstance(each, str)), told)
+    return Annotated[hint, Field(description=told)] if told else hint
+
+
+def _problems(error: ValidationError) -> str:
+    """
+    Example: "a: Field required; b: Input should be a valid number"
+    """
+    return "; ".join(
+        f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}"
+        for problem in error.errors(include_url=False, include_context=False, include_input=False)
+    )
+
+
+class _NoSchemaError(Exception):
+    """A default that JSON has no word for."""
+
+
+class _Schema(GenerateJsonSchema):
+    """Without titles, which only repeat the names."""
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False
+
+    def emit_warning(self, kind: JsonSchemaWarningKind, detail: str) -> None:
+        raise _NoSchemaError(detail)
