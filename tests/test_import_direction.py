@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "training": "calls errors rollout settings types weights",
     "config": "calls errors generation rollout scheduling settings training weights",
     "serving": "calls errors generation rollout types",
-    "evaluation": "",
+    "evaluation": "calls errors rollout types",
     "agents": "calls errors generation rollout serving settings types",
     "testing": "errors generation types weights",
     "simulate": "errors generation rollout scheduling types",

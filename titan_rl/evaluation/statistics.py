@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from typing import Any
 
-Rewards = Mapping[Hashable, Sequence[float]]
+Rewards = Mapping[Any, Sequence[float]]
 """The rewards of each prompt's samples, by whatever names the prompt. One without samples counts for nothing."""
 
 
@@ -129,7 +130,7 @@ def _mean(rewards: Rewards) -> float:
     return fmean(reward for group in rewards.values() for reward in group)
 
 
-def _influences(rewards: Rewards) -> dict[Hashable, float]:
+def _influences(rewards: Rewards) -> dict[Any, float]:
     """How far each prompt's samples move the mean of all: they add up to 0."""
     count = sum(map(len, rewards.values()))
     if not count:

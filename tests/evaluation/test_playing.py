@@ -1,0 +1,160 @@
+"""Held-out prompts, played by a policy that counts down, and what comes of them."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_readme_examples import CountDown, count_down
+
+from titan_rl import Completion, DataError, GenerationError, Reward, RewardError, Rollouter, Rubric, SamplingParams
+from titan_rl.evaluation.evaluation import Evaluation, read_evaluation
+from titan_rl.evaluation.playing import Suite, digest, finished_lines, play_suites
+from titan_rl.evaluation.results import TaskResult, task_result
+from titan_rl.evaluation.table import table
+
+Line = dict[str, Any]
+
+
+def suite(prompts: list[int], samples: int = 2, rubric: Rubric | None = None, name: str = "counting") -> Suite:
+    rubric = rubric or Rubric([Reward(lambda rollout: len(rollout.turns) - rollout.sibling, name="turns")])
+    return Suite(name, prompts, samples, SamplingParams(max_tokens=1), Rollouter(CountDown, rubric, max_context=16))
+
+
+async def play(*suites: Suite, generate: Any = count_down, done: Any = (), in_flight: int = 8) -> list[Line]:
+    lines: list[Line] = [*done]
+    await play_suites(suites, generate, version=3, in_flight=in_flight, max_lost=2, done=done, on_prompt=lines.extend)
+    return lines
+
+
+def result(lines: list[Line], samples: int = 2, success: float = 2.0) -> TaskResult:
+    return task_result(lines, samples_per_prompt=samples, success=success)
+
+
+async def fails_at_two(prompt_token_ids: Any, *, request_id: str, session_id: Any = None, sampling: Any) -> Completion:
+    if prompt_token_ids[0] == 2:
+        raise GenerationError("down")
+    return await count_down(prompt_token_ids, request_id=request_id, sampling=sampling)
+
+
+async def test_figures_are_those_of_the_transcripts() -> None:
+    lines = await play(suite([1, 2, 3]))
+    assert [line["phase"] for line in lines] == ["evaluation"] * 6
+    assert {(line["task"], line["step"]) for line in lines} == {("counting", 3)}
+    found = result(lines)
+    assert sorted(found.rewards.values()) == [[1.0, 0.0], [2.0, 1.0], [3.0, 2.0]]
+    assert found.reward is not None
+    assert (found.reward.mean, found.reward.num_prompts, found.reward.num_samples) == (1.5, 3, 6)
+    assert found.reward.standard_error == pytest.approx(1 / 3**0.5)
+    assert found.avg_at[2].mean == 1.5
+    assert {k: estimate.mean for k, estimate in found.pass_at.items()} == pytest.approx({1: 0.5, 2: 2 / 3})
+    assert found.statuses == {"completed": 6}
+    assert (found.num_unscored, found.breakdown, found.completion_tokens) == (0, {"turns": 1.5}, 2.0)
+
+
+async def test_what_fails_is_counted_and_in_no_mean() -> None:
+    found = result(await play(suite([1, 2, 3]), generate=fails_at_two))
+    assert found.statuses == {"completed": 4, "error_generate": 2}
+    assert found.num_unscored == 2
+    assert found.reward is not None
+    assert (found.reward.mean, found.reward.num_prompts) == (1.5, 2)
+    ((error, count),) = found.errors
+    assert error.startswith("error_generate: GenerationError: down (")
+    assert count == 2
+
+
+async def test_a_rubric_that_fails_leaves_its_prompt_without_a_reward() -> None:
+    def broken(rollout: Any) -> float:
+        if rollout.sample == 2:
+            raise KeyError("answer")
+        return 1.0
+
+    found = result(await play(suite([1, 2, 3], rubric=Rubric([Reward(broken)]))))
+    assert (found.num_unscored, found.num_prompts) == (2, 3)
+    assert found.reward is not None
+    assert found.reward.num_prompts == 2
+    assert found.errors[0][0].startswith("a reward that failed: ")
+    assert "KeyError: 'answer'" in found.errors[0][0]
+
+
+async def test_an_endpoint_that_is_down_ends_the_evaluation_with_its_reason() -> None:
+    with pytest.raises(BaseExceptionGroup) as failed:
+        await play(suite([2, 2, 2]), generate=fails_at_two, in_flight=1)
+    assert failed.group_contains(GenerationError, match="2 prompts in a row .* GenerationError: down")
+
+    def broken(rollout: Any) -> float:
+        raise KeyError("answer")
+
+    with pytest.raises(BaseExceptionGroup) as failed:
+        await play(suite([1, 1, 1], rubric=Rubric([Reward(broken)])), in_flight=1)
+    assert failed.group_contains(RewardError, match="KeyError")
+
+
+async def test_no_more_prompts_are_played_at_once_than_asked_for() -> None:
+    running = most = 0
+
+    async def watched(prompt_token_ids: Any, **request: Any) -> Completion:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0)
+        running -= 1
+        return await count_down(prompt_token_ids, **request)
+
+    await play(suite([2] * 9, samples=3), generate=watched, in_flight=7)
+    assert most == 6
+    await play(suite([2] * 3, samples=3), generate=watched, in_flight=1)
+
+
+async def test_what_is_finished_is_not_played_again() -> None:
+    first = await play(suite([1, 2]), suite([4], name="other"), generate=fails_at_two)
+    suites = [suite([1, 2, 3]), suite([5], name="other")]
+    kept = finished_lines([*first, {**first[0], "sibling": 7, "prompt": 9}], suites)
+    assert {(line["task"], line["prompt"]) for line in kept} == {("counting", 0)}  # one failed, and one changed
+    asked: list[str] = []
+
+    async def noted(prompt_token_ids: Any, *, request_id: str, session_id: Any = None, sampling: Any) -> Completion:
+        asked.append(request_id.split("/")[0])
+        return await count_down(prompt_token_ids, request_id=request_id, sampling=sampling)
+
+    lines = await play(*suites, generate=noted, done=kept)
+    assert set(asked) == {"counting-1", "counting-2", "other-0"}
+    assert result([line for line in lines if line["task"] == "counting"]) == result(await play(suite([1, 2, 3])))
+
+
+def test_prompts_are_told_apart_by_what_they_are() -> None:
+    assert digest({"a": 1}) == digest({"a": 1}) != digest({"a": 2})
+    assert digest(object()) == ""
+
+
+async def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
+    written = Evaluation("the model base", 0, {"counting": result(await play(suite([1, 3])))}, 1.5, True, tmp_path)
+    written.write()
+    assert read_evaluation(tmp_path) == read_evaluation(tmp_path / "results.json") == written
+    assert written.reward == 1.5
+    (tmp_path / "results.json").write_text("{}")
+    with pytest.raises(DataError, match="is no evaluation's results"):
+        read_evaluation(tmp_path)
+    with pytest.raises(DataError, match="name the folder of an evaluation"):
+        read_evaluation(tmp_path / "none")
+
+
+async def test_evaluations_stand_side_by_side() -> None:
+    worse = Evaluation("base", 0, {"counting": result(await play(suite([1, 2])))}, 1.0)
+    lines = await play(suite([1, 2], rubric=Rubric([Reward(lambda rollout: 4.0, name="turns")])))
+    better = Evaluation("step 8", 8, {"counting": result(lines)}, 1.0, is_complete=False)
+    shown = table([worse, better])
+    title, _, header, reward, *rest = shown.splitlines()
+    assert title == "task counting: 2 prompts, 2 of each, right from reward 2 on"
+    assert header.split() == ["A:", "base", "B:", "step", "8", "B", "-", "A"]
+    assert reward.split() == [
+        *("reward", "1.000", "±", "0.500", "4.000", "±", "0.000", "+3.000", "±", "0.500", "(2", "same", "prompts)")
+    ]
+    assert "pass@2        0.500 ± 0.500  1.000 ± 0.000" in [line.rstrip() for line in rest]
+    assert rest[-1] == "step 8: stopped before its end; these are the prompts that were done"
+    alone = table([worse])
+    assert "B - A" not in alone
+    other = Evaluation("c", 0, {"sorting": result(lines)}, 1.0)
+    assert table([worse, other]).count("task ") == 2

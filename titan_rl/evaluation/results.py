@@ -1,0 +1,152 @@
+"""What an evaluation has found: figures of each task, as they are computed from the lines of its `rollouts.jsonl`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import fmean
+from typing import Any
+
+from titan_rl.evaluation.statistics import Estimate, clustered_mean, mean_avg_at_k, mean_pass_at_k
+from titan_rl.rollout.types import RolloutStatus
+
+Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class TaskResult:
+    """How a policy did on the held-out prompts of one task.
+
+    Attributes:
+        success: the least reward of a sample that counts as right.
+        rewards: of the samples that have one, by prompt. A sample that an environment or an endpoint failed, that could
+            not be parsed, or whose rubric failed has none, and is in no mean.
+        reward: the mean of `rewards`, with its standard error clustered by prompt.
+        avg_at: by k, see `mean_avg_at_k`.
+        pass_at: by k, see `mean_pass_at_k`.
+        statuses: samples by `RolloutStatus`, those without a reward included.
+        num_unscored: samples without a reward.
+        breakdown: the mean of each reward of the rubric, unweighted.
+        completion_tokens: the mean of a sample, where the policy says how many it wrote.
+        errors: what samples were lost to, and how many to each, the most frequent first.
+    """
+
+    samples_per_prompt: int
+    success: float
+    rewards: dict[str, list[float]]
+    reward: Estimate | None
+    avg_at: dict[int, Estimate]
+    pass_at: dict[int, Estimate]
+    statuses: dict[str, int]
+    num_unscored: int
+    breakdown: dict[str, float]
+    turns: float
+    completion_tokens: float | None
+    errors: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])
+
+    @property
+    def num_samples(self) -> int:
+        return sum(self.statuses.values())
+
+    @property
+    def num_prompts(self) -> int:
+        return len(self.rewards)
+
+    def to_json(self) -> dict[str, Any]:
+        """As `results.json` has it."""
+        return asdict(self) | {"num_prompts": self.num_prompts, "num_samples": self.num_samples}
+
+    @classmethod
+    def from_json(cls, told: Mapping[str, Any]) -> TaskResult:
+        values = {name: told[name] for name in cls.__dataclass_fields__}
+        for name in ("avg_at", "pass_at"):
+            values[name] = {int(k): Estimate(**estimate) for k, estimate in told[name].items()}
+        values["reward"] = None if told["reward"] is None else Estimate(**told["reward"])
+        values["errors"] = [(text, count) for text, count in told["errors"]]
+        return cls(**values)
+
+
+def prompt_key(record: Record) -> str:
+    """Of the prompt that a line is a sample of: its place among the held-out ones, and what it is."""
+    return f"{record['prompt']}:{record['prompt_digest']}"
+
+
+def task_result(records: Iterable[Record], *, samples_per_prompt: int, success: float) -> TaskResult:
+    """
+    Args:
+        records: transcripts, each with its "prompt" and "prompt_digest".
+    """
+    records = list(records)
+    rewards: dict[str, list[float]] = {}
+    for record in sorted(records, key=lambda record: (record["prompt"], record["sibling"])):
+        rewards.setdefault(prompt_key(record), []).extend([] if _reward(record) is None else [record["reward"]])
+    tokens = [count for record in records if (count := _tokens(record)) is not None]
+    return TaskResult(
+        samples_per_prompt=samples_per_prompt,
+        success=success,
+        rewards=rewards,
+        reward=clustered_mean(rewards),
+        avg_at=_given({samples_per_prompt: mean_avg_at_k(rewards, samples_per_prompt)}),
+        pass_at=_given({k: mean_pass_at_k(rewards, k, success) for k in _powers_of_two(samples_per_prompt)}),
+        statuses=_statuses(records),
+        num_unscored=sum(_reward(record) is None for record in records),
+        breakdown=_breakdown(records),
+        turns=fmean(len(record["turns"]) for record in records) if records else 0.0,
+        completion_tokens=fmean(tokens) if tokens else None,
+        errors=_errors(records),
+    )
+
+
+def is_fault(record: Record) -> bool:
+    """Whether the sample says nothing of the policy, and is worth being played again."""
+    return RolloutStatus(record["status"]).is_fault or record.get("reward_failed") is not None
+
+
+def _reward(record: Record) -> float | None:
+    return None if is_fault(record) else record["reward"]
+
+
+def _given(estimates: Mapping[int, Estimate | None]) -> dict[int, Estimate]:
+    return {k: estimate for k, estimate in estimates.items() if estimate is not None}
+
+
+def _powers_of_two(most: int) -> list[int]:
+    """1, 2, 4 and so on, and `most` itself."""
+    return sorted({most, *(2**power for power in range(most.bit_length()) if 2**power <= most)})
+
+
+def _statuses(records: Sequence[Record]) -> dict[str, int]:
+    counts = Counter(str(record["status"]) for record in records)
+    return {str(status): counts[status] for status in RolloutStatus if counts[status]}
+
+
+def _breakdown(records: Sequence[Record]) -> dict[str, float]:
+    parts: dict[str, list[float]] = {}
+    for record in records:
+        for name, value in record["reward_breakdown"].items() if _reward(record) is not None else ():
+            if value is not None:  # of a value that JSON has no word for
+                parts.setdefault(name, []).append(value)
+    return {name: fmean(values) for name, values in sorted(parts.items())}
+
+
+def _tokens(record: Record) -> float | None:
+    """What an endpoint says it wrote, where the tokens themselves are not known."""
+    told = record["metrics"].get("completion_tokens")
+    return told if told is not None else record["num_completion_tokens"] or None
+
+
+def _errors(records: Sequence[Record]) -> list[tuple[str, int]]:
+    counts = Counter(_error(record) for record in records if is_fault(record))
+    return counts.most_common(8)
+
+
+def _error(record: Record) -> str:
+    if record.get("reward_failed") is not None:
+        return f"a reward that failed: {_first_line(record['reward_failed'])}"
+    place = f" ({record['error_at']})" if record.get("error_at") else ""
+    return f"{record['status']}: {_first_line(record['error'] or 'no reason is known')}{place}"
+
+
+def _first_line(text: str) -> str:
+    return text.partition("\n")[0]

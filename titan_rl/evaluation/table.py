@@ -1,0 +1,106 @@
+"""Evaluations side by side, as text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from string import ascii_uppercase
+
+from titan_rl.evaluation.evaluation import Evaluation
+from titan_rl.evaluation.results import TaskResult
+from titan_rl.evaluation.statistics import Difference, Estimate, difference
+
+NONE = "-"
+
+
+def table(evaluations: Sequence[Evaluation]) -> str:
+    """The evaluations in columns, a block a task, and from the second on how each differs from the first.
+
+    Example:
+
+        task sums: 64 prompts, 4 of each, right from reward 1 on
+
+                     A: the model base  B: step 80 of runs/latest  B - A
+        reward       0.212 ± 0.031      0.847 ± 0.024              +0.635 ± 0.035 (64 same prompts)
+        pass@1       ...
+    """
+    names = list(dict.fromkeys(name for evaluation in evaluations for name in evaluation.tasks))
+    return "\n\n".join(_block(name, evaluations) for name in names)
+
+
+def _block(name: str, evaluations: Sequence[Evaluation]) -> str:
+    results = [evaluation.tasks.get(name) for evaluation in evaluations]
+    differs = len(evaluations) > 1
+    rows = [_header(evaluations, differs), *_rows(results, differs)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([_title(name, results), "", *lines, *_notes(evaluations, results)])
+
+
+def _header(evaluations: Sequence[Evaluation], differs: bool) -> list[str]:
+    if not differs:
+        return ["", evaluations[0].policy]
+    letters = ascii_uppercase[: len(evaluations)]
+    named = [f"{letter}: {evaluation.policy}" for letter, evaluation in zip(letters, evaluations, strict=True)]
+    return ["", *named, *(f"{letter} - A" for letter in letters[1:])]
+
+
+def _title(name: str, results: Sequence[TaskResult | None]) -> str:
+    sizes = {
+        f"{result.num_prompts} prompt{'' if result.num_prompts == 1 else 's'}, {result.samples_per_prompt} of each, "
+        f"right from reward {result.success:g} on"
+        for result in results
+        if result is not None
+    }
+    return f"task {name}: {' | '.join(sorted(sizes))}"
+
+
+def _rows(results: Sequence[TaskResult | None], differs: bool) -> Iterator[list[str]]:
+    first = results[0]
+    others = results[1:] if differs else ()
+    compared = [
+        None if first is None or other is None else difference(first.rewards, other.rewards) for other in others
+    ]
+    yield ["reward", *(_estimate(result and result.reward) for result in results), *map(_difference, compared)]
+    blank = [""] * len(others)
+    given = [result for result in results if result is not None]
+    for k in sorted({k for result in given for k in result.avg_at}):
+        yield [f"avg@{k}", *(_estimate(result and result.avg_at.get(k)) for result in results), *blank]
+    for k in sorted({k for result in given for k in result.pass_at}):
+        yield [f"pass@{k}", *(_estimate(result and result.pass_at.get(k)) for result in results), *blank]
+    for name in dict.fromkeys(name for result in given for name in result.breakdown):
+        yield [f"reward {name}", *(_number(result and result.breakdown.get(name)) for result in results), *blank]
+    yield ["turns", *(_number(result and result.turns, 2) for result in results), *blank]
+    yield ["tokens", *(_number(result and result.completion_tokens, 1) for result in results), *blank]
+    yield ["unscored", *(_count(result, result and result.num_unscored) for result in results), *blank]
+    for status in dict.fromkeys(status for result in given for status in result.statuses):
+        yield [status, *(_count(result, result and result.statuses.get(status, 0)) for result in results), *blank]
+
+
+def _notes(evaluations: Sequence[Evaluation], results: Sequence[TaskResult | None]) -> Iterator[str]:
+    for evaluation, result in zip(evaluations, results, strict=True):
+        if result is None:
+            continue
+        if not evaluation.is_complete:
+            yield f"{evaluation.policy}: stopped before its end; these are the prompts that were done"
+        for text, count in result.errors[:3]:
+            yield f"{evaluation.policy}: {count} samples were lost to {text}"
+
+
+def _estimate(estimate: Estimate | None) -> str:
+    return NONE if estimate is None else str(estimate)
+
+
+def _difference(found: Difference | None) -> str:
+    if found is None:
+        return NONE
+    return f"{found} ({f'{found.num_paired} same prompts' if found.num_paired else 'other prompts'})"
+
+
+def _number(value: float | None, places: int = 3) -> str:
+    return NONE if value is None else f"{value:.{places}f}"
+
+
+def _count(result: TaskResult | None, count: int | None) -> str:
+    if result is None or count is None:
+        return NONE
+    return f"{count} of {result.num_samples}"
