@@ -73,6 +73,29 @@ class GradientPass:
             TrainingError: no token can be trained on, or loss or gradient is not finite; on all ranks alike.
         """
         by_batch = [self._accumulate(batch, proximal.get(id(batch)), version) for batch in minibatch.batches]
+        loss, denominator = self._mean(by_batch, minibatch)
+        norm = average_and_clip(self._parameters, denominator, self._max_grad_norm)
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise TrainingError(
+                f"step {version + 1} has loss {loss} and gradient norm {norm}; the weights are unchanged"
+            )
+        return MinibatchGradient(loss, norm, TokenStats.concatenate(by_batch))
+
+    @torch.no_grad()
+    def measure(self, minibatch: Minibatch, *, version: int) -> float:
+        """The loss alone, of which no gradient is kept. All ranks call this at the same time.
+
+        Raises:
+            TrainingError: no token counts, or the loss is not finite.
+        """
+        by_batch = [self._forward(batch, None, version)[1] for batch in minibatch.batches]
+        loss, _ = self._mean(by_batch, minibatch)
+        if not math.isfinite(loss):
+            raise TrainingError(f"the loss of {minibatch.num_samples} samples that are not trained is {loss}")
+        return loss
+
+    def _mean(self, by_batch: Sequence[TokenStats], minibatch: Minibatch) -> tuple[float, float]:
+        """The mean over all ranks' tokens, and what it is divided by."""
         summed, denominator = self._world.sum(
             [
                 float(torch.cat([stats.loss_M for stats in by_batch]).sum()) if by_batch else 0.0,
@@ -84,22 +107,24 @@ class GradientPass:
                 f"none of {minibatch.num_samples} samples has a token to train on: {minibatch.num_dropped} are longer "
                 f"than training.row_tokens ({self._row_tokens}), the others have no finite behaviour logprob"
             )
-        loss = summed / denominator
-        norm = average_and_clip(self._parameters, denominator, self._max_grad_norm)
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise TrainingError(
-                f"step {version + 1} has loss {loss} and gradient norm {norm}; the weights are unchanged"
-            )
-        return MinibatchGradient(loss, norm, TokenStats.concatenate(by_batch))
+        return summed / denominator, denominator
 
     def _accumulate(self, batch: TensorBatch, proximal_N: torch.Tensor | None, version: int) -> TokenStats:
         """Add the gradient of the batch's summed loss. The sum is divided once the whole batch's tokens are known."""
+        summed, stats = self._forward(batch, proximal_N, version)
+        summed.backward()
+        return stats
+
+    def _forward(
+        self, batch: TensorBatch, proximal_N: torch.Tensor | None, version: int
+    ) -> tuple[torch.Tensor, TokenStats]:
+        """The batch's summed loss, and its tokens."""
         reference_N = None
         if self._reference is not None:
             with torch.no_grad():
                 reference_N, _ = self._reference.logprobs(batch)
         logprobs_N, entropies_N = self._policy.logprobs(batch)
-        summed, stats = self._objective(
+        return self._objective(
             batch,
             logprobs_N,
             entropies_N,
@@ -107,5 +132,3 @@ class GradientPass:
             proximal_logprobs_N=proximal_N,
             reference_logprobs_N=reference_N,
         )
-        summed.backward()
-        return stats

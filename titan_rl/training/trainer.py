@@ -124,10 +124,7 @@ class TrainerCore:
         Raises:
             TrainingError: as `step`, on all ranks alike.
         """
-        device, lay_out, alone = self._policy.device, self._policy.lay_out, self._world.size == 1
-        minibatches = [Minibatch.from_plan(minibatch, device, alone=alone, lay_out=lay_out) for minibatch in plan]
-        complaints = (self._policy.complaint(batch) for minibatch in minibatches for batch in minibatch.batches)
-        self._world.agree(next((complaint for complaint in complaints if complaint is not None), None))
+        minibatches = self._minibatches(plan)
         proximal = self._gradient_pass.proximal_logprobs(minibatches)
         lr = self._learning_rate(self._version)
         updates = [self._update(minibatch, proximal, lr) for minibatch in minibatches]
@@ -143,6 +140,22 @@ class TrainerCore:
         self._version += 1
         self._is_between_versions = False
         return StepResult(self._version, metrics)
+
+    def measure(self, samples: Sequence[TrainingSample]) -> float:
+        """The loss of samples under the current weights, which stay as they are.
+
+        Every rank is given all samples; `measure_plan` is for one that is given its own rows alone.
+
+        Raises:
+            TrainingError: there is no token to measure, a token id is outside the vocabulary, or the loss is not
+                finite.
+        """
+        return self.measure_plan(self._plan(samples)[self._world.data_rank])
+
+    def measure_plan(self, plan: StepPlan) -> float:
+        """This rank's share of `measure`. Raises what that does, on all ranks alike."""
+        minibatches = self._minibatches(plan)
+        return fmean(self._gradient_pass.measure(minibatch, version=self._version) for minibatch in minibatches)
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Logprobs at temperature 1 of each sequence's tokens after the first, under the current weights.
@@ -247,6 +260,14 @@ class TrainerCore:
         else:
             deque(tensors, maxlen=0)  # to hand the first rank its parts
         self._world.barrier()
+
+    def _minibatches(self, plan: StepPlan) -> list[Minibatch]:
+        """As tensors. Raises a TrainingError on all ranks if a sample of one of them does not fit the model."""
+        device, lay_out, alone = self._policy.device, self._policy.lay_out, self._world.size == 1
+        minibatches = [Minibatch.from_plan(minibatch, device, alone=alone, lay_out=lay_out) for minibatch in plan]
+        complaints = (self._policy.complaint(batch) for minibatch in minibatches for batch in minibatch.batches)
+        self._world.agree(next((complaint for complaint in complaints if complaint is not None), None))
+        return minibatches
 
     def _update(self, minibatch: Minibatch, proximal: dict[int, torch.Tensor], lr: float) -> _Update:
         """One optimizer step, or an error and none."""

@@ -1,0 +1,142 @@
+"""Demonstrations in tokens: those of a rollout whose policy says the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("transformers")
+
+from byte_tokenizer import byte_tokenizer
+
+from titan_rl import (
+    ChatTemplateRenderer,
+    Completion,
+    Demonstration,
+    FinishReason,
+    Message,
+    MessageObservation,
+    MessageStep,
+    MessageTokenEnv,
+    Reward,
+    Rollout,
+    Rollouter,
+    RolloutStatus,
+    Rubric,
+    SamplingParams,
+    VersionSpan,
+    build_samples,
+)
+from titan_rl.errors import DataError
+from titan_rl.training.data.demonstrations import encode
+
+TOKENIZER: Any = byte_tokenizer()
+RENDERER = ChatTemplateRenderer(TOKENIZER)
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
+
+
+class Script:
+    """Asks the questions one after the other."""
+
+    def __init__(self, questions: Sequence[str]) -> None:
+        self._questions = list(questions)
+
+    async def reset(self) -> MessageObservation:
+        return MessageObservation([user(self._questions.pop(0))])
+
+    async def step(self, message: Message) -> MessageStep:
+        if not self._questions:
+            return MessageStep(status=RolloutStatus.COMPLETED)
+        return MessageStep([user(self._questions.pop(0))])
+
+    async def close(self) -> None: ...
+
+
+def len_of(rollout: Rollout) -> float:
+    return float(len(rollout.turns))
+
+
+TEXT = st.text(st.characters(codec="utf-8"), max_size=8)
+
+
+@given(turns=st.lists(st.tuples(TEXT, TEXT), min_size=1, max_size=3))
+async def test_it_has_the_tokens_of_a_rollout_that_says_the_same(turns: list[tuple[str, str]]) -> None:
+    answers = [answer for _, answer in turns]
+    left = list(answers)
+
+    async def says(prompt_token_ids, *, request_id, session_id=None, sampling) -> Completion:
+        ids = TOKENIZER.encode(left.pop(0) + "<|im_end|>", add_special_tokens=False)
+        return Completion(request_id, ids, [-1.0] * len(ids), FinishReason.STOP, [VersionSpan(0, len(ids))])
+
+    rollouter = Rollouter(
+        lambda sample: MessageTokenEnv(Script(sample), RENDERER), Rubric([Reward(len_of)]), max_context=10_000
+    )
+    sampling = SamplingParams(max_tokens=1000)
+    questions = [question for question, _ in turns]
+    group = await rollouter.run_group(says, questions, group_id="g", group_size=1, sampling=sampling)
+    group.rollouts[0].advantage = 1.0
+    (sample,) = build_samples(group)
+    messages = [message for question, answer in turns for message in (user(question), assistant(answer))]
+    found = encode(RENDERER, Demonstration(messages))
+    assert list(found.token_ids) == list(sample.token_ids)
+    assert list(found.loss_mask) == list(sample.loss_mask)
+
+
+def learned(demonstration: Demonstration, renderer: Any = RENDERER) -> str:
+    tokens = encode(renderer, demonstration)
+    return TOKENIZER.decode([t for t, learn in zip(tokens.token_ids, tokens.loss_mask, strict=True) if learn])
+
+
+def test_what_the_assistant_says_is_learned_with_its_end() -> None:
+    turns = [{"role": "system", "content": "Add."}, user("2 + 3?"), assistant("5"), user("4 + 4?"), assistant("8")]
+    assert learned(Demonstration(turns)) == "5<|im_end|>8<|im_end|>"
+    assert learned(Demonstration([*turns, user("Thanks.")])) == "5<|im_end|>8<|im_end|>"
+
+
+def test_calls_of_tools_are_learned_in_the_format_of_the_model() -> None:
+    qwen3 = pytest.importorskip("renderers.qwen3").Qwen3Renderer(TOKENIZER)
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 3}}}
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    turns = [user("2 + 3?"), {"role": "assistant", "content": "", "tool_calls": [call]}]
+    turns += [{"role": "tool", "content": "5"}, assistant("It is 5.")]
+    demonstration = Demonstration(turns, tools)
+    assert learned(demonstration, qwen3).replace("<think>\n\n</think>\n\n", "") == (
+        '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call><|im_end|>It is 5.<|im_end|>'
+    )
+    shown = TOKENIZER.decode(encode(qwen3, demonstration).token_ids)
+    assert '"name": "add", "parameters"' in shown
+    assert "<tool_response>\n5\n</tool_response>" in shown
+
+
+@pytest.mark.parametrize(
+    ("messages", "complaint"),
+    [
+        ([user("a")], "the assistant says nothing"),
+        ([assistant("a")], "begins with the assistant"),
+        ([user("a"), assistant("b"), assistant("c")], r"in messages\[1\] and \[2\], two in a row"),
+        ([user("a"), assistant("b<|im_end|>c")], r"messages\[1\] has within its text what ends an answer"),
+        ([user("a"), {"role": "assistant"}], r"messages\[1\] cannot be rendered"),
+        ([{"role": "user"}, assistant("b")], r"before messages\[1\] cannot be rendered"),
+    ],
+)
+def test_a_conversation_that_no_rollout_can_have_is_refused(messages: list[Any], complaint: str) -> None:
+    with pytest.raises(DataError, match=complaint):
+        encode(RENDERER, Demonstration(messages))
+
+
+def test_a_renderer_that_drops_thoughts_is_told_of() -> None:
+    qwen3 = pytest.importorskip("renderers.qwen3").Qwen3Renderer(TOKENIZER)
+    turns = [user("a"), {**assistant("b"), "reasoning_content": "Hm."}, user("c"), assistant("d")]
+    with pytest.raises(DataError, match="without rewriting what was said before"):
+        encode(qwen3, Demonstration(turns))

@@ -1,0 +1,144 @@
+"""Turns demonstrations into the tokens that rollouts of them would have. Standard library only."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from titan_rl.calls.user_code import describe
+from titan_rl.errors import DataError
+from titan_rl.rollout.renderer.messages import renderable
+from titan_rl.rollout.renderer.types import Renderer
+from titan_rl.rollout.task import Demonstration
+from titan_rl.training.data.sample import TrainingSample
+
+
+@dataclass(frozen=True, slots=True)
+class DemonstrationTokens:
+    """A conversation in tokens, and which of them are the assistant's.
+
+    Example: for "2 + 3?" and the answer "5", which ends with a stop token, the mask is False for all tokens of the
+    prompt, and True for two: those of "5" and the stop token.
+    """
+
+    token_ids: Sequence[int]  # [num_tokens]
+    loss_mask: Sequence[bool]  # [num_tokens]
+
+    def sample(self, name: str) -> TrainingSample:
+        """As a loss takes it that asks for no advantage.
+
+        Args:
+            name: of the conversation, unlike those of others in its batch.
+        """
+        nothing = [0.0] * len(self.token_ids)
+        return TrainingSample(
+            group_id=name,
+            rollout_id=name,
+            token_ids=self.token_ids,
+            loss_mask=self.loss_mask,
+            behaviour_logprobs=nothing,
+            advantages=nothing,
+            versions=[0] * len(self.token_ids),
+            temperature=1.0,
+        )
+
+
+def encode(renderer: Renderer, demonstration: Demonstration) -> DemonstrationTokens:
+    """The tokens that a rollout has whose policy says what the assistant says here: each answer ends with a stop token,
+    and the next prompt begins with all tokens so far.
+
+    What follows the last answer is left out.
+
+    Raises:
+        DataError: the conversation does not begin with a prompt, the assistant says nothing in it or speaks twice in a
+            row, or the renderer cannot render it so.
+    """
+    messages = renderable(demonstration.messages)
+    tools: list[Any] | None = None if demonstration.tools is None else renderable(demonstration.tools)
+    stop_token_ids = renderer.get_stop_token_ids()
+    token_ids, loss_mask = array("q"), bytearray()
+    prompt: list[int] = []
+    completion: list[int] = []
+    asked = 0  # messages that are in `token_ids`
+    for at in _answers(messages):
+        prompt = _prompt(renderer, messages, asked, at, prompt, completion, tools)
+        completion = _completion(renderer, messages[: at + 1], tools, stop_token_ids)
+        loss_mask += bytes(len(prompt) - len(token_ids)) + b"\1" * len(completion)
+        token_ids = array("q", [*prompt, *completion])
+        asked = at + 1
+    return DemonstrationTokens(token_ids, _Mask(loss_mask))
+
+
+class _Mask(Sequence[bool]):
+    """Booleans in a byte each: what a data set is kept as."""
+
+    __slots__ = ("_bytes",)
+
+    def __init__(self, values: bytes | bytearray) -> None:
+        self._bytes = bytes(values)
+
+    def __len__(self) -> int:
+        return len(self._bytes)
+
+    def __getitem__(self, index: Any) -> Any:
+        found = self._bytes[index]
+        return [bool(value) for value in found] if isinstance(found, bytes) else bool(found)
+
+
+def _answers(messages: Sequence[Any]) -> Iterator[int]:
+    """Where the assistant speaks."""
+    answers = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
+    if not answers:
+        raise DataError("the assistant says nothing in it, so that there is nothing to learn")
+    for before, at in zip([-1, *answers], answers, strict=False):
+        if at == before + 1:
+            what = "begins with" if at == 0 else f"has, in messages[{at - 1}] and [{at}], two in a row of"
+            raise DataError(f"it {what} the assistant, where a rollout has a prompt before each answer")
+        yield at
+
+
+def _prompt(
+    renderer: Renderer,
+    messages: list[Any],
+    asked: int,
+    at: int,
+    prompt: list[int],
+    completion: list[int],
+    tools: list[Any] | None,
+) -> list[int]:
+    try:
+        if not asked:
+            return list(renderer.render_ids(messages[:at], tools=tools, add_generation_prompt=True))
+        extended = renderer.bridge_to_next_turn(prompt, completion, messages[asked:at], tools=tools)
+    except Exception as error:  # a template may raise anything
+        raise DataError(f"the messages before messages[{at}] cannot be rendered: {describe(error)}") from error
+    if extended is None:
+        raise DataError(
+            f"{type(renderer).__name__} cannot extend the conversation by messages[{asked}:{at}] without rewriting "
+            "what was said before, as it could not in a rollout; use another renderer (model.renderer)"
+        )
+    return list(extended.token_ids)
+
+
+def _completion(
+    renderer: Renderer, messages: list[Any], tools: list[Any] | None, stop_token_ids: Sequence[int]
+) -> list[int]:
+    """What the policy would sample to say the last of the messages."""
+    at = len(messages) - 1
+    try:
+        before = list(renderer.render_ids(messages[:-1], tools=tools, add_generation_prompt=True))
+        whole = list(renderer.render_ids(messages, tools=tools))
+    except Exception as error:
+        raise DataError(f"messages[{at}] cannot be rendered: {describe(error)}") from error
+    if whole[: len(before)] != before:
+        raise DataError(
+            f"messages[{at}] is not rendered behind what the answer is asked for with: the text may begin with a blank "
+            "or line break that joins with it; leave that out, or use another renderer (model.renderer)"
+        )
+    said = whole[len(before) :]
+    ends = [place for place, token_id in enumerate(said) if token_id in stop_token_ids]
+    if len(ends) > 1:
+        raise DataError(f"messages[{at}] has within its text what ends an answer; take it out")
+    return said[: ends[0] + 1] if ends else [*said, stop_token_ids[0]]
