@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[1]
 HEAVY = ("torch", "vllm", "torchtitan", "monarch", "transformers")
 
 LIGHT = (
+    "adapters",
     "calls",
     "cli",
     "config",

@@ -1,0 +1,43 @@
+"""Plays the environments of an adapter with a policy that speaks in messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from titan_rl.rollout.chat_env import ChatEnv
+from titan_rl.rollout.environment.chat import ChatReply
+from titan_rl.rollout.group.rollouter import Rollouter
+from titan_rl.rollout.settings import RolloutConfig
+from titan_rl.rollout.types import Message, RolloutGroup
+from titan_rl.types import SamplingParams
+
+Policy = Callable[[Sequence[Message]], str | Message]
+
+
+def calling(name: str, **arguments: Any) -> Message:
+    call = {"type": "function", "id": "1", "function": {"name": name, "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+async def play(task: Any, sample: Any, *policies: Policy, **limits: Any) -> RolloutGroup:
+    """A group with one sibling for each policy."""
+    waiting = list(policies)
+    settings = RolloutConfig(**{"max_turns": 32, **limits})
+
+    def make_env(sample: Any) -> ChatEnv:
+        policy = waiting.pop(0)
+
+        async def chat(messages: Sequence[Message], **_: Any) -> ChatReply:
+            reply = policy(messages)
+            return ChatReply({"role": "assistant", "content": reply} if isinstance(reply, str) else reply)
+
+        return ChatEnv(task.env(sample), chat, settings)
+
+    rollouter = Rollouter(make_env, task.rubric(), max_context=10_000, limits=settings)
+    sampling = SamplingParams(max_tokens=100)
+    return await rollouter.run_group(_no_tokens, sample, group_id="g", group_size=len(policies), sampling=sampling)
+
+
+async def _no_tokens(*_: Any, **__: Any) -> Any:
+    raise AssertionError("the policy speaks in messages")
