@@ -13,6 +13,14 @@ from titan_rl.rollout.types import RolloutGroup
 GroupFilter = Callable[[RolloutGroup], str | None]
 
 
+EQUAL_REWARDS_ADVICE = (
+    "easier samples, or titan-rl sft on demonstrations, where no answer is right yet; a reward that gives something "
+    "for part of an answer; a larger rollout.group_size; a higher sampling.temperature; harder samples where all "
+    "answers are right"
+)
+"""What to try where siblings always earn the same."""
+
+
 def too_few_siblings(group: RolloutGroup) -> str | None:
     """An advantage needs two siblings to compare. Where there are fewer, the reason says what is to blame: `aborted`,
     `failed` for errors that are not the policy's, `reward_failed` for a reward."""

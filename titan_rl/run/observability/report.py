@@ -15,6 +15,7 @@ from titan_rl.calls.plain import printable
 from titan_rl.run.directory import RunDirectory, read_jsonl
 from titan_rl.run.observability.page import render_page
 from titan_rl.run.observability.progress import format_seconds
+from titan_rl.run.observability.warning_signs import warnings_of
 
 Record = dict[str, Any]
 Point = tuple[float, float | None]  # step, value; None leaves a gap
@@ -55,6 +56,7 @@ class Report:
 
     name: str
     tiles: Sequence[Tile]
+    warnings: Sequence[str]
     reward: Chart
     panels: Sequence[Chart]
     pairs_are_of: str
@@ -127,6 +129,7 @@ def make_report(name: str, records: Sequence[Record], rollouts: Sequence[Record]
     return Report(
         name=name,
         tiles=list(_tiles(records, config)),
+        warnings=warnings_of(records),
         reward=_reward(records),
         panels=[panel for panel in panels if panel.series],
         pairs_are_of=pairs_are_of,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 
@@ -9,7 +10,10 @@ from titan_rl.rollout.types import RolloutGroup
 from titan_rl.run.observability.group_metrics import group_metrics
 from titan_rl.run.observability.progress import Progress, StepReport
 from titan_rl.run.observability.rollout_log import RolloutLog
+from titan_rl.run.observability.warning_signs import WarningSigns
 from titan_rl.scheduling.batch import GroupBatch
+
+logger = logging.getLogger(__name__)
 
 
 class StepReports:
@@ -25,6 +29,7 @@ class StepReports:
         self._log = log
         self._progress = progress
         self._transcripts = transcripts
+        self._warning_signs = WarningSigns()
         self._trained: dict[int, tuple[GroupBatch, dict[str, float]]] = {}  # steps that are not reported
 
     def trained(
@@ -55,6 +60,9 @@ class StepReports:
         metrics["throughput/tokens_per_s"] = batch.num_tokens / metrics["time/step_s"]
         self._transcripts.finished(batch.groups, "train", step)
         self._log(step, metrics | self._transcripts.figures())
+        for warning in self._warning_signs.look(metrics):
+            logger.warning("step %d: %s", step, warning)
+            self._progress.message(f"warning: {warning}")
         trained = metrics["rollout/reward_mean"]
         self._progress.step(
             StepReport(

@@ -8,7 +8,7 @@ from collections import Counter
 from titan_rl.errors import TrainingError
 from titan_rl.rollout.group.failures import ErrorCounts
 from titan_rl.rollout.types import RolloutGroup, RolloutStatus
-from titan_rl.scheduling.filters import LOST
+from titan_rl.scheduling.filters import EQUAL_REWARDS_ADVICE, LOST
 
 
 class DropLimits:
@@ -85,9 +85,10 @@ class DropLimits:
                 if self._num_unparsed
                 else ""
             )
+            equal = f"try: {EQUAL_REWARDS_ADVICE}; or " if self._drops.most_common(1)[0][0] == "zero_variance" else ""
             raise TrainingError(
                 f"{self._drops.total()} groups in a row could not be trained on: {reasons}; "
-                f"{unparsed}raise scheduling.max_refills = {self._max_refills} if this is expected"
+                f"{equal}{unparsed}raise scheduling.max_refills = {self._max_refills} if this is expected"
             )
 
     @property

@@ -1,0 +1,79 @@
+"""What is told of a run that learns nothing."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus, Turn
+from titan_rl.run.observability.group_metrics import group_metrics
+from titan_rl.run.observability.progress import Progress
+from titan_rl.run.observability.report import make_report
+from titan_rl.run.observability.rollout_log import RolloutLog
+from titan_rl.run.observability.step_reports import StepReports
+from titan_rl.run.observability.warning_signs import IN_A_ROW, WarningSigns, warnings_of
+from titan_rl.scheduling.batch import GroupBatch
+from titan_rl.types import Completion, FinishReason, VersionSpan
+
+EQUAL = {"rollout/zero_variance_groups": 1.0}
+SOME = {"rollout/zero_variance_groups": 0.99}
+
+
+def group(rewards: list[float], status: RolloutStatus = RolloutStatus.COMPLETED) -> RolloutGroup:
+    turn = Turn([1], Completion("g/0/0", [2], [0.0], FinishReason.STOP, [VersionSpan(0, 1)]))
+    rollouts = [
+        Rollout(f"g/{sibling}", "g", sibling, None, status=status, turns=[turn], reward=reward, advantage=0.0)
+        for sibling, reward in enumerate(rewards)
+    ]
+    return RolloutGroup("g", None, rollouts)
+
+
+def told(records: list[dict[str, Any]]) -> list[list[str]]:
+    signs = WarningSigns()
+    return [signs.look(record) for record in records]
+
+
+def test_equal_rewards_are_told_once_and_only_where_they_are_so_for_some_steps_in_a_row():
+    assert IN_A_ROW == 3
+    assert [len(texts) for texts in told([EQUAL] * 9)] == [0, 0, 1, 0, 0, 0, 0, 0, 0]
+    assert not any(told([EQUAL, EQUAL, SOME] * 3))
+    assert [len(texts) for texts in told([EQUAL, SOME, EQUAL, {}, EQUAL, EQUAL])] == [0, 0, 0, 0, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("groups", "says"),
+    [
+        ([group([0.0, 0.0]), group([1.0, 1.0])], "titan-rl sft"),
+        ([group([0.0, 1.0], RolloutStatus.TRUNCATED_LENGTH)], "sampling.max_tokens"),
+        ([group([0.0, 1.0], RolloutStatus.TRUNCATED_PROMPT)], "model.max_context"),
+        ([group([0.0, 1.0], RolloutStatus.ERROR_PARSE)], "model.renderer"),
+        ([group([0.0, 1.0]), group([0.0, 0.0])], None),
+    ],
+)
+def test_the_signs_are_in_the_metrics_of_groups(groups: list[RolloutGroup], says: str | None):
+    texts = [text for step in told([group_metrics(groups)] * IN_A_ROW) for text in step]
+    assert [says in text for text in texts] == ([True] if says else [])
+
+
+def test_the_report_says_in_which_step(tmp_path: Path):
+    records = [{"step": step, **EQUAL} for step in range(1, 6)]
+    (warning,) = make_report("run", records, [], "").warnings
+    assert warning.startswith("step 3: for 3 steps in no group do rewards differ")
+    assert warnings_of([]) == []
+
+
+def test_a_person_is_told_beside_the_steps():
+    shown = io.StringIO()
+    progress = Progress(5, shown)
+    reports = StepReports(lambda step, metrics: None, progress, RolloutLog(lambda record: None, 0, progress.message))
+    for step in range(1, 6):
+        groups = [group([0.5, 0.5])]
+        batch = GroupBatch(groups, step - 1, {}, lambda: None)
+        reports.trained(step, batch, [], {"staleness_mean": 0.0})
+        reports.add(step, {"time/step_s": 1.0})
+        reports.report(step)
+    lines = shown.getvalue().splitlines()
+    assert [line[:8] for line in lines] == ["step 1/5", "step 2/5", "warning:", "step 3/5", "step 4/5", "step 5/5"]
