@@ -71,7 +71,7 @@ from titan_rl.scheduling.lease import Lease
 from titan_rl.scheduling.run_group import RunGroup
 from titan_rl.scheduling.scheduler import GroupScheduler
 from titan_rl.scheduling.settings import SchedulingConfig
-from titan_rl.tasks import ArgumentsError, MessageTask, PromptTask, Rows, Tool, ToolEnv, answer_of, tools_of
+from titan_rl.tasks import ArgumentsError, MessageTask, PromptTask, Rows, Tool, ToolEnv, answer_of, call_of, tools_of
 from titan_rl.training.data.sample import TrainingSample
 from titan_rl.training.data.sample_builder import build_samples
 from titan_rl.types import Completion, FinishReason, GenerateFn, SamplingParams, VersionSpan
@@ -161,6 +161,7 @@ __all__ = [
     "WeightedReward",
     "answer_of",
     "build_samples",
+    "call_of",
     "env_reward",
     "load_config",
     "resume_on_abort",

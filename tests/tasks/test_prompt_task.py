@@ -1,6 +1,7 @@
 """A task of one prompt and one answer, from its samples to its rewards."""
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from rollout.test_message_token_env import LetterRenderer
 from titan_rl import (
     Completion,
     FinishReason,
+    Message,
     MessageStep,
     PromptTask,
     Rollouter,
@@ -18,10 +20,13 @@ from titan_rl import (
     Task,
     ToolEnv,
     VersionSpan,
+    call_of,
+    tools_of,
 )
 from titan_rl.config.explain import Origins
 from titan_rl.config.load_task import load_task
 from titan_rl.errors import ConfigError, DataError
+from titan_rl.rollout.task import DemonstratingTask
 
 
 class Sums(PromptTask):
@@ -125,6 +130,41 @@ async def test_tools_are_called_before_the_answer() -> None:
     assert step.messages[0]["content"] == "7"
     # The renderer of these tests reads a call of `look` from an exclamation mark.
     assert await play(task, 6, says("!", "!", "7", "7")) == [(RolloutStatus.COMPLETED, 1.0)] * 2
+
+
+class Shown(Lookup):
+    def demonstrate(self, sample: int, messages: Sequence[Message], rng: random.Random) -> str | Message:
+        if messages[-1]["role"] == "tool":
+            return messages[-1]["content"]
+        return call_of("look", {"x": rng.choice([1, 2])})
+
+
+async def test_demonstrations_are_played_and_the_same_at_every_call() -> None:
+    task = Shown()
+    shown = list(task.demonstrations(300))  # with an event loop running, too
+    assert shown == list(Shown().demonstrations(300))
+    assert isinstance(task, DemonstratingTask)
+    for demonstration in shown:
+        _, asked, called, looked_up, answered = demonstration.messages
+        sample = int(asked["content"].removesuffix("?"))
+        assert not task.is_held_out(sample)
+        (call,) = called["tool_calls"]
+        assert looked_up["content"] == answered["content"] == str(sample + call["function"]["arguments"]["x"])
+        assert demonstration.tools == [tool.schema for tool in tools_of(task.tools(sample))]
+
+
+def test_a_task_that_shows_nothing_says_what_to_define() -> None:
+    with pytest.raises(ConfigError, match="Lookup shows nothing to learn from; define demonstrate"):
+        list(Lookup().demonstrations(1))
+
+
+def test_a_demonstration_that_never_ends_is_an_error() -> None:
+    class Endless(Lookup):
+        def demonstrate(self, sample: int, messages: Sequence[Message], rng: random.Random) -> str | Message:
+            return call_of("look", {"x": 0})
+
+    with pytest.raises(DataError, match="has not ended after 64 turns"):
+        list(Endless().demonstrations(1))
 
 
 class Unfinished(PromptTask):

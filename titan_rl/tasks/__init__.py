@@ -4,7 +4,7 @@ from titan_rl.tasks.message_task import MessageTask
 from titan_rl.tasks.prompt_task import PromptTask, answer_of, answer_rubric
 from titan_rl.tasks.rows import Rows
 from titan_rl.tasks.tool_env import ToolEnv
-from titan_rl.tasks.tools import ArgumentsError, Tool, tools_of
+from titan_rl.tasks.tools import ArgumentsError, Tool, call_of, tools_of
 
 __all__ = [
     "ArgumentsError",
@@ -15,5 +15,6 @@ __all__ = [
     "ToolEnv",
     "answer_of",
     "answer_rubric",
+    "call_of",
     "tools_of",
 ]

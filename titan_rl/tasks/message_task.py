@@ -6,16 +6,20 @@ import hashlib
 import random
 import re
 from abc import abstractmethod
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pydantic import Field
 
-from titan_rl.errors import DataError
+from titan_rl.errors import ConfigError, DataError
 from titan_rl.rollout.environment.message_token_env import MessageTokenEnv
 from titan_rl.rollout.environment.types import MessageEnv, TokenEnv
 from titan_rl.rollout.renderer.types import Renderer
 from titan_rl.rollout.rewards.rubric import Rubric
+from titan_rl.rollout.task import Demonstration
+from titan_rl.rollout.types import Message
 from titan_rl.settings import Section
+from titan_rl.tasks.demonstrating import Player, demonstrated
 
 MOST_DRAWS = 1000
 """For one sample on the wanted side of the partition."""
@@ -58,6 +62,34 @@ class MessageTask(Section):
     def key(self, sample: Any) -> str:
         """What says of two samples whether they are the same, and so held out together. By default their `repr`."""
         return repr(sample)
+
+    def demonstrate(self, sample: Any, messages: Sequence[Message], rng: random.Random) -> str | Message:
+        """What a demonstration's assistant says next: text, or a whole message, with calls of tools for instance (see
+        `call_of`). `titan-rl sft` teaches that. For reinforcement learning to have something left to do, it should be
+        right only sometimes.
+
+        Args:
+            messages: the conversation so far.
+        """
+        raise NotImplementedError
+
+    def demonstrations(self, count: int) -> Iterator[Demonstration]:
+        """By playing environments of training samples with `demonstrate`.
+
+        Raises:
+            ConfigError: there is no `demonstrate`.
+        """
+        if type(self).demonstrate is MessageTask.demonstrate:
+            raise ConfigError(
+                f"{type(self).__name__} shows nothing to learn from; define demonstrate(self, sample, messages, rng), "
+                "which says what the assistant answers"
+            )
+        yield from demonstrated(map(self._demonstration, range(count)))
+
+    def _demonstration(self, number: int) -> tuple[MessageEnv, Player]:
+        sample = self._draw(f"demonstration/{number}", held_out=False)
+        rng = random.Random(f"demonstrated/{number}")
+        return self.env(sample), lambda messages: self.demonstrate(sample, messages, rng)
 
     def train_sample(self, seed: int, index: int) -> Any:
         return self._draw(f"train/{seed}/{index}", held_out=False)

@@ -41,6 +41,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic.errors import PydanticInvalidForJsonSchema, PydanticSchemaGenerationError, PydanticUserError
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaWarningKind
 
+from titan_rl.rollout.types import Message
+
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
 
@@ -115,6 +117,15 @@ class Tool:
             for name, field in type(model).model_fields.items()
             if name in model.model_fields_set  # else the function's own default
         }
+
+
+def call_of(name: str, arguments: Mapping[str, Any] | None = None, content: str = "") -> Message:
+    """A message of the assistant that calls a tool, as in a demonstration.
+
+    Example: `call_of("multiply", {"a": 6, "b": 7})`
+    """
+    function = {"name": name, "arguments": dict(arguments or {})}
+    return {"role": "assistant", "content": content, "tool_calls": [{"type": "function", "function": function}]}
 
 
 def tools_of(given: object) -> list[Tool]:
