@@ -33,7 +33,7 @@ class FinishReason(StrEnum):
 
     STOP = "stop"  # a stop token; it is the completion's last token
     LENGTH = "length"  # the token budget or the context is used up
-    TOOL_CALLS = "tool_calls"
+    TOOL_CALLS = "tool_calls"  # of a reply that a server parsed: it stopped, and calls tools
     ABORT = "abort"  # interrupted; the tokens so far are valid
 
 

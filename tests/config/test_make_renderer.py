@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("transformers")
+pytest.importorskip("renderers")
 
 from serving.speaking import byte_tokenizer
 
 from titan_rl.config.make_renderer import make_renderer
 from titan_rl.errors import ConfigError
 from titan_rl.rollout.renderer import ChatTemplateRenderer
+from titan_rl.tiny_model import make_tiny_model
 from titan_rl.training.settings import ModelConfig
 
 
@@ -25,8 +28,32 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def test_the_chat_template_renders_unless_another_is_named(folder: str) -> None:
+def test_a_chat_template_that_no_renderer_of_the_package_has_renders_itself(folder: str) -> None:
     assert isinstance(make_renderer(ModelConfig(path=folder)), ChatTemplateRenderer)
+    assert isinstance(make_renderer(ModelConfig(path=folder, renderer="chat_template")), ChatTemplateRenderer)
+
+
+def test_a_chat_template_that_one_of_the_package_has_is_rendered_by_that(tmp_path: Path) -> None:
+    make_tiny_model(tmp_path, texts=["4"], level="byte", parameters=100_000, max_context=64)
+    renderer = make_renderer(ModelConfig(path=str(tmp_path)))
+    assert type(renderer).__name__ == "Qwen3Renderer"
+    template = make_renderer(ModelConfig(path=str(tmp_path), renderer="chat_template"))
+    asked = [{"role": "user", "content": "2 + 2?"}]
+    assert list(renderer.render_ids(asked, add_generation_prompt=True)) == template.render_ids(
+        asked, add_generation_prompt=True
+    )
+
+
+@pytest.mark.parametrize("name", ["Qwen3-0.6B", "models--Qwen--Qwen3-0.6B/snapshots/c1899de2"])
+def test_a_models_name_finds_its_renderer_and_earlier_reasoning_stays(folder: str, tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    shutil.copytree(folder, path)
+    renderer: Any = make_renderer(ModelConfig(path=str(path)))
+    assert type(renderer).__name__ == "Qwen3Renderer"
+    prompt = renderer.render_ids([{"role": "user", "content": "a"}], add_generation_prompt=True)
+    answer = byte_tokenizer().encode("<think>\nhm\n</think>\n\nb<|im_end|>", add_special_tokens=False)
+    extended = renderer.bridge_to_next_turn(prompt, answer, [{"role": "user", "content": "c"}])
+    assert list(extended.token_ids)[: len(prompt) + len(answer)] == [*prompt, *answer]
 
 
 def test_a_named_renderer_reads_the_calls_of_tools(folder: str) -> None:

@@ -24,7 +24,8 @@ STOP = 0
 
 
 class LetterRenderer:
-    """One token a character, one stop token, `|` between messages. Notes what it is asked to render."""
+    """One token a character, one stop token, `|` between messages, `#` before them where there are tools. Notes what it
+    is asked to render."""
 
     def __init__(self) -> None:
         self.rendered: list[Message] = []
@@ -34,7 +35,7 @@ class LetterRenderer:
         return [ord(c) for message in messages for c in f"{message['content']}|"]
 
     def render_ids(self, messages: list[Any], *, tools: Any = None, add_generation_prompt: bool = False) -> list[int]:
-        return self._ids(messages) + [ord(">")] * add_generation_prompt
+        return [ord("#")] * bool(tools) + self._ids(messages) + [ord(">")] * add_generation_prompt
 
     def parse_response(self, token_ids: list[int], *, tools: Any = None, prompt_ids: Any = None) -> Any:
         text = "".join(chr(i) for i in token_ids if i != STOP)
@@ -67,7 +68,7 @@ class Talk:
     closed: int = 0
 
     async def reset(self) -> MessageObservation:
-        return MessageObservation([{"role": "user", "content": "go"}], tools=[{"name": "look"}])
+        return MessageObservation([{"role": "user", "content": "go"}])
 
     async def step(self, message: Message) -> MessageStep:
         self.heard.append(message)

@@ -101,7 +101,7 @@ def check_chat_template(model: ModelConfig) -> None:
     Raises:
         ModelError: the folder has none.
     """
-    if model.renderer != "chat_template":
+    if model.renderer not in ("auto", "chat_template"):
         return
     folder = Path(model.path)
     if any((folder / name).exists() for name in TEMPLATE_FILES):
@@ -109,8 +109,8 @@ def check_chat_template(model: ModelConfig) -> None:
     file = "tokenizer_config.json"
     if not (folder / file).is_file() or not _read_json(folder, file).get("chat_template"):
         raise ModelError(
-            f"model.path = {model.path!r} has no chat template, and model.renderer = 'chat_template' needs one; add a "
-            "chat_template.jinja to it, such as that of the model that was tuned for conversations"
+            f"model.path = {model.path!r} has no chat template, and model.renderer = {model.renderer!r} needs one; add "
+            "a chat_template.jinja to it, such as that of the model that was tuned for conversations"
         )
 
 

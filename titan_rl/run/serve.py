@@ -138,7 +138,7 @@ def _renderer(config: ServeConfig) -> Renderer | None:
     try:
         return make_renderer(config.model)
     except ModelError as error:
-        if config.model.renderer != "chat_template":
+        if config.model.renderer not in ("auto", "chat_template"):
             raise
         tell(f"titan-rl: warning: there is no chat, only completions: {reason(error)}; or set model.renderer")
         return None

@@ -42,9 +42,10 @@ class ModelConfig(Section):
     """Of the weights, in the trainer and in the engines."""
     max_context: PositiveInt = 512
     """Most tokens of prompt and completion together."""
-    renderer: Annotated[str, FunctionName(tuple(RENDERERS))] = "chat_template"
-    """Between messages and tokens. chat_template reads no calls of tools; `renderers:Qwen3Renderer` and others of that
-    package do. What is named is called with the tokenizer."""
+    renderer: Annotated[str, FunctionName(tuple(RENDERERS))] = "auto"
+    """Between messages and tokens. auto takes one of the `renderers` package, which read calls of tools, where one
+    suits the model, and else chat_template, which reads none. What you name, such as `renderers:Qwen3Renderer`, is
+    called with the tokenizer."""
 
 
 class TrainingConfig(Section):

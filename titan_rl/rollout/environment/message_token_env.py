@@ -10,6 +10,7 @@ from titan_rl.calls.plain import snapshot
 from titan_rl.errors import DataError
 from titan_rl.rollout.environment.types import MessageEnv, MessageObservation, MessageStep, TokenObservation, TokenStep
 from titan_rl.rollout.renderer.messages import message_of, renderable
+from titan_rl.rollout.renderer.tool_support import require_tool_support
 from titan_rl.rollout.renderer.types import Renderer
 from titan_rl.rollout.types import Message, RolloutStatus
 from titan_rl.types import Completion, FinishReason
@@ -22,6 +23,8 @@ class MessageTokenEnv:
 
     - cannot be parsed, breaks off inside its reasoning, or holds a malformed tool call: ERROR_PARSE;
     - used up its token budget: TRUNCATED_LENGTH. What it says is in the transcript.
+
+    Resetting fails where the environment gives tools that the renderer does not show, or whose calls it does not read.
 
     The environment's methods may be plain functions where it runs in a thread: see `ThreadedEnv`.
 
@@ -39,6 +42,8 @@ class MessageTokenEnv:
     async def reset(self) -> TokenObservation:
         observation: MessageObservation = await _awaited(self.env.reset())
         self.tools = None if observation.tools is None else list(observation.tools)
+        if self.tools:
+            require_tool_support(self._renderer, observation.messages, self.tools)
         prompt = self._renderer.render_ids(
             renderable(observation.messages), tools=self.tools, add_generation_prompt=True
         )

@@ -54,12 +54,15 @@ class ChatTemplateRenderer:
             `chat_template` and length.
         template_kwargs: passed to the template, such as `{"enable_thinking": False}`.
 
-    Tool calls are not parsed: an answer is its text. The `renderers` package knows the formats of many models.
+    Tool calls are not parsed: an answer is its text, and `reads_tool_calls` is False. The `renderers` package knows the
+    formats of many models.
 
     Raises:
         ModelError: there is no chat template, or it rewrites earlier messages when new ones are added, so that no
             prompt can begin with the previous one.
     """
+
+    reads_tool_calls = False
 
     def __init__(self, tokenizer: Any, *, template_kwargs: Mapping[str, Any] | None = None) -> None:
         self._tokenizer = tokenizer

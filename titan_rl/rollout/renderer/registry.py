@@ -6,13 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 from titan_rl.calls.imports import find_function
+from titan_rl.rollout.renderer.auto import suitable_renderer
 from titan_rl.rollout.renderer.chat_template import ChatTemplateRenderer
 from titan_rl.rollout.renderer.types import Renderer
 
 RendererFn = Callable[[Any], Renderer]
 """Makes a renderer of a Hugging Face tokenizer. A class is one, too."""
 
-BY_NAME: dict[str, RendererFn] = {"chat_template": ChatTemplateRenderer}
+BY_NAME: dict[str, RendererFn] = {"auto": suitable_renderer, "chat_template": ChatTemplateRenderer}
 """The library's own that `model.renderer` names."""
 
 

@@ -41,7 +41,10 @@ class ParsedResponse(Protocol):
 
 
 class Renderer(Protocol):
-    """What `MessageTokenEnv` needs of a renderer."""
+    """What `MessageTokenEnv` needs of a renderer.
+
+    One with an attribute `reads_tool_calls = False` never has `tool_calls` in what it parses.
+    """
 
     def render_ids(
         self, messages: list[Any], *, tools: list[Any] | None = None, add_generation_prompt: bool = False
