@@ -57,7 +57,6 @@ async def vllm_server(folder: Path, stream_interval: int) -> AsyncGenerator[str]
         "block-size": 32,
         "stream-interval": stream_interval,
         "generation-config": "vllm",
-        "distributed-executor-backend": "uni",  # with a process more for the worker it is slower on two cores
     }
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1"]
     command += [text for name, value in settings.items() for text in (f"--{name}", str(value))]
@@ -155,8 +154,9 @@ async def measure_overhead(clients: Clients, rounds: int) -> None:
         await asyncio.gather(*(session(number) for number in range(SESSIONS)))
         return median(latencies)
 
-    settle_heap()
-    async with serve(chat_app(router)) as url:
+    app = chat_app(router)
+    settle_heap()  # as `titan-rl serve` does
+    async with serve(app) as url:
 
         async def chatted(stream: bool) -> float:
             return median((await clients(Load(url, 8, stream))).latencies)

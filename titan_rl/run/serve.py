@@ -90,6 +90,7 @@ def _files() -> Generator[ServerFiles]:
 async def _serve(config: ServeConfig, source: PolicySource, keys: Keys, files: ServerFiles) -> None:
     # Monarch writes to the terminal and opens sockets in TMPDIR when it is first used.
     from titan_rl.actors.generator_processes import start_generators
+    from titan_rl.actors.processes.garbage import settled_heap
     from titan_rl.actors.processes.transport import listen_below
 
     await asyncio.sleep(0)  # a signal that came during those imports stops it here
@@ -124,13 +125,14 @@ async def _serve(config: ServeConfig, source: PolicySource, keys: Keys, files: S
             control=router,
             any_model=server.any_model,
         )
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(processes.watch(router), name="watch")
-            async with serve(app, host=server.host, port=server.port) as url:
-                with contextlib.suppress(OSError, OutputError):
-                    shown = seen_from_elsewhere(url)
-                    say(greeting(source.name, shown, server.model, chat=renderer is not None, keyed=keys.required))
-                await asyncio.Event().wait()  # for the end, by a signal or because no generator is left
+        with settled_heap():
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(processes.watch(router), name="watch")
+                async with serve(app, host=server.host, port=server.port) as url:
+                    with contextlib.suppress(OSError, OutputError):
+                        shown = seen_from_elsewhere(url)
+                        say(greeting(source.name, shown, server.model, chat=renderer is not None, keyed=keys.required))
+                    await asyncio.Event().wait()  # for the end, by a signal or because no generator is left
 
 
 def _renderer(config: ServeConfig) -> Renderer | None:

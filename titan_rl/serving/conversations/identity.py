@@ -22,6 +22,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+import msgspec
+
 from titan_rl.calls.plain import plain_json
 from titan_rl.rollout.renderer.types import Tools
 from titan_rl.rollout.types import Message
@@ -104,7 +106,14 @@ def _without_empty(value: Mapping[str, Any]) -> dict[str, Any]:
 
 def _digest(value: Any) -> bytes:
     try:
-        text = json.dumps(value, sort_keys=True)
+        text = msgspec.json.encode(value, order="sorted")
+    except (TypeError, ValueError, OverflowError, RecursionError):  # half of a surrogate pair, a number of many digits
+        text = _plain_text(value).encode()
+    return hashlib.blake2b(text, digest_size=16).digest()
+
+
+def _plain_text(value: Any) -> str:
+    try:
+        return json.dumps(value, sort_keys=True)
     except (TypeError, ValueError, RecursionError):  # an object of the caller's own, or one that holds itself
-        text = json.dumps(plain_json(value), sort_keys=True)
-    return hashlib.blake2b(text.encode(), digest_size=16).digest()
+        return json.dumps(plain_json(value), sort_keys=True)

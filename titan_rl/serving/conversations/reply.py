@@ -247,10 +247,10 @@ class ReplyReader:
         return text
 
     def _tell_content(self) -> str:
-        ends = [end for mark in _MAY_BEGIN_A_CALL if (end := self._pending.find(mark)) >= 0]
         text = self._pending
-        if self._form.tools and ends:
-            text = text[: min(ends)]
+        if self._form.tools:
+            ends = [end for mark in _MAY_BEGIN_A_CALL if (end := text.find(mark)) >= 0]
+            text = text[: min(ends, default=None)]
         text = text.rstrip()  # a renderer may strip what follows
         self._pending = self._pending[len(text) :]
         self._told.content += text

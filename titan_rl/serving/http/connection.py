@@ -15,6 +15,43 @@ LINGER_S = 2.0
 _AROUND_A_HEADER = len(": \r\n")
 
 
+class HeadWithBody:
+    """A transport that sends the head of a response together with what is written behind it, at once or in the same
+    turn of the event loop. A packet costs more than most answers, and each wakes its reader."""
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport = transport
+        self._loop = loop
+        self._is_head_next = False
+        self._head = b""
+
+    def begin_response(self) -> None:
+        """What is written next is a head."""
+        self._is_head_next = True
+
+    def write(self, data: bytes) -> None:
+        if self._is_head_next:
+            self._is_head_next, self._head = False, data
+            self._loop.call_soon(self._send_head)
+        elif self._head:
+            head, self._head = self._head, b""
+            self._transport.write(head + data)
+        else:
+            self._transport.write(data)
+
+    def close(self) -> None:
+        self._send_head()
+        self._transport.close()
+
+    def _send_head(self) -> None:
+        if self._head:
+            head, self._head = self._head, b""
+            self._transport.write(head)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
 class Connection(HttpToolsProtocol):
     """Uvicorn's, with limits on what happens before and beside the application: a request's head, the rest of a body
     that nobody waits for, and what a client does not read.
@@ -31,7 +68,8 @@ class Connection(HttpToolsProtocol):
         self._timers: dict[str, asyncio.TimerHandle] = {}
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        super().connection_made(transport)
+        self._written = HeadWithBody(transport, self.loop)
+        super().connection_made(self._written)  # pyright: ignore[reportArgumentType]
         self._end_after("head", self._limits.head_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -76,6 +114,7 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._head_bytes = None
         self._go_on("head")
+        self._written.begin_response()
         super().on_headers_complete()
 
     def on_response_complete(self) -> None:

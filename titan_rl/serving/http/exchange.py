@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
@@ -14,6 +13,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from titan_rl.serving.http.api_error import ApiError, api_error_of
 from titan_rl.serving.http.dialect import OPENAI, Dialect
+from titan_rl.serving.http.events import Events
 from titan_rl.serving.http.limits import ServerLimits
 from titan_rl.serving.http.metrics import ServerMetrics
 
@@ -155,37 +155,30 @@ class Answer:
                         await tell(error + self._dialect.last, more=False)
 
     async def _stream(self, tell: Callable[..., Awaitable[None]]) -> None:
-        """Events are sent as they are told of, those of one turn of the event loop in one piece. The first of them
-        begins the response, so that what fails before is answered with a status of its own."""
-        waiting: deque[bytes] = deque()
-        wake = asyncio.Event()
+        """Events are sent as they are told of, those of one turn of the event loop in one piece, and the last with the
+        end. The first of them begins the response, so that what fails before is answered with a status of its own."""
+        events = Events(self._exchanges.limits.keep_alive_s)
 
         def emit(data: Any) -> None:
-            waiting.append(self._dialect.event(data))
-            wake.set()
+            events.add(self._dialect.event(data))
 
         async def work() -> None:
             await self._work(emit)
 
         task = asyncio.create_task(work())
-        task.add_done_callback(lambda _: wake.set())
+        task.add_done_callback(events.rouse)
         try:
-            while not task.done() or waiting:
-                try:
-                    async with asyncio.timeout(self._exchanges.limits.keep_alive_s):
-                        await wake.wait()
-                    wake.clear()
-                except TimeoutError:
-                    if not wake.is_set():
-                        await tell(b": waiting\n\n", more=True)
-                        continue
-                if waiting:
-                    chunk = b"".join(waiting)
-                    waiting.clear()
-                    await tell(chunk, more=True)
-            task.result()
-            await tell(self._dialect.last, more=False)
+            while True:
+                told, is_over = await events.next(), task.done()
+                if is_over and task.exception() is None:
+                    await tell(told + self._dialect.last, more=False)
+                    return
+                if told:
+                    await tell(told, more=True)
+                if is_over:
+                    task.result()
         finally:
+            events.close()
             if not task.done():
                 task.cancel()
                 await asyncio.wait((task,), timeout=LAST_WORD_S)
