@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from served import Served, served, until
 
+from titan_rl.serving.http.connection import HeadWithBody
 from titan_rl.serving.http.limits import ServerLimits
 from titan_rl.serving.server import serve
 
@@ -164,3 +165,36 @@ async def test_a_client_that_never_reads_has_gone() -> None:
         await connection.send(with_head(asked))
         await until(lambda: stage.app.exchanges.num_places_taken > 0)
         await until(lambda: stage.app.exchanges.num_places_taken == 0)
+
+
+class Written:
+    """A transport that notes what is sent as one."""
+
+    def __init__(self) -> None:
+        self.sent: list[bytes] = []
+
+    def write(self, data: bytes) -> None:
+        self.sent.append(data)
+
+    def close(self) -> None:
+        self.sent.append(b"closed")
+
+
+async def test_a_head_goes_out_with_its_body_or_in_its_turn_of_the_event_loop() -> None:
+    written = Written()
+    transport: Any = HeadWithBody(written, asyncio.get_running_loop())  # pyright: ignore[reportArgumentType]
+    transport.begin_response()
+    transport.write(b"head ")
+    assert written.sent == []
+    transport.write(b"body")
+    transport.write(b"more")
+    assert written.sent == [b"head body", b"more"]
+    transport.begin_response()
+    transport.write(b"head alone")
+    await asyncio.sleep(0)
+    assert written.sent[2:] == [b"head alone"]
+    transport.begin_response()
+    transport.write(b"head at the end")
+    transport.close()
+    await asyncio.sleep(0)
+    assert written.sent[3:] == [b"head at the end", b"closed"]
