@@ -6,22 +6,20 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
-from pathlib import Path
-from typing import Any, TypeVar
-
-from monarch.actor import this_proc
+from typing import Any
 
 from titan_rl.actors.actor_replica import ActorReplica
 from titan_rl.actors.generator_actor import GeneratorActor, GeneratorSettings
 from titan_rl.actors.processes.gpus import share_out, visible_gpus
-from titan_rl.actors.processes.process import ProcessActor, ProcessFiles, stderr_into
+from titan_rl.actors.processes.process import ProcessFiles
 from titan_rl.actors.processes.remote_process import RemoteProcess, call
 from titan_rl.actors.processes.respawns import RespawnLimit, Respawns
-from titan_rl.actors.processes.supervisor import ProcessFailure, Supervisor
+from titan_rl.actors.processes.supervisor import ProcessFailure
+from titan_rl.actors.supervised import STOP_TIMEOUT_S, SupervisedProcesses, started
 from titan_rl.calls.user_code import reason
 from titan_rl.config.sections import GenerationConfig, RoutingConfig, StateDictConfig
 from titan_rl.config.serve import ServeConfig
-from titan_rl.errors import ActorDiedError, EngineDeadError, EngineStalledError, GenerationError, TitanRLError
+from titan_rl.errors import ActorDiedError, EngineDeadError, EngineStalledError, GenerationError
 from titan_rl.generation.registry import EngineSpec
 from titan_rl.generation.router.limits import Limits
 from titan_rl.generation.router.registry import make_strategy
@@ -33,10 +31,9 @@ from titan_rl.weights.published_weights import PublishedWeights
 logger = logging.getLogger(__name__)
 
 GENERATOR = "generator-"
-STOP_TIMEOUT_S = 30.0
 
 
-class GeneratorProcesses:
+class GeneratorProcesses(SupervisedProcesses):
     """The generators that settings describe, each an actor in a process of its own. Made by `start_generators`.
 
     Args:
@@ -70,12 +67,10 @@ class GeneratorProcesses:
         self._seed = seed
         self._version = version
         self._max_running = max_running
-        self._files = files
+        super().__init__(files, supervisor, generation.start_timeout_s)
         self._published = published
-        self._supervisor = supervisor
         self._tell = tell
         self._respawns = Respawns(self._respawn_limits())
-        self._remotes: dict[str, RemoteProcess] = {}  # by id, of those not known to have ended
         self._ended: asyncio.Queue[RemoteProcess] = asyncio.Queue()
         self._opened: list[ActorReplica] = []
 
@@ -187,71 +182,24 @@ class GeneratorProcesses:
             generation,
             self._statedict,
             self._files.run_id,
-            self._log_path(name),
+            self.log_path(name),
             self._gpus[index],
             self._version,
         )
         num_ranks = generation.tensor_parallel_size
-        remote, ranks = await self._spawn(name, GeneratorActor, settings, num_ranks=num_ranks)
+        remote, ranks = await self.spawn(name, GeneratorActor, settings, num_ranks=num_ranks)
         replica = ActorReplica(remote, ranks.slice(procs=0), self._published)
         self._opened.append(replica)
         await replica.connect()
         return replica
 
-    async def _spawn(
-        self, name: str, actor_class: type[ProcessActor], *arguments: Any, num_ranks: int = 1
-    ) -> tuple[RemoteProcess, Any]:
-        """A process, or a group of them, and the handle of its actor, which has started."""
-        remote = RemoteProcess(name, self._note_end)
-        self._remotes[remote.id] = remote
-        limit_s = self._generation.start_timeout_s
-        try:
-            spawn = self._supervisor.spawn
-            actor = await call(spawn, remote.id, actor_class, arguments, num_ranks, who="supervisor", timeout_s=limit_s)
-            remote.watch(await remote.call_all(actor.pid, timeout_s=limit_s))
-            await remote.call_all(actor.start, timeout_s=limit_s)
-        except TitanRLError as error:
-            remote.end(f"it did not start: {reason(error)}")
-            raise
-        return remote, actor
-
     def _note_end(self, remote: RemoteProcess) -> None:
-        del self._remotes[remote.id]
+        super()._note_end(remote)
         self._ended.put_nowait(remote)
 
-    async def close(self) -> None:
-        """End every process."""
-        for remote in self._remotes.values():
-            remote.close()
+    def _disconnect(self) -> None:
         for replica in self._opened:
             replica.disconnect()
-        with contextlib.suppress(ActorDiedError):
-            await call(self._supervisor.terminate, who="supervisor", timeout_s=STOP_TIMEOUT_S)
-
-    def _log_path(self, name: str) -> str:
-        return str(self._files.logs / f"{name}.log")
-
-
-P = TypeVar("P", bound=GeneratorProcesses)
-
-
-@contextlib.asynccontextmanager
-async def started(logs: Path, make: Callable[[Any], P]) -> AsyncGenerator[P]:
-    """Started processes, which end with the block.
-
-    Args:
-        make: of the supervisor of the processes.
-
-    Raises:
-        ActorDiedError: a process did not start in time.
-    """
-    with stderr_into(logs / "monarch.log"):  # it greets its user there when it is first used
-        processes = make(this_proc().spawn("supervisor", Supervisor))
-    try:
-        await processes.start()
-        yield processes
-    finally:
-        await processes.close()
 
 
 @contextlib.asynccontextmanager

@@ -11,13 +11,15 @@ from typing import Any, Protocol
 from monarch.actor import this_proc
 
 from titan_rl.actors.generate_service import GenerateService
-from titan_rl.actors.generator_processes import GENERATOR, GeneratorProcesses, started
+from titan_rl.actors.generator_processes import GENERATOR, GeneratorProcesses
 from titan_rl.actors.processes.gpus import GPUAssignment
 from titan_rl.actors.processes.process import ProcessFiles
 from titan_rl.actors.processes.remote_process import RemoteProcess
 from titan_rl.actors.processes.respawns import RespawnLimit
 from titan_rl.actors.rollout_worker import RolloutWorkerActor, RolloutWorkerSettings
-from titan_rl.actors.trainer_actor import ActorTrainer, TrainerActor, TrainerSettings
+from titan_rl.actors.supervised import started
+from titan_rl.actors.trainer_actor import ActorTrainer, TrainerSettings
+from titan_rl.actors.trainer_processes import TRAINER, spawn_trainer
 from titan_rl.actors.worker_pool import WorkerPool
 from titan_rl.config.concurrency import Concurrency
 from titan_rl.config.run import RunConfig
@@ -26,7 +28,6 @@ from titan_rl.weights.published_weights import PublishedWeights
 
 logger = logging.getLogger(__name__)
 
-TRAINER = "trainer"
 WORKER = "rollout-worker-"
 
 
@@ -101,17 +102,15 @@ class RunProcesses(GeneratorProcesses):
             config.correction,
             config.statedict,
             self._files.run_id,
-            self._log_path(TRAINER),
+            self.log_path(TRAINER),
             config.seed,
             self._trainer_gpus,
         )
-        num_ranks = config.training.data_parallel * config.training.tensor_parallel
-        remote, ranks = await self._spawn(TRAINER, TrainerActor, settings, num_ranks=num_ranks)
-        self.trainer = ActorTrainer(remote, ranks, config.training)
+        self.trainer = await spawn_trainer(self, settings)
 
     async def _start_worker(self, name: str) -> None:
-        settings = RolloutWorkerSettings(str(self._config_path), self._log_path(name))
-        self.workers.add(*await self._spawn(name, RolloutWorkerActor, settings, self._service))
+        settings = RolloutWorkerSettings(str(self._config_path), self.log_path(name))
+        self.workers.add(*await self.spawn(name, RolloutWorkerActor, settings, self._service))
 
 
 @contextlib.asynccontextmanager

@@ -44,7 +44,7 @@ class TrainerSettings:
     model: ModelConfig
     training: TrainingConfig
     correction: CorrectionConfig
-    statedict: StateDictConfig
+    statedict: StateDictConfig | None  # None publishes nothing
     run_id: str
     log_path: str
     seed: int
@@ -83,18 +83,24 @@ class TrainerActor(ProcessActor):
             from titan_rl.training.trainer import TrainerCore
 
             self._trainer = TrainerCore(settings.model, settings.training, settings.correction, seed=settings.seed)
-        self._publisher = WeightPublisher(
-            self._trainer,
-            make_transport(statedict.transport, TransportSpec(settings.run_id, statedict.pull_timeout_s, self._rank)),
-            num_probes=statedict.num_probes,
-            tolerance=statedict.tolerance,
-            seed=settings.seed,
-        )
+        if statedict is not None:
+            spec = TransportSpec(settings.run_id, statedict.pull_timeout_s, self._rank)
+            self._publisher = WeightPublisher(
+                self._trainer,
+                make_transport(statedict.transport, spec),
+                num_probes=statedict.num_probes,
+                tolerance=statedict.tolerance,
+                seed=settings.seed,
+            )
         logger.info("training the model of %s", settings.model.path)
 
     @concurrent_endpoint
     async def train(self, plan: StepPlan) -> StepResult:
         return await self._run(self._trainer.train, plan)
+
+    @concurrent_endpoint
+    async def measure(self, plan: StepPlan) -> float:
+        return await self._run(self._trainer.measure_plan, plan)
 
     @concurrent_endpoint
     async def begin_publish(self) -> None:
@@ -130,7 +136,8 @@ class TrainerActor(ProcessActor):
 
     @concurrent_endpoint
     async def close(self) -> None:
-        await self._run(self._publisher.close)
+        if self._settings.statedict is not None:
+            await self._run(self._publisher.close)
 
     @concurrent_endpoint
     async def export(self, path: Path) -> None:
@@ -160,11 +167,18 @@ class ActorTrainer:
 
     async def step(self, samples: Sequence[TrainingSample]) -> StepResult:
         """As `TrainerCore.step`. Each rank is sent its own rows."""
-        plans = await in_thread(self._plan, samples)
-        rows = ([plan] for plan in plans for _ in range(self._tensor_parallel))
-        results: list[StepResult] = await self._all("train", *rows)
+        results: list[StepResult] = await self._all("train", *await self._rows(samples))
         agreed_version([result.version for result in results], "after a step")
         return results[0]
+
+    async def measure(self, samples: Sequence[TrainingSample]) -> float:
+        """As `TrainerCore.measure`. Each rank is sent its own rows."""
+        return (await self._all("measure", *await self._rows(samples)))[0]
+
+    async def _rows(self, samples: Sequence[TrainingSample]) -> list[list[StepPlan]]:
+        """What each rank is sent."""
+        plans = await in_thread(self._plan, samples)
+        return [[plan] for plan in plans for _ in range(self._tensor_parallel)]
 
     async def begin_publish(self) -> None:
         await self._all("begin_publish")

@@ -47,6 +47,10 @@ class Trainer(Protocol):
         """One optimizer step; the policy version grows by one."""
         ...
 
+    async def measure(self, samples: Sequence[TrainingSample]) -> float:
+        """The loss of samples under the current weights, which stay as they are."""
+        ...
+
     async def begin_publish(self) -> None:
         """Fix the current version as the one that generators get. The next step may begin then: it changes no weight
         before they are copied."""

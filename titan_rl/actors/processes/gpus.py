@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from titan_rl.config.run import RunConfig
 from titan_rl.config.sections import GenerationConfig
 from titan_rl.errors import ConfigError
+from titan_rl.training.settings import TrainingConfig
 from titan_rl.weights.transports.registry import find_transport
 
 
@@ -35,11 +36,23 @@ class GPUAssignment:
             raise ConfigError(f"statedict.transport is {name!r} and this host has no GPU; choose 'shared_memory'")
         if not gpus:
             return GPUAssignment((), share_out(generation, gpus))
-        num_ranks, size = training.data_parallel * training.tensor_parallel, generation.tensor_parallel_size
-        _check("training.data_parallel x training.tensor_parallel", num_ranks, gpus)
+        trainer, size = take_gpus(training, gpus), generation.tensor_parallel_size
         _check("generation.tensor_parallel_size", size, gpus)
-        left = gpus[num_ranks:] if len(gpus) - num_ranks >= size else gpus
-        return GPUAssignment(tuple(gpus[:num_ranks]), share_out(generation, left))
+        left = gpus[len(trainer) :] if len(gpus) - len(trainer) >= size else gpus
+        return GPUAssignment(trainer, share_out(generation, left))
+
+
+def take_gpus(training: TrainingConfig, gpus: Sequence[str]) -> tuple[str, ...]:
+    """Those of the trainer's ranks, the first of these; none where there are none.
+
+    Raises:
+        ConfigError: there are fewer than ranks.
+    """
+    if not gpus:
+        return ()
+    num_ranks = training.data_parallel * training.tensor_parallel
+    _check("training.data_parallel x training.tensor_parallel", num_ranks, gpus)
+    return tuple(gpus[:num_ranks])
 
 
 def share_out(generation: GenerationConfig, gpus: Sequence[str]) -> tuple[tuple[str, ...], ...]:
