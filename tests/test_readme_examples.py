@@ -84,7 +84,7 @@ async def test_the_readmes_task_is_named_by_its_file_and_played(tmp_path: Path, 
     (tmp_path / "sums.toml").write_text(settings)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    task = load_config("sums.toml", check_files=False).task
+    task = load_config("sums.toml", check_files=False).tasks[0].task
     assert type(task) is sys.modules.pop("sums").Sums
 
     async def second_time_right(prompt_token_ids, *, request_id, session_id=None, sampling) -> Completion:

@@ -94,7 +94,7 @@ def main() -> None:
     args = parser.parse_args()
 
     torch.manual_seed(args.seed)
-    task = load_config(Path(__file__).parent / "cpu.toml", check_files=False).task
+    task = load_config(Path(__file__).parent / "cpu.toml", check_files=False).tasks[0].task
     tokenizer = build_tokenizer()
     model = build_model(tokenizer)
     started = time.monotonic()

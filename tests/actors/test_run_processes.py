@@ -18,6 +18,7 @@ from titan_rl.actors.processes.supervisor import ProcessFailure
 from titan_rl.actors.run_processes import RunProcesses
 from titan_rl.config.run import RunConfig
 from titan_rl.config.sections import GenerationConfig
+from titan_rl.config.tasks import TaskSource
 from titan_rl.errors import ActorDiedError, GenerationError
 from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.rollout.settings import RolloutConfig
@@ -72,7 +73,7 @@ class Actor:
 def cluster_of(folder: Path, supervisor: Any, told: list[str], **settings: Any) -> RunProcesses:
     config = RunConfig(
         model=ModelConfig(path="unused", max_context=256),
-        task=Counting(),  # pyright: ignore[reportArgumentType]
+        tasks=[TaskSource(task=Counting())],  # pyright: ignore[reportArgumentType]
         **settings,
     )
     return RunProcesses(config, RunDirectory(folder), PublishedWeights(), supervisor, None, told.append)

@@ -48,6 +48,7 @@ async def test_groups_come_back_with_their_sample_and_as_plain_data(caplog: pyte
         group = await pool.run_group(
             never,
             sample,
+            task="sums",
             group_id="g",
             group_size=1,
             sampling=SamplingParams(max_tokens=1),
@@ -105,7 +106,7 @@ async def test_what_a_dead_worker_had_asked_for_is_no_request_of_the_group_that_
     other.__dict__ = worker.__dict__  # one state, two processes
     pool.add(other, other)
     sampling = SamplingParams(max_tokens=1)
-    group = await pool.run_group(answer, {}, group_id="g", group_size=1, sampling=sampling)
+    group = await pool.of("sums").run_group(answer, {}, group_id="g", group_size=1, sampling=sampling)
     assert [rollout.rollout_id for rollout in group.rollouts] == ["g/0"]
 
 

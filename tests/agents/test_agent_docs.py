@@ -49,7 +49,7 @@ def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AgentTask:
         (tmp_path / name).write_text(text)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
-    task = load_config("agent.toml").task
+    task = load_config("agent.toml").tasks[0].task
     assert isinstance(task, AgentTask)
     return task
 

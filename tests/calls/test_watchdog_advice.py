@@ -25,6 +25,7 @@ from titan_rl import (
 )
 from titan_rl.calls.watchdog import LoopWatchdog
 from titan_rl.config.load import load_config
+from titan_rl.config.tasks import TaskSource
 from titan_rl.rollout.group.rollouter import Rollouter
 from titan_rl.rollout.task import drop_reason
 from titan_rl.run.stages.rollout_stage import RolloutStage
@@ -146,10 +147,11 @@ async def test_of_a_tasks_own_functions(where: str) -> None:
     task: Any = Data(block)
     unused = cast("Any", None)
     config = load_config(Path(__file__).parents[2] / "examples/alphabet_sort/cpu.toml", check_files=False)
+    config = config.model_copy(update={"tasks": (TaskSource.model_construct(task=task, name="data"),)})
     groups = RolloutStage(
         config,
-        task,
-        group_runner=unused,
+        unused,
+        group_runners=unused,
         router=unused,
         journal=unused,
         stop_token_ids=(),
@@ -157,8 +159,8 @@ async def test_of_a_tasks_own_functions(where: str) -> None:
         on_lost=unused,
     )
     with LoopWatchdog(block.tell, blocked_after_s=0.05):
-        groups.train_sample(3)
-        groups.validation_samples()
+        groups.train_sample("data", 3)
+        groups.validation_samples("data")
         drop_reason(task, RolloutGroup("g", None, []))
     assert f"in {where} blocks it" in block.told[0] or "in __call__ blocks it" in block.told[0]
     assert IN_THREADS["task"] in block.told[0]

@@ -177,7 +177,7 @@ def test_settings_may_stand_anywhere_and_the_last_one_wins(project: Path, launch
     ]
     assert main(["train", *given]) == 0
     assert ran[0].training.steps == 9
-    assert ran[0].task.train_sample(0, 1) == "a=b"
+    assert ran[0].tasks[0].task.train_sample(0, 1) == "a=b"
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def test_of_several_files_tables_are_merged_and_the_last_value_wins(project: Pat
     config = load_config(["config.toml", "more.toml", "most.toml"], [("training.betas", "[0.7, 0.8]")])
 
     assert (config.training.steps, config.training.lr, config.training.betas) == (7, 1.0, (0.7, 0.8))
-    assert (config.seed, config.run_dir, config.task.train_sample(0, 1)) == (7, "b", "b")
+    assert (config.seed, config.run_dir, config.tasks[0].task.train_sample(0, 1)) == (7, "b", "b")
     assert load_config(["most.toml", "more.toml", "config.toml"]).training.steps == 5
 
 

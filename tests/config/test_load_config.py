@@ -27,7 +27,7 @@ def test_reads_the_file_and_fills_in_defaults(project: Path):
 
 
 def test_the_task_is_an_instance_of_the_named_class(project: Path):
-    task = load_config("config.toml").task
+    task = load_config("config.toml").tasks[0].task
 
     assert isinstance(task, Task)
     assert task.train_sample(seed=0, index=5) == "spam"
@@ -53,7 +53,7 @@ def test_overrides_replace_what_the_file_says_and_the_last_one_wins(project: Pat
     assert config.model.dtype == "bfloat16"
     assert config.logging.tensorboard is True
     assert config.sampling.max_tokens == 5
-    assert config.task.train_sample(0, 1) == "b"
+    assert config.tasks[0].task.train_sample(0, 1) == "b"
 
 
 def test_what_is_written_back_loads_to_an_equal_config(project: Path):

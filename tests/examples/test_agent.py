@@ -19,7 +19,7 @@ from examples.agent import agent, base_model, evaluate
 from examples.agent.company import MOST_LOOK_UPS, Company, draw_question
 from examples.agent.tokenizer import build_tokenizer
 from titan_rl.config.load import load_config
-from titan_rl.config.make_rollouter import open_rollouter
+from titan_rl.config.make_rollouter import open_rollouters
 from titan_rl.rollout.types import RolloutStatus
 from titan_rl.serving.server import serve
 from titan_rl.training.data.sample_builder import build_samples
@@ -104,8 +104,8 @@ async def test_its_rollouts_are_trained_in_one_piece(
     config = load_config(BASE.parent / "cpu.toml", overrides)
     sample = {"seed": QUESTION.seed, "question": QUESTION.text}
     engines = Engines(1, vocab_size=len(tokenizer), script=script(tokenizer, right_answer))
-    async with engines.router() as router, open_rollouter(config, tmp_path, print) as rollouter:
-        group = await rollouter.run_group(
+    async with engines.router() as router, open_rollouters(config, tmp_path, print) as rollouters:
+        group = await rollouters[config.tasks[0].name].run_group(
             router.generate, sample, group_id="train-0", group_size=group_size, sampling=SamplingParams(max_tokens=32)
         )
     for rollout in group.rollouts:

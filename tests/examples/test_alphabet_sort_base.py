@@ -79,6 +79,6 @@ def test_the_committed_model_is_what_the_script_builds(tokenizer: PreTrainedToke
     assert AutoTokenizer.from_pretrained(BASE).get_vocab() == tokenizer.get_vocab()
     longest = max(
         len(base_model.encode(tokenizer, base_model.demonstrate(sample, random.Random(0), 0.0))[0])
-        for sample in load_config(BASE.parent / "cpu.toml").task.validation_samples(64)
+        for sample in load_config(BASE.parent / "cpu.toml").tasks[0].task.validation_samples(64)
     )
     assert longest <= 128

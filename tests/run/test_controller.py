@@ -28,6 +28,7 @@ from titan_rl import (
 )
 from titan_rl.config.run import RunConfig
 from titan_rl.config.sections import CheckpointConfig, GenerationConfig, SamplingConfig, ValidationConfig
+from titan_rl.config.tasks import TaskSource
 from titan_rl.errors import (
     CheckpointError,
     DataError,
@@ -168,7 +169,7 @@ class Rig:
         task = task or Counting()
         config = RunConfig(
             model=ModelConfig(path="unused", max_context=16),
-            task=task,  # pyright: ignore[reportArgumentType]
+            tasks=[TaskSource(task=task)],  # pyright: ignore[reportArgumentType]
             sampling=SamplingConfig(max_tokens=1),
             rollout=RolloutConfig(group_size=3),
             scheduling=SchedulingConfig(groups_per_step=2, max_staleness=staleness),
@@ -185,8 +186,7 @@ class Rig:
         self.progress = Progress(steps, self.progress_file)
         self.controller = Controller(
             config,
-            task,  # pyright: ignore[reportArgumentType]
-            group_runner=Rollouter(CountDown, rubric or task.rubric(), max_context=16),
+            group_runners={config.tasks[0].name: Rollouter(CountDown, rubric or task.rubric(), max_context=16)},
             router=GeneratorRouter([self.replica]),
             trainer=self.trainer,
             stop_token_ids=[],

@@ -18,6 +18,7 @@ from test_readme_examples import CountDown
 from titan_rl import Completion, GeneratorRouter, Rollouter
 from titan_rl.config.run import RunConfig
 from titan_rl.config.sections import CheckpointConfig, SamplingConfig, ValidationConfig
+from titan_rl.config.tasks import TaskSource
 from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.run.controller import Controller
 from titan_rl.run.directory import RunDirectory, read_jsonl
@@ -164,7 +165,7 @@ class Rig:
         config = RunConfig(
             seed=1,
             model=ModelConfig(path="unused", max_context=16),
-            task=task,  # pyright: ignore[reportArgumentType]
+            tasks=[TaskSource(task=task)],  # pyright: ignore[reportArgumentType]
             sampling=SamplingConfig(max_tokens=1),
             rollout=RolloutConfig(group_size=2),
             scheduling=SchedulingConfig(groups_per_step=GROUPS, **scheduling),
@@ -197,8 +198,7 @@ class Rig:
         progress.message = progress.step = lambda *_: None  # pyright: ignore
         self.controller = Controller(
             config,
-            task,  # pyright: ignore[reportArgumentType]
-            group_runner=Rollouter(CountDown, task.rubric(), max_context=16),
+            group_runners={"counting": Rollouter(CountDown, task.rubric(), max_context=16)},
             router=self.router,
             trainer=self.trainer,
             stop_token_ids=[],

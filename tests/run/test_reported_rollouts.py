@@ -15,6 +15,7 @@ from test_readme_examples import CountDown
 from titan_rl import Completion, GeneratorRouter, Reward, Rollout, Rollouter, Rubric
 from titan_rl.config.run import RunConfig
 from titan_rl.config.sections import LoggingConfig, SamplingConfig, ValidationConfig
+from titan_rl.config.tasks import TaskSource
 from titan_rl.errors import RewardError, TrainingError
 from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.run.controller import Controller
@@ -64,7 +65,7 @@ class Run:
         settings = {"groups_per_step": 2, "max_staleness": 0, **scheduling}
         config = RunConfig(
             model=ModelConfig(path="unused", max_context=16),
-            task=task,  # pyright: ignore[reportArgumentType]
+            tasks=[TaskSource(task=task)],  # pyright: ignore[reportArgumentType]
             sampling=SamplingConfig(max_tokens=1),
             rollout=RolloutConfig(group_size=2),
             scheduling=SchedulingConfig(**settings),
@@ -80,8 +81,7 @@ class Run:
         self._file = self.output.open("w")
         self.controller = Controller(
             config,
-            task,  # pyright: ignore[reportArgumentType]
-            group_runner=Rollouter(make_env, Rubric([Reward(reward, name="reward")]), max_context=16),
+            group_runners={"by_index": Rollouter(make_env, Rubric([Reward(reward, name="reward")]), max_context=16)},
             router=GeneratorRouter([replica or FakeReplica()]),
             trainer=trainer,
             stop_token_ids=[],

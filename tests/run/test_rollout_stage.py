@@ -11,10 +11,12 @@ from test_readme_examples import CountDown
 from titan_rl import GeneratorRouter, Rollouter
 from titan_rl.config.run import RunConfig
 from titan_rl.config.sections import SamplingConfig, ValidationConfig
+from titan_rl.config.tasks import TaskSource
 from titan_rl.generation.router.strategies import LeastLoaded
 from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.run.journal.run_journal import RunJournal
 from titan_rl.run.stages.rollout_stage import RolloutStage
+from titan_rl.scheduling.mix.task_mix import TaskMix
 from titan_rl.training.settings import ModelConfig
 
 
@@ -56,7 +58,7 @@ async def test_sessions_of_retried_rollouts_are_finished_too(tmp_path: Path) -> 
     limits = RolloutConfig(max_retries=8)
     config = RunConfig(
         model=ModelConfig(path="unused", max_context=16),
-        task=task,  # pyright: ignore[reportArgumentType]
+        tasks=[TaskSource(task=task)],  # pyright: ignore[reportArgumentType]
         sampling=SamplingConfig(max_tokens=1),
         rollout=limits,
         validation=ValidationConfig(num_prompts=1, samples_per_prompt=4),
@@ -65,15 +67,15 @@ async def test_sessions_of_retried_rollouts_are_finished_too(tmp_path: Path) -> 
     await router.pull_state_dict(0)
     groups = RolloutStage(
         config,
-        task,  # pyright: ignore[reportArgumentType]
-        group_runner=Rollouter(Flaky, task.rubric(), max_context=16, limits=limits),
+        TaskMix({"counting": 1.0}),
+        group_runners={"counting": Rollouter(Flaky, task.rubric(), max_context=16, limits=limits)},
         router=router,
         journal=RunJournal(tmp_path),
         stop_token_ids=[],
         on_ended=lambda rollout: None,
         on_lost=lambda group: None,
     )
-    group = await asyncio.wait_for(groups.run_validation_group(0, 4), 10)
+    group = await asyncio.wait_for(groups.run_validation_group("counting", "validation-0", 4), 10)
     assert any(rollout.metrics["retries"] for rollout in group.rollouts)
     assert any("~" in session_id for session_id in noting.begun)
     assert noting.finished == Counter(noting.begun)

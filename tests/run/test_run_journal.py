@@ -40,7 +40,7 @@ def reopened(folder: Path, position: DataPosition | None = None) -> RunJournal:
 
 
 def backlog(journal: RunJournal):
-    return journal.backlog(lambda index: index)
+    return journal.backlog(lambda index: ("task", index))
 
 
 def test_a_new_journal_has_no_backlog(tmp_path):

@@ -11,6 +11,7 @@ from user_project import project
 
 from titan_rl.config.load import load_config
 from titan_rl.config.run import RunConfig
+from titan_rl.config.tasks import TaskSource
 from titan_rl.errors import ConfigError
 from titan_rl.run.directory import RunDirectory
 from titan_rl.run.run_name import run_name
@@ -51,7 +52,7 @@ def test_a_name_is_always_one_of_a_file(overrides: list[tuple[str, str]]):
     class Task:
         pass
 
-    config = RunConfig.model_construct(name="", task=Task())
+    config = RunConfig.model_construct(name="", tasks=(TaskSource.model_construct(task=Task(), name="task"),))
     assert re.fullmatch(r"[\w.+=-]{1,80}", run_name(config, [Path("a"), Path("b" * 99)], overrides), re.ASCII)
 
 

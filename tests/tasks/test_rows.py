@@ -155,7 +155,7 @@ def test_a_toml_file_alone_makes_a_task(tmp_path: Path, monkeypatch: pytest.Monk
     (folder / "run.toml").write_text(f'{toml}prompt = "question"\nreward = "rewards_of_mine:right"\n')
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    task = load_config(folder / "run.toml", check_files=False).task
+    task = load_config(folder / "run.toml", check_files=False).tasks[0].task
     assert isinstance(task, Rows)
     assert task.path == str(folder / "rows.jsonl")
     (folder / "run.toml").write_text(f'{toml}reward = "rewards_of_mine:wrong"\n')

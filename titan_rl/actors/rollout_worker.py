@@ -32,7 +32,7 @@ class RolloutWorkerSettings:
 
 
 class RolloutWorkerActor(ProcessActor):
-    """Runs a `Rollouter` whose `GenerateFn` is a call to the controller."""
+    """Runs a `Rollouter` for each task, whose `GenerateFn` is a call to the controller."""
 
     def __init__(self, settings: RolloutWorkerSettings, service: Any) -> None:
         super().__init__(settings.log_path)
@@ -42,13 +42,13 @@ class RolloutWorkerActor(ProcessActor):
 
     @concurrent_endpoint
     async def start(self) -> None:
-        """Returns once the task is open.
+        """Returns once the tasks are open.
 
         Raises:
-            ConfigError: the task cannot be imported here.
+            ConfigError: a task cannot be imported here.
         """
         from titan_rl.config.load import load_config
-        from titan_rl.config.make_rollouter import open_rollouter
+        from titan_rl.config.make_rollouter import open_rollouters
 
         asyncio.get_running_loop().set_default_executor(UsersThreads())  # the process ends without what hangs there
         in_actor = contextvars.copy_context().run  # the watching thread sends for this actor
@@ -60,24 +60,25 @@ class RolloutWorkerActor(ProcessActor):
         config_path = Path(self._settings.config_path)
         config = load_config(config_path, check_files=False)
         # Both for as long as the process lives.
-        self._opened = open_rollouter(config, config_path.parent, tell)
-        self._rollouter = await self._opened.__aenter__()
+        self._opened = open_rollouters(config, config_path.parent, tell)
+        self._rollouters = await self._opened.__aenter__()
         self._watchdog = LoopWatchdog(tell)
         self._watchdog.__enter__()  # after the imports
 
     @concurrent_endpoint
     async def run_group(
-        self, handler: str, sample: Any, group_id: str, group_size: int, sampling: SamplingParams
+        self, handler: str, sample: Any, group_id: str, group_size: int, sampling: SamplingParams, task: str
     ) -> RolloutGroup:
-        """As `Rollouter.run_group`, asking the controller's handler of that key. What goes back is plain data, without
-        the sample, which is there already: environments may keep in messages and samples what does not pickle."""
+        """As `Rollouter.run_group` of the named task, asking the controller's handler of that key. What goes back is
+        plain data, without the sample, which is there already: environments may keep in messages and samples what does
+        not pickle."""
         finishing: list[asyncio.Future[None]] = []
 
         def on_finished(rollout: Rollout) -> None:
             finishing.append(asyncio.ensure_future(self._tell_finished(handler, portable(rollout))))
 
-        task = self._groups[group_id] = asyncio.ensure_future(
-            self._rollouter.run_group(
+        running = self._groups[group_id] = asyncio.ensure_future(
+            self._rollouters[task].run_group(
                 partial(self._generate, handler),
                 sample,
                 group_id=group_id,
@@ -87,7 +88,7 @@ class RolloutWorkerActor(ProcessActor):
             )
         )
         try:
-            group = await task
+            group = await running
             await asyncio.gather(*finishing)
             return replace(group, sample=None, rollouts=[portable(rollout) for rollout in group.rollouts])
         finally:
@@ -100,12 +101,12 @@ class RolloutWorkerActor(ProcessActor):
             task.cancel()
 
     @concurrent_endpoint
-    async def pause_judging(self) -> None:
-        self._rollouter.pause_judging()
+    async def pause_judging(self, task: str) -> None:
+        self._rollouters[task].pause_judging()
 
     @concurrent_endpoint
-    async def resume_judging(self) -> None:
-        self._rollouter.resume_judging()
+    async def resume_judging(self, task: str) -> None:
+        self._rollouters[task].resume_judging()
 
     async def _tell_finished(self, handler: str, rollout: Rollout) -> None:
         await call(self._service.finished, handler, rollout, who="controller")

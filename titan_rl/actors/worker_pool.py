@@ -1,4 +1,4 @@
-"""Rollout workers as one `GroupRunner`."""
+"""Rollout workers as a `GroupRunner` for each task."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from titan_rl.actors.generate_service import GroupHandler, handling
@@ -45,17 +46,22 @@ class WorkerPool:
     def remove(self, remote: RemoteProcess) -> None:
         self._workers.pop(remote, None)
 
+    def of(self, task: str) -> WorkersOfTask:
+        """What runs the groups of a task, by its name."""
+        return WorkersOfTask(self, task)
+
     async def run_group(
         self,
         generate: GenerateFn,
         sample: Any,
         *,
+        task: str,
         group_id: str,
         group_size: int,
         sampling: SamplingParams,
         on_finished: Callable[[Rollout], None] | None = None,
     ) -> RolloutGroup:
-        """As `Rollouter.run_group`; `on_finished` is called once for each sibling, however often it is run.
+        """As `Rollouter.run_group` of a task; `on_finished` is called once for each sibling, however often it is run.
 
         Raises:
             ActorDiedError: `max_attempts` workers died under the group, or none came up in time.
@@ -74,7 +80,9 @@ class WorkerPool:
             self._load[remote] += group_size
             try:
                 with handling(handler):
-                    group = await remote.call(actor.run_group, handler.key, sample, group_id, group_size, sampling)
+                    group = await remote.call(
+                        actor.run_group, handler.key, sample, group_id, group_size, sampling, task
+                    )
                 rollouts = [replace(rollout, sample=sample) for rollout in group.rollouts]
                 return replace(group, sample=sample, rollouts=rollouts)
             except ActorDiedError as error:
@@ -91,13 +99,13 @@ class WorkerPool:
                 await handler.close()
         raise AssertionError("the last attempt returns or raises")
 
-    def pause_judging(self) -> None:
+    def pause_judging(self, task: str) -> None:
         for worker in self._workers.values():
-            worker.pause_judging.broadcast()
+            worker.pause_judging.broadcast(task)
 
-    def resume_judging(self) -> None:
+    def resume_judging(self, task: str) -> None:
         for worker in self._workers.values():
-            worker.resume_judging.broadcast()
+            worker.resume_judging.broadcast(task)
 
     async def _least_loaded(self) -> RemoteProcess:
         try:
@@ -108,3 +116,18 @@ class WorkerPool:
         except TimeoutError:
             raise ActorDiedError(f"no rollout worker came up within {self._wait_s:g} s") from None
         return min(self._workers, key=lambda remote: self._load[remote])
+
+
+class WorkersOfTask:
+    """The `GroupRunner` of one task. Made by `WorkerPool.of`."""
+
+    def __init__(self, pool: WorkerPool, task: str) -> None:
+        self._pool = pool
+        self._task = task
+        self.run_group = partial(pool.run_group, task=task)
+
+    def pause_judging(self) -> None:
+        self._pool.pause_judging(self._task)
+
+    def resume_judging(self) -> None:
+        self._pool.resume_judging(self._task)

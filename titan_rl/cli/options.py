@@ -12,6 +12,7 @@ from typing import Any, Literal, NoReturn, cast, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from titan_rl.config.functions import function_name
+from titan_rl.config.tasks import TaskSource
 from titan_rl.run.observability.standard_streams import say, tell
 from titan_rl.settings import FunctionName, Section
 
@@ -62,11 +63,20 @@ class Parser(argparse.ArgumentParser):
             key, kind = f"{prefix}{name}", cast(object, field.annotation)
             if isinstance(kind, type) and issubclass(kind, Section):
                 self._add_table(kind, f"[{key}]", f"{key}.")
-            elif name == "task":
+            elif name == "tasks":
                 task = self.add_argument_group("[task]", "What is learned. The class has more settings.")
                 task.add_argument(
                     "--task.type", action=_Override, metavar="VALUE", help='The class, "module:Class". (required)'
                 )
+                task.add_argument(
+                    "--tasks.NAME.type",
+                    action=_Override,
+                    metavar="VALUE",
+                    help="The class of one of [[tasks]].",
+                )
+                self._add_table(TaskSource, "[[tasks]]", "tasks.NAME.")
+            elif name == "task":
+                continue
             else:
                 function = function_name(section, name)
                 choices = get_args(kind) if get_origin(kind) is Literal else function.names if function else ()
@@ -111,7 +121,7 @@ class _Override(argparse.Action):
 
 
 def _help(field: FieldInfo, function: FunctionName | None) -> str:
-    value: Any = field.default
+    value: Any = None if field.default_factory else field.default
     note = " (required)" if field.is_required() else "" if value is None else f" (default: {_toml(value)})"
     if function is not None:
         note = f' One of {", ".join(function.names)}, or your own as "module:function".{note}'

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, cast
 
-from titan_rl.config.load_task import task_type
+from titan_rl.config.load_task import task_table
 from titan_rl.config.run import RunConfig
+from titan_rl.config.tasks import is_alone
 from titan_rl.errors import ConfigError
 
 RESUMABLE = (
@@ -43,10 +45,13 @@ LOCATIONS = ("name", "run_dir", "model.path", "pythonpath")
 
 
 def settings_of(config: RunConfig) -> dict[str, Any]:
-    """Every setting by its dotted name, as JSON has it: `{"seed": 0, "training.lr": 0.0003, ...}`."""
-    tables = config.model_dump(mode="json")
-    tables["task"] = {"type": task_type(config.task), **tables["task"]}
-    return dict(_flat(tables))
+    """Every setting by its dotted name, as JSON has it: `{"seed": 0, "training.lr": 0.0003, ...}`.
+
+    `tasks` are the names of the tasks, whose settings begin with `tasks.NAME.`, also where there is one."""
+    tables = config.model_dump(mode="json", exclude={"tasks"})
+    share = not is_alone(config.tasks)
+    tasks = {source.name: task_table(source, with_share=share) for source in config.tasks}
+    return {**dict(_flat({**tables, "tasks": tasks})), "tasks": list(tasks)}
 
 
 def check_unchanged(config: RunConfig, made_with: Mapping[str, Any], *, source: Path) -> None:
@@ -63,9 +68,9 @@ def check_unchanged(config: RunConfig, made_with: Mapping[str, Any], *, source: 
     """
     now = settings_of(config)
     changed = [
-        f"{name} is {json.dumps(now[name])}, and this run was made with {json.dumps(before)}"
+        f"{_shown(config, name)} is {json.dumps(now[name])}, and this run was made with {json.dumps(before)}"
         for name, before in made_with.items()
-        if name in now and not name.startswith((*RESUMABLE, *LOCATIONS)) and json.dumps(now[name]) != json.dumps(before)
+        if name in now and not _may_change(name) and json.dumps(now[name]) != json.dumps(before)
     ]
     if changed:
         fix = "set it back" if len(changed) == 1 else "set them back"
@@ -78,10 +83,24 @@ def check_resume(overrides: Sequence[tuple[str, str]]) -> None:
     Raises:
         ConfigError: names the settings.
     """
-    wrong = [key for key, _ in overrides if not key.startswith(RESUMABLE)]
+    wrong = [key for key, _ in overrides if not _is_resumable(key)]
     if wrong:
-        allowed = ", ".join(name + "*" if name.endswith(".") else name for name in RESUMABLE)
+        allowed = ", ".join(name + "*" if name.endswith(".") else name for name in (*RESUMABLE, "tasks.NAME.weight"))
         raise ConfigError(f"--{wrong[0]} cannot change when a run is resumed; {allowed} can")
+
+
+def _is_resumable(key: str) -> bool:
+    return key.startswith(RESUMABLE) or fnmatchcase(key, "tasks.*.weight")
+
+
+def _may_change(key: str) -> bool:
+    return _is_resumable(key) or key.startswith(LOCATIONS)
+
+
+def _shown(config: RunConfig, key: str) -> str:
+    """As the file has it."""
+    prefix = f"tasks.{config.tasks[0].name}."
+    return f"task.{key.removeprefix(prefix)}" if is_alone(config.tasks) and key.startswith(prefix) else key
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -56,16 +56,19 @@ class Origins:
         return [Path(), *(file.parent for file in named or reversed(self.files))]
 
 
-def explain(error: ValidationError, root: type[BaseModel], origins: Origins, prefix: str = "") -> str:
+def explain(
+    error: ValidationError, root: type[BaseModel], origins: Origins, prefix: str = "", beside: Sequence[str] = ()
+) -> str:
     """One line for each thing that is wrong.
 
     Args:
         root: the class that was validated; its fields are the valid names.
         prefix: dotted name of the table that `root` describes, empty for the whole file.
+        beside: further names that are valid in it.
 
     Example: `cpu.toml: training.stepz = 5 is not a setting; nearest: training.steps`
     """
-    return "\n".join(line for details in error.errors() for line in _lines(details, root, origins, prefix))
+    return "\n".join(line for details in error.errors() for line in _lines(details, root, origins, prefix, beside))
 
 
 def settings(root: type[BaseModel], prefix: str = "") -> Iterator[str]:
@@ -103,7 +106,9 @@ def nearest(key: str, valid: Sequence[str]) -> str | None:
     return by_leaf[close[0]] if close else None
 
 
-def _lines(details: ErrorDetails, root: type[BaseModel], origins: Origins, prefix: str) -> Iterator[str]:
+def _lines(
+    details: ErrorDetails, root: type[BaseModel], origins: Origins, prefix: str, beside: Sequence[str]
+) -> Iterator[str]:
     key = _dotted(details["loc"], prefix)
     message = details["msg"].replace("Input should be", "must be")
     match details["type"]:
@@ -114,7 +119,7 @@ def _lines(details: ErrorDetails, root: type[BaseModel], origins: Origins, prefi
             value = details["input"]
             what = "table" if isinstance(value, dict) else "setting"
             shown = f"[{key}]" if isinstance(value, dict) else f"{key} = {value!r}"
-            yield f"{origins.of(key)}: {shown} is not a {what}; {_instead(key, root, prefix)}"
+            yield f"{origins.of(key)}: {shown} is not a {what}; {_instead(key, root, prefix, beside)}"
         case "value_error":  # raised by a validator of a section; it names its own fields
             for line in message.removeprefix("Value error, ").splitlines():
                 yield f"{origins.of_all()}: {f'[{key}] ' if key else ''}{line}"
@@ -130,8 +135,8 @@ def _lines(details: ErrorDetails, root: type[BaseModel], origins: Origins, prefi
             yield f"{origins.of(key)}: {key} = {details['input']!r} {message}"
 
 
-def _instead(key: str, root: type[BaseModel], prefix: str) -> str:
-    valid = list(settings(root, prefix))
+def _instead(key: str, root: type[BaseModel], prefix: str, beside: Sequence[str]) -> str:
+    valid = [*settings(root, prefix), *(f"{prefix}.{name}" for name in beside)]
     meant = MEANT.get(key) or MEANT.get(key.rpartition(".")[2])
     if guess := meant if meant in valid else nearest(key, valid):
         return f"nearest: {guess}"

@@ -7,7 +7,9 @@ from typing import cast, get_args
 
 from titan_rl.calls.imports import find_function
 from titan_rl.config.explain import Origins
+from titan_rl.config.run import RunConfig
 from titan_rl.config.sections import GenerationConfig
+from titan_rl.config.tasks import TaskSource
 from titan_rl.errors import ConfigError
 from titan_rl.generation.registry import find_engine
 from titan_rl.settings import FunctionName, Section
@@ -51,17 +53,31 @@ def _check_engine(generation: GenerationConfig, origins: Origins) -> None:
 def function_name(section: type[Section], field: str) -> FunctionName | None:
     """What a setting, or each of a list, may name; None where it names no function."""
     info = section.model_fields[field]
-    inner = (part for argument in get_args(info.annotation) for part in getattr(argument, "__metadata__", ()))
-    return next((found for found in (*info.metadata, *inner) if isinstance(found, FunctionName)), None)
+    return next(
+        (part for part in (*info.metadata, *_metadata(info.annotation)) if isinstance(part, FunctionName)), None
+    )
+
+
+def _metadata(annotation: object) -> Iterator[object]:
+    """Of all parts of a type."""
+    for argument in get_args(annotation):
+        yield from getattr(argument, "__metadata__", ())
+        yield from _metadata(argument)
 
 
 def _named(section: Section, prefix: str = "") -> Iterator[tuple[str, str, FunctionName]]:
     """(dotted setting, function that it names, what it may name) of all settings under `section`."""
     for field in type(section).model_fields:
         key, value = f"{prefix}{field}", getattr(section, field)
+        if field == "task" and isinstance(section, TaskSource):
+            continue  # its settings are the table's
         if isinstance(value, Section):
             yield from _named(value, f"{key}.")
-        elif (known := function_name(type(section), field)) is None:
+        elif isinstance(section, RunConfig) and field == "tasks":
+            for table, source in section.tables_of_tasks():
+                yield from _named(source, f"{table}.")
+                yield from _named(cast("Section", source.task), f"{table}.")
+        elif value is None or (known := function_name(type(section), field)) is None:
             continue
         elif isinstance(value, tuple):
             names = cast("tuple[str, ...]", value)

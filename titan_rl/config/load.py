@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from titan_rl.config.concurrency import describe_concurrency
 from titan_rl.config.explain import explain
 from titan_rl.config.functions import check_functions, named_modules
-from titan_rl.config.load_task import check_task, load_task, task_type
+from titan_rl.config.load_task import check_task, dump_tasks, load_tasks, task_type
 from titan_rl.config.model_folder import check_chat_template, check_model_folder, check_training_fit, find_model_folder
 from titan_rl.config.run import RunConfig
 from titan_rl.config.search_path import SearchPath
@@ -48,13 +48,13 @@ def load_config(
     files = [Path(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]
     tables, origins = read_tables(files, overrides)
     search_path = SearchPath(tables.get("pythonpath"), origins)
-    task = load_task(tables.pop("task", None), origins)
+    tasks = load_tasks(tables, origins)
     try:
-        config = RunConfig.model_validate({**tables, "task": task})
+        config = RunConfig.model_validate({**tables, "tasks": tasks})
     except ValidationError as error:
         raise ConfigError(explain(error, RunConfig, origins)) from None
     check_functions(config, config.generation, origins)
-    modules = [task_type(task).partition(":")[0], *named_modules(config)]
+    modules = [*(task_type(source.task).partition(":")[0] for source in tasks), *named_modules(config)]
     config = config.model_copy(update={"pythonpath": search_path.needed_for(modules)})
     places = origins.folders_for("model.path")
     folder = find_model_folder(config.model.path, places)
@@ -65,13 +65,13 @@ def load_config(
         check_model_folder(config.model, config.generation, places)
         check_chat_template(config.model)
         check_training_fit(config)
-        check_task(config.task, origins)
+        for table, source in config.tables_of_tasks():
+            check_task(source.task, origins, table)
     return config
 
 
 def dump_config(config: RunConfig) -> str:
     """The settings as TOML, defaults included, under what they come to. `load_config` of it gives an equal config."""
     figures = "".join(f"# {line}\n" for line in describe_concurrency(config))
-    tables = config.model_dump(mode="json", exclude_none=True)
-    tables["task"] = {"type": task_type(config.task), **tables["task"]}
-    return f"{figures}\n{tomli_w.dumps(tables)}"
+    tables = config.model_dump(mode="json", exclude_none=True, exclude={"tasks"})
+    return f"{figures}\n{tomli_w.dumps({**tables, **dump_tasks(config.tasks)})}"

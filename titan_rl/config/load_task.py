@@ -1,8 +1,9 @@
-"""The table `[task]`: a class named by the user, and its fields."""
+"""The tables `[task]` and `[[tasks]]`: classes named by the user, and their fields."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any, cast
 
 from pydantic import ValidationError
@@ -11,38 +12,110 @@ from typing_extensions import get_protocol_members
 from titan_rl.calls.imports import find_attribute, import_module
 from titan_rl.calls.user_code import describe
 from titan_rl.config.explain import Origins, explain
+from titan_rl.config.tasks import SOURCE_FIELDS, TaskSource, is_alone
 from titan_rl.errors import ConfigError
 from titan_rl.rollout.task import CheckedTask, Task
 from titan_rl.settings import Section
 
 
-def load_task(table: Any, origins: Origins) -> Task:
-    """Make the task of `[task]`: import the class that `type` names and validate the other keys as its fields.
+def load_tasks(tables: dict[str, Any], origins: Origins) -> tuple[TaskSource, ...]:
+    """Make the tasks of `[task]` or of `[[tasks]]`, and take these out of `tables`.
+
+    The classes that `type` names are imported, and the other keys validated as their fields or as a `TaskSource`'s.
+
+    Args:
+        tables: of `[[tasks]]` as `tasks_by_name` has them.
+
+    Raises:
+        ConfigError: there are no tasks or tables of both kinds; there is no such module or class, it is no task, or its
+            settings are wrong.
+    """
+    one, several = tables.pop("task", None), tables.pop("tasks", None)
+    if one is None and several is None:
+        raise ConfigError(
+            f'{origins.of_files()}: the table [task] is missing; it needs type = "module:Class". Several tasks '
+            "are tables [[tasks]]"
+        )
+    if one is not None and several is not None:
+        raise ConfigError(f"{origins.of_all()}: there is [task], and there are [[tasks]]; make that one of them, too")
+    if several is None:
+        return (TaskSource(task=load_task(one, origins)),)
+    if not isinstance(several, dict):
+        raise ConfigError(f"{origins.of('tasks')}: tasks = {several!r} must be tables, each under a line [[tasks]]")
+    return tuple(_load_source(name, table, origins) for name, table in cast("dict[str, Any]", several).items())
+
+
+def _load_source(name: str, table: Any, origins: Origins) -> TaskSource:
+    prefix = f"tasks.{name}"
+    fields = _fields(table, origins, prefix)
+    own = {"name": name} | {key: fields.pop(key) for key in SOURCE_FIELDS if key in fields}
+    task = load_task(fields, origins, prefix, beside=SOURCE_FIELDS)
+    try:
+        return TaskSource.model_validate({"task": task, **own})
+    except ValidationError as error:
+        raise ConfigError(explain(error, TaskSource, origins, prefix)) from None
+
+
+def load_task(table: Any, origins: Origins, prefix: str = "task", beside: Sequence[str] = ()) -> Task:
+    """Make a task: import the class that `type` names and validate the other keys as its fields.
+
+    Args:
+        prefix: the name of the table.
+        beside: what the table has that is not of the task.
 
     Raises:
         ConfigError: there is no such module or class, it is no task, or its settings are wrong.
     """
-    if table is None:
-        raise ConfigError(f'{origins.of_files()}: the table [task] is missing; it needs type = "module:Class"')
-    if not isinstance(table, dict):
-        raise ConfigError(f"{origins.of('task')}: task = {table!r} must be a table")
-    fields = dict(cast("dict[str, Any]", table))
+    fields = _fields(table, origins, prefix)
     name = fields.pop("type", None)
     try:
         task_class = _find_class(name)
     except ConfigError as error:
-        raise ConfigError(f"{origins.of('task.type')}: task.type = {name!r}: {error}") from error.__cause__
+        raise ConfigError(f"{origins.of(f'{prefix}.type')}: {prefix}.type = {name!r}: {error}") from error.__cause__
+    if taken := [key for key in task_class.model_fields if key in beside]:
+        raise ConfigError(
+            f"{origins.of(f'{prefix}.type')}: {prefix}.type = {name!r}: the class has a field {taken[0]!r}, which is a "
+            "setting of every one of [[tasks]]; give that field another name"
+        )
     try:
         # As JSON, because TOML has lists where a task may declare tuples, and strings where it declares an enum.
-        places = {field: origins.folders_for(f"task.{field}") for field in task_class.model_fields}
+        places = {field: origins.folders_for(f"{prefix}.{field}") for field in task_class.model_fields}
         task = task_class.model_validate_json(json.dumps(fields, default=str), context={"folders": places})
     except ValidationError as error:
-        raise ConfigError(explain(error, task_class, origins, prefix="task")) from None
+        raise ConfigError(explain(error, task_class, origins, prefix, beside)) from None
     return cast("Task", task)
 
 
-def check_task(task: Task, origins: Origins) -> None:
+def _fields(table: Any, origins: Origins, prefix: str) -> dict[str, Any]:
+    if not isinstance(table, dict):
+        raise ConfigError(f"{origins.of(prefix)}: {prefix} = {table!r} must be a table")
+    return dict(cast("dict[str, Any]", table))
+
+
+def dump_tasks(tasks: Sequence[TaskSource]) -> dict[str, Any]:
+    """As TOML has them: `load_tasks` of it gives equal ones."""
+    if is_alone(tasks):
+        return {"task": task_table(tasks[0], exclude_none=True, with_share=False)}
+    return {"tasks": [task_table(source, exclude_none=True) for source in tasks]}
+
+
+def task_table(source: TaskSource, *, exclude_none: bool = False, with_share: bool = True) -> dict[str, Any]:
+    """One of `[[tasks]]`.
+
+    Args:
+        exclude_none: leave out what is None, for which TOML has no word.
+        with_share: also what is said of it beside the task itself.
+    """
+    table = source.model_dump(mode="json", exclude_none=exclude_none)
+    fields = table.pop("task")
+    return {"type": task_type(source.task), **fields, **(table if with_share else {})}
+
+
+def check_task(task: Task, origins: Origins, prefix: str = "task") -> None:
     """Have a task look at its settings, where it is one that does.
+
+    Args:
+        prefix: the name of its table.
 
     Raises:
         ConfigError: as the task says, or it failed at that.
@@ -54,7 +127,7 @@ def check_task(task: Task, origins: Origins) -> None:
     except ConfigError as error:
         raise ConfigError(f"{origins.of_all()}: {error}") from error.__cause__
     except Exception as error:
-        raise ConfigError(f"{origins.of_all()}: the task could not be checked: {describe(error)}") from error
+        raise ConfigError(f"{origins.of_all()}: [{prefix}] could not be checked: {describe(error)}") from error
 
 
 def task_type(task: Task) -> str:

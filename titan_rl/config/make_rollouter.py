@@ -1,9 +1,9 @@
-"""The rollouter that a config describes."""
+"""The rollouters that a config describes: one for each task."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,37 +15,40 @@ from titan_rl.rollout.task import RunContext, opened
 
 if TYPE_CHECKING:
     from titan_rl.config.run import RunConfig
+    from titan_rl.config.tasks import TaskSource
 
 
-def make_rollouter(config: RunConfig, renderer: Renderer | None = None) -> Rollouter:
-    """With the config's task, limits and advantage.
+def make_rollouter(config: RunConfig, source: TaskSource, renderer: Renderer | None = None) -> Rollouter:
+    """With the task of a source, its limits and its advantage.
 
     Args:
         renderer: by default the one that `model.renderer` names.
     """
-    task = config.task
+    task = source.task
     renderer = renderer or make_renderer(config.model)
     return Rollouter(
         lambda sample: task.make_env(sample, renderer),
         task.rubric(),
-        advantage=find_advantage(config.training.advantage),
-        limits=config.rollout,
+        advantage=find_advantage(config.advantage_of(source)),
+        limits=config.limits_of(source),
         max_context=config.model.max_context,
         seed=config.seed,
     )
 
 
 @asynccontextmanager
-async def open_rollouter(
+async def open_rollouters(
     config: RunConfig, folder: Path, tell: Callable[[str], object], renderer: Renderer | None = None
-) -> AsyncGenerator[Rollouter]:
-    """`make_rollouter` for the length of the block, with the task open.
+) -> AsyncGenerator[dict[str, Rollouter]]:
+    """`make_rollouter` of each task, by the tasks' names, for the length of the block, with the tasks open.
 
     Args:
         folder: of the run.
-        tell: takes what the task has to say to a person.
+        tell: takes what the tasks have to say to a person.
     """
     renderer = renderer or make_renderer(config.model)
     run = RunContext(config.model.path, renderer, config.model.max_context, folder, tell)
-    async with opened(config.task, run):
-        yield make_rollouter(config, renderer)
+    async with AsyncExitStack() as tasks:
+        for source in config.tasks:
+            await tasks.enter_async_context(opened(source.task, run))
+        yield {source.name: make_rollouter(config, source, renderer) for source in config.tasks}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Self
 
-from pydantic import ConfigDict, Field, SerializeAsAny, model_validator
+from pydantic import Field, model_validator
 
 from titan_rl.config.sections import (
     CheckpointConfig,
@@ -16,8 +17,8 @@ from titan_rl.config.sections import (
     StateDictConfig,
     ValidationConfig,
 )
+from titan_rl.config.tasks import TaskSource, is_alone
 from titan_rl.rollout.settings import RolloutConfig
-from titan_rl.rollout.task import Task
 from titan_rl.scheduling.settings import SchedulingConfig
 from titan_rl.settings import Section
 from titan_rl.training.settings import CorrectionConfig, ModelConfig, TrainingConfig
@@ -26,14 +27,12 @@ from titan_rl.training.settings import CorrectionConfig, ModelConfig, TrainingCo
 class RunConfig(Section):
     """The settings of one run: two of its own and one table for each part.
 
-    `task` is the task itself. In TOML it is the table `[task]`, where `type = "module:Class"` names a `Section`
-    that implements `titan_rl.rollout.task.Task` and the other keys are that class's fields.
+    In TOML `tasks` are the tables `[[tasks]]`, or one table `[task]`, where `type = "module:Class"` names a `Section`
+    that implements `titan_rl.rollout.task.Task` and whose fields are the other keys.
 
     Raises:
         pydantic.ValidationError: also when settings that are each allowed do not fit together.
     """
-
-    model_config = ConfigDict(arbitrary_types_allowed=True)
 
     seed: int = Field(default=0, ge=0, lt=2**32)
     """Of the data order, the sampling and the trainer."""
@@ -47,7 +46,7 @@ class RunConfig(Section):
     share_run_dir: bool = False
     """Other users may read the run's files, as far as the umask lets them; else they are for this user alone."""
     model: ModelConfig
-    task: SerializeAsAny[Task]
+    tasks: tuple[TaskSource, ...] = Field(min_length=1, strict=False)
     sampling: SamplingConfig = SamplingConfig()
     rollout: RolloutConfig = RolloutConfig()
     scheduling: SchedulingConfig = SchedulingConfig()
@@ -67,15 +66,36 @@ class RunConfig(Section):
             raise ValueError("\n".join(problems))
         return self
 
+    def tables_of_tasks(self) -> list[tuple[str, TaskSource]]:
+        """The dotted name of each task's table with the task."""
+        return [("task" if is_alone(self.tasks) else f"tasks.{source.name}", source) for source in self.tasks]
+
+    def sampling_of(self, source: TaskSource) -> SamplingConfig:
+        """How a task's completions are sampled."""
+        return self.sampling.model_copy(update=source.sampling.model_dump(exclude_none=True))
+
+    def limits_of(self, source: TaskSource) -> RolloutConfig:
+        """The limits of a task's rollouts."""
+        return self.rollout.model_copy(update=source.rollout.model_dump(exclude_none=True))
+
+    def advantage_of(self, source: TaskSource) -> str:
+        """The name of what makes advantages of a task's rewards."""
+        return source.advantage or self.training.advantage
+
 
 def conflicts(config: RunConfig) -> Iterator[str]:
     """Say which settings exclude each other: the fields, their values and the fix, one line each."""
     context = config.model.max_context
-    if config.sampling.max_tokens >= context:
-        yield (
-            f"sampling.max_tokens = {config.sampling.max_tokens} leaves no room for a prompt in model.max_context = "
-            f"{context}; lower the one or raise the other"
-        )
+    given = {f"tasks.{source.name}.sampling": source.sampling.max_tokens or 0 for source in config.tasks}
+    for table, max_tokens in {"sampling": config.sampling.max_tokens, **given}.items():
+        if max_tokens >= context:
+            yield (
+                f"{table}.max_tokens = {max_tokens} leaves no room for a prompt in model.max_context = {context}; "
+                "lower the one or raise the other"
+            )
+    for name, count in Counter(source.name for source in config.tasks).items():
+        if count > 1:
+            yield f"tasks: {count} of them have name = {name!r}; give each a name of its own"
     if config.training.row_tokens < context:
         # Dropping what does not fit would train on short answers more than on long ones.
         yield (

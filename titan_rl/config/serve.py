@@ -63,7 +63,7 @@ def load_serve_config(toml: Path | None, overrides: Sequence[tuple[str, str]], *
         ModelError: the model folder lacks a file.
     """
     tables, origins = read_tables(() if toml is None else (toml,), ())
-    for name in RunConfig.model_fields.keys() - ServeConfig.model_fields.keys():
+    for name in {*RunConfig.model_fields, "task"} - ServeConfig.model_fields.keys():
         tables.pop(name, None)
     override(tables, overrides, origins)
     if policy is not None:

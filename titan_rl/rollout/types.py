@@ -99,6 +99,7 @@ class RolloutGroup:
     sample: Any
     rollouts: list[Rollout]  # [group_size]
     failure: Failure | None = None  # of a reward: the group was given up, and has neither rewards nor advantages
+    task: str = ""  # the name of the task that the sample is of, in a run
 
     @property
     def is_aborted(self) -> bool:

@@ -27,7 +27,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from titan_rl.calls.user_code import reason
@@ -38,7 +38,6 @@ from titan_rl.errors import NoSpaceError
 from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.rollout.group.runner import GroupRunner
 from titan_rl.rollout.rewards.advantages import subtract_batch_mean
-from titan_rl.rollout.task import Task
 from titan_rl.run.checkpoints.run_copy import RunCopy
 from titan_rl.run.checkpoints.saver import CheckpointSaver
 from titan_rl.run.directory import RunDirectory
@@ -55,6 +54,7 @@ from titan_rl.run.stages.trainer_calls import TrainerCalls
 from titan_rl.run.stages.validation import Validation
 from titan_rl.run.stages.weight_sync import WeightSync
 from titan_rl.scheduling.batch import GroupBatch
+from titan_rl.scheduling.mix.task_mix import TaskMix
 from titan_rl.scheduling.scheduler import GroupScheduler
 from titan_rl.training.data.sample import TrainingSample
 from titan_rl.training.data.sample_builder import build_samples
@@ -68,6 +68,7 @@ class Controller:
     """Runs the loop over the planes of one run. It starts and ends nothing that it was given.
 
     Args:
+        group_runners: by the tasks' names.
         start: of the checkpoint that the trainer has loaded.
         published: where the router's replicas find the manifests of published versions.
         log: called with (step, metrics) for every record.
@@ -76,9 +77,8 @@ class Controller:
     def __init__(
         self,
         config: RunConfig,
-        task: Task,
         *,
-        group_runner: GroupRunner,
+        group_runners: Mapping[str, GroupRunner],
         router: GeneratorRouter,
         trainer: Trainer,
         stop_token_ids: Sequence[int],
@@ -99,10 +99,11 @@ class Controller:
         self._calls = TrainerCalls()
         self._transcripts = RolloutLog(run_dir.write_rollout, config.logging.transcripts_per_step, self._tell)
         self._reports = StepReports(log, progress, self._transcripts)
+        mix = TaskMix({source.name: source.weight for source in config.tasks})
         self._groups = RolloutStage(
             config,
-            task,
-            group_runner=group_runner,
+            mix,
+            group_runners=group_runners,
             router=router,
             journal=journal,
             stop_token_ids=stop_token_ids,
@@ -110,22 +111,22 @@ class Controller:
             on_lost=self._transcripts.lost,
         )
         self._records = GroupRecords(journal, self._transcripts)
-        self._scheduler = self._make_scheduler(task, journal)
+        self._scheduler = self._make_scheduler(journal)
         self._sync = WeightSync(trainer, published, router, config.generation.pull_mode)
         self._validation = Validation(config, self._groups, self._transcripts, run_dir, log=log, tell=self._tell)
         self._saver = self._make_saver(router, journal)
         self._activity = Activity(router, self._groups.requests, config.generation.num_generators)
 
-    def _make_scheduler(self, task: Task, journal: RunJournal) -> GroupScheduler:
+    def _make_scheduler(self, journal: RunJournal) -> GroupScheduler:
         config = self._config
         return GroupScheduler(
             self._groups.run_training_group,
             config.scheduling,
             group_size=config.rollout.group_size,
             budget=(config.training.steps - self.version) * config.scheduling.groups_per_step,
-            filters=make_filters(config, task),
+            filters=make_filters(config),
             version=self.version,
-            backlog=journal.backlog(self._groups.train_sample),
+            backlog=journal.backlog(self._groups.given),
             observer=self._records,
         )
 
@@ -259,8 +260,9 @@ class Controller:
             self._writing = background.create_task(self._saver.finish(), name=f"checkpoint-{step}")
 
     def _samples(self, batch: GroupBatch) -> list[TrainingSample]:
-        if self._config.training.advantage == "batch_mean":
-            subtract_batch_mean(batch.groups)
+        for source in self._config.tasks:
+            if self._config.advantage_of(source) == "batch_mean":
+                subtract_batch_mean([group for group in batch.groups if group.task == source.name])
         max_age = self._config.scheduling.max_token_age
         oldest = 0 if max_age is None else batch.version - max_age
         return [s for group in batch.groups for s in build_samples(group, oldest_version=oldest)]

@@ -13,7 +13,7 @@ import importlib.util
 import logging
 import os
 import tempfile
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -24,7 +24,7 @@ from titan_rl.calls.watchdog import LoopWatchdog
 from titan_rl.config.changes import settings_of
 from titan_rl.config.concurrency import throttles
 from titan_rl.config.make_renderer import make_renderer
-from titan_rl.config.make_rollouter import open_rollouter
+from titan_rl.config.make_rollouter import open_rollouters
 from titan_rl.config.run import RunConfig
 from titan_rl.errors import ConfigError, MissingExtraError, TrainingError
 from titan_rl.generation.registry import find_engine
@@ -138,7 +138,7 @@ async def _run(
         listen_below(Path(tempfile.gettempdir()))
         async with (
             start_processes(config, run_dir, published, progress.message) as processes,
-            _group_runner(config, run_dir, processes, progress.message, renderer) as group_runner,
+            _group_runners(config, run_dir, processes, progress.message, renderer) as group_runners,
         ):
             resources.enter_context(settled_heap())
             if start.checkpoint is not None:
@@ -147,8 +147,7 @@ async def _run(
             router = processes.make_router()
             controller = Controller(
                 config,
-                config.task,
-                group_runner=group_runner,
+                group_runners=group_runners,
                 router=router,
                 trainer=processes.trainer,
                 stop_token_ids=renderer.get_stop_token_ids(),
@@ -171,15 +170,15 @@ async def _run(
 
 
 @contextlib.asynccontextmanager
-async def _group_runner(
+async def _group_runners(
     config: RunConfig, run_dir: RunDirectory, processes: RunProcesses, tell: Callable[[str], object], renderer: Renderer
-) -> AsyncGenerator[GroupRunner]:
-    """Rollout workers, each of which opens the task for itself; or a rollouter in this process."""
+) -> AsyncGenerator[Mapping[str, GroupRunner]]:
+    """By the tasks' names: rollout workers, each of which opens the tasks for itself; or rollouters in this process."""
     if config.rollout.num_workers:
-        yield processes.workers
+        yield {source.name: processes.workers.of(source.name) for source in config.tasks}
         return
-    async with open_rollouter(config, run_dir.path, tell, renderer) as rollouter:
-        yield rollouter
+    async with open_rollouters(config, run_dir.path, tell, renderer) as rollouters:
+        yield rollouters
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ def run_name(config: RunConfig, tomls: Sequence[Path] = (), overrides: Sequence[
         return config.name
     settings = {key: value for key, value in overrides if not key.startswith(SAYS_NOTHING)}
     parts = [
-        re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "-", type(config.task).__name__).lower(),
+        "-".join(source.name.replace("_", "-") for source in config.tasks),
         *(toml.stem for toml in tomls[1:]),
         *(f"{_plain(key.rpartition('.')[2])}={_plain(Path(value).name)}" for key, value in settings.items()),
     ]

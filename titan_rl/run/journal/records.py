@@ -94,9 +94,9 @@ def group_record(index: int, group: RolloutGroup) -> GroupRecord:
     return GroupRecord(index, [replace(rollout, sample=None) for rollout in group.rollouts])
 
 
-def group_of(record: GroupRecord, sample: Any) -> RolloutGroup:
+def group_of(record: GroupRecord, task: str, sample: Any) -> RolloutGroup:
     rollouts = [replace(rollout, sample=sample) for rollout in record.rollouts]
-    return RolloutGroup(rollouts[0].group_id, sample, rollouts)
+    return RolloutGroup(rollouts[0].group_id, sample, rollouts, task=task)
 
 
 def digest(token_ids: Sequence[int]) -> bytes:

@@ -80,17 +80,17 @@ class RunJournal:
         """Batches that were trained after the checkpoint, and are handed out again as they were."""
         return len(self.state.batches_from(self._version))
 
-    def backlog(self, sample_of: Callable[[int], Any]) -> Backlog:
+    def backlog(self, given: Callable[[int], tuple[str, Any]]) -> Backlog:
         """Where a scheduler goes on.
 
         Args:
-            sample_of: the training sample at a position in the data.
+            given: the name of the task and the training sample at a position in the data.
         """
         state = self.state
         return Backlog(
             next_index=state.next_index,
             unsettled=sorted(state.unsettled),
-            finished={index: group_of(record, sample_of(index)) for index, record in state.finished.items()},
+            finished={index: group_of(record, *given(index)) for index, record in state.finished.items()},
             batches=state.batches_from(self._version),
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
 
 from titan_rl.config.run import RunConfig
@@ -12,18 +12,20 @@ from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.generation.types import PauseMode
 from titan_rl.rollout.group.runner import GroupRunner
 from titan_rl.rollout.group.sessions import Sessions
-from titan_rl.rollout.task import Task, calling
+from titan_rl.rollout.task import calling
 from titan_rl.rollout.types import Rollout, RolloutGroup
 from titan_rl.run.journal.run_journal import RunJournal
 from titan_rl.run.observability.peak import Peak
 from titan_rl.scheduling.lease import Lease
+from titan_rl.scheduling.mix.task_mix import TaskMix
 from titan_rl.types import Completion, GenerateFn, SamplingParams
 
 
 class RolloutStage:
-    """Joins the samples of a task with what runs groups and what generates for them.
+    """Joins the samples of the tasks with what runs groups and what generates for them.
 
     Args:
+        group_runners: by the tasks' names.
         on_ended: called with each rollout as it ends, before it is scored.
         on_lost: called with each group whose reward failed.
     """
@@ -31,9 +33,9 @@ class RolloutStage:
     def __init__(
         self,
         config: RunConfig,
-        task: Task,
+        mix: TaskMix,
         *,
-        group_runner: GroupRunner,
+        group_runners: Mapping[str, GroupRunner],
         router: GeneratorRouter,
         journal: RunJournal,
         stop_token_ids: Sequence[int],
@@ -41,8 +43,9 @@ class RolloutStage:
         on_lost: Callable[[RolloutGroup], None],
     ) -> None:
         self._config = config
-        self._task = task
-        self._group_runner = group_runner
+        self._mix = mix
+        self._sources = {source.name: source for source in config.tasks}
+        self._group_runners = group_runners
         self._router = router
         self._journal = journal
         self._stop_token_ids = tuple(stop_token_ids)
@@ -50,39 +53,46 @@ class RolloutStage:
         self._on_lost = on_lost
         self.requests = Peak()  # in flight, for training and validation
 
-    def train_sample(self, index: int) -> Any:
-        seed = self._config.seed
-        with calling(f"train_sample({seed}, {index})"):
-            return self._task.train_sample(seed, index)
+    def given(self, index: int) -> tuple[str, Any]:
+        """The name of the task and the training sample at a position in the data."""
+        assignment = self._mix.assignment(index)
+        return assignment.task, self.train_sample(assignment.task, assignment.sample)
 
-    def validation_samples(self) -> list[Any]:
-        """The held-out samples, the same each time."""
+    def train_sample(self, task: str, number: int) -> Any:
+        seed = self._config.seed
+        with calling(f"train_sample({seed}, {number})"):
+            return self._sources[task].task.train_sample(seed, number)
+
+    def validation_samples(self, task: str) -> list[Any]:
+        """The held-out samples of a task, the same each time."""
         count = self._config.validation.num_prompts
         with calling(f"validation_samples({count})"):
-            return list(self._task.validation_samples(count))
+            return list(self._sources[task].task.validation_samples(count))
 
     async def run_training_group(self, lease: Lease) -> RolloutGroup:
         """The group that a lease of the scheduler is for."""
+        task, sample = self.given(lease.index)
+        temperature = self._config.sampling_of(self._sources[task]).temperature
         return await self._run_group(
             self._generate_for(lease),
-            self.train_sample(lease.index),
+            task,
+            sample,
             group_id=train_group_id(lease.index),
             group_size=self._config.rollout.group_size,
-            sampling=self._sampling(
-                self._config.sampling.temperature, routed_experts=self._config.generation.return_routed_experts
-            ),
+            sampling=self._sampling(task, temperature, routed_experts=self._config.generation.return_routed_experts),
             on_finished=lease.rollout_finished,
         )
 
-    async def run_validation_group(self, index: int, sample: Any) -> RolloutGroup:
+    async def run_validation_group(self, task: str, group_id: str, sample: Any) -> RolloutGroup:
         """The group of a held-out sample. Its seeds are the same each time, so that two validations differ by their
         weights alone."""
         return await self._run_group(
             self._generate,
+            task,
             sample,
-            group_id=f"validation-{index}",
+            group_id=group_id,
             group_size=self._config.validation.samples_per_prompt,
-            sampling=self._sampling(self._config.validation.temperature),
+            sampling=self._sampling(task, self._config.validation.temperature),
         )
 
     @contextlib.asynccontextmanager
@@ -100,15 +110,18 @@ class RolloutStage:
             return
         await self._router.pause(mode)
         try:
-            self._group_runner.pause_judging()
+            for runner in self._group_runners.values():
+                runner.pause_judging()
             yield True
         finally:
-            self._group_runner.resume_judging()
+            for runner in self._group_runners.values():
+                runner.resume_judging()
             await self._router.resume()
 
     async def _run_group(
         self,
         generate: GenerateFn,
+        task: str,
         sample: Any,
         *,
         group_id: str,
@@ -123,7 +136,7 @@ class RolloutStage:
                 self._on_ended(rollout)
                 sessions.finish(rollout.rollout_id)
 
-            group = await self._group_runner.run_group(
+            group = await self._group_runners[task].run_group(
                 sessions.track(generate),
                 sample,
                 group_id=group_id,
@@ -131,6 +144,7 @@ class RolloutStage:
                 sampling=sampling,
                 on_finished=finish,
             )
+        group.task = task
         if group.failure is not None:
             self._on_lost(group)
         return group
@@ -163,9 +177,9 @@ class RolloutStage:
             max_context=self._config.model.max_context,
         )
 
-    def _sampling(self, temperature: float, *, routed_experts: bool = False) -> SamplingParams:
+    def _sampling(self, task: str, temperature: float, *, routed_experts: bool = False) -> SamplingParams:
         return SamplingParams(
-            max_tokens=self._config.sampling.max_tokens,
+            max_tokens=self._config.sampling_of(self._sources[task]).max_tokens,
             temperature=temperature,
             stop_token_ids=self._stop_token_ids,
             return_routed_experts=routed_experts,

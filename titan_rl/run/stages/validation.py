@@ -37,6 +37,7 @@ class Validation:
         tell: Callable[[str], None],
     ) -> None:
         self._settings = config.validation
+        self._tasks = [source.name for source in config.tasks]
         self._max_lost = config.scheduling.max_failed_groups
         self._groups = groups
         self._transcripts = transcripts
@@ -63,11 +64,12 @@ class Validation:
         """
         if not self.is_on:
             return None
-        samples = self._groups.validation_samples()
+        samples = [(task, sample) for task in self._tasks for sample in self._groups.validation_samples(task)]
         lost = LostInARow(min(self._max_lost, len(samples)))
         async with asyncio.TaskGroup() as tasks:
             running = [
-                tasks.create_task(self._run_group(version, index, sample, lost)) for index, sample in enumerate(samples)
+                tasks.create_task(self._run_group(version, index, task, sample, lost))
+                for index, (task, sample) in enumerate(samples)
             ]
         return self._report(version, [task.result() for task in running])
 
@@ -76,8 +78,8 @@ class Validation:
         reward = self._run_dir.metric(version, "validation/reward_mean")
         return await self.run(version) if reward is None else reward
 
-    async def _run_group(self, version: int, index: int, sample: Any, lost: LostInARow) -> RolloutGroup:
-        group = await self._groups.run_validation_group(index, sample)
+    async def _run_group(self, version: int, index: int, task: str, sample: Any, lost: LostInARow) -> RolloutGroup:
+        group = await self._groups.run_validation_group(task, f"validation-{index}", sample)
         if group.failure is not None:  # told of at once: the validation may fail with it
             self._transcripts.dropped(group, "reward_failed", version, phase="validation")
         lost.count(group)

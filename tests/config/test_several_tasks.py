@@ -1,0 +1,171 @@
+"""The tables [[tasks]]: what they say of each task, and what is wrong with them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from titan_rl.config.changes import check_resume, check_unchanged, settings_of
+from titan_rl.config.load import dump_config, load_config
+from titan_rl.config.make_filters import make_filters
+from titan_rl.config.run import RunConfig
+from titan_rl.config.tasks import TaskSource, name_of
+from titan_rl.errors import ConfigError
+from titan_rl.rollout.types import Rollout, RolloutGroup
+
+pytest_plugins = ["user_project"]
+
+HEAD = """
+[model]
+path = "policy"
+
+[rollout]
+max_turns = 5
+
+[sampling]
+max_tokens = 32
+"""
+
+SEVERAL = """
+[[tasks]]
+name = "ham"
+weight = 3
+type = "echo_task:Echo"
+words = ["ham"]
+rollout = {max_turns = 1}
+sampling = {temperature = 0.5}
+advantage = "group_mean"
+filters = ["zero_variance"]
+
+[[tasks]]
+type = "echo_task:Echo"
+words = ["eggs"]
+"""
+
+
+def load(text: str, *overrides: tuple[str, str]) -> RunConfig:
+    Path("config.toml").write_text(HEAD + text)
+    return load_config("config.toml", overrides, check_files=False)
+
+
+def failure(text: str, *overrides: tuple[str, str]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(text, *overrides)
+    return str(caught.value)
+
+
+def words(source: TaskSource) -> Any:
+    return source.task.train_sample(0, 0)
+
+
+def test_each_task_has_a_name_a_weight_and_what_it_says_instead_of_the_run(project: Path):
+    config = load(SEVERAL)
+    ham, echo = config.tasks
+    assert (ham.name, ham.weight, words(ham)) == ("ham", 3.0, "ham")
+    assert (echo.name, echo.weight, words(echo)) == ("echo", 1.0, "eggs")
+    assert [config.limits_of(source).max_turns for source in config.tasks] == [1, 5]
+    assert [config.sampling_of(source).temperature for source in config.tasks] == [0.5, 1.0]
+    assert [config.sampling_of(source).max_tokens for source in config.tasks] == [32, 32]
+    assert [config.advantage_of(source) for source in config.tasks] == ["group_mean", "standardized"]
+
+
+def test_filters_of_a_task_are_for_its_groups_alone(project: Path):
+    check = make_filters(load(SEVERAL))[-1]
+
+    def same_rewards(task: str) -> RolloutGroup:
+        rollouts = [Rollout(f"g/{i}", "g", i, None, reward=1.0, advantage=0.0) for i in range(2)]
+        return RolloutGroup("g", None, rollouts, task=task)
+
+    assert check(same_rewards("ham")) == "zero_variance"
+    assert check(same_rewards("echo")) is None
+
+
+@pytest.mark.parametrize("text", [SEVERAL, '[task]\ntype = "echo_task:Echo"\n', SEVERAL.partition("\n\n")[0]])
+def test_the_resolved_config_gives_the_tasks_again(project: Path, text: str):
+    config = load(text)
+    dumped = dump_config(config)
+    Path("again.toml").write_text(dumped)
+    assert load_config("again.toml", check_files=False) == config
+    assert ("[task]" in dumped) == ("[task]" in text)
+
+
+def test_the_command_line_names_a_task(project: Path):
+    config = load(SEVERAL, ("tasks.ham.weight", "9"), ("tasks.echo.words", '["spam"]'), ("tasks.echo.name", "spam"))
+    assert [source.weight for source in config.tasks] == [9.0, 1.0]
+    assert [source.name for source in config.tasks] == ["ham", "spam"]
+    assert words(config.tasks[1]) == "spam"
+    more = load(SEVERAL, ("tasks.third.type", "echo_task:Echo"))
+    assert [source.name for source in more.tasks] == ["ham", "echo", "third"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("tasks.ham.weight", "0"), "command line: tasks.ham.weight = 0 must be greater than 0"),
+        (("tasks.ham.weight", "nan"), "tasks.ham.weight = nan must be "),
+        (("tasks.ham.weight", "-1"), "tasks.ham.weight = -1 must be greater than 0"),
+        (("tasks.ham.wieght", "2"), "tasks.ham.wieght = 2 is not a setting; nearest: tasks.ham.weight"),
+        (("tasks.ham.wurds", "[]"), "tasks.ham.wurds = [] is not a setting; nearest: tasks.ham.words"),
+        (("tasks.ham.lenght", "2"), "nearest: tasks.ham.length"),
+        (("tasks.ham.length", '"two"'), "tasks.ham.length = 'two' must be a valid integer"),
+        (("tasks.ham.rollout.max_turn", "2"), "nearest: tasks.ham.rollout.max_turns"),
+        (("tasks.ham.rollout", "2"), "tasks.ham.rollout = 2 must be a table"),
+        (("tasks.ham.filters", '["zero_varianse"]'), "tasks.ham.filters[0] = 'zero_varianse' must be one of zero_var"),
+        (("tasks.ham.advantage", "no_module:f"), "tasks.ham.advantage"),
+        (("tasks.ham.name", '"echo"'), "2 of them have name = 'echo'"),
+        (("tasks.ham.name", '"h m"'), "tasks.ham.name = 'h m'"),
+        (("tasks.hum.weight", "2"), "tasks.hum.type = None"),
+        (("tasks.ham.type", "echo_task:Eco"), "tasks.ham.type = 'echo_task:Eco': echo_task has no Eco"),
+        (("tasks.ham.sampling.max_tokens", "9999"), "tasks.ham.sampling.max_tokens = 9999 leaves no room"),
+        (("task.type", "echo_task:Echo"), "there is [task], and there are [[tasks]]"),
+    ],
+)
+def test_what_is_wrong_with_a_task_is_named_with_its_table(project: Path, change: tuple[str, str], message: str):
+    assert message in failure(SEVERAL, change)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('[[tasks]]\ntype = "echo_task:Echo"\n' * 2, "two of [[tasks]] are named 'echo'"),
+        ("[[tasks]]\nweight = 2\n", 'number 1 of [[tasks]] has no type = "module:Class", nor a name'),
+        ('[tasks.ham]\ntype = "echo_task:Echo"\n', "tasks must be tables, each under a line [[tasks]]"),
+        ('[[tasks]]\ntype = "named_task:Named"\n', "the class has a field 'weight', which is a setting of every one"),
+        ("", "Several tasks are tables [[tasks]]"),
+    ],
+)
+def test_tables_that_cannot_be_told_apart_are_refused(project: Path, text: str, message: str):
+    Path("named_task.py").write_text("from echo_task import Echo\nclass Named(Echo):\n    weight: int = 3\n")
+    assert message in failure(text)
+
+
+def test_a_lone_task_may_have_a_field_of_any_name(project: Path):
+    Path("named_task.py").write_text("from echo_task import Echo\nclass Named(Echo):\n    weight: int = 3\n")
+    config = load('[task]\ntype = "named_task:Named"\nweight = 7\n')
+    assert settings_of(config)["tasks.named.weight"] == 7
+    assert "weight = 7" in dump_config(config)
+
+
+def test_weights_may_change_when_a_run_goes_on_and_nothing_else_of_its_tasks(project: Path):
+    made_with = settings_of(load(SEVERAL))
+
+    def go_on(*overrides: tuple[str, str]) -> None:
+        check_resume(overrides)
+        check_unchanged(load(SEVERAL, *overrides), made_with, source=Path("config.toml"))
+
+    go_on(("tasks.ham.weight", "9"))
+    with pytest.raises(ConfigError, match=r"tasks\.NAME\.weight can"):
+        go_on(("tasks.ham.words", '["spam"]'))
+    for change in [("tasks.ham.words", '["spam"]'), ("tasks.third.type", "echo_task:Echo")]:
+        with pytest.raises(ConfigError, match="and this run was made with"):
+            check_unchanged(load(SEVERAL, change), made_with, source=Path("config.toml"))
+    one = load('[task]\ntype = "echo_task:Echo"\n')
+    with pytest.raises(ConfigError, match=r"task\.length is 3, and"):
+        check_unchanged(one, settings_of(one) | {"tasks.echo.length": 4}, source=Path("config.toml"))
+
+
+@pytest.mark.parametrize(("of", "name"), [("AlphabetSort", "alphabet_sort"), ("GSM8K", "gsm8k"), ("QATask", "qa_task")])
+def test_a_task_is_named_after_its_class(of: str, name: str):
+    assert name_of(of) == name

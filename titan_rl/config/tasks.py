@@ -1,0 +1,107 @@
+"""The tables [[tasks]]: the tasks of a run, and what each of them has instead of the run's settings."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any, cast
+
+from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, SerializeAsAny
+
+from titan_rl.errors import ConfigError
+from titan_rl.rollout.rewards.registry import BY_NAME as ADVANTAGES
+from titan_rl.rollout.task import Task
+from titan_rl.scheduling.registry import BY_NAME as FILTERS
+from titan_rl.settings import FunctionName, Section
+
+
+class TaskSampling(Section):
+    """What a task has instead of `[sampling]`."""
+
+    max_tokens: PositiveInt | None = None
+    """Most tokens of one completion."""
+    temperature: PositiveFloat | None = None
+    """Of the distribution that is sampled from and trained on."""
+
+
+class TaskLimits(Section):
+    """What a task has instead of `[rollout]`."""
+
+    max_turns: PositiveInt | None = None
+    """Completions of one rollout."""
+    rollout_timeout_s: PositiveFloat | None = None
+    """Time that one rollout may use itself."""
+    generate_timeout_s: PositiveFloat | None = None
+    """Longest time of one completion, interruptions included."""
+    env_timeout_s: PositiveFloat | None = None
+    """Longest time of one call into the environment."""
+    env_in_thread: bool | None = None
+    """Each environment runs in a thread of its own."""
+    max_retries: NonNegativeInt | None = None
+    """Siblings of one group that are run again after an error other than of parsing."""
+
+
+def name_of(class_name: str) -> str:
+    """The name of a task by default: `name_of("AlphabetSort")` is "alphabet_sort"."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z0-9])(?=[A-Z][a-z])", "_", class_name.rpartition(".")[2]).lower()
+
+
+def _default_name(values: dict[str, Any]) -> str:
+    return name_of(type(values["task"]).__name__)
+
+
+class TaskSource(Section):
+    """One of the tasks that a run's groups come from, with its share of them.
+
+    In TOML it is a table of `[[tasks]]`, whose other keys are `type` and the fields of the task's class; where there is
+    one task and nothing else is said of it, the table is `[task]`.
+    """
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    task: SerializeAsAny[Task]
+    name: str = Field(default_factory=_default_name, pattern=r"^[A-Za-z0-9_-]+$", validate_default=True)
+    """In metrics and on the command line, `--tasks.NAME.weight 2`. By default that of its class, in lower case."""
+    weight: float = Field(default=1.0, gt=0)
+    """Its share of the groups that are trained on is this in the sum of all weights."""
+    sampling: TaskSampling = TaskSampling()
+    rollout: TaskLimits = TaskLimits()
+    advantage: Annotated[str, FunctionName(tuple(ADVANTAGES))] | None = None
+    """How its rewards are compared; by default as training.advantage says."""
+    filters: tuple[Annotated[str, FunctionName(tuple(FILTERS))], ...] | None = Field(default=None, strict=False)
+    """Its finished groups that are not trained on; by default those that scheduling.filters names."""
+
+
+def is_alone(tasks: Sequence[TaskSource]) -> bool:
+    """Whether there is one task of which nothing is said but what it is: the table `[task]`."""
+    return len(tasks) == 1 and tasks[0] == TaskSource(task=tasks[0].task)
+
+
+def tasks_by_name(tables: Any, source: object) -> dict[str, Any]:
+    """The tables of `[[tasks]]` by the tasks' names, in their order.
+
+    Args:
+        source: the file, for messages.
+
+    Raises:
+        ConfigError: they are no such tables, one has no name, or two have the same.
+    """
+    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in cast("list[Any]", tables)):
+        raise ConfigError(f"{source}: tasks must be tables, each under a line [[tasks]]")
+    named: dict[str, Any] = {}
+    for number, table in enumerate(cast("list[dict[str, Any]]", tables), start=1):
+        name = table.get("name", _name_by_type(table.get("type")))
+        if not isinstance(name, str):
+            raise ConfigError(f'{source}: number {number} of [[tasks]] has no type = "module:Class", nor a name')
+        if name in named:
+            raise ConfigError(f"{source}: two of [[tasks]] are named {name!r}; give one of them another name = ...")
+        named[name] = table
+    return named
+
+
+def _name_by_type(name: object) -> str | None:
+    return name_of(name.rpartition(":")[2]) if isinstance(name, str) else None
+
+
+SOURCE_FIELDS = tuple(name for name in TaskSource.model_fields if name != "task")
+"""What a table of `[[tasks]]` may have beside `type` and the fields of the task's class."""

@@ -1,0 +1,1 @@
+"""Which task a group is of, and with which of its samples."""
