@@ -47,7 +47,18 @@ from titan_rl.generation.router import (
     StickySession,
 )
 from titan_rl.generation.scripted_engine import ScriptedEngine
+from titan_rl.rollout.environment.message_game import MessageGame
 from titan_rl.rollout.environment.message_token_env import MessageTokenEnv
+from titan_rl.rollout.environment.seats import (
+    MessagePlayer,
+    MessageSeat,
+    Player,
+    SeatedEnv,
+    SeatedMessageEnv,
+    SeatOutError,
+    TokenPlayer,
+    TokenSeat,
+)
 from titan_rl.rollout.environment.threaded import ThreadedEnv
 from titan_rl.rollout.environment.types import (
     MessageEnv,
@@ -111,7 +122,10 @@ __all__ = [
     "LoopWatchdog",
     "Message",
     "MessageEnv",
+    "MessageGame",
     "MessageObservation",
+    "MessagePlayer",
+    "MessageSeat",
     "MessageStep",
     "MessageTask",
     "MessageTokenEnv",
@@ -120,6 +134,7 @@ __all__ = [
     "NoReplicaError",
     "NoSpaceError",
     "PauseMode",
+    "Player",
     "PromptTask",
     "PromptTooLongError",
     "Renderer",
@@ -140,6 +155,9 @@ __all__ = [
     "SamplingParams",
     "SchedulingConfig",
     "ScriptedEngine",
+    "SeatOutError",
+    "SeatedEnv",
+    "SeatedMessageEnv",
     "StateDictError",
     "StateDictTransport",
     "StickySession",
@@ -150,6 +168,8 @@ __all__ = [
     "TokenDelta",
     "TokenEnv",
     "TokenObservation",
+    "TokenPlayer",
+    "TokenSeat",
     "TokenStep",
     "Tool",
     "ToolEnv",

@@ -145,7 +145,7 @@ def test_bound_slots_and_capacity_hold_for_any_interleaving(knobs, steps, group_
                     await lease.suspension.wait_resumed()
                     seen.append(version)
                     await asyncio.sleep(0)
-                lease.rollout_finished(None)  # pyright: ignore
+                lease.rollout_finished(Rollout(f"{lease.index}/{sibling}", str(lease.index), sibling, None))
             return group_of(lease.index, *seen)
 
         scheduler = scheduler_of(
@@ -235,10 +235,10 @@ async def test_capacity_goes_to_the_next_group_as_soon_as_siblings_finish():
     async with running(scheduler):
         await settle()
         assert stage.started == [0, 1]  # eight rollouts; four more would be twelve
-        stage.leases[0].rollout_finished(None)  # pyright: ignore
+        stage.leases[0].rollout_finished(Rollout("0/0", "0", 0, None))
         await settle()
         assert stage.started == [0, 1]
-        stage.leases[1].rollout_finished(None)  # pyright: ignore
+        stage.leases[1].rollout_finished(Rollout("1/0", "1", 0, None))
         await settle()
         assert stage.started == [0, 1, 2]
         assert scheduler.rollouts_in_flight == 10

@@ -61,16 +61,17 @@ class WorkerPool:
         sampling: SamplingParams,
         on_finished: Callable[[Rollout], None] | None = None,
     ) -> RolloutGroup:
-        """As `Rollouter.run_group` of a task; `on_finished` is called once for each sibling, however often it is run.
+        """As `Rollouter.run_group` of a task; `on_finished` is called once for each rollout, however often it is run.
 
         Raises:
             ActorDiedError: `max_attempts` workers died under the group, or none came up in time.
         """
-        told: set[int] = set()
+        told: set[tuple[int, str | None]] = set()
 
         def tell(rollout: Rollout) -> None:
-            if on_finished is not None and rollout.sibling not in told:
-                told.add(rollout.sibling)
+            which = rollout.sibling, rollout.seat
+            if on_finished is not None and which not in told:
+                told.add(which)
                 rollout.sample = sample
                 self._callbacks.call("on_finished", on_finished, rollout)
 

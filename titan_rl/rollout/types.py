@@ -22,6 +22,7 @@ class RolloutStatus(StrEnum):
     TRUNCATED_PROMPT = "truncated_prompt"  # the next prompt leaves no room to answer
     TRUNCATED_TURNS = "truncated_turns"  # the turn cap is reached and the environment has not ended
     TRUNCATED_TIME = "truncated_time"  # the rollout's own time is used up
+    UNDECIDED = "undecided"  # of a seat that was never asked, or whose game another seat kept from its end
     ABORTED = "aborted"
     ERROR_PARSE = "error_parse"
     ERROR_TIMEOUT = "error_timeout"
@@ -61,7 +62,8 @@ class Turn:
 
 @dataclass(slots=True)
 class Rollout:
-    """One environment, run to its end. Filled in place by the rollouter, then by scoring.
+    """One environment, run to its end; of one with several seats, what one trained seat did. Filled in place by the
+    rollouter, then by scoring.
 
     `reward` and `advantage` stay None where the rollout was not scored or does not take part.
 
@@ -69,7 +71,7 @@ class Rollout:
         ValueError: `status` is no `RolloutStatus`.
     """
 
-    rollout_id: str  # "<group_id>/<sibling>", also the session id
+    rollout_id: str  # "<group_id>/<sibling>", or "<group_id>/<sibling>/<seat>"; also the session id
     group_id: str
     sibling: int
     sample: Any
@@ -82,6 +84,7 @@ class Rollout:
     advantage: float | None = None
     metrics: dict[str, float] = field(default_factory=dict[str, float])
     failure: Failure | None = None  # `error` with its place and traceback, where an exception ended it
+    seat: str | None = None  # of an environment with several
 
     def __post_init__(self) -> None:
         require_member(self, "status", RolloutStatus)
@@ -93,13 +96,21 @@ class Rollout:
 
 @dataclass(slots=True)
 class RolloutGroup:
-    """The sibling rollouts of one sample; advantages compare them with each other."""
+    """The sibling rollouts of one sample; advantages compare them with each other, those of a seat for themselves."""
 
     group_id: str
     sample: Any
-    rollouts: list[Rollout]  # [group_size]
+    rollouts: list[Rollout]  # [group_size], or as many for each trained seat, siblings together
     failure: Failure | None = None  # of a reward: the group was given up, and has neither rewards nor advantages
     task: str = ""  # the name of the task that the sample is of, in a run
+
+    @property
+    def by_seat(self) -> dict[str | None, list[Rollout]]:
+        """What can be compared: the rollouts of each seat, or all under None where the environment has no seats."""
+        seats: dict[str | None, list[Rollout]] = {}
+        for rollout in self.rollouts:
+            seats.setdefault(rollout.seat, []).append(rollout)
+        return seats
 
     @property
     def is_aborted(self) -> bool:

@@ -22,11 +22,12 @@ EQUAL_REWARDS_ADVICE = (
 
 
 def too_few_siblings(group: RolloutGroup) -> str | None:
-    """An advantage needs two siblings to compare. Where there are fewer, the reason says what is to blame: `aborted`,
-    `failed` for errors that are not the policy's, `reward_failed` for a reward."""
+    """An advantage needs two siblings to compare, of one seat where there are several. Where there are fewer, the
+    reason says what is to blame: `aborted`, `failed` for errors that are not the policy's, `reward_failed` for a
+    reward."""
     if group.failure is not None:
         return "reward_failed"
-    if sum(rollout.advantage is not None for rollout in group.rollouts) >= 2:
+    if any(sum(rollout.advantage is not None for rollout in of_a_seat) >= 2 for of_a_seat in group.by_seat.values()):
         return None
     if group.is_aborted:
         return "aborted"
@@ -34,9 +35,13 @@ def too_few_siblings(group: RolloutGroup) -> str | None:
 
 
 def zero_variance(group: RolloutGroup) -> str | None:
-    """Siblings with equal rewards teach nothing; leaving them out is DAPO's dynamic sampling (arXiv:2503.14476)."""
-    rewards = {rollout.reward for rollout in group.rollouts if rollout.advantage is not None}
-    return "zero_variance" if len(rewards) == 1 else None
+    """Siblings with equal rewards, those of each seat among themselves, teach nothing; leaving them out is DAPO's
+    dynamic sampling (arXiv:2503.14476)."""
+    rewards = [
+        {rollout.reward for rollout in of_a_seat if rollout.advantage is not None}
+        for of_a_seat in group.by_seat.values()
+    ]
+    return "zero_variance" if max(map(len, rewards), default=0) == 1 else None
 
 
 def too_long(max_tokens: int) -> GroupFilter:

@@ -13,7 +13,7 @@ from titan_rl.scheduling.suspension import Suspension
 
 
 class Lease:
-    """What one group holds for a time and then gives back: a slot of the scheduler, and a permit for each rollout.
+    """What one group holds for a time and then gives back: a slot of the scheduler, and a permit for each sibling.
 
     It is handed to what runs the group, which generates through `suspension`, and says when a sibling is done.
 
@@ -36,7 +36,8 @@ class Lease:
         self._slot = slot
         self._ledger = ledger
         self._permits = RolloutPermits()
-        self._unfinished = 0  # rollouts
+        self._unfinished = 0  # siblings
+        self._finished: set[int] = set()  # siblings
         self._due = asyncio.Event()  # a suspended group may go on
         self._state: GroupState | None = None
         self._move(GroupState.PENDING)
@@ -47,9 +48,11 @@ class Lease:
         return self._state
 
     def rollout_finished(self, rollout: Rollout) -> None:
-        """One sibling is done; the next group may take its place."""
-        self._unfinished = max(0, self._unfinished - 1)
-        self._permits.keep(self._unfinished)
+        """One sibling is done, with all its seats; the next group may take its place."""
+        if rollout.sibling not in self._finished:
+            self._finished.add(rollout.sibling)
+            self._unfinished = max(0, self._unfinished - 1)
+            self._permits.keep(self._unfinished)
 
     def mark_running(self, permits: RolloutPermits, version: int) -> None:
         self._permits, self._unfinished, self.version = permits, permits.count, version

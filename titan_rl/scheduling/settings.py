@@ -33,7 +33,8 @@ class SchedulingConfig(Section):
     max_token_age: NonNegativeInt | None = None
     """Tokens older than so many versions are context and not trained. By default all are trained."""
     max_running_rollouts: PositiveInt | None = None
-    """Most rollouts in flight; a group starts when all its siblings fit. By default as many as the groups have."""
+    """Most rollouts in flight, a game counting once for all its seats; a group starts when all its siblings fit. By
+    default as many as the groups have."""
     suspend_timeout_s: PositiveFloat = 3600.0
     """Longest time that a rollout waits while its group or all generation is interrupted."""
     filters: tuple[Annotated[str, FunctionName(tuple(BY_NAME))], ...] = Field(default=(), strict=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import hashlib
+import re
 
 from cachetools import LRUCache
 
@@ -57,7 +58,7 @@ class GroupAffinity(WithFallback):
     """The siblings of a group to one replica, because their first prompts are the same.
 
     As the fallback of `StickySession` it places first turns only: `StickySession(fallback=GroupAffinity())`.
-    The group of session "g7/3" is "g7"; it is forgotten when its last session finishes.
+    The group of the sessions "g7/3" and "g7/3/first" is "g7"; it is forgotten when its last session finishes.
 
     Args:
         fallback: chooses for the first sibling of a group, and for requests without a session.
@@ -76,7 +77,7 @@ class GroupAffinity(WithFallback):
     def choose(self, session_id: str | None, cost: int) -> Candidate:
         if session_id is None:
             return self._fallback.choose(None, cost)
-        group_id = session_id.rpartition("/")[0] or session_id
+        group_id = _group_of(session_id)
         candidate, sessions = self._groups.get(group_id, (None, set[str]()))
         if candidate is None or not candidate.serving:
             candidate = self._fallback.choose(session_id, cost)
@@ -85,13 +86,20 @@ class GroupAffinity(WithFallback):
         return candidate
 
     def finish_session(self, session_id: str) -> None:
-        group_id = session_id.rpartition("/")[0] or session_id
+        group_id = _group_of(session_id)
         if group_id in self._groups:
             sessions = self._groups[group_id][1]
             sessions.discard(session_id)
             if not sessions:
                 del self._groups[group_id]
         super().finish_session(session_id)
+
+
+def _group_of(session_id: str) -> str:
+    return _SIBLING_AND_SEAT.sub("", session_id) or session_id
+
+
+_SIBLING_AND_SEAT = re.compile(r"/[^/]*(?:(?<=\d)/[^/\d][^/]*)?$")
 
 
 def _hash(text: str) -> int:

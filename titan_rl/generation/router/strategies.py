@@ -38,7 +38,8 @@ class Strategy(ABC):
         """The replica for one request. At least one is admitted.
 
         Args:
-            session_id: stable over the turns of one rollout: "<group_id>/<sibling>".
+            session_id: stable over the turns of one rollout: "<group_id>/<sibling>", and "/<seat>" where there
+                are several.
             cost: estimated tokens of the request.
         """
 

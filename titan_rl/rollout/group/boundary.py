@@ -17,10 +17,10 @@ from titan_rl.rollout.types import RolloutStatus
 class RolloutEnded(Exception):
     """A rollout is over, with this status and what to say about it."""
 
-    def __init__(self, status: RolloutStatus, error: str | Failure) -> None:
+    def __init__(self, status: RolloutStatus, error: str | Failure | None = None) -> None:
         super().__init__(status, error)
         self.status = status
-        self.error = error if isinstance(error, str) else error.error
+        self.error = error.error if isinstance(error, Failure) else error
         self.failure = error if isinstance(error, Failure) else None
 
 

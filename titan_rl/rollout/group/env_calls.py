@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 from titan_rl.calls.ctrl_c import is_ctrl_c, passes
 from titan_rl.calls.user_code import summary
 from titan_rl.errors import StrayCancellationError
+from titan_rl.rollout.environment.seats import SeatedEnv, TokenSeat
 from titan_rl.rollout.environment.types import AgentEnv, RolloutPolicy, TokenEnv
 from titan_rl.rollout.types import Rollout
 from titan_rl.types import Completion
@@ -34,7 +35,7 @@ class EnvCalls:
     that does not is left behind with a warning: the environment is closed when it ends, if it ever does.
     """
 
-    def __init__(self, env: TokenEnv | AgentEnv) -> None:
+    def __init__(self, env: TokenEnv | AgentEnv | SeatedEnv) -> None:
         self._env: Any = env
         self._calls: deque[_Call] = deque()  # not begun
         self._closes = False  # the last of them is to close
@@ -50,6 +51,9 @@ class EnvCalls:
 
     async def play(self, policy: RolloutPolicy, rollout: Rollout) -> None:
         await self._run(lambda: self._env.play(policy, rollout))
+
+    async def play_seats(self, seats: Mapping[str, TokenSeat]) -> None:
+        await self._run(lambda: self._env.play_seats(seats))
 
     async def close(self, timeout_s: float) -> str | None:
         """Close the environment; return what went wrong. Cancellation waits for that, but not longer than the time

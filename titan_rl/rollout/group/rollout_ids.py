@@ -14,6 +14,11 @@ def new_rollout(group_id: str, sibling: int, sample: Any, attempt: int = 0) -> R
     return Rollout(rollout_id, group_id, sibling, sample)
 
 
+def of_seat(game: Rollout, seat: str) -> Rollout:
+    """What one trained seat will have done in a game: "g17/3/first"."""
+    return Rollout(f"{game.rollout_id}/{seat}", game.group_id, game.sibling, game.sample, seat=seat)
+
+
 def turn_seed(base: int, rollout_id: str, turn: int) -> int:
     """A seed of 63 bits for one turn, the same in every process.
 

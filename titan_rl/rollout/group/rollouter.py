@@ -3,32 +3,32 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
 from titan_rl.calls.stopwatch import Stopwatch
 from titan_rl.rollout.copies import completion_to_give, messages_of, token_advantages_of, token_ids_of
+from titan_rl.rollout.environment.seats import Player, SeatedEnv
 from titan_rl.rollout.environment.threaded import ThreadedEnv
 from titan_rl.rollout.environment.types import AgentEnv, TokenEnv, TokenObservation, TokenStep
 from titan_rl.rollout.group.boundary import EndsWith, RolloutEnded
 from titan_rl.rollout.group.callbacks import Callbacks
 from titan_rl.rollout.group.env_calls import EnvCalls
+from titan_rl.rollout.group.game import LAST_CALL_S, Game
 from titan_rl.rollout.group.playing import play
-from titan_rl.rollout.group.rollout_ids import new_rollout, turn_seed
+from titan_rl.rollout.group.rollout_ids import new_rollout
+from titan_rl.rollout.group.seats import play_game, rollouts_of_seats
 from titan_rl.rollout.group.sibling_rollouts import SiblingRollouts
-from titan_rl.rollout.group.timed import generate_within
+from titan_rl.rollout.group.turn_taker import TurnTaker
 from titan_rl.rollout.rewards.advantages import AdvantageFn, compare, standardized
 from titan_rl.rollout.rewards.judging import Judging
 from titan_rl.rollout.rewards.judging_pause import JudgingPause
 from titan_rl.rollout.rewards.rubric import Rubric
 from titan_rl.rollout.settings import RolloutConfig
-from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus, Turn
+from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus
 from titan_rl.types import FinishReason, GenerateFn, SamplingParams
-
-LAST_CALL_S = 1.0
-"""What the environment has at least to see an answer that was finished in time."""
 
 
 class Rollouter:
@@ -50,7 +50,8 @@ class Rollouter:
         another time limit passed                   ERROR_TIMEOUT
 
     In all of them the turns so far are kept, and the environment is closed once. Cancelling closes it too. An
-    `AgentEnv` takes its turns itself, and says how it ended.
+    `AgentEnv` takes its turns itself, and says how it ended. Of a `SeatedEnv`, a game, each seat that the policy plays
+    is a rollout: docs/seats.md.
 
     Example:
 
@@ -62,7 +63,8 @@ class Rollouter:
         group.rollouts[3].turns[1].completion.request_id       # "g17/3/1"
 
     Args:
-        make_env: makes the single-use environment of one rollout from a sample: a `TokenEnv` or an `AgentEnv`.
+        make_env: makes the single-use environment of one rollout from a sample: a `TokenEnv`, an `AgentEnv` or a
+            `SeatedEnv`.
         rubric: scores a group. An aborted group, which has an aborted sibling, is not scored.
         advantage: compares the rewards of the siblings that have one. One that ended in a fault which is not the
             policy's (`RolloutStatus.is_fault`) takes no part.
@@ -75,7 +77,7 @@ class Rollouter:
 
     def __init__(
         self,
-        make_env: Callable[[Any], TokenEnv | AgentEnv],
+        make_env: Callable[[Any], TokenEnv | AgentEnv | SeatedEnv],
         rubric: Rubric,
         *,
         max_context: int,
@@ -122,7 +124,7 @@ class Rollouter:
         its `FailurePolicy` to say: the group has a `failure` and neither rewards nor advantages, or the run ends.
 
         Args:
-            on_finished: called with each sibling as it ends, before the group is scored. What it raises is logged once.
+            on_finished: called with each rollout as it ends, before the group is scored. What it raises is logged once.
 
         Raises:
             RewardError: the advantage function failed, or a reward whose policy is to end the run.
@@ -144,26 +146,39 @@ class Rollouter:
         async with asyncio.TaskGroup() as tasks:
             judging = Judging(self.rubric, tasks, self._judging_pause, siblings.stop)
             siblings.start(tasks)
-        group = RolloutGroup(group_id, sample, list(siblings.rollouts()))
+        group = RolloutGroup(group_id, sample, siblings.rollouts())
         await judging.finish(group)
         compare(group, self.advantage)
         return group
 
-    async def _run(self, generate: GenerateFn, sampling: SamplingParams, rollout: Rollout) -> None:
-        """Run a rollout, in place."""
+    async def _run(self, generate: GenerateFn, sampling: SamplingParams, rollouts: list[Rollout]) -> None:
+        """Run a rollout, in place; where its environment has several seats, it becomes one for each that the policy
+        plays."""
         loop = asyncio.get_running_loop()
         start = loop.time()
         watch = Stopwatch(self.limits.rollout_timeout_s)
+        seeded = replace(sampling, seed=self.seed if sampling.seed is None else sampling.seed)
+        (rollout,) = rollouts
         env: EnvCalls | None = None
+        players: Mapping[str, Player] = {}
         try:
             async with EndsWith(RolloutStatus.ERROR_ENV):
                 made = self._make_env(rollout.sample)
                 env = EnvCalls(made)
-            if isinstance(made, AgentEnv):
+                if isinstance(made, SeatedEnv):
+                    players = made.players(rollout.sibling)
+                    rollouts[:] = rollouts_of_seats(rollout, players)
+            if isinstance(made, SeatedEnv):
+                game = Game(rollouts, watch, env_timeout_s=self.limits.env_timeout_s)
+                turns_of = partial(self._turns, generate, seeded, watch, game.time_is_up)
+                await play_game(
+                    env, rollout.rollout_id, players, rollouts, game, turns_of, max_turns=self.limits.max_turns
+                )
+            elif isinstance(made, AgentEnv):
                 await play(
                     env,
                     generate,
-                    replace(sampling, seed=self._seed_of(sampling)),
+                    seeded,
                     rollout,
                     watch,
                     max_context=self.max_context,
@@ -174,24 +189,43 @@ class Rollouter:
                     when_late=partial(self._time_is_up, rollout),
                 )
             else:
-                rollout.status = await self._take_turns(env, generate, rollout, sampling, watch)
+                turns = self._turns(generate, seeded, watch, partial(self._time_is_up, rollout), rollout)
+                rollout.status = await self._take_turns(env, turns)
         except RolloutEnded as end:
-            rollout.status, rollout.error, rollout.failure = end.status, end.error, end.failure
+            for rollout in rollouts:
+                rollout.status, rollout.error, rollout.failure = end.status, end.error, end.failure
         finally:
+            failure: str | None = None
             try:
-                if env is not None and (failure := await env.close(self.limits.env_timeout_s)):
-                    rollout.metrics["close_failed"] = 1.0
-                    rollout.error = rollout.error or f"close: {failure}"
+                failure = None if env is None else await env.close(self.limits.env_timeout_s)
             finally:
-                rollout.metrics |= {"seconds": loop.time() - start, "own_seconds": watch.used_s}
-                if self.finish_session is not None:
-                    self._callbacks.call("finish_session", self.finish_session, rollout.rollout_id)
+                for rollout in rollouts:
+                    self._give_back(rollout, failure)
+                    rollout.metrics |= {"seconds": loop.time() - start, "own_seconds": watch.used_s}
 
-    def _make_env(self, sample: Any) -> TokenEnv | AgentEnv:
-        def made() -> TokenEnv | AgentEnv:
+    def _give_back(self, rollout: Rollout, close_failure: str | None) -> None:
+        if close_failure is not None:
+            rollout.metrics["close_failed"] = 1.0
+            rollout.error = rollout.error or f"close: {close_failure}"
+        if self.finish_session is not None:
+            self._callbacks.call("finish_session", self.finish_session, rollout.rollout_id)
+
+    def _turns(
+        self,
+        generate: GenerateFn,
+        sampling: SamplingParams,
+        watch: Stopwatch,
+        when_late: Callable[[], RolloutEnded],
+        rollout: Rollout,
+    ) -> TurnTaker:
+        timeout_s = self.limits.generate_timeout_s
+        return TurnTaker(rollout, generate, sampling, watch, self.max_context, timeout_s, when_late)
+
+    def _make_env(self, sample: Any) -> TokenEnv | AgentEnv | SeatedEnv:
+        def made() -> TokenEnv | AgentEnv | SeatedEnv:
             env = self.make_env(sample)
             kind = type(env).__name__
-            if isinstance(env, AgentEnv):
+            if isinstance(env, AgentEnv | SeatedEnv):
                 if self.limits.env_in_thread:
                     raise TypeError(f"{kind} needs the event loop; set rollout.env_in_thread = false")
             elif not all(callable(getattr(env, name, None)) for name in ("reset", "step", "close")):
@@ -200,10 +234,8 @@ class Rollouter:
 
         return cast("TokenEnv", ThreadedEnv(made)) if self.limits.env_in_thread else made()
 
-    async def _take_turns(
-        self, env: EnvCalls, generate: GenerateFn, rollout: Rollout, sampling: SamplingParams, watch: Stopwatch
-    ) -> RolloutStatus:
-        loop = asyncio.get_running_loop()
+    async def _take_turns(self, env: EnvCalls, turns: TurnTaker) -> RolloutStatus:
+        rollout, watch = turns.rollout, turns.watch
         async with self._env_call(rollout, watch):
             observation: Any = await env.reset()
             if not isinstance(observation, TokenObservation):
@@ -211,34 +243,9 @@ class Rollouter:
             rollout.messages.extend(messages_of(observation.messages))
             prompt = token_ids_of(observation.prompt_token_ids, "the prompt")
 
-        for turn in range(self.limits.max_turns):
-            if watch.is_over:
-                raise self._time_is_up(rollout)
-            room = self.max_context - len(prompt)
-            if room < 1:
-                raise RolloutEnded(
-                    RolloutStatus.TRUNCATED_PROMPT,
-                    f"the prompt of turn {turn} has {len(prompt)} tokens, max_context is {self.max_context}",
-                )
-            turn_sampling = self._turn_sampling(sampling, rollout, turn, room)
-            async with EndsWith(RolloutStatus.ERROR_GENERATE, loop.time() + self.limits.generate_timeout_s):
-                completion = await generate_within(
-                    watch,
-                    generate,
-                    list(prompt),
-                    request_id=f"{rollout.rollout_id}/{turn}",
-                    session_id=rollout.rollout_id,
-                    sampling=turn_sampling,
-                )
-            is_cut = completion.finish_reason is FinishReason.ABORT and watch.is_over
-            if is_cut and not completion.token_ids:
-                raise self._time_is_up(rollout)
-            if is_cut:
-                completion = replace(completion, finish_reason=completion.ended or FinishReason.LENGTH, ended=None)
-            rollout.turns.append(Turn(prompt, completion, sampling=turn_sampling))
-            if completion.finish_reason is FinishReason.ABORT:
-                return RolloutStatus.ABORTED
-
+        for _ in range(self.limits.max_turns):
+            is_cut = await turns.take(prompt)
+            completion = rollout.turns[-1].completion
             async with self._env_call(rollout, watch):
                 step: Any = await env.step(completion_to_give(completion))
                 if not isinstance(step, TokenStep):
@@ -274,9 +281,3 @@ class Rollouter:
         judged as truncated. Only where there is nothing to judge it is an error."""
         status = RolloutStatus.TRUNCATED_TIME if rollout.turns else RolloutStatus.ERROR_TIMEOUT
         return RolloutEnded(status, f"its own time is up: rollout_timeout_s is {self.limits.rollout_timeout_s:g}")
-
-    def _turn_sampling(self, sampling: SamplingParams, rollout: Rollout, turn: int, room: int) -> SamplingParams:
-        return replace(sampling.within(room), seed=turn_seed(self._seed_of(sampling), rollout.rollout_id, turn))
-
-    def _seed_of(self, sampling: SamplingParams) -> int:
-        return self.seed if sampling.seed is None else sampling.seed

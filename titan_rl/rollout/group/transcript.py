@@ -13,7 +13,8 @@ def transcript(rollout: Rollout) -> dict[str, Any]:
     """What a person wants to read of a rollout, and nothing that JSON would change.
 
     Tokens are counted, not listed. What JSON has no word for is as `plain_json` puts it: objects become their `str`,
-    and a NaN becomes null. A rollout that an exception ended also has `error_at`, its place in the user's code.
+    and a NaN becomes null. One of several seats also has `seat`, and one that an exception ended `error_at`, its place
+    in the user's code.
 
     Example, with one turn whose last two tokens came from newer weights:
 
@@ -54,5 +55,6 @@ def transcript(rollout: Rollout) -> dict[str, Any]:
             "turns": turns,
             "metrics": rollout.metrics,
         }
+        | ({} if rollout.seat is None else {"seat": rollout.seat})
         | ({} if rollout.failure is None else {"error_at": rollout.failure.where})
     )

@@ -13,7 +13,7 @@ from statistics import fmean
 from titan_rl.calls.ctrl_c import is_ctrl_c
 from titan_rl.calls.user_code import summary, where
 from titan_rl.errors import RewardError
-from titan_rl.rollout.types import RolloutGroup
+from titan_rl.rollout.types import Rollout, RolloutGroup
 
 AdvantageFn = Callable[[Sequence[float]], Sequence[float]]
 
@@ -75,12 +75,18 @@ def standardized(rewards: Sequence[float], eps: float = 1e-6) -> list[float]:
 
 
 def compare(group: RolloutGroup, advantage: AdvantageFn) -> None:
-    """Fill in the advantages of the siblings that have a reward and did not end in a fault of others, in place.
+    """Fill in the advantages of the siblings that have a reward and did not end in a fault of others, in place. Those
+    of each seat are compared among themselves, since seats differ in chance.
 
     Raises:
         RewardError: the function raised, or gave something else than as many finite numbers. Its owner has to fix it.
     """
-    compared = [rollout for rollout in group.rollouts if rollout.reward is not None and not rollout.status.is_fault]
+    for seat, rollouts in group.by_seat.items():
+        _compare(rollouts, advantage, f"group {group.group_id!r}" + ("" if seat is None else f", seat {seat!r}"))
+
+
+def _compare(rollouts: Sequence[Rollout], advantage: AdvantageFn, whose: str) -> None:
+    compared = [rollout for rollout in rollouts if rollout.reward is not None and not rollout.status.is_fault]
     rewards = [rollout.reward for rollout in compared if rollout.reward is not None]
     if not rewards:
         return
@@ -92,24 +98,27 @@ def compare(group: RolloutGroup, advantage: AdvantageFn) -> None:
         if is_ctrl_c(error):
             raise
         raise RewardError(
-            f"advantage {name!r} failed on the rewards {rewards} of group {group.group_id!r}: {summary(error)}",
+            f"advantage {name!r} failed on the rewards {rewards} of {whose}: {summary(error)}",
             where(error),
         ) from error
     if len(values) != len(compared) or not all(map(math.isfinite, values)):
         raise RewardError(
-            f"advantage {name!r} gave {given} for the rewards {rewards} of group {group.group_id!r}; "
-            "it must give as many finite numbers"
+            f"advantage {name!r} gave {given} for the rewards {rewards} of {whose}; it must give as many finite numbers"
         )
     for rollout, value in zip(compared, values, strict=True):
         rollout.advantage = value
 
 
 def subtract_batch_mean(groups: Iterable[RolloutGroup]) -> None:
-    """Make rewards that stand as advantages distances from their mean over a whole batch, in place.
+    """Make rewards that stand as advantages distances from their mean over a whole batch, in place; where there are
+    several seats, from the mean of the seat.
 
     A baseline that includes the rollout itself scales the gradient by 1 - 1/n, n being the rollouts of the batch.
     """
-    compared = [rollout for group in groups for rollout in group.rollouts if rollout.advantage is not None]
-    mean = fmean(rollout.advantage or 0.0 for rollout in compared) if compared else 0.0
-    for rollout in compared:
-        rollout.advantage = (rollout.advantage or 0.0) - mean
+    by_seat: dict[str | None, list[Rollout]] = {}
+    for rollout in (rollout for group in groups for rollout in group.rollouts if rollout.advantage is not None):
+        by_seat.setdefault(rollout.seat, []).append(rollout)
+    for compared in by_seat.values():
+        mean = fmean(rollout.advantage or 0.0 for rollout in compared)
+        for rollout in compared:
+            rollout.advantage = (rollout.advantage or 0.0) - mean

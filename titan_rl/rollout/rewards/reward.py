@@ -102,7 +102,8 @@ class GroupReward(FunctionReward[GroupRewardFn]):
 
     Args:
         fn: `fn(rollouts) -> one float per rollout, in order`, sync or async. It sees the siblings that are
-            judged: none that is errored, nor a truncated one where the rubric has a `truncated_reward`.
+            judged: none that is errored, nor a truncated one where the rubric has a `truncated_reward`. Where the
+            environment has several seats, it is called for those of each.
         weight, name, in_thread, max_threads, timeout_s, on_failure: as for `Reward`.
 
     Raises:

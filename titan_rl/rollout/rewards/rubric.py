@@ -102,7 +102,7 @@ class Rubric:
     ) -> None:
         """Fill `reward` and `reward_breakdown` (unweighted values by name) in place, all or none.
 
-        An aborted rollout is not judged: its reward stays None.
+        An aborted or undecided rollout is not judged: its reward stays None.
 
         Args:
             begun: what `begin` of this rubric gave for some of the rollouts, by rollout id; that is not judged again.
@@ -143,17 +143,16 @@ class Rubric:
         return rollout.status is RolloutStatus.COMPLETED
 
     def _fixed_reward(self, status: RolloutStatus) -> float | None:
-        if status is RolloutStatus.ABORTED:
+        if status in (RolloutStatus.ABORTED, RolloutStatus.UNDECIDED):
             return None
         return self.truncated_reward if status.is_truncated else self.error_reward
 
     async def _judge(self, rollouts: Sequence[Rollout], rewards: Sequence[WeightedReward]) -> list[dict[str, float]]:
         """Of each rollout, the values of these rewards. The first that fails for good ends the others."""
-        calls = [
-            (reward, chunk)
-            for reward in rewards
-            for chunk in ([[i] for i in range(len(rollouts))] if _per_rollout(reward) else [range(len(rollouts))])
-        ]
+        each = [[i] for i in range(len(rollouts))]
+        seats = {rollout.seat for rollout in rollouts}
+        of_a_seat = [[i for i, rollout in enumerate(rollouts) if rollout.seat == seat] for seat in seats]
+        calls = [(reward, chunk) for reward in rewards for chunk in (each if _per_rollout(reward) else of_a_seat)]
         results = await together([self._values(reward, [rollouts[i] for i in chunk]) for reward, chunk in calls])
         judged: list[dict[str, float]] = [{} for _ in rollouts]
         for (reward, chunk), values in zip(calls, results, strict=True):

@@ -1,0 +1,80 @@
+"""A conversation in messages that is one in tokens: what was sampled is never tokenized again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from titan_rl.errors import DataError
+from titan_rl.rollout.renderer.messages import message_of, renderable
+from titan_rl.rollout.renderer.types import Renderer
+from titan_rl.rollout.types import Message
+from titan_rl.types import Completion
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedAnswer:
+    """A completion as a message.
+
+    Args:
+        is_whole: it does not break off inside its reasoning, and holds no malformed tool call.
+    """
+
+    message: Message
+    is_whole: bool
+
+
+class GrowingPrompt:
+    """Messages of others and completions in turn. Each prompt begins with exactly the prompt and completion before.
+
+    Example:
+
+        completion = await generate(prompt.after([{"role": "user", "content": "Hello"}]), ...)
+        answer = prompt.read(completion)
+        completion = await generate(prompt.after([{"role": "user", "content": "Go on"}]), ...)
+    """
+
+    def __init__(self, renderer: Renderer, tools: Sequence[Mapping[str, object]] | None = None) -> None:
+        self._renderer = renderer
+        self._tools = None if tools is None else list(tools)
+        self._prompt: list[int] = []
+        self._completion: list[int] | None = None  # the answer to it
+
+    def after(self, messages: Sequence[Message]) -> list[int]:
+        """The next prompt.  # [num_prompt_tokens]
+
+        Raises:
+            DataError: the renderer has none that begins with all tokens so far.
+        """
+        if self._completion is None:
+            self._prompt = list(
+                self._renderer.render_ids(renderable(messages), tools=self._tools, add_generation_prompt=True)
+            )
+        else:
+            self._prompt = self._bridge(self._completion, messages)
+            self._completion = None
+        return list(self._prompt)
+
+    def read(self, completion: Completion) -> ParsedAnswer | None:
+        """What a completion of the last prompt says; None if it cannot be parsed."""
+        self._completion = list(completion.token_ids)
+        try:
+            parsed = self._renderer.parse_response(
+                list(completion.token_ids), tools=self._tools, prompt_ids=list(self._prompt)
+            )
+        except Exception:  # the model's doing: a parser may raise anything on malformed output
+            return None
+        is_whole = parsed.reasoning_complete is not False and all(call.status == "ok" for call in parsed.tool_calls)
+        return ParsedAnswer(message_of(parsed), is_whole)
+
+    def _bridge(self, completion: list[int], messages: Sequence[Message]) -> list[int]:
+        so_far = [*self._prompt, *completion]
+        bridged = self._renderer.bridge_to_next_turn(
+            list(self._prompt), list(completion), renderable(messages), tools=self._tools
+        )
+        if bridged is None or list(bridged.token_ids[: len(so_far)]) != so_far:
+            raise DataError(
+                f"{type(self._renderer).__name__} cannot extend this conversation without rendering it again; "
+                "set the renderer to keep earlier reasoning (thinking_retention='all') or to leave it out"
+            )
+        return list(bridged.token_ids)
