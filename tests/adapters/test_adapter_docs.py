@@ -23,6 +23,6 @@ def settings_of(section: str) -> list[str]:
 @pytest.mark.parametrize("number", range(2))
 def test_reasoning_gym(number: int, tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(settings_of("reasoning-gym")[number])
-    task = load_config(tmp_path / "run.toml", BASE).task
+    task = load_config(tmp_path / "run.toml", BASE).tasks[0].task
     assert task.train_sample(0, 0) == task.train_sample(0, 0)
     assert len(task.validation_samples(3)) == 3
