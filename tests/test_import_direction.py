@@ -33,8 +33,8 @@ MAY_IMPORT = {
     "testing": "errors generation types weights",
     "simulate": "errors generation rollout scheduling types",
     "actors": "calls config errors generation rollout training types weights",
-    "run": "actors calls config errors generation rollout scheduling serving training types weights",
-    "cli": "calls config errors run settings",
+    "run": "actors calls config errors evaluation generation rollout scheduling serving training types weights",
+    "cli": "calls config errors evaluation run settings",
 }
 
 

@@ -16,7 +16,7 @@ import pytest
 from titan_rl.cli.main import main
 from titan_rl.config.load import dump_config, load_config
 from titan_rl.config.serve import ServeConfig
-from titan_rl.run.served_policy import PolicySource, find_policy
+from titan_rl.run.policies.source import PolicySource, find_policy
 
 
 @pytest.fixture

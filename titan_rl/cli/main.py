@@ -13,7 +13,7 @@ from types import FrameType
 from typing import cast
 
 from titan_rl.calls.user_code import reason, summary
-from titan_rl.cli import completion, doctor, serve, train
+from titan_rl.cli import completion, doctor, eval, serve, train
 from titan_rl.cli.options import EXIT_USAGE, Parser
 from titan_rl.errors import ConfigError, ModelError, TitanRLError
 from titan_rl.run.observability.standard_streams import OutputError, replace_closed_streams, say, tell
@@ -60,6 +60,7 @@ def _parser() -> Parser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     train.set_up(commands.add_parser("train", help="train a policy"))
     serve.set_up(commands.add_parser("serve", help="serve a policy"))
+    eval.set_up(commands.add_parser("eval", help="say how good policies are on held-out prompts"))
     doctor.set_up(commands.add_parser("doctor", help="say what this machine lacks for a run"))
     completion.set_up(commands.add_parser("completion", help="complete commands and settings in a shell"), of=parser)
     return parser

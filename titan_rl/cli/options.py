@@ -12,6 +12,7 @@ from typing import Any, Literal, NoReturn, cast, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from titan_rl.config.functions import function_name
+from titan_rl.config.tables import parse_value
 from titan_rl.config.tasks import TaskSource
 from titan_rl.run.observability.standard_streams import say, tell
 from titan_rl.settings import FunctionName, Section
@@ -38,6 +39,22 @@ class Parser(argparse.ArgumentParser):
         self._takes_settings = True
         self.set_defaults(overrides=())
         self._add_table(root, "settings", "")
+
+    def add_options(self, section: type[Section], title: str = "of this command") -> None:
+        """Take the fields of `section` as options of their own, `max_tokens` as --max-tokens, and give `options`: what
+        the command line says of them, by their names."""
+        self.set_defaults(options={})
+        group = self.add_argument_group(title)
+        for name, field in section.model_fields.items():
+            kind = cast(object, field.annotation)
+            choices = get_args(kind) if get_origin(kind) is Literal else ()
+            group.add_argument(
+                f"--{name.replace('_', '-')}",
+                action=_Option,
+                choices=_Offered(choices) if choices else None,
+                metavar=None if choices else "VALUE",
+                help=_help(field, None),
+            )
 
     def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]  of several signatures
         self, args: Sequence[str] | None = None, namespace: Any = None
@@ -118,6 +135,16 @@ class _Override(argparse.Action):
         self, parser: object, namespace: argparse.Namespace, values: object, option_string: str | None = None
     ) -> None:
         namespace.overrides = (*namespace.overrides, (self.option_strings[0].removeprefix("--"), values))
+
+
+class _Option(argparse.Action):
+    def __init__(self, option_strings: Sequence[str], dest: str, **kwargs: Any) -> None:
+        super().__init__(option_strings, dest, default=argparse.SUPPRESS, **kwargs)
+
+    def __call__(
+        self, parser: object, namespace: argparse.Namespace, values: object, option_string: str | None = None
+    ) -> None:
+        namespace.options = {**namespace.options, self.dest: parse_value(str(values))}
 
 
 def _help(field: FieldInfo, function: FunctionName | None) -> str:

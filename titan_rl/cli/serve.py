@@ -7,7 +7,7 @@ import argparse
 from titan_rl.cli.options import Parser
 from titan_rl.config.serve import ServeConfig, dump_serve_config, load_serve_config
 from titan_rl.run.observability.standard_streams import say
-from titan_rl.run.served_policy import find_policy
+from titan_rl.run.policies.source import find_policy
 from titan_rl.run.server_keys import take_keys
 
 

@@ -83,10 +83,10 @@ def _override(tables: Tables, key: str, text: str) -> None:
         if not isinstance(child, dict):
             raise ConfigError(f"command line: --{key}: {'.'.join(parents[:depth])} is a setting, not a table")
         table = cast("Tables", child)
-    table[name] = _parse_value(text)
+    table[name] = parse_value(text)
 
 
-def _parse_value(text: str) -> Any:
+def parse_value(text: str) -> Any:
     """`text` as a TOML value, and as the string it is where it is none: `3`, `[0.9, 0.99]`, `cosine`."""
     try:
         parsed = tomllib.loads(f"value = {text}")

@@ -1,8 +1,10 @@
-"""Evaluations side by side, as text."""
+"""Evaluations side by side, as text and as JSON."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from string import ascii_uppercase
 
 from titan_rl.evaluation.evaluation import Evaluation
@@ -25,6 +27,20 @@ def table(evaluations: Sequence[Evaluation]) -> str:
     """
     names = list(dict.fromkeys(name for evaluation in evaluations for name in evaluation.tasks))
     return "\n\n".join(_block(name, evaluations) for name in names)
+
+
+def as_json(evaluations: Sequence[Evaluation]) -> str:
+    """{"evaluations": [...], "differences": [{"task": ..., "policy": ..., "from": ..., "mean": ...}, ...]}"""
+    first, *others = evaluations
+    differences: list[dict[str, object]] = []
+    for other in others:
+        for name, result in first.tasks.items():
+            found = name in other.tasks and difference(result.rewards, other.tasks[name].rewards)
+            if found:
+                about = {"task": name, "policy": other.policy, "from": first.policy}
+                differences.append({**about, **asdict(found)})
+    told = [evaluation.to_json() for evaluation in evaluations]
+    return json.dumps({"evaluations": told, "differences": differences})
 
 
 def _block(name: str, evaluations: Sequence[Evaluation]) -> str:

@@ -12,9 +12,11 @@ from titan_rl.calls.plain import snapshot
 from titan_rl.errors import PromptTooLongError
 from titan_rl.rollout.copies import messages_of
 from titan_rl.rollout.environment.chat import ChatFn, ChatReply
+from titan_rl.rollout.environment.message_token_env import MessageTokenEnv
 from titan_rl.rollout.environment.types import MessageEnv, MessageObservation, MessageStep, RolloutPolicy
 from titan_rl.rollout.group.boundary import EndsWith, RolloutEnded
 from titan_rl.rollout.group.rollout_ids import turn_seed
+from titan_rl.rollout.renderer.types import ParsedResponse, RenderedTokens
 from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.rollout.types import Message, Rollout, RolloutStatus, Turn
 from titan_rl.types import Completion, FinishReason
@@ -146,3 +148,44 @@ async def _until(time_is_up: asyncio.Event, reply: Any) -> ChatReply:
 
 async def _awaited(answer: Any) -> Any:
     return await answer if inspect.isawaitable(answer) else answer
+
+
+class NoTokens:
+    """The `Renderer` that a task's environment is made with where no token is known. It renders nothing."""
+
+    def render_ids(
+        self, messages: list[Any], *, tools: list[Any] | None = None, add_generation_prompt: bool = False
+    ) -> list[int]:
+        raise TypeError(_NO_TOKENS)
+
+    def parse_response(
+        self, token_ids: list[int], *, tools: list[Any] | None = None, prompt_ids: list[int] | None = None
+    ) -> ParsedResponse:
+        raise TypeError(_NO_TOKENS)
+
+    def get_stop_token_ids(self) -> list[int]:
+        return []
+
+    def bridge_to_next_turn(
+        self,
+        previous_prompt_ids: list[int],
+        previous_completion_ids: list[int],
+        new_messages: list[Any],
+        *,
+        tools: list[Any] | None = None,
+    ) -> RenderedTokens | None:
+        raise TypeError(_NO_TOKENS)
+
+
+def message_env_of(env: object) -> MessageEnv:
+    """The environment of messages in what a task made.
+
+    Raises:
+        TypeError: it plays in tokens.
+    """
+    if isinstance(env, MessageTokenEnv):
+        return env.env
+    raise TypeError(f"{type(env).__name__} plays in tokens, and this policy answers in messages; ask it for tokens")
+
+
+_NO_TOKENS = "this policy answers in messages, and its tokens are not known"

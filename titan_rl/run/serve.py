@@ -30,7 +30,7 @@ from titan_rl.run.machine.guard import guarded
 from titan_rl.run.machine.log_file import log_to
 from titan_rl.run.machine.stop_signals import StopSignals
 from titan_rl.run.observability.standard_streams import OutputError, say, tell
-from titan_rl.run.served_policy import PolicySource, export
+from titan_rl.run.policies.source import PolicySource, export
 from titan_rl.run.server_keys import API_KEY, take_keys
 from titan_rl.run.stopping import run_until_signal
 from titan_rl.serving.app import make_app

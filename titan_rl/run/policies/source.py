@@ -1,4 +1,4 @@
-"""What `titan-rl serve` is given: a run, a model or a file of settings, and which policy that is."""
+"""A policy as somebody names it, by a run, a checkpoint, a model or a file of settings: which one that is."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ class PolicySource:
 
 
 def find_policy(given: str) -> PolicySource:
-    """The newest policy of a run's folder, a Hugging Face folder, or the policy that a TOML file names.
+    """The newest policy of a run's folder, that of one of its checkpoints, a Hugging Face folder, or the policy that a
+    TOML file names.
 
     Raises:
         ConfigError: it is none of them. Says what is wrong with it.
@@ -44,6 +45,8 @@ def find_policy(given: str) -> PolicySource:
         return PolicySource(f"the model of {given}", toml=path)
     if (path / "config.toml").is_file():
         return _newest_of_run(path)
+    if (path / "run_state.json").is_file():
+        return _of_checkpoint(path)
     if (path / "config.json").is_file():
         return PolicySource(f"the model {given}", folder=path.resolve())
     if not path.exists():
@@ -53,7 +56,8 @@ def find_policy(given: str) -> PolicySource:
             "file. From the Hugging Face hub: hf download ORGANIZATION/NAME --local-dir FOLDER"
         )
     raise ConfigError(
-        f"{given} is neither a run's folder, which has a config.toml, nor a model's, which has a config.json"
+        f"{given} is neither a run's folder, which has a config.toml, nor a model's, which has a config.json, nor a "
+        "checkpoint's, which has a run_state.json"
         + (f"; {path / 'latest'} is a run's" if (path / "latest" / "config.toml").is_file() else "")
     )
 
@@ -66,6 +70,17 @@ def _newest_of_run(run: Path) -> PolicySource:
     if checkpoint is None or (export.is_dir() and export.stat().st_mtime >= checkpoint.stat().st_mtime):
         return PolicySource(f"the exported policy of {run}", toml=toml, folder=export.resolve(), version=step)
     return PolicySource(f"step {step} of {run}", toml=toml, checkpoint=checkpoint.resolve(), version=step)
+
+
+def _of_checkpoint(checkpoint: Path) -> PolicySource:
+    """It needs the settings of its run, which lie two folders above it."""
+    run = checkpoint.resolve().parents[1]
+    if not (run / "config.toml").is_file():
+        raise ConfigError(
+            f"{checkpoint} is a checkpoint outside its run; put it into RUN/checkpoints of a run's folder"
+        )
+    step = step_of(checkpoint.resolve())
+    return PolicySource(f"step {step} of {run.name}", run / "config.toml", None, checkpoint.resolve(), step)
 
 
 async def export(model: ModelConfig, checkpoint: Path, directory: Path, log: Path) -> ModelConfig:
@@ -92,7 +107,7 @@ async def export(model: ModelConfig, checkpoint: Path, directory: Path, log: Pat
             process.kill()
             await process.wait()
     if code:
-        raise CheckpointError(f"{checkpoint} cannot be served: {_last_line(log) or f'exit code {code}'}; see {log}")
+        raise CheckpointError(f"{checkpoint} cannot be read: {_last_line(log) or f'exit code {code}'}; see {log}")
     return model.model_copy(update={"path": str(directory)})
 
 

@@ -1,0 +1,210 @@
+"""`titan-rl eval` with endpoints, which need no engine."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from titan_rl.cli.main import main
+
+TASK = """
+from titan_rl import MessageObservation, MessageStep, MessageTokenEnv, RolloutStatus, Rubric, env_reward
+from titan_rl.settings import Section
+
+class Env:
+    def __init__(self, sample): self.sample = sample
+    async def reset(self): return MessageObservation([{"role": "user", "content": f"{self.sample} + 1"}])
+    async def step(self, message):
+        right = message["content"] == str(self.sample + 1)
+        return MessageStep(status=RolloutStatus.COMPLETED, rewards={"right": float(right)})
+    async def close(self): ...
+
+class Sums(Section):
+    tokens: bool = False
+    def train_sample(self, seed, index): return index
+    def validation_samples(self, count): return list(range(count))
+    def make_env(self, sample, renderer): return None if self.tokens else MessageTokenEnv(Env(sample), renderer)
+    def rubric(self): return Rubric([env_reward("right")])
+"""
+
+CONFIG = """
+run_dir = "{runs}"
+[model]
+path = "there-is-none"
+max_context = 64
+[sampling]
+max_tokens = 8
+[scheduling]
+max_failed_groups = 3
+[validation]
+num_prompts = 4
+samples_per_prompt = 2
+[task]
+type = "own_sums:Sums"
+"""
+
+
+class Adder(ThreadingHTTPServer):
+    """Knows all sums but that of 2, and fails at those that it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.asked: list[dict[str, Any]] = []
+        self.keys: set[str | None] = set()
+        self.fails_at: set[str] = set()
+        self.url = f"http://127.0.0.1:{self.server_address[1]}/v1"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Adder  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def do_GET(self) -> None:
+        self._answer(200, {"data": [{"id": "adder"}]})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.server.asked.append(body)
+        self.server.keys.add(self.headers["authorization"])
+        question = body["messages"][0]["content"].split()[0]
+        if question in self.server.fails_at:
+            self._answer(400, {"error": {"message": "no sums today"}})
+            return
+        text = "?" if question == "2" else str(int(question) + 1)
+        message = {"role": "assistant", "content": text}
+        self._answer(
+            200, {"choices": [{"message": message, "finish_reason": "stop"}], "usage": {"completion_tokens": 1}}
+        )
+
+    def _answer(self, status: int, body: Any) -> None:
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: Any) -> None: ...
+
+
+@pytest.fixture
+def adder() -> Iterator[Adder]:
+    server = Adder()
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    (tmp_path / "own_sums.py").write_text(TASK)
+    (tmp_path / "sums.toml").write_text(CONFIG.format(runs=tmp_path / "runs"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OPENAI_API_KEY", "sesame")
+    yield tmp_path / "sums.toml"
+    sys.modules.pop("own_sums", None)
+
+
+def evaluate(config: Path, *arguments: str) -> int:
+    return main(["eval", str(config), *arguments])
+
+
+def test_an_endpoint_is_evaluated_and_its_figures_are_printed_and_kept(
+    adder: Adder, config: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert evaluate(config, adder.url, "--temperature", "0.5", "--max-tokens", "4", "--body", "{top_k = 3}") == 0
+    out, err = capfd.readouterr()
+    assert "task sums: 4 prompts, 2 of each" in out
+    assert re.search(r"reward +0\.750 ± 0\.250\n", out)
+    assert re.search(r"pass@2 +0\.750", out)
+    assert re.search(r"completed +8 of 8", out)
+    assert re.search(r"tokens +1\.0", out)
+    assert len(adder.asked) == 8
+    assert {(body["model"], body["temperature"], body["max_tokens"], body["top_k"]) for body in adder.asked} == {
+        ("adder", 0.5, 4, 3)
+    }
+    assert adder.keys == {"Bearer sesame"}
+    folder = Path(err.split("are in ")[1].strip())
+    (results,) = folder.glob("*/results.json")
+    lines = [json.loads(line) for line in (results.parent / "rollouts.jsonl").read_text().splitlines()]
+    assert len(lines) == 8
+    assert lines[0]["messages"][0] == {"role": "user", "content": "0 + 1"}
+    assert json.loads(results.read_text())["tasks"]["sums"]["reward"]["mean"] == 0.75
+
+
+def test_a_stopped_evaluation_goes_on_and_two_stand_side_by_side(
+    adder: Adder, config: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    adder.fails_at = {"1"}
+    assert evaluate(config, adder.url, "--out", "first", "--samples", "1", "--json") == 0
+    told = json.loads(capfd.readouterr().out)
+    (before,) = told["evaluations"]
+    assert before["tasks"]["sums"]["statuses"] == {"completed": 3, "error_generate": 1}
+    assert before["tasks"]["sums"]["num_unscored"] == 1
+    assert "no sums today" in before["tasks"]["sums"]["errors"][0][0]
+    adder.fails_at.clear()
+    adder.asked.clear()
+    assert evaluate(config, adder.url, "--out", "first", "--samples", "1") == 0
+    assert [body["messages"][0]["content"] for body in adder.asked] == ["1 + 1"]
+    assert evaluate(config, adder.url, "--out", "first", "--samples", "1", "--temperature", "0") == 2
+    assert "has an evaluation with other settings" in capfd.readouterr().err
+
+    assert (
+        evaluate(config, adder.url, "--out", "second", "--model", "other", "--num-prompts", "3", "--samples", "1") == 0
+    )
+    first, second = (next(Path(out).glob("*/results.json")).parent for out in ("first", "second"))
+    capfd.readouterr()
+    assert main(["eval", "--compare", str(first), str(second)]) == 0
+    compared = capfd.readouterr().out
+    assert "A: adder at" in compared
+    assert re.search(r"reward +0\.750 ± 0\.250 +0\.667 ± 0\.333 +\+0\.000 ± 0\.000 \(3 same prompts\)", compared)
+    assert main(["eval", "--compare", "--json", str(first), str(second)]) == 0
+    assert json.loads(capfd.readouterr().out)["differences"][0]["num_paired"] == 3
+
+
+def test_an_endpoint_that_always_fails_ends_the_command_with_what_it_said(
+    adder: Adder, config: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    adder.fails_at = {"0", "1", "2", "3"}
+    assert evaluate(config, adder.url, "--in-flight", "1") == 1
+    out, err = capfd.readouterr()
+    assert "3 prompts in a row say nothing of the policy" in err
+    assert "no sums today" in err
+    assert re.search(r"error_generate +6 of 6", out)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["http://127.0.0.1:1/v1"], "cannot be asked for its models"),
+        (
+            ["http://127.0.0.1:1", "--model", "m", "--samples", "none"],
+            "--samples none: input should be",
+        ),
+        (["http://127.0.0.1:1", "--model", "m", "--temperature", "0", "--samples", "2"], "would be the same"),
+        (["http://127.0.0.1:1", "--model", "m", "--tasks", "Sum"], "has no such task; it has sums"),
+        (["nowhere"], "nowhere: there is no such folder"),
+        ([], "name a policy after CONFIG.toml"),
+    ],
+)
+def test_what_is_wrong_is_said(
+    config: Path, arguments: list[str], said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert evaluate(config, *arguments) in (1, 2)
+    assert said in capfd.readouterr().err
+
+
+def test_a_task_of_tokens_needs_a_policy_of_tokens(
+    adder: Adder, config: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert evaluate(config, adder.url, "--task.tokens", "true") == 1
+    assert "plays in tokens, and this policy answers in messages" in capfd.readouterr().err

@@ -1,0 +1,87 @@
+"""`titan-rl eval [CONFIG.toml ...] POLICY [POLICY ...]`, and `titan-rl eval --compare FOLDER [FOLDER ...]`."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from titan_rl.cli.options import Parser
+from titan_rl.config.evaluation import EvalConfig, make_eval_config
+from titan_rl.config.load import load_config
+from titan_rl.config.run import RunConfig
+from titan_rl.errors import ConfigError
+from titan_rl.evaluation.evaluation import Evaluation, read_evaluation
+from titan_rl.evaluation.table import as_json, table
+from titan_rl.run.observability.standard_streams import say, tell
+from titan_rl.run.run_name import run_name
+
+CONFIG = "config.toml"
+
+
+def set_up(parser: Parser) -> None:
+    parser.usage = (
+        "titan-rl eval [CONFIG.toml ...] POLICY [POLICY ...] [--num-prompts N] [--samples N] [--temperature T] "
+        "[--table.setting value ...]\n       titan-rl eval --compare FOLDER [FOLDER ...]"
+    )
+    parser.description = (
+        "Play the held-out prompts of a config's tasks with policies, and say how good each is: the mean reward with "
+        "its standard error, clustered by prompt, pass@k, counts by status. A policy is the folder of a run (its "
+        "newest), of one of a run's checkpoints, or of a Hugging Face model, or the URL of an OpenAI-compatible "
+        "endpoint. Without a CONFIG.toml the first policy is a run, whose config it is. Several policies stand side by "
+        "side, with the differences from the first."
+    )
+    parser.add_argument("given", metavar="POLICY", nargs="+", help="CONFIG.toml files first, then policies")
+    parser.add_argument("--compare", action="store_true", help="show evaluations that were kept, by their folders")
+    parser.add_argument(
+        "--out", metavar="FOLDER", help="keep results and transcripts here; one that was stopped here goes on"
+    )
+    parser.add_argument("--json", action="store_true", help="print the results as JSON")
+    parser.add_options(EvalConfig)
+    parser.add_settings(RunConfig)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if arguments.compare:
+        _show([read_evaluation(folder) for folder in arguments.given], arguments)
+        return 0
+    configs, policies = split(arguments.given)
+    settings = make_eval_config(arguments.options)
+    config = load_config(configs, arguments.overrides, check_files=False)
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    out = Path(arguments.out or Path(config.run_dir) / "evaluations" / f"{stamp}-{run_name(config)}")
+    # Not before the settings are known to be right: what starts processes also imports what they need.
+    from titan_rl.run.evaluating.command import run_evaluations
+
+    evaluations: list[Evaluation] = []
+    try:
+        code = run_evaluations(config, settings, policies, out, evaluations, lambda text: tell(f"titan-rl: {text}"))
+    finally:
+        if evaluations:
+            _show(evaluations, arguments)
+    done = "results and transcripts are in" if code == 0 else "stopped; the same command goes on with --out"
+    tell(f"titan-rl: {done} {out}")
+    return code
+
+
+def split(given: Sequence[str]) -> tuple[list[str], list[str]]:
+    """CONFIG.toml files and policies.
+
+    Raises:
+        ConfigError: there is no policy, or no config.
+    """
+    num_configs = next((place for place, name in enumerate(given) if not name.endswith(".toml")), len(given))
+    configs, policies = list(given[:num_configs]), list(given[num_configs:])
+    if not policies:
+        raise ConfigError("name a policy after CONFIG.toml: a run's folder, a model's, or the URL of an endpoint")
+    if not configs and (Path(policies[0]) / CONFIG).is_file():
+        configs = [str(Path(policies[0]) / CONFIG)]
+    if not configs:
+        raise ConfigError(f"name the CONFIG.toml whose tasks are played before {policies[0]}, which is no run's folder")
+    return configs, policies
+
+
+def _show(evaluations: Sequence[Evaluation], arguments: argparse.Namespace) -> None:
+    say(f"{as_json(evaluations)}\n" if arguments.json else f"{table(evaluations)}\n")
