@@ -17,13 +17,14 @@ from serving.talk import BASE, chat_template_renderer
 
 from titan_rl.agents import AgentTask
 from titan_rl.agents.waiting import WaitingSamples
+from titan_rl.errors import ConfigError
 from titan_rl.generation.router import GeneratorRouter
 from titan_rl.rollout.group.rollouter import Rollouter
 from titan_rl.rollout.rewards.reward import Reward
 from titan_rl.rollout.rewards.rubric import Rubric
 from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.rollout.task import RunContext
-from titan_rl.rollout.types import RolloutGroup, RolloutStatus
+from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus
 from titan_rl.training.data.sample_builder import build_samples
 from titan_rl.types import SamplingParams
 
@@ -65,6 +66,21 @@ def answers(folder: Path, name: str) -> list[list[int]]:
     return json.loads((folder / "agents" / name / "answers.json").read_text())
 
 
+def answered(folder: Path, name: str) -> list[list[int]]:
+    """What an agent was answered, by branch."""
+    first, second, other = answers(folder, name)
+    return sorted([[*first, *second], other])
+
+
+def trained(rollout: Rollout) -> list[list[int]]:
+    """The tokens that are trained, by branch."""
+    rollout.advantage = 1.0
+    return sorted(
+        [token for token, is_trained in zip(sample.token_ids, sample.loss_mask, strict=True) if is_trained]
+        for sample in build_samples(RolloutGroup("g", None, [rollout]))
+    )
+
+
 def addresses(folder: Path) -> list[Path]:
     return list(folder.glob("agents-*.json"))
 
@@ -75,14 +91,7 @@ async def test_trained_tokens_are_those_that_agents_were_answered_with(tmp_path:
         assert it.told[0].startswith("agents ask the policy at http://127.0.0.1:")
     for rollout in group.rollouts:
         assert (rollout.status, rollout.error, rollout.reward) == (RolloutStatus.COMPLETED, None, 0.5)
-        told = answers(tmp_path, f"train-1.{rollout.sibling}")
-        rollout.advantage = 1.0
-        trained = [
-            [token for token, is_trained in zip(sample.token_ids, sample.loss_mask, strict=True) if is_trained]
-            for sample in build_samples(RolloutGroup("g", None, [rollout]))
-        ]
-        assert len(told) == 3
-        assert sorted(trained) == sorted([[*told[0], *told[1]], told[2]])
+        assert trained(rollout) == answered(tmp_path, f"train-1.{rollout.sibling}")
         assert [message["content"] for message in rollout.messages if message["role"] == "user"] == [
             "b a", "more", "or else?",
         ]  # fmt: skip
@@ -92,7 +101,7 @@ async def test_updates_pauses_and_deaths_pass_unseen_and_seeds_make_it_the_same_
     async with stage(tmp_path) as it:
         undisturbed = await it.group()
         troubling = asyncio.create_task(trouble(it.router))
-        disturbed = await it.group()
+        disturbed, _ = await asyncio.gather(it.group(), lose_a_replica(it.router))
         troubling.cancel()
 
     def tokens(group: RolloutGroup) -> list[list[list[int]]]:
@@ -100,7 +109,17 @@ async def test_updates_pauses_and_deaths_pass_unseen_and_seeds_make_it_the_same_
 
     assert all(rollout.status is RolloutStatus.COMPLETED for rollout in disturbed.rollouts)
     assert tokens(disturbed) == tokens(undisturbed)
+    for rollout in disturbed.rollouts:
+        assert trained(rollout) == answered(tmp_path, f"train-1.{rollout.sibling}-2")
     assert (tmp_path / "agents" / "train-1.0-2").is_dir()
+
+
+async def lose_a_replica(router: GeneratorRouter) -> None:
+    """While it is at work."""
+    async with asyncio.timeout(20):
+        while not (busy := [replica.name for replica in router.replicas if replica.num_requests]):  # noqa: ASYNC110
+            await asyncio.sleep(0)
+    router.remove_replica(busy[0])
 
 
 async def trouble(router: GeneratorRouter) -> None:
@@ -260,3 +279,11 @@ def test_samples_come_in_an_order_of_each_epochs_own(tmp_path: Path) -> None:
         AgentTask().train_sample(0, 0)
     with pytest.raises(ValueError, match="there is no file"):
         AgentTask(train_file="nowhere.jsonl")
+
+
+async def test_a_port_that_another_worker_has_is_told_of(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"task.port = {port}: .*leave task.port at 0"):
+            async with stage(tmp_path, port=port):
+                pass

@@ -65,7 +65,8 @@ RENDERER = Renderer()
 
 
 def an_app(renderer: Any, **more: Any) -> PolicyApp:
-    return make_app(POLICY.stream, model="policy", max_context=32768, tokenizer=TOKENIZER, renderer=renderer, **more)
+    settings = {"tokenizer": TOKENIZER, "renderer": renderer, **more}
+    return make_app(POLICY.stream, model="policy", max_context=32768, **settings)
 
 
 @pytest.fixture(scope="module")
@@ -228,11 +229,24 @@ class Unsendable(Renderer):
         return ParsedText("\ud800")
 
 
+class Unspeakable:
+    """A tokenizer of a text that cannot be sent, either."""
+
+    def get_added_tokens_decoder(self) -> dict[int, Any]:
+        return {}
+
+    def encode(self, text: str) -> list[int]:
+        return [1]
+
+    def decode(self, token_ids: Sequence[int], **more: Any) -> str:
+        return "\ud800" * len(token_ids)
+
+
 @asynccontextmanager
-async def an_episode(renderer: Any) -> AsyncIterator[tuple[Episode, httpx.AsyncClient]]:
+async def an_episode(renderer: Any, **app: Any) -> AsyncIterator[tuple[Episode, httpx.AsyncClient]]:
     store = EpisodeStore(renderer)
     episode = store.open("e")
-    async with client_of(an_app(renderer, episodes=store), authorization=f"Bearer {episode.key}") as client:
+    async with client_of(an_app(renderer, episodes=store, **app), authorization=f"Bearer {episode.key}") as client:
         yield episode, client
     episode.end()
 
@@ -245,6 +259,10 @@ async def test_what_cannot_be_sent_is_not_recorded(stream: bool) -> None:
             body = {**protocol.body([{"role": "user", "content": "hi"}]), "stream": stream}
             answer = await client.post(protocol.path, json=body)
             assert answer.status_code == 500 or '"error"' in answer.text
+        assert episode.num_turns == 0
+    async with an_episode(RENDERER, tokenizer=Unspeakable()) as (episode, client):
+        answer = await client.post("/v1/completions", json={"prompt": [5, 6], "stream": stream})
+        assert answer.status_code == 500 or '"error"' in answer.text
         assert episode.num_turns == 0
     async with an_episode(RENDERER) as (episode, client):
         for protocol in PROTOCOLS:

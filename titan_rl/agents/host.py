@@ -7,7 +7,7 @@ import math
 import os
 import secrets
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,11 +16,11 @@ from titan_rl.agents.program import AgentProgram
 from titan_rl.agents.settings import AgentSettings
 from titan_rl.agents.waiting import WaitingSamples
 from titan_rl.calls.threads import in_thread
-from titan_rl.errors import RequestError
+from titan_rl.errors import ConfigError, RequestError
 from titan_rl.generation.request import EngineRequest, OnChunk
 from titan_rl.rollout.renderer.tokenizer import load_tokenizer
 from titan_rl.rollout.task import RunContext
-from titan_rl.serving.app import make_app
+from titan_rl.serving.app import PolicyApp, make_app
 from titan_rl.serving.episodes.limits import EpisodeLimits
 from titan_rl.serving.episodes.store import EpisodeStore
 from titan_rl.serving.http.keys import Keys
@@ -73,7 +73,7 @@ async def hosting(settings: AgentSettings, run: RunContext) -> AsyncGenerator[Ag
         episodes=store,
         open_episode=None if settings.command else waiting.take,
     )
-    async with agent_processes() as processes, serve(app, host=settings.host, port=settings.port) as url:
+    async with agent_processes() as processes, _served(app, settings) as url:
         program = AgentProgram(
             processes, output_bytes=settings.output_bytes, end_s=settings.end_s, is_kept=settings.keep != "none"
         )
@@ -90,6 +90,21 @@ async def hosting(settings: AgentSettings, run: RunContext) -> AsyncGenerator[Ag
         finally:
             address.unlink(missing_ok=True)
             await waiting.close()
+
+
+@asynccontextmanager
+async def _served(app: PolicyApp, settings: AgentSettings) -> AsyncGenerator[str]:
+    async with AsyncExitStack() as stack:
+        try:
+            url = await stack.enter_async_context(serve(app, host=settings.host, port=settings.port))
+        except ConfigError as error:
+            if not settings.port:
+                raise
+            raise ConfigError(
+                f"task.port = {settings.port}: {error}. Each rollout worker has a server of its own: with several "
+                "(rollout.num_workers) leave task.port at 0, and each takes one that is free"
+            ) from error
+        yield url
 
 
 async def _nobody(request: EngineRequest, on_chunk: OnChunk) -> Completion:

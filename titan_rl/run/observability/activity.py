@@ -46,8 +46,9 @@ class Activity:
         """What generation has to do, as far as that is known."""
         serving = [replica.name for replica in self._router.replicas if replica.serving]
         errors = [f"{replica.name}: {replica.last_error}" for replica in self._router.replicas if replica.last_error]
+        elsewhere = "" if self._requests.now else " (rollouts wait for environments, agents, harnesses or rewards)"
         return [
-            f"{self._requests.now} requests are in flight",
+            f"{self._requests.now} requests are in flight{elsewhere}",
             f"{len(serving)} of {self._num_generators} generators serve",
             *errors,
         ]

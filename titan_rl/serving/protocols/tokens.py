@@ -12,8 +12,8 @@ from starlette.requests import Request
 from titan_rl.serving import LEAST_LOGPROB
 from titan_rl.serving.conversations.caller import Show, Talk, caller_of
 from titan_rl.serving.http.body import Body, Many, read
-from titan_rl.serving.http.exchange import Answer, Emit, Exchanges
-from titan_rl.serving.policy.served_policy import Ask, OnTokens, ServedPolicy
+from titan_rl.serving.http.exchange import Answer, Emit, Exchanges, encoded
+from titan_rl.serving.policy.served_policy import Ask, ServedPolicy
 from titan_rl.serving.protocols.wire import (
     Count,
     SamplingBody,
@@ -83,18 +83,19 @@ class TokenEndpoint:
         with_logprobs = asked.logprobs is not None
 
         async def work(emit: Emit | None) -> Any:
-            if emit is None:
-                completions = await self._complete(talk, ask)
-                return self._response(body, request_id, completions, with_logprobs)
-            return await self._stream(body, talk, ask, emit, with_logprobs)
+            if emit is not None:
+                return await self._stream(body, talk, ask, emit, with_logprobs)
+            completions = await self._policy.complete(ask)
+            response = encoded(self._response(body, request_id, completions, with_logprobs))
+            self._keep(talk, completions)
+            return response
 
         return Answer(self._exchanges, work, num_places=num_choices, stream=bool(body.stream))
 
-    async def _complete(self, talk: Talk, ask: Ask, on_tokens: OnTokens | None = None) -> list[Completion]:
-        completions = await self._policy.complete(ask, on_tokens)
+    def _keep(self, talk: Talk, completions: Sequence[Completion]) -> None:
+        """Once what a client is told of them is encoded, since what cannot be sent must not be remembered."""
         for index, completion in enumerate(completions):
             talk.record(index, completion, {"role": "assistant", "content": self._show(completion.token_ids)})
-        return completions
 
     def _response(
         self, body: GenerateBody, request_id: str, completions: list[Completion], with_logprobs: bool
@@ -128,7 +129,8 @@ class TokenEndpoint:
             emit(envelope(choices=[choice], prompt_token_ids=prompt))
             prompt = None
 
-        completions = await self._complete(talk, ask, on_tokens)
+        completions = await self._policy.complete(ask, on_tokens)
+        self._keep(talk, completions)
         for index, completion in enumerate(completions):
             end = {"index": index, "token_ids": [], "logprobs": None, "finish_reason": str(completion.finish_reason)}
             emit(envelope(choices=[{**end, "weight_versions": weight_versions(completion)}]))

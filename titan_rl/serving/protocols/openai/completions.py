@@ -13,7 +13,7 @@ from titan_rl.serving import LEAST_LOGPROB
 from titan_rl.serving.conversations.caller import Talk, caller_of
 from titan_rl.serving.http.api_error import ApiError
 from titan_rl.serving.http.body import read
-from titan_rl.serving.http.exchange import Answer, Emit, Exchanges
+from titan_rl.serving.http.exchange import Answer, Emit, Exchanges, encoded
 from titan_rl.serving.policy.served_policy import Ask, ServedPolicy
 from titan_rl.serving.policy.text import Text, TextReader
 from titan_rl.serving.policy.tokenizing import Tokenizing
@@ -100,28 +100,37 @@ class _Work:
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [
-                    group.create_task(self._complete(talk, ask, choices[at * ask.num_choices :]))
-                    for at, (talk, ask) in enumerate(self._asks)
+                    group.create_task(self._complete(ask, choices[at * ask.num_choices :]))
+                    for at, (_, ask) in enumerate(self._asks)
                 ]
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
-        completions = [completion for task in tasks for completion in task.result()]
+        by_prompt = [task.result() for task in tasks]
+        completions = [completion for one in by_prompt for completion in one]
         use = usage(sum(len(ask.prompt_token_ids) for _, ask in self._asks), completions)
         if emit is None:
             told = [choice.whole(completion) for choice, completion in zip(choices, completions, strict=True)]
-            return {**self._envelope, "choices": told, "usage": use}
-        for choice, completion in zip(choices, completions, strict=True):
-            choice.tell_end(completion)
+            body = encoded({**self._envelope, "choices": told, "usage": use})
+            self._keep(by_prompt)
+            return body
+        ends = [encoded(choice.end(completion)) for choice, completion in zip(choices, completions, strict=True)]
+        self._keep(by_prompt)
+        for end in ends:
+            emit(end)
         if self._body.stream_options is not None and self._body.stream_options.include_usage:
             emit({**self._envelope, "choices": [], "usage": use})
         return None
 
-    async def _complete(self, talk: Talk, ask: Ask, choices: list[_Choice]) -> list[Completion]:
-        completions = await self._policy.complete(ask, lambda index, chunk: choices[index].take(chunk))
-        for index, completion in enumerate(completions):
-            message = {"role": "assistant", "content": self._text.decode(completion.token_ids)}
-            talk.record(index, completion, message)
-        return completions
+    async def _complete(self, ask: Ask, choices: list[_Choice]) -> list[Completion]:
+        return await self._policy.complete(ask, lambda index, chunk: choices[index].take(chunk))
+
+    def _keep(self, by_prompt: list[list[Completion]]) -> None:
+        """Once what a client is told of them is encoded, since what cannot be sent must not be remembered."""
+        for (talk, _), completions in zip(self._asks, by_prompt, strict=True):
+            for index, completion in enumerate(completions):
+                talk.record(
+                    index, completion, {"role": "assistant", "content": self._text.decode(completion.token_ids)}
+                )
 
     @property
     def body(self) -> CompletionBody:
@@ -160,10 +169,10 @@ class _Choice:
         text = "".join(self._pieces) + self._reader.end()
         return {**self._told(text, completion, len(completion.token_ids)), **self._ending(completion)}
 
-    def tell_end(self, completion: Completion) -> None:
-        assert self._emit is not None
+    def end(self, completion: Completion) -> dict[str, Any]:
+        """The last event."""
         choice = {"index": self._index, "text": self._reader.end(), "logprobs": None, **self._ending(completion)}
-        self._emit({**self._work.envelope, "choices": [choice]})
+        return {**self._work.envelope, "choices": [choice]}
 
     def _ending(self, completion: Completion) -> dict[str, Any]:
         """Once the text has ended: a stop string may show in its last character alone."""
