@@ -59,3 +59,20 @@ def test_a_fault_that_is_not_the_policys_is_in_no_mean_reward_whatever_the_rubri
     metrics = validation_metrics([group])
     assert metrics["validation/reward_mean"] == 0.5
     assert metrics["validation/unscored"] == 1.0
+
+
+def test_seats_have_a_mean_each_and_are_equal_among_themselves():
+    def game(*chips: float) -> RolloutGroup:
+        rollouts = [
+            Rollout(f"g/{number}/{seat}", "g", number, None, reward=sign * won, seat=seat)
+            for number, won in enumerate(chips)
+            for seat, sign in (("first", 1), ("second", -1))
+        ]
+        return RolloutGroup("g", None, rollouts)
+
+    metrics = group_metrics([game(2.0, 2.0), game(-1.0, 1.0)])
+    assert metrics["rollout/reward_mean"] == 0.0
+    assert metrics["rollout/seat/first/reward_mean"] == 1.0
+    assert metrics["rollout/seat/second/reward_mean"] == -1.0
+    assert metrics["rollout/zero_variance_groups"] == 0.5
+    assert validation_metrics([game(2.0)])["validation/seat/first/reward_mean"] == 2.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 from titan_rl.calls.ctrl_c import is_ctrl_c
 from titan_rl.calls.user_code import describe
 from titan_rl.errors import DataError
+from titan_rl.rollout.environment.seats import SeatedEnv
 from titan_rl.rollout.environment.types import AgentEnv, TokenEnv
 from titan_rl.rollout.renderer.types import Renderer
 from titan_rl.rollout.rewards.rubric import Rubric
@@ -34,9 +36,9 @@ class Task(Protocol):
         """The first `count` held-out samples, the same at every call."""
         ...
 
-    def make_env(self, sample: Any, renderer: Renderer) -> TokenEnv | AgentEnv:
+    def make_env(self, sample: Any, renderer: Renderer) -> TokenEnv | AgentEnv | SeatedEnv:
         """A fresh environment for one rollout of the sample. For one of chat messages return
-        `MessageTokenEnv(env, renderer)`."""
+        `MessageTokenEnv(env, renderer)`, and where it has several seats `MessageGame(env, renderer, players)`."""
         ...
 
     def rubric(self) -> Rubric: ...
@@ -48,6 +50,15 @@ class FilteringTask(Task, Protocol):
 
     def drop_reason(self, group: RolloutGroup) -> str | None:
         """Why a finished training group is not trained on, as a metric's name; None to train on it."""
+        ...
+
+
+@runtime_checkable
+class MeasuredTask(Task, Protocol):
+    """A task that can say more of a policy than what it earns: how far a player is from unbeatable, for instance."""
+
+    def measure(self, groups: Sequence[RolloutGroup]) -> Mapping[str, float]:
+        """Figures by name, of the groups of all held-out samples that were judged."""
         ...
 
 
@@ -145,6 +156,22 @@ def calling(call: str) -> Generator[None]:
         if is_ctrl_c(error):
             raise
         raise DataError(f"{call} of the task failed: {describe(error)}") from error
+
+
+def measured(task: Task, groups: Sequence[RolloutGroup]) -> dict[str, float]:
+    """What the task says of the groups of its held-out samples, where it has something to say.
+
+    Raises:
+        DataError: it raised, or gave something else than finite numbers by name.
+    """
+    if not isinstance(task, MeasuredTask):
+        return {}
+    with calling("measure"):
+        given: Any = task.measure(groups)
+        figures = {name: float(value) for name, value in given.items()}
+        if not all(isinstance(name, str) and math.isfinite(value) for name, value in figures.items()):
+            raise ValueError(f"it gave {given!r}; it must give finite numbers by name")
+    return figures
 
 
 def drop_reason(task: FilteringTask, group: RolloutGroup) -> str | None:

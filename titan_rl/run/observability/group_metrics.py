@@ -26,7 +26,9 @@ def group_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
         rollout/reward_mean, reward_std (population), reward_min, reward_max: of all scored rollouts. A fault
         that is not the policy's (`RolloutStatus.is_fault`) is none of them, whatever reward the rubric gives it.
         rollout/reward/<name>: mean of one reward of the breakdown over the rollouts that have it.
-        rollout/zero_variance_groups: share of the scored groups whose rewards are all equal, which teach nothing.
+        rollout/zero_variance_groups: share of the scored groups whose rewards, or those of each seat, are all equal,
+        which teach nothing.
+        rollout/seat/<seat>/reward_mean: of what one seat did, where environments have several.
         rollout/status/<status>: share of rollouts that ended so, one for each status.
         rollout/completion_tokens_mean, completion_tokens_max: of a rollout, all turns together.
         rollout/turns_mean; rollout/branches_per_rollout: mean number of samples that a rollout's turns make, which is 1
@@ -51,17 +53,22 @@ def group_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     for status in RolloutStatus:
         metrics[f"rollout/status/{status}"] = fmean(rollout.status is status for rollout in rollouts)
 
-    given = [[rollout.reward for rollout in group.rollouts if _is_judged(rollout)] for group in groups]
-    rewards = [[value for reward in group if (value := finite(reward)) is not None] for group in given]
-    left_out = sum(map(len, given)) - sum(map(len, rewards))
-    scored = [group for group in rewards if group]
+    num_given = sum(_is_judged(rollout) for rollout in rollouts)
+    scored = [seats for group in groups if (seats := _rewards_by_seat(group))]
+    flat = [reward for seats in scored for rewards in seats.values() for reward in rewards]
+    left_out = num_given - len(flat)
     if scored:
-        flat = [reward for group in scored for reward in group]
         metrics["rollout/reward_mean"] = fmean(flat)
         metrics["rollout/reward_std"] = pstdev(flat)
         metrics["rollout/reward_min"] = min(flat)
         metrics["rollout/reward_max"] = max(flat)
-        metrics["rollout/zero_variance_groups"] = fmean(min(group) == max(group) for group in scored)
+        metrics["rollout/zero_variance_groups"] = fmean(
+            all(min(rewards) == max(rewards) for rewards in seats.values()) for seats in scored
+        )
+        for seat in sorted({seat for seats in scored for seat in seats if seat is not None}):
+            metrics[f"rollout/seat/{seat}/reward_mean"] = fmean(
+                reward for seats in scored for reward in seats.get(seat, ())
+            )
 
     completions = [turn.completion for rollout in rollouts for turn in rollout.turns]
     for prefix, records in {
@@ -82,11 +89,21 @@ def group_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
 def validation_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     """`group_metrics` of held-out groups, under names that begin with "validation/".
 
-    The mean reward is of the rollouts that are scored; `validation/unscored` counts the others.
+    The mean reward is of the rollouts that are scored, those of all seats together; `validation/unscored` counts the
+    others.
     """
     metrics = {f"validation/{name.removeprefix('rollout/')}": value for name, value in group_metrics(groups).items()}
     unscored = sum(not _is_judged(rollout) for group in groups for rollout in group.rollouts)
     return metrics | {"validation/unscored": float(unscored)}
+
+
+def _rewards_by_seat(group: RolloutGroup) -> dict[str | None, list[float]]:
+    """Of the seats that have any."""
+    seats = {
+        seat: [value for rollout in rollouts if _is_judged(rollout) and (value := finite(rollout.reward)) is not None]
+        for seat, rollouts in group.by_seat.items()
+    }
+    return {seat: rewards for seat, rewards in seats.items() if rewards}
 
 
 def _is_judged(rollout: Rollout) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 from titan_rl.config.run import RunConfig
 from titan_rl.errors import RewardError, TrainingError
 from titan_rl.rollout.group.failures import ErrorCounts
+from titan_rl.rollout.task import measured
 from titan_rl.rollout.types import RolloutGroup
 from titan_rl.run.directory import RunDirectory
 from titan_rl.run.observability.group_metrics import validation_metrics
@@ -37,7 +38,7 @@ class Validation:
         tell: Callable[[str], None],
     ) -> None:
         self._settings = config.validation
-        self._tasks = [source.name for source in config.tasks]
+        self._sources = config.tasks
         self._max_lost = config.scheduling.max_failed_groups
         self._groups = groups
         self._transcripts = transcripts
@@ -64,7 +65,8 @@ class Validation:
         """
         if not self.is_on:
             return None
-        samples = [(task, sample) for task in self._tasks for sample in self._groups.validation_samples(task)]
+        tasks_of_run = [source.name for source in self._sources]
+        samples = [(task, sample) for task in tasks_of_run for sample in self._groups.validation_samples(task)]
         lost = LostInARow(min(self._max_lost, len(samples)))
         async with asyncio.TaskGroup() as tasks:
             running = [
@@ -96,11 +98,22 @@ class Validation:
                 f"no validation rollout got a reward: {errors.describe() or 'none was judged'}; "
                 f"{self._run_dir.rollouts} and logs/controller.log beside it have more"
             )
+        figures = self._measured(groups)
         reward = metrics["validation/reward_mean"]
-        self._log(version, metrics)
+        self._log(version, metrics | figures)
+        told = "".join(f", {name.removeprefix('validation/')} {value:.3f}" for name, value in figures.items())
         left_out = f", without those that failed: {errors.describe()}" if errors.num_errors else ""
-        self._tell(f"validation at step {version}: reward {reward:.3f}{left_out}")
+        self._tell(f"validation at step {version}: reward {reward:.3f}{told}{left_out}")
         return reward
+
+    def _measured(self, groups: Sequence[RolloutGroup]) -> dict[str, float]:
+        """What tasks say of their groups: validation/<name>, or validation/<task>/<name> where there are several."""
+        figures: dict[str, float] = {}
+        for source in self._sources:
+            judged = [group for group in groups if group.task == source.name and group.failure is None]
+            prefix = "validation" if len(self._sources) == 1 else f"validation/{source.name}"
+            figures |= {f"{prefix}/{name}": value for name, value in measured(source.task, judged).items()}
+        return figures
 
 
 class LostInARow:
