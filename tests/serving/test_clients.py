@@ -14,16 +14,19 @@ import shutil
 import subprocess
 import sys
 import venv
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from clients import TOKENIZER, talking
-from speaking import qwen3
+from clients import ANSWERS, TOKENIZER, talking
+from speaking import qwen3, script
 
 from titan_rl.serving.server import serve
 
 PROGRAMS = Path(__file__).parent / "programs"
+START = TOKENIZER.convert_tokens_to_ids("<|im_start|>")
+CHATTING = script(TOKENIZER, ANSWERS.__getitem__)
 INSTALL_S = 900
 RUN_S = 300
 
@@ -92,6 +95,21 @@ async def test_inspect_ai_evaluates(request: pytest.FixtureRequest, tmp_path: Pa
     async with talking(qwen3(TOKENIZER), answers=answers, any_model=True) as stage, serve(stage.app) as url:
         scores = await told_by(python, str(PROGRAMS / "inspect_ai_eval.py"), str(tmp_path), url=url)
     assert scores == {f"{task} {api}": 1.0 for task in ("plain", "tools") for api in ("chat", "responses")}
+
+
+def goes_on(context: Sequence[int]) -> int:
+    """Chats, and goes on from the text "sky" by itself."""
+    if START in context:
+        return CHATTING(context)
+    said = TOKENIZER.decode(context).removeprefix("sky")
+    return TOKENIZER.encode("blue! And more.", add_special_tokens=False)[len(said)]
+
+
+async def test_lm_eval_evaluates(request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    python = python_with(request.config.cache, "lm-eval", "lm-eval[api]==0.4.13")
+    async with talking(engine={"script": goes_on}, any_model=True) as stage, serve(stage.app) as url:
+        scores = await told_by(python, str(PROGRAMS / "lm_eval_run.py"), str(tmp_path), url=url)
+    assert scores == {"local-chat-completions": 1.0, "local-completions": 1.0}
 
 
 async def test_verifiers_evaluates_and_trains(request: pytest.FixtureRequest, tmp_path: Path) -> None:
