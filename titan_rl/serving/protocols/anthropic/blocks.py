@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -14,6 +15,7 @@ from titan_rl.serving.protocols.anthropic.bodies import ConversationBody
 from titan_rl.serving.protocols.wire import objects_in, string_in, text_in, wrong
 
 _TEXT = ("text",)
+_BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
 
 Tell = Callable[[dict[str, Any]], None]
 
@@ -24,7 +26,7 @@ def messages_from_blocks(body: ConversationBody) -> list[Message]:
         ApiError: 400, names the field that is wrong or not supported.
     """
     messages: list[Message] = []
-    if system := text_in(body.system, "system", _TEXT):
+    if system := _system(body.system):
         messages.append({"role": "system", "content": system})
     for index, message in enumerate(body.messages):
         where = f"messages[{index}]"
@@ -111,6 +113,15 @@ class ReplyBlocks:
 
     def _delta(self, delta: dict[str, Any]) -> None:
         self._tell({"type": "content_block_delta", "index": len(self.blocks) - 1, "delta": delta})
+
+
+def _system(given: Any) -> str:
+    """Without the line by which Claude Code tells its vendor's billing which request it is. It differs in each, and so
+    every turn would begin a conversation anew."""
+    if not isinstance(given, list):
+        return _BILLING.sub("", text_in(given, "system", _TEXT))
+    blocks = objects_in(given, "system")
+    return "".join(_BILLING.sub("", text_in([block], f"system[{at}]", _TEXT)) for at, block in enumerate(blocks))
 
 
 def _of_user(content: Any, where: str) -> list[Message]:
