@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from titan_rl.tiny_model import make_tiny_model
+
 TASK = '''
 from typing import Literal
+from titan_rl import MessageTokenEnv, Reward, Rubric, ToolEnv
 from titan_rl.settings import Section
 
 class Echo(Section):
@@ -21,8 +26,8 @@ class Echo(Section):
 
     def train_sample(self, seed, index): return self.words[index % len(self.words)]
     def validation_samples(self, count): return [self.words[0]] * count
-    def make_env(self, sample): raise NotImplementedError
-    def rubric(self): raise NotImplementedError
+    def make_env(self, sample, renderer): return MessageTokenEnv(ToolEnv(sample), renderer)
+    def rubric(self): return Rubric([Reward(lambda rollout: 1.0, name="one")])
 
 class Half(Section):
     def rubric(self): raise NotImplementedError
@@ -43,6 +48,8 @@ steps = 5
 lr = 1
 """
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
 ARCHITECTURE = {
     "max_position_embeddings": 512,
     "num_hidden_layers": 2,
@@ -50,6 +57,14 @@ ARCHITECTURE = {
     "num_key_value_heads": 2,
     "hidden_size": 64,
 }
+
+
+@functools.cache
+def _tokenizer_files() -> dict[str, str]:
+    """Of a tokenizer of bytes, as a tiny model has it."""
+    with tempfile.TemporaryDirectory() as folder:
+        make_tiny_model(folder, texts=[], level="byte", parameters=200_000)
+        return {path.name: path.read_text() for path in Path(folder).iterdir() if path.name in TOKENIZER_FILES}
 
 
 @pytest.fixture
@@ -61,8 +76,8 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     policy.mkdir()
     (policy / "config.json").write_text(json.dumps(ARCHITECTURE))
     (policy / "model.safetensors").touch()
-    (policy / "tokenizer.json").write_text("{}")
-    (policy / "chat_template.jinja").touch()
+    for name, text in _tokenizer_files().items():
+        (policy / name).write_text(text)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield tmp_path

@@ -13,8 +13,9 @@ from titan_rl.config.changes import check_resume
 from titan_rl.config.concurrency import throttles
 from titan_rl.config.load import dump_config, load_config
 from titan_rl.config.run import RunConfig
-from titan_rl.errors import ConfigError
+from titan_rl.errors import ConfigError, MissingExtraError
 from titan_rl.run.observability.standard_streams import say, tell
+from titan_rl.run.rehearsal import describe, rehearse
 from titan_rl.run.run_name import run_name
 
 
@@ -28,7 +29,11 @@ def set_up(parser: Parser) -> None:
     parser.add_argument(
         "--resume", metavar="RUN", help="continue the run in this folder from its newest checkpoint and its journal"
     )
-    parser.add_argument("--dry-run", action="store_true", help="check everything, print the settings, and stop")
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="check everything, print the settings, play a group without a model, and stop",
+    )
     parser.add_settings(RunConfig)
     parser.set_defaults(run=run)
 
@@ -44,9 +49,26 @@ def run(arguments: argparse.Namespace) -> int:
         tell(f"titan-rl: warning: {warning}")
     if arguments.dry_run:
         say(dump_config(config))
-        return 0
+        return _rehearse(config)
     # Not before the settings are known to be right: what starts processes also imports what they need.
     from titan_rl.run.launch import run_training
 
     name = run_name(config, [Path(toml) for toml in arguments.config], arguments.overrides)
     return run_training(config, resume, name=name, begun_by=shlex.join(["titan-rl", *sys.argv[1:]]))
+
+
+def _rehearse(config: RunConfig) -> int:
+    """Play a group of each task without engines, where there is what reads the model's tokenizer.
+
+    Returns:
+        exit code: 1 where something is wrong that would fail a run.
+    """
+    try:
+        rehearsals = rehearse(config, lambda text: tell(f"titan-rl: {text}"))
+    except MissingExtraError as error:
+        tell(f"titan-rl: no group is played: {error}")
+        return 0
+    for rehearsal in rehearsals:
+        for line in describe(rehearsal, config.model.max_context):
+            tell(line)
+    return 1 if any(rehearsal.problems for rehearsal in rehearsals) else 0

@@ -8,6 +8,9 @@ from typing import Any
 
 from titan_rl.errors import MissingExtraError, ModelError
 
+_TOO_LONG = "sequence-length-is-longer-than-the-specified-maximum"
+"""What transformers warns of once, on standard error; here model.max_context is the limit."""
+
 _FILES = ("tokenizer.json", "tokenizer.model", "*.tiktoken", "vocab.*", "spiece.model")
 
 
@@ -29,9 +32,11 @@ def load_tokenizer(path: str | Path) -> Any:
         raise ModelError(f"model folder {str(path)!r} has no tokenizer (such as tokenizer.json)")
     try:
         loader: Any = transformers.TokenizersBackend if _is_plain(folder) else transformers.AutoTokenizer
-        return loader.from_pretrained(folder, local_files_only=True)
+        tokenizer = loader.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # transformers raises many types here
         raise ModelError(f"the tokenizer in model folder {str(path)!r} cannot be loaded: {error}") from error
+    tokenizer.deprecation_warnings[_TOO_LONG] = True
+    return tokenizer
 
 
 def _is_plain(folder: Path) -> bool:

@@ -1,0 +1,138 @@
+"""What a dry run finds by playing a group without a model."""
+
+from __future__ import annotations
+
+import re
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+from user_project import project
+
+from titan_rl.cli.main import main
+from titan_rl.run import rehearsal
+
+__all__ = ["project"]
+
+TASK = """
+import asyncio, time
+from titan_rl import Demonstration, MessageObservation, MessageStep, MessageTask
+from titan_rl import Reward, RolloutStatus, Rubric, env_reward
+
+class Env:
+    def __init__(self, sample): self.sample = sample
+    async def reset(self): return MessageObservation([{"role": "user", "content": f"Say {self.sample}."}])
+    async def step(self, message):
+        said = message["content"] == str(self.sample)
+        return MessageStep(status=RolloutStatus.COMPLETED, rewards={"said": float(said)})
+    async def close(self): ...
+
+class Say(MessageTask):
+    def sample(self, rng): return rng.randint(0, 999)
+    def env(self, sample): return Env(sample)
+    def rubric(self): return Rubric([env_reward("said")])
+
+class Raises(Say):
+    def env(self, sample):
+        class Broken(Env):
+            async def step(self, message): return {}["answer"]  # a mistake
+        return Broken(sample)
+
+class GivesText(Say):
+    def rubric(self): return Rubric([Reward(text_reward)])
+
+def text_reward(rollout): return "good"
+
+class NoSample(Say):
+    def train_sample(self, seed, index): return [][index]
+
+class Long(Say):
+    def sample(self, rng): return f"{rng.random()} " * 99
+
+class Hangs(Say):
+    def env(self, sample):
+        class Waits(Env):
+            async def reset(self): await asyncio.Event().wait()
+        return Waits(sample)
+
+class Shows(Say):
+    answer: str = "7"
+    def demonstrations(self, count):
+        said = {"role": "assistant", "content": self.answer}
+        yield Demonstration([{"role": "user", "content": "Say 7."}, said])
+
+class Filters(Say):
+    def drop_reason(self, group): return group.absent
+"""
+
+
+@pytest.fixture
+def dry_run(project: Path, capsys: pytest.CaptureFixture[str]):
+    (project / "say_task.py").write_text(textwrap.dedent(TASK))
+
+    def run(task: str, *more: str) -> tuple[int, str]:
+        """Exit code, and what is on standard error."""
+        Path("say.toml").write_text(f'[model]\npath = "policy"\n[task]\ntype = "say_task:{task}"\n')
+        code = main(["train", "say.toml", "--dry-run", *more])
+        streams = capsys.readouterr()
+        assert "[model]" in streams.out or code == 2
+        return code, streams.err
+
+    yield run
+    sys.modules.pop("say_task", None)
+
+
+def test_the_first_prompt_is_shown_with_what_becomes_of_it(dry_run):
+    code, told = dry_run("Say")
+    assert code == 0
+    assert "say: the first prompt has " in told
+    assert "of 512 tokens:\n  | <|im_start|>user\n  | Say " in told
+    assert "say: 4 rollouts of a mock policy: 3 completed, 1 truncated_length; rewards: 0 0 0 0\n" in told
+
+
+def test_the_policy_says_what_a_demonstration_says(dry_run, monkeypatch: pytest.MonkeyPatch):
+    code, told = dry_run("Shows", "--task.held_out", "0")
+    assert code == 0
+    assert "rewards: " in told
+    code, told = dry_run("Shows", "--task.answer", '"' + "7" * 100 + '"')
+    assert code == 1
+    assert re.search(r"error: a demonstration's answer has \d+ tokens, and sampling.max_tokens = 64 cuts it off", told)
+
+
+@pytest.mark.parametrize(
+    ("task", "says"),
+    [
+        ("Raises", "error: a rollout ends with error_env: KeyError: 'answer' (say_task.py:22 in step)"),
+        ("GivesText", "error: a reward failed: "),
+        ("Long", "error: a rollout ends with truncated_prompt: the prompt of turn 0 has "),
+        ("NoSample", "train_sample(0, 0) of the task failed: IndexError: list index out of range (say_task.py:"),
+        ("Filters", "drop_reason of group 'filters-0' of the task failed: AttributeError"),
+    ],
+)
+def test_what_would_fail_a_run_is_told_with_the_users_line_in_a_second(dry_run, task: str, says: str):
+    code, told = dry_run(task)
+    assert code == 1
+    assert says in told
+    assert "text_reward" in told or task != "GivesText"
+
+
+def test_an_environment_that_hangs_is_left_to_itself(dry_run, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(rehearsal, "CALL_LIMIT_S", 0.05)
+    began = time.monotonic()
+    code, told = dry_run("Hangs")
+    assert code == 1
+    assert "error: a rollout ends with error_timeout" in told
+    assert time.monotonic() - began < 30
+
+
+def test_several_tasks_are_played_each(dry_run, project: Path, capsys: pytest.CaptureFixture[str]):
+    dry_run("Say")
+    Path("two.toml").write_text(
+        '[model]\npath = "policy"\n[[tasks]]\ntype = "say_task:Say"\n[[tasks]]\ntype = "say_task:Raises"\n'
+    )
+    assert main(["train", "two.toml", "--dry-run"]) == 1
+    told = capsys.readouterr().err
+    assert "say: 4 rollouts" in told
+    assert "raises: error: a rollout ends with error_env" in told

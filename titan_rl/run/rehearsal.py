@@ -1,0 +1,201 @@
+"""A group of each task, played without engines before a run begins: what is wrong with an environment, a reward, the
+renderer or a limit shows in a second, and not once processes have started."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby, islice
+from pathlib import Path
+from typing import Any
+
+from titan_rl.calls.threads import UsersThreads
+from titan_rl.calls.watchdog import LoopWatchdog
+from titan_rl.config.make_filters import make_filters
+from titan_rl.config.make_renderer import make_renderer
+from titan_rl.config.make_rollouter import open_rollouters
+from titan_rl.config.run import RunConfig
+from titan_rl.config.tasks import TaskSource
+from titan_rl.errors import ConfigError, DataError
+from titan_rl.rollout.environment.seats import SeatedEnv
+from titan_rl.rollout.environment.types import AgentEnv, TokenEnv, TokenObservation, TokenStep
+from titan_rl.rollout.group.rollouter import Rollouter
+from titan_rl.rollout.mock_policy import MockPolicy
+from titan_rl.rollout.renderer import Renderer
+from titan_rl.rollout.renderer.tokenizer import load_tokenizer
+from titan_rl.rollout.task import DemonstratingTask, calling
+from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus
+from titan_rl.scheduling.filters import first_reason
+from titan_rl.training.data.demonstrations import encode
+from titan_rl.types import Completion, SamplingParams
+
+AnyEnv = TokenEnv | AgentEnv | SeatedEnv
+
+SIBLINGS = 4  # one for each thing that a mock policy does
+LIMIT_S = 60.0
+CALL_LIMIT_S = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsal:
+    """What was seen of a task.
+
+    Attributes:
+        prompt: that its first rollout begins with, as the model reads it; None where none came about.
+        problems: what would fail a run or teach it nothing, for a person.
+    """
+
+    task: str
+    prompt: str | None
+    num_prompt_tokens: int
+    group: RolloutGroup
+    problems: tuple[str, ...]
+
+
+def rehearse(config: RunConfig, tell: Callable[[str], object]) -> list[Rehearsal]:
+    """Play the first training sample of each task, as a run would. Nothing is said of tasks of agents, whose programs
+    are not started.
+
+    Args:
+        tell: takes what a task has to say, and which call stands still.
+
+    Raises:
+        ConfigError, ModelError: the renderer cannot be made.
+        DataError: a sample cannot be had, or it takes longer than `LIMIT_S` in all.
+        RewardError: the advantage function failed, or a reward whose policy is to end the run.
+        MissingExtraError: what reads tokenizers is not installed.
+    """
+    with tempfile.TemporaryDirectory() as folder, asyncio.Runner() as runner:
+        runner.get_loop().set_default_executor(UsersThreads())  # the end waits for nothing that hangs there
+        return runner.run(_rehearse(config, Path(folder), tell))
+
+
+async def _rehearse(config: RunConfig, folder: Path, tell: Callable[[str], object]) -> list[Rehearsal]:
+    renderer = make_renderer(config.model)
+    limits = config.rollout.model_copy(update={"max_retries": 0, "rollout_timeout_s": CALL_LIMIT_S})
+    briefly = config.model_copy(update={"rollout": limits})
+    try:
+        async with asyncio.timeout(LIMIT_S), open_rollouters(briefly, folder, tell, renderer) as rollouters:
+            with LoopWatchdog(tell):
+                return [
+                    rehearsal
+                    for source in briefly.tasks
+                    if (rehearsal := await _play(briefly, source, rollouters[source.name], renderer)) is not None
+                ]
+    except TimeoutError:
+        raise DataError(f"a group of each task takes longer than {LIMIT_S:g} s without a model") from None
+
+
+async def _play(config: RunConfig, source: TaskSource, rollouter: Rollouter, renderer: Renderer) -> Rehearsal | None:
+    """None of a task of agents."""
+    task, sampling = source.task, config.sampling_of(source)
+    stop_token_ids = renderer.get_stop_token_ids()
+    with calling(f"train_sample({config.seed}, 0)"):
+        sample = task.train_sample(config.seed, 0)
+    with calling("validation_samples(1)"):
+        list(task.validation_samples(1))
+    shown = _shown(task, renderer)
+    rollouter.make_env = agents = _WithoutAgents(rollouter.make_env)
+    group = await rollouter.run_group(
+        MockPolicy(shown, stop_token_ids[0]),
+        sample,
+        group_id=f"{source.name}-0",
+        group_size=SIBLINGS,
+        sampling=SamplingParams(sampling.max_tokens, sampling.temperature, stop_token_ids=tuple(stop_token_ids)),
+    )
+    if agents.found:
+        return None
+    group.task = source.name
+    first_reason(make_filters(config), group)
+    first = next((rollout.turns[0].prompt_token_ids for rollout in group.rollouts if rollout.turns), None)
+    return Rehearsal(
+        source.name,
+        None if first is None else load_tokenizer(config.model.path).decode(list(first)),
+        len(first or ()),
+        group,
+        tuple(dict.fromkeys(_problems(group, shown, sampling.max_tokens))),
+    )
+
+
+class _WithoutAgents:
+    """Makes environments, of which those that are agents begin nothing."""
+
+    def __init__(self, make_env: Callable[[Any], AnyEnv]) -> None:
+        self._make_env = make_env
+        self.found = False
+
+    def __call__(self, sample: Any) -> AnyEnv:
+        env = self._make_env(sample)
+        if not isinstance(env, AgentEnv):
+            return env
+        self.found = True
+        return _Unplayed(env)
+
+
+class _Unplayed:
+    """A `TokenEnv` that ends at once, in the place of an agent."""
+
+    def __init__(self, agent: AgentEnv) -> None:
+        self._agent = agent
+
+    async def reset(self) -> TokenObservation:
+        raise NotImplementedError
+
+    async def step(self, completion: Completion) -> TokenStep:
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        await self._agent.close()
+
+
+def _shown(task: Any, renderer: Renderer) -> list[list[int]]:
+    """The answers of the first demonstration, if there is one.  # [num_turns][num_tokens]"""
+    if not isinstance(task, DemonstratingTask):
+        return []
+    try:
+        with calling("demonstrations(1)"):
+            demonstrations = list(islice(task.demonstrations(1), 1))
+    except DataError as error:
+        if isinstance(error.__cause__, ConfigError):  # it could show something, and does not
+            return []
+        raise
+    tokens = [encode(renderer, demonstration) for demonstration in demonstrations]
+    return [
+        [token for token, _ in run]
+        for one in tokens
+        for learned, run in groupby(zip(one.token_ids, one.loss_mask, strict=True), key=lambda pair: pair[1])
+        if learned
+    ]
+
+
+def _problems(group: RolloutGroup, shown: Sequence[Sequence[int]], max_tokens: int) -> Iterator[str]:
+    if group.failure is not None:
+        yield f"a reward failed: {group.failure}"
+    for rollout in group.rollouts:
+        if rollout.status.is_fault or (rollout.status is RolloutStatus.TRUNCATED_PROMPT and not rollout.turns):
+            yield f"a rollout ends with {rollout.status}: {rollout.failure or rollout.error}"
+    if not shown:
+        return
+    if (longest := max(map(len, shown))) > max_tokens:
+        yield f"a demonstration's answer has {longest} tokens, and sampling.max_tokens = {max_tokens} cuts it off"
+    if group.rollouts[0].status is RolloutStatus.ERROR_PARSE:
+        yield "what a demonstration says cannot be read back (error_parse): model.renderer does not fit the task"
+
+
+def describe(rehearsal: Rehearsal, max_context: int) -> Iterator[str]:
+    """Lines for a person: the prompt, and what became of the group."""
+    if rehearsal.prompt is not None:
+        yield f"{rehearsal.task}: the first prompt has {rehearsal.num_prompt_tokens} of {max_context} tokens:"
+        yield from (f"  | {line}" for line in rehearsal.prompt.splitlines())
+    ends = Counter(str(rollout.status) for rollout in rehearsal.group.rollouts)
+    told = ", ".join(f"{count} {status}" for status, count in ends.items())
+    rewards = " ".join(map(_reward, rehearsal.group.rollouts))
+    yield f"{rehearsal.task}: {len(rehearsal.group.rollouts)} rollouts of a mock policy: {told}; rewards: {rewards}"
+    yield from (f"{rehearsal.task}: error: {problem}" for problem in rehearsal.problems)
+
+
+def _reward(rollout: Rollout) -> str:
+    return "none" if rollout.reward is None else f"{rollout.reward:.3g}"
