@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "generation": "calls errors types",
     "rollout": "calls errors settings types",
     "tasks": "calls errors rollout settings",
-    "adapters": "calls errors rollout tasks",
+    "adapters": "calls errors rollout settings tasks",
     "scheduling": "calls errors rollout settings types",
     "training": "calls errors rollout settings types weights",
     "config": "calls errors generation rollout scheduling settings training weights",

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
+import datasets
 import pytest
+from adapters.playing import calling, play
 
 from titan_rl import load_config
 
@@ -14,15 +17,44 @@ PAGE = (ROOT / "docs" / "adapters.md").read_text()
 BASE = [("model.path", str(ROOT / "examples" / "alphabet_sort" / "base")), ("model.max_context", "256")]
 
 
-def settings_of(section: str) -> list[str]:
-    """The TOML files that a section of the page shows."""
+def shown(section: str, language: str = "toml") -> list[str]:
+    """The files of that kind that a section of the page shows."""
     _, _, text = PAGE.partition(f"\n## {section}\n")
-    return re.findall(r"```toml\n(.*?)```", text.partition("\n## ")[0], re.DOTALL)
+    return re.findall(rf"```{language}\n(.*?)```", text.partition("\n## ")[0], re.DOTALL)
 
 
 @pytest.mark.parametrize("number", range(2))
 def test_reasoning_gym(number: int, tmp_path: Path) -> None:
-    (tmp_path / "run.toml").write_text(settings_of("reasoning-gym")[number])
+    (tmp_path / "run.toml").write_text(shown("reasoning-gym")[number])
     task = load_config(tmp_path / "run.toml", BASE).tasks[0].task
     assert task.train_sample(0, 0) == task.train_sample(0, 0)
     assert len(task.validation_samples(3)) == 3
+
+
+def trl_task(section: str, module: str, data: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "cache")
+    for name, language in ((module, "python"), (data, "json"), ("run.toml", "toml")):
+        (text,) = shown(section, language)
+        (folder / name).write_text(text)
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.chdir(folder)
+    return load_config("run.toml", BASE).tasks[0].task
+
+
+async def test_rows_and_reward_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = trl_task("Rows and reward functions of TRL", "rewards.py", "sums.jsonl", tmp_path, monkeypatch)
+    row = task.train_sample(0, 0)
+    group = await play(task, row, lambda _: row["answer"], lambda _: "?")
+    assert [rollout.reward for rollout in group.rollouts] == pytest.approx([1 - len(row["answer"]) / 1000, -0.001])
+
+
+async def test_classes_with_tool_methods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = trl_task("Classes with tool methods", "counter.py", "counter.jsonl", tmp_path, monkeypatch)
+    row = task.train_sample(0, 0)
+
+    def counts(messages: Any) -> Any:
+        return "Done." if messages[-1]["role"] == "tool" else calling("add", number=row["target"])
+
+    group = await play(task, row, counts, lambda _: "Done.")
+    assert group.rollouts[0].messages[0]["content"] == f"Use your tools. Count to {row['target']}."
+    assert [rollout.reward for rollout in group.rollouts] == [2.0, 1.0]

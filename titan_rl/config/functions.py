@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import cast, get_args
 
 from titan_rl.calls.imports import find_function
@@ -51,7 +51,7 @@ def _check_engine(generation: GenerationConfig, origins: Origins) -> None:
 
 
 def function_name(section: type[Section], field: str) -> FunctionName | None:
-    """What a setting, or each of a list, may name; None where it names no function."""
+    """What a setting, or each of a list or table, may name; None where it names no function."""
     info = section.model_fields[field]
     return next(
         (part for part in (*info.metadata, *_metadata(info.annotation)) if isinstance(part, FunctionName)), None
@@ -82,5 +82,8 @@ def _named(section: Section, prefix: str = "") -> Iterator[tuple[str, str, Funct
         elif isinstance(value, tuple):
             names = cast("tuple[str, ...]", value)
             yield from ((f"{key}[{index}]", name, known) for index, name in enumerate(names))
+        elif isinstance(value, Mapping):
+            by_key = cast("Mapping[str, str]", value)
+            yield from ((f"{key}.{inner}", name, known) for inner, name in by_key.items())
         else:
             yield key, value, known
