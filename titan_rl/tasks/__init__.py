@@ -3,6 +3,7 @@
 from titan_rl.tasks.message_task import MessageTask
 from titan_rl.tasks.prompt_task import PromptTask, answer_of, answer_rubric
 from titan_rl.tasks.rows import Rows
+from titan_rl.tasks.rows_file import Row, read_rows
 from titan_rl.tasks.tool_env import ToolEnv
 from titan_rl.tasks.tools import ArgumentsError, Tool, call_of, tools_of
 
@@ -10,11 +11,13 @@ __all__ = [
     "ArgumentsError",
     "MessageTask",
     "PromptTask",
+    "Row",
     "Rows",
     "Tool",
     "ToolEnv",
     "answer_of",
     "answer_rubric",
     "call_of",
+    "read_rows",
     "tools_of",
 ]

@@ -65,8 +65,12 @@ class PromptTask(MessageTask):
         return json.dumps(plain_json(messages_of(self.prompt(sample))), sort_keys=True)
 
 
-def answer_rubric(reward: AnswerReward) -> Rubric:
-    """Of one reward. What has no answer, as it is cut off or cannot be parsed, is worth 0."""
+def answer_rubric(reward: AnswerReward, *, in_thread: bool = False) -> Rubric:
+    """Of one reward. What has no answer, as it is cut off or cannot be parsed, is worth 0.
+
+    Args:
+        in_thread: as for `Reward`.
+    """
 
     def value(rollout: Rollout) -> float:
         return cast("float", reward(rollout.sample, answer_of(rollout)))
@@ -76,7 +80,7 @@ def answer_rubric(reward: AnswerReward) -> Rubric:
 
     name = getattr(reward, "__name__", type(reward).__name__)
     judge = awaited if inspect.iscoroutinefunction(reward) else value
-    return Rubric([Reward(judge, name=name)], truncated_reward=0.0, error_reward=0.0)
+    return Rubric([Reward(judge, name=name, in_thread=in_thread)], truncated_reward=0.0, error_reward=0.0)
 
 
 def answer_of(rollout: Rollout) -> str:

@@ -47,6 +47,10 @@ class Rows(MessageTask):
     """The system's message before it, if any."""
     reward: Annotated[str, FunctionName(())]
     """Called with the row and the text of the answer; may be async. What is cut off is worth 0."""
+    reward_in_thread: bool = False
+    """Suits a reward that waits, or computes for more than some milliseconds."""
+    demonstration: str = ""
+    """The column with an answer that `titan-rl sft` teaches, if there is one."""
     tools: tuple[Annotated[str, FunctionName(())], ...] = ()
     """Functions that the policy may call before it answers, or classes, whose objects' public methods it may call."""
 
@@ -68,8 +72,13 @@ class Rows(MessageTask):
         tools = [find_function("task.tools", name, _NONE) for name in self.tools]
         return ToolEnv(self._prompt_of(sample), [tool() if isinstance(tool, type) else tool for tool in tools])
 
+    def demonstrate(self, sample: Row, messages: Sequence[Message], rng: random.Random) -> str | Message:
+        if not self.demonstration:
+            raise ConfigError('task.demonstration = "" names no column with answers to teach; set it to one')
+        return str(sample[self.demonstration])
+
     def rubric(self) -> Rubric:
-        return answer_rubric(find_function("task.reward", self.reward, _NONE))
+        return answer_rubric(find_function("task.reward", self.reward, _NONE), in_thread=self.reward_in_thread)
 
     def key(self, sample: Row) -> str:
         """Of the columns that the prompt shows, however it words them."""
@@ -81,8 +90,11 @@ class Rows(MessageTask):
         Raises:
             ConfigError: a file cannot be read, lacks a column, or has no rows for one of the two sides.
         """
-        for held_out in (False, True):
-            self._rows(held_out=held_out)
+        _, rows = self._rows(held_out=True), self._rows(held_out=False)
+        if self.demonstration and not all(self.demonstration in row for row in rows):
+            raise ConfigError(
+                f"task.demonstration = {self.demonstration!r}: not all rows of {self.path} have such a column"
+            )
 
     def _rows(self, *, held_out: bool) -> Sequence[Row]:
         return _split(self)[held_out]  # pyright: ignore[reportArgumentType]  a frozen section is hashable

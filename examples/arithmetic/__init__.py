@@ -1,0 +1,1 @@
+"""Sums and differences: one prompt, one answer."""

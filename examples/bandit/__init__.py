@@ -1,0 +1,1 @@
+"""A bandit in tokens, learned from nothing."""

@@ -1,0 +1,82 @@
+"""Questions that are answered with a calculator, whose functions are the policy's tools."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from pydantic import Field, PositiveInt
+
+from titan_rl import Message, PromptTask, call_of
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers."""
+    return a + b
+
+
+def subtract(a: int, b: int) -> int:
+    """Subtract b from a."""
+    return a - b
+
+
+def multiply(a: int, b: int) -> int:
+    """Multiply two numbers."""
+    return a * b
+
+
+TOOLS: dict[str, Callable[[int, int], int]] = {"+": add, "-": subtract, "*": multiply}
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """
+    Example: `Question(7, "*", 8, "+", 6)` is (7 * 8) + 6, which is 62.
+    """
+
+    a: int
+    first: str
+    b: int
+    second: str
+    c: int
+
+    @property
+    def between(self) -> int:
+        return TOOLS[self.first](self.a, self.b)
+
+    @property
+    def answer(self) -> int:
+        return TOOLS[self.second](self.between, self.c)
+
+
+class Calculator(PromptTask):
+    """One question, such as "What is (7 * 8) + 6?". It takes two calls to know the answer."""
+
+    largest: PositiveInt = 9
+    """Of the three numbers."""
+    careless: float = Field(default=0.4, ge=0, le=1)
+    """How probable it is, at each step of a demonstration, that it guesses instead of calculating."""
+
+    def sample(self, rng: random.Random) -> Question:
+        a, b, c = (rng.randint(2, self.largest) for _ in range(3))
+        return Question(a, rng.choice(list(TOOLS)), b, rng.choice(list(TOOLS)), c)
+
+    def prompt(self, sample: Question) -> str:
+        return f"What is ({sample.a} {sample.first} {sample.b}) {sample.second} {sample.c}?"
+
+    def tools(self, sample: Question) -> object:
+        return list(TOOLS.values())
+
+    def reward(self, sample: Question, answer: str) -> float:
+        return float(answer.strip() == str(sample.answer))
+
+    def demonstrate(self, sample: Question, messages: Sequence[Message], rng: random.Random) -> str | Message:
+        results = [str(message["content"]) for message in messages if message["role"] == "tool"]
+        if len(results) == 2:
+            return results[1]
+        if rng.random() < self.careless:
+            return str(rng.randint(0, 2 * self.largest))
+        if not results:
+            return call_of(TOOLS[sample.first].__name__, {"a": sample.a, "b": sample.b})
+        return call_of(TOOLS[sample.second].__name__, {"a": int(results[0]), "b": sample.c})

@@ -1,0 +1,1 @@
+"""Word problems from a file of rows."""

@@ -1,0 +1,45 @@
+"""Whether an answer comes to the right number."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from decimal import Decimal
+from typing import Any
+
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+
+
+def is_right(row: Mapping[str, Any], answer: str) -> float:
+    """Numbers are compared as they are written; with math-verify (`pip install 'titan-rl[math]'`), LaTeX such as
+    "\\boxed{\\frac{1}{2}}" is 0.5, too. That may compute for long: call it in a thread."""
+    right = final_number(row["answer"])
+    if right is None:
+        raise ValueError(f"the row's answer {row['answer']!r} has no number")
+    said = final_number(answer)
+    return float(said == right or _is_equal(right, answer))
+
+
+def final_number(text: str) -> Decimal | None:
+    """The number after the last "####", or else the last number of all.
+
+    >>> final_number("9 + 6 = 15\\n#### 1,015")
+    Decimal('1015')
+    """
+    _, marked, after = text.rpartition("####")
+    numbers = _NUMBER.findall(after if marked else text)
+    return Decimal((numbers[0] if marked else numbers[-1]).replace(",", "")) if numbers else None
+
+
+def _is_equal(right: Decimal, answer: str) -> bool:
+    if "\\" not in answer:  # no LaTeX
+        return False
+    try:
+        import math_verify
+    except ImportError:
+        return False
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of what follows at each call
+    untimed: Any = None  # its own time limits are signals, which only a main thread may set
+    said = math_verify.parse(answer, parsing_timeout=untimed)
+    return math_verify.verify(math_verify.parse(str(right), parsing_timeout=untimed), said, timeout_seconds=None)

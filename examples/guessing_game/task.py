@@ -1,0 +1,70 @@
+"""A game of many turns: guess a number, and be told whether it is higher or lower."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from pydantic import Field, PositiveInt
+
+from titan_rl import (
+    Message,
+    MessageEnv,
+    MessageObservation,
+    MessageStep,
+    MessageTask,
+    RolloutStatus,
+    Rubric,
+    env_reward,
+)
+
+
+class GuessingEnv:
+    """A `MessageEnv` that thinks of a number. Any answer uses up a guess."""
+
+    def __init__(self, secret: int, largest: int, guesses: int) -> None:
+        self._secret = secret
+        self._largest = largest
+        self._left = guesses
+
+    async def reset(self) -> MessageObservation:
+        text = f"I think of a number from 1 to {self._largest}. You have {self._left} guesses."
+        return MessageObservation([{"role": "user", "content": text}])
+
+    async def step(self, message: Message) -> MessageStep:
+        self._left -= 1
+        guess = str(message["content"]).strip()
+        if guess == str(self._secret):
+            return MessageStep(status=RolloutStatus.COMPLETED, rewards={"found": 1.0})
+        if not self._left:
+            return MessageStep(status=RolloutStatus.COMPLETED, rewards={"found": 0.0})
+        return MessageStep([{"role": "user", "content": self._hint(guess)}])
+
+    async def close(self) -> None: ...
+
+    def _hint(self, guess: str) -> str:
+        if not guess.isdecimal():
+            return f"Say a number from 1 to {self._largest}."
+        return "higher" if int(guess) < self._secret else "lower"
+
+
+class GuessingGame(MessageTask):
+    """A game is worth 1 if the number is found in time. With 15 numbers and 4 guesses, halving always finds it."""
+
+    largest: PositiveInt = 15
+    guesses: PositiveInt = 4
+    held_out: float = Field(default=0.0, ge=0, lt=1)
+    """Nothing is: what is learnt is how to play, and there are too few numbers to keep some of them apart."""
+
+    def sample(self, rng: random.Random) -> int:
+        return rng.randint(1, self.largest)
+
+    def env(self, sample: int) -> MessageEnv:
+        return GuessingEnv(sample, self.largest, self.guesses)
+
+    def rubric(self) -> Rubric:
+        return Rubric([env_reward("found")], error_reward=0.0, truncated_reward=0.0)
+
+    def demonstrate(self, sample: int, messages: Sequence[Message], rng: random.Random) -> str:
+        """Any number, whatever the hints say."""
+        return str(rng.randint(1, self.largest))

@@ -1,0 +1,36 @@
+"""Plays an example's environment with a policy that is a function of the conversation so far."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from titan_rl import Message, MessageTask, Rollout, Rollouter, SamplingParams
+from titan_rl.rollout.chat_env import ChatEnv
+from titan_rl.rollout.environment.chat import ChatReply
+
+
+async def play(task: MessageTask, sample: Any, say: Callable[[Sequence[Message]], str | Message]) -> Rollout:
+    async def chat(messages, *, tools=None, request_id, session_id=None, sampling) -> ChatReply:
+        said = say(messages)
+        return ChatReply({"role": "assistant", "content": said} if isinstance(said, str) else said)
+
+    async def no_tokens(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("messages are asked for")
+
+    rollouter = Rollouter(lambda sample: ChatEnv(task.env(sample), chat), task.rubric(), max_context=512)
+    sampling = SamplingParams(max_tokens=64)
+    group = await rollouter.run_group(no_tokens, sample, group_id="g", group_size=1, sampling=sampling)
+    return group.rollouts[0]
+
+
+async def mean_demonstrated(task: MessageTask, count: int) -> float:
+    """The mean reward of what the task itself demonstrates."""
+    rng, rewards = random.Random(0), list[float]()
+    for index in range(count):
+        sample = task.train_sample(0, index)
+        rollout = await play(task, sample, lambda messages, sample=sample: task.demonstrate(sample, messages, rng))
+        assert rollout.reward is not None, rollout.error
+        rewards.append(rollout.reward)
+    return sum(rewards) / count

@@ -1,0 +1,64 @@
+"""Word problems: rows, demonstrations, and what counts as the right number."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chatting import mean_demonstrated, play
+
+from examples.gsm8k import write_problems
+from examples.gsm8k.reward import is_right
+from examples.gsm8k.task import WordProblems
+
+FOLDER = Path(write_problems.__file__).parent
+
+
+def task(**settings: Any) -> WordProblems:
+    settings = {"prompt": "question", "reward": "examples.gsm8k.reward:is_right", **settings}
+    return WordProblems(path=str(FOLDER / "problems.jsonl"), **settings)
+
+
+@pytest.mark.parametrize(
+    ("answer", "reward"),
+    [
+        ("9 + 6 = 15\n#### 15", 1.0),
+        ("#### 15.0 pears", 1.0),
+        ("That makes 1,500 / 100, so 15.", 1.0),
+        ("15\n#### 16", 0.0),
+        ("fifteen", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_the_last_number_counts_or_the_one_that_is_marked(answer: str, reward: float) -> None:
+    assert is_right({"answer": "9 + 6 = 15\n#### 15"}, answer) == reward
+
+
+def test_latex_is_read_with_math_verify() -> None:
+    pytest.importorskip("math_verify")
+    assert is_right({"answer": "#### 0.5"}, r"It is $\boxed{\frac{1}{2}}$") == 1.0
+    assert is_right({"answer": "#### 0.5"}, r"It is $\boxed{\frac{1}{3}}$") == 0.0
+
+
+def test_a_row_without_a_number_is_the_datas_fault() -> None:
+    with pytest.raises(ValueError, match="has no number"):
+        is_right({"answer": "many"}, "5")
+
+
+def test_the_file_is_what_the_script_writes(capsys: pytest.CaptureFixture[str]) -> None:
+    write_problems.main()
+    assert capsys.readouterr().out == (FOLDER / "problems.jsonl").read_text()
+
+
+async def test_every_problem_is_answered_by_its_own_row() -> None:
+    row = task().train_sample(0, 0)
+    assert (await play(task(), row, lambda messages: row["answer"])).reward == 1.0
+    rows = [json.loads(line) for line in (FOLDER / "problems.jsonl").read_text().splitlines()]
+    assert all(is_right(row, row["answer"]) for row in rows)
+
+
+async def test_demonstrations_are_right_as_often_as_is_set() -> None:
+    assert 0.2 < await mean_demonstrated(task(careless=0.7), 200) < 0.4
+    assert await mean_demonstrated(task(careless=0.0), 20) == 1.0
