@@ -26,14 +26,16 @@ MAY_IMPORT = {
     "adapters": "calls errors rollout settings tasks",
     "scheduling": "calls errors rollout settings types",
     "training": "calls errors rollout settings types weights",
-    "config": "calls errors generation rollout scheduling settings training weights",
+    "config": "calls errors generation rollout scheduling settings tiny_model training weights",
     "serving": "calls errors generation rollout types",
     "evaluation": "calls errors rollout types",
     "agents": "calls errors generation rollout serving settings types",
     "testing": "errors generation types weights",
     "simulate": "errors generation rollout scheduling types",
     "actors": "calls config errors generation rollout training types weights",
-    "run": "actors calls config errors evaluation generation rollout scheduling serving training types weights",
+    "run": (
+        "actors calls config errors evaluation generation rollout scheduling serving tiny_model training types weights"
+    ),
     "cli": "calls config errors evaluation run settings",
 }
 

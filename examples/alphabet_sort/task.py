@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from typing import Self
 
 from pydantic import PositiveFloat, PositiveInt, model_validator
 
 from examples.alphabet_sort.data import FIRST_NAMES, LAST_NAMES, Sample, draw_turns, name_pool
+from examples.alphabet_sort.demonstrations import RIGHT, SHUFFLED, demonstrate
 from examples.alphabet_sort.env import AlphabetSortEnv
 from examples.alphabet_sort.rubric import alphabet_sort_rubric
 from titan_rl.rollout.environment.message_token_env import MessageTokenEnv
 from titan_rl.rollout.environment.types import TokenEnv
 from titan_rl.rollout.renderer.types import Renderer
 from titan_rl.rollout.rewards.rubric import Rubric
+from titan_rl.rollout.task import Demonstration
 from titan_rl.settings import Section
 
 
@@ -67,6 +70,13 @@ class AlphabetSort(Section):
 
     def rubric(self) -> Rubric:
         return alphabet_sort_rubric(self.power)
+
+    def demonstrations(self, count: int) -> Iterator[Demonstration]:
+        """Right ones, and sloppy ones at the end."""
+        rng = random.Random("demonstrations")
+        for number in range(count):
+            sample = self._sample(f"demonstration/{number}", held_out=False)
+            yield demonstrate(sample, rng, shuffled=0.0 if number < RIGHT * count else SHUFFLED)
 
     def _sample(self, key: str, *, held_out: bool) -> Sample:
         rng = random.Random(key)  # from a string, so the same in every process

@@ -62,10 +62,18 @@ def test_words_and_what_all_texts_have_alike_are_one_token() -> None:
     assert len(BYTES.encode("What is").ids) == 7
 
 
+def test_a_phrase_does_not_begin_in_the_head_of_a_turn() -> None:
+    texts = [f"<|im_start|>assistant\n<answer to it>\n{number}<|im_end|>\n" for number in range(20)]
+    tokenizer = build_tokenizer(texts, "word")
+    prompt, answer = "<|im_start|>assistant\n", "<answer to it>\n3"
+    assert tokenizer.encode(prompt + answer).ids == tokenizer.encode(prompt).ids + tokenizer.encode(answer).ids
+    assert len(tokenizer.encode(answer).ids) == 2
+
+
 def test_a_phrase_does_not_end_within_a_word() -> None:
     texts = [f"{number} guess the man" for number in range(20)]
     tokenizer = build_tokenizer(texts, "word")
-    assert len(tokenizer.encode("1 guess the man").ids) == 3
+    assert len(tokenizer.encode("1 guess the man").ids) == 2
     assert len(tokenizer.encode("1 guess the manager").ids) > 8
 
 
@@ -135,7 +143,8 @@ def test_it_is_rendered_as_the_renderers_package_does(folder: Path) -> None:
         ]
         assert prompts[0] == prompts[1]
     asked = [*conversation, tool]  # thoughts are rendered in the last message alone
-    assert theirs.render_ids(asked, tools=TOOLS) == ours.render_ids(asked, tools=TOOLS)
+    shown = [tokenizer.decode(renderer.render_ids(asked, tools=TOOLS)) for renderer in (theirs, ours)]
+    assert shown[0] == shown[1]
     called = ours.render_ids(conversation[:2], tools=TOOLS)
     answer = called[len(ours.render_ids(conversation[:1], tools=TOOLS, add_generation_prompt=True)) : -1]
     (call,) = theirs.parse_response(answer).tool_calls

@@ -40,7 +40,7 @@ RESUMABLE = (
 )
 """Names of settings, or beginnings of names, that may change: how long a run goes on, where, and with what patience."""
 
-LOCATIONS = ("name", "run_dir", "model.path", "pythonpath")
+LOCATIONS = ("name", "run_dir", "model.path", "pythonpath", "sft.start", "sft.out", "sft.data")
 """Settings that say where folders are, and what they are called; these may have been moved."""
 
 

@@ -12,7 +12,7 @@ import tomli_w
 from pydantic import ValidationError
 
 from titan_rl.config.concurrency import describe_concurrency
-from titan_rl.config.explain import explain
+from titan_rl.config.explain import Origins, explain
 from titan_rl.config.functions import check_functions, named_modules
 from titan_rl.config.load_task import check_task, dump_tasks, load_tasks, task_type
 from titan_rl.config.model_folder import check_chat_template, check_model_folder, check_training_fit, find_model_folder
@@ -45,6 +45,20 @@ def load_config(
     Example:
         config = load_config("examples/alphabet_sort/cpu.toml", [("training.steps", "5")])
     """
+    config, origins = read_config(paths, overrides)
+    if check_files:
+        check_model_folder(config.model, config.generation, origins.folders_for("model.path"))
+        check_chat_template(config.model)
+        check_training_fit(config)
+        for table, source in config.tables_of_tasks():
+            check_task(source.task, origins, table)
+    return config
+
+
+def read_config(
+    paths: str | Path | Sequence[str | Path], overrides: Sequence[tuple[str, str]]
+) -> tuple[RunConfig, Origins]:
+    """As `load_config`, without a look into files, and where each setting came from."""
     files = [Path(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]
     tables, origins = read_tables(files, overrides)
     search_path = SearchPath(tables.get("pythonpath"), origins)
@@ -56,18 +70,11 @@ def load_config(
     check_functions(config, config.generation, origins)
     modules = [*(task_type(source.task).partition(":")[0] for source in tasks), *named_modules(config)]
     config = config.model_copy(update={"pythonpath": search_path.needed_for(modules)})
-    places = origins.folders_for("model.path")
-    folder = find_model_folder(config.model.path, places)
+    folder = find_model_folder(config.model.path, origins.folders_for("model.path"))
     if folder is not None:
         model = config.model.model_copy(update={"path": str(folder)})
         config = config.model_copy(update={"model": model})
-    if check_files:
-        check_model_folder(config.model, config.generation, places)
-        check_chat_template(config.model)
-        check_training_fit(config)
-        for table, source in config.tables_of_tasks():
-            check_task(source.task, origins, table)
-    return config
+    return config, origins
 
 
 def dump_config(config: RunConfig) -> str:

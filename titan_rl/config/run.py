@@ -17,6 +17,7 @@ from titan_rl.config.sections import (
     StateDictConfig,
     ValidationConfig,
 )
+from titan_rl.config.sft import SFTConfig
 from titan_rl.config.tasks import TaskSource, is_alone
 from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.scheduling.settings import SchedulingConfig
@@ -58,6 +59,7 @@ class RunConfig(Section):
     statedict: StateDictConfig = StateDictConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
+    sft: SFTConfig = SFTConfig()
 
     @model_validator(mode="after")
     def _settings_fit_together(self) -> Self:

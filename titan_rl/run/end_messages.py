@@ -19,14 +19,22 @@ class EndMessages:
     Args:
         step: of the checkpoint that it begins from.
         begun_by: the command that has begun it; None where it is resumed.
+        command: of `titan-rl`, that goes on with it.
     """
 
-    def __init__(self, config: RunConfig, run_dir: RunDirectory, step: int, begun_by: str | None = None) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        run_dir: RunDirectory,
+        step: int,
+        begun_by: str | None = None,
+        command: str = "train",
+    ) -> None:
         self._config = config
         self._run_dir = run_dir
         self._step = step
         self._begun_by = begun_by
-        self._command = shlex.join(["titan-rl", "train", "--resume", str(run_dir.path)])
+        self._command = shlex.join(["titan-rl", command, "--resume", str(run_dir.path)])
 
     def stands_at(self, step: int) -> None:
         """The run has trained this step last."""

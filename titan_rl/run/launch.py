@@ -1,7 +1,7 @@
 """The story of a run, from a checked config to its end.
 
 run_training   what the run needs is installed, and its folder is there
-_run_in        the folder is this process's; where the run begins is found; signals, guard and environment are set
+run_in_order   the folder is this process's; where the run begins is found; signals, guard and environment are set
 _run           outputs are open, processes are started and wired, the controller trains; all of it is given back
 """
 
@@ -72,10 +72,16 @@ def run_training(
         if importlib.util.find_spec(module) is None:
             raise MissingExtraError(module, "cpu")
     with file_modes(share=config.share_run_dir):
-        return _run_in(_open_run_dir(config, resume, name), config, begins=resume is None, begun_by=begun_by)
+        run_dir = open_run_dir(config, resume, name)
+        return run_in_order(_run, run_dir, config, begins=resume is None, begun_by=begun_by)
 
 
-def _open_run_dir(config: RunConfig, resume: Path | None, name: str | None) -> RunDirectory:
+def open_run_dir(config: RunConfig, resume: Path | None, name: str | None = None) -> RunDirectory:
+    """The folder of the run that is resumed, or one that is made.
+
+    Raises:
+        ConfigError: it cannot be made or written to, or the disk has not enough room for the run.
+    """
     if resume is None:
         check_room(config, Path(config.run_dir))
         return RunDirectory.create(config, name)
@@ -85,7 +91,31 @@ def _open_run_dir(config: RunConfig, resume: Path | None, name: str | None) -> R
     return RunDirectory(resume)
 
 
-def _run_in(run_dir: RunDirectory, config: RunConfig, *, begins: bool, begun_by: str | None) -> int:
+Program = Callable[[RunConfig, RunDirectory, Resumption, StopSignals, EndMessages], Coroutine[Any, Any, None]]
+"""What a run does between its beginning and its end."""
+
+
+def run_in_order(
+    program: Program,
+    run_dir: RunDirectory,
+    config: RunConfig,
+    *,
+    begins: bool,
+    begun_by: str | None,
+    command: str = "train",
+) -> int:
+    """Run a program from where its run stands, so that it can be stopped at any time.
+
+    Args:
+        begins: the run is not resumed.
+        command: of `titan-rl`, that goes on with the run.
+
+    Returns:
+        exit code, as `run_training`.
+
+    Raises:
+        TitanRLError: what ended the run.
+    """
     with run_dir.locked():
         if begins:
             start = Resumption(None, RunState(settings=settings_of(config), run=uuid4().hex))
@@ -96,14 +126,14 @@ def _run_in(run_dir: RunDirectory, config: RunConfig, *, begins: bool, begun_by:
         log_to(run_dir.logs / "controller.log")
         for warning in throttles(config):
             logger.warning("%s", warning)
-        messages = EndMessages(config, run_dir, start.state.step, begun_by if begins else None)
+        messages = EndMessages(config, run_dir, start.state.step, begun_by if begins else None, command)
         with (
             StopSignals(STOPPING_EARLY, f"ended at once; {messages.cut_short()}") as signals,
             guarded(scratch_root(), run_dir.run_id, messages.cut_short()),
             run_environment(config.pythonpath),
         ):
             try:
-                run = _run(config, run_dir, start, signals, messages)
+                run = program(config, run_dir, start, signals, messages)
                 code = run_to_its_end(run_until_signal(run, signals, messages.failed))
             except (SystemExit, KeyboardInterrupt) as error:  # of what user code has begun: no signal raises here
                 failure = TrainingError(f"an environment, a reward or the task exits Python: {describe(error)}")

@@ -19,7 +19,10 @@ from titan_rl.tiny_model.vocabulary import Level, fixed_phrases, frequent_words
 PAD, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL = (PAD, TURN_START, TURN_END)
 MARKUP = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
-SCAFFOLD = ("system", "user", "assistant", "\n\n")
+HEADS = ("system\n", "user\n", "assistant\n")
+"""What follows the start of a turn. No phrase begins within one, so that an answer's tokens are the same behind what
+asks for it as in a whole conversation."""
+SCAFFOLD = (*HEADS, "system", "user", "assistant", "\n\n")
 """Text of the chat template itself."""
 
 WORD = r"\p{Lu}?\p{Ll}+|\p{Lu}+(?!\p{Ll})"
@@ -47,7 +50,8 @@ def build_tokenizer(texts: Iterable[str], level: Level) -> Tokenizer:
 
 
 def _words_and_phrases(texts: Iterable[str]) -> tuple[list[str], list[str]]:
-    marks = re.compile("|".join(map(re.escape, (*SPECIAL, *MARKUP))))
+    heads = [f"{TURN_START}{head}" for head in HEADS]
+    marks = re.compile("|".join(map(re.escape, (*heads, *SPECIAL, *MARKUP))))
     split = pre_tokenizers.Split(Regex(rf"{WORD}|\s|\S"), behavior="isolated")
     parts = (part for text in texts for part in marks.split(text) if part)
     pieces = [[piece for piece, _ in split.pre_tokenize_str(part)] for part in parts]

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Literal
 
 Level = Literal["byte", "word"]
 
 MOST_WORDS = 8192
 SELDOM = 10
-"""A phrase occurs this often at least, and in as many texts as one of so many."""
+"""A phrase occurs this often at least, and as often as there are texts, divided by this."""
+
+SEED = 3
 
 Piece = str
 Place = tuple[int, int]
@@ -24,35 +27,48 @@ def frequent_words(pieces: Sequence[Sequence[Piece]]) -> list[Piece]:
 
 
 def fixed_phrases(pieces: Sequence[Sequence[Piece]]) -> list[Piece]:
-    """Runs of pieces with two words at least that always go on alike, as those of an instruction do.
+    """Runs of pieces that always go on alike, as those of an instruction do, with two words at least.
 
-    A run begins with a piece, and goes on as long as each occurrence of it is followed by the same piece.
+    A run begins with up to `SEED` pieces, and goes on as long as each occurrence of it is followed by the same piece.
 
     Args:
         pieces: of each text: words, and single characters of anything else.
 
     Example: of "What is 3 + 4?", "What is 2 + 9?" and more of their kind, "What is " is one.
     """
-    places: dict[Piece, list[Place]] = defaultdict(list)
-    for number, text in enumerate(pieces):
-        for at, piece in enumerate(text):
-            places[piece].append((number, at))
     least = max(SELDOM, len(pieces) / SELDOM)
+    places = _seeds(pieces)
     runs: list[Sequence[Piece]] = []
-    within: dict[Place, int] = {}  # in the first occurrence of each run: how often that occurs
-    for occurrences in places.values():  # in the order of the first ones, so that a run comes before its parts
+    within: set[tuple[Place, int]] = set()  # of the first occurrence of each run, with how often that occurs
+    for seed in sorted((seed for seed in places if len(places[seed]) >= least), key=lambda seed: places[seed][0]):
+        occurrences = places[seed]
         number, at = occurrences[0]
-        if len(occurrences) < least or within.get((number, at)) == len(occurrences):
+        if ((number, at), len(occurrences)) in within:
             continue
-        length = _length(pieces, occurrences)
-        within |= {(number, at + offset): len(occurrences) for offset in range(length)}
+        length = _length(pieces, occurrences, len(seed))
+        within |= {((number, at + offset), len(occurrences)) for offset in range(length)}
         runs.append(pieces[number][at : at + length])
-    return ["".join(run) for run in runs if sum(piece[0].isalpha() for piece in run) > 1]
+    return list(dict.fromkeys("".join(run) for run in runs if _has_two_words(run)))
 
 
-def _length(pieces: Sequence[Sequence[Piece]], occurrences: Sequence[Place]) -> int:
-    """Of the run that begins with each of these places."""
-    length = 1
+def _seeds(pieces: Sequence[Sequence[Piece]]) -> dict[tuple[Piece, ...], list[Place]]:
+    """Where the first pieces of a run may be, the shortest first."""
+    places: dict[tuple[Piece, ...], list[Place]] = defaultdict(list)
+    for length in range(1, SEED + 1):
+        for number, text in enumerate(pieces):
+            for at in range(len(text) - length + 1):
+                places[tuple(text[at : at + length])].append((number, at))
+    return places
+
+
+def _has_two_words(run: Sequence[Piece]) -> bool:
+    """With something between: a word may be of several pieces, such as a name."""
+    words = [at for at, piece in enumerate(run) if piece[0].isalpha()]
+    return any(after > before + 1 for before, after in pairwise(words))
+
+
+def _length(pieces: Sequence[Sequence[Piece]], occurrences: Sequence[Place], length: int) -> int:
+    """Of the run that begins with each of these places, and has so many pieces at least."""
     while None not in (following := _after(pieces, occurrences, length)) and len(following) == 1:
         length += 1
     return length

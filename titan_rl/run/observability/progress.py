@@ -6,13 +6,13 @@ import logging
 import math
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from types import TracebackType
-from typing import TextIO
+from typing import Protocol, TextIO
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -29,9 +29,31 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 _ETA_STEPS = 10  # the time left is estimated from this many last steps
 
 
+class ShownStep(Protocol):
+    """One finished step, as the display shows it."""
+
+    @property
+    def step(self) -> int:
+        """From 1."""
+        ...
+
+    @property
+    def seconds(self) -> float: ...
+
+    @property
+    def curve(self) -> tuple[str, float, str]:
+        """What is looked at most: its name, its value, and a note to it, which may be empty."""
+        ...
+
+    @property
+    def figures(self) -> Mapping[str, str]:
+        """The rest, by name."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """One finished step, as the display shows it."""
+    """Of a step of reinforcement learning."""
 
     step: int  # from 1
     reward: float  # mean over the rollouts that it was trained on and those that were dropped
@@ -39,6 +61,29 @@ class StepReport:
     tokens_per_second: float  # completion tokens
     staleness: float  # mean over the trained tokens
     seconds: float
+
+    @property
+    def curve(self) -> tuple[str, float, str]:
+        differs = abs(self.reward - self.reward_trained) >= 0.0005
+        return "reward", self.reward, f" (trained on {self.reward_trained:.3f})" if differs else ""
+
+    @property
+    def figures(self) -> Mapping[str, str]:
+        return {"tokens/s": f"{self.tokens_per_second:6.0f}", "staleness": f"{self.staleness:.1f}"}
+
+
+class ShownSummary(Protocol):
+    """What is said of a finished run."""
+
+    @property
+    def rows(self) -> Mapping[str, str]:
+        """By their labels."""
+        ...
+
+    @property
+    def achieved(self) -> str | None:
+        """The label of the row to be glad of, if there is one."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +96,22 @@ class RunSummary:
     tokens: int  # completion tokens trained on
     seconds: float
     run_dir: Path
+
+    @property
+    def rows(self) -> Mapping[str, str]:
+        return {
+            "validation reward": _validated(self.reward_before, self.reward_after),
+            "steps": f"{self.steps:,}",
+            "tokens": f"{self.tokens:,}",
+            "time": format_seconds(self.seconds),
+            "policy": f"{self.run_dir / 'export'}",
+            "report": f"{self.run_dir / 'report.html'}",
+        }
+
+    @property
+    def achieved(self) -> str | None:
+        before, after = self.reward_before, self.reward_after
+        return "validation reward" if before is not None and after is not None and after > before else None
 
 
 class _Console(Console):
@@ -88,8 +149,8 @@ class Progress:
         self._total = total_steps
         self._console = _Console(file=file or sys.stdout, highlight=False, soft_wrap=True)
         self._live: Live | None = None
-        self._last: StepReport | None = None
-        self._rewards: list[float] = []
+        self._last: ShownStep | None = None
+        self._values: list[float] = []
         self._durations: deque[float] = deque(maxlen=_ETA_STEPS)
 
     def __enter__(self) -> Progress:
@@ -116,36 +177,27 @@ class Progress:
             self._live = None
         tell_on_stderr(text)
 
-    def step(self, report: StepReport) -> None:
+    def step(self, report: ShownStep) -> None:
         """Show a finished step."""
+        name, value, note = report.curve
         self._last = report
-        self._rewards.append(report.reward)
+        self._values.append(value)
         self._durations.append(report.seconds)
         if self._live is not None:
             self._live.update(self._render())
             return
         width = len(str(self._total))
+        figures = "  ".join(f"{label} {figure}" for label, figure in report.figures.items())
         self._console.print(
-            f"step {report.step:>{width}}/{self._total}  reward {report.reward:.3f}{_trained_on(report)}  "
-            f"tokens/s {report.tokens_per_second:6.0f}  staleness {report.staleness:.1f}  {report.seconds:.2f} s"
+            f"step {report.step:>{width}}/{self._total}  {name} {value:.3f}{note}  {figures}  {report.seconds:.2f} s"
         )
 
-    def summary(self, summary: RunSummary) -> None:
+    def summary(self, summary: ShownSummary) -> None:
         """The closing table."""
-        before, after = summary.reward_before, summary.reward_after
-        gain = 0.0 if before is None or after is None else after - before
-        rows = {
-            "validation reward": _validated(before, after, gain),
-            "steps": f"{summary.steps:,}",
-            "tokens": f"{summary.tokens:,}",
-            "time": format_seconds(summary.seconds),
-            "policy": f"{summary.run_dir / 'export'}",
-            "report": f"{summary.run_dir / 'report.html'}",
-        }
-        label_width = max(map(len, rows))
+        label_width = max(map(len, summary.rows))
         self._console.print()
-        for label, value in rows.items():
-            style = "bold green" if label == "validation reward" and gain > 0 else ""
+        for label, value in summary.rows.items():
+            style = "bold green" if label == summary.achieved else ""
             self._console.print(Text.assemble((f"{label:<{label_width}}  ", "dim"), (value, style)))
 
     def _render(self) -> Group:
@@ -161,31 +213,25 @@ class Progress:
             return Group(bar)
         figures = Table.grid(padding=(0, 3), expand=False)
         last = self._last
+        name, value, note = last.curve
         figures.add_row(
             Text.assemble(
-                ("reward ", "dim"),
-                (f"{last.reward:.3f} ", "bold"),
-                (sparkline(self._rewards, 16), "green"),
-                (_trained_on(last), "dim"),
+                (f"{name} ", "dim"),
+                (f"{value:.3f} ", "bold"),
+                (sparkline(self._values, 16), "green"),
+                (note, "dim"),
             ),
-            Text.assemble(("tokens/s ", "dim"), f"{last.tokens_per_second:,.0f}"),
-            Text.assemble(("staleness ", "dim"), f"{last.staleness:.1f}"),
+            *(Text.assemble((f"{label} ", "dim"), figure.strip()) for label, figure in last.figures.items()),
             Text.assemble(f"{last.seconds:.2f}", (" s/step", "dim")),
         )
         return Group(bar, figures)
 
 
-def _trained_on(report: StepReport) -> str:
-    """The reward of what was trained on, where filters make it another."""
-    differs = abs(report.reward - report.reward_trained) >= 0.0005
-    return f" (trained on {report.reward_trained:.3f})" if differs else ""
-
-
-def _validated(before: float | None, after: float | None, gain: float) -> str:
+def _validated(before: float | None, after: float | None) -> str:
     if before is None or after is None:
         measured = "" if before is None else f"{before:.3f} before; "
         return f"{measured}off (validation.num_prompts = 0)"
-    return f"{before:.3f} before, {after:.3f} after ({gain:+.3f})"
+    return f"{before:.3f} before, {after:.3f} after ({after - before:+.3f})"
 
 
 def sparkline(values: Sequence[float], width: int) -> str:

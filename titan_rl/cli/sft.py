@@ -1,0 +1,52 @@
+"""`titan-rl sft (CONFIG.toml ... | --resume RUN) [--table.setting value ...] [--dry-run]`."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+import tempfile
+from pathlib import Path
+
+from titan_rl.cli.options import Parser
+from titan_rl.cli.run_folder import CONFIG, find_run
+from titan_rl.config.changes import check_resume
+from titan_rl.config.load import dump_config
+from titan_rl.config.load_sft import load_sft_config
+from titan_rl.config.run import RunConfig
+from titan_rl.errors import ConfigError
+from titan_rl.run.observability.standard_streams import say, tell
+
+
+def set_up(parser: Parser) -> None:
+    parser.usage = "titan-rl sft (CONFIG.toml ... | --resume RUN) [--table.setting value ...] [--dry-run]"
+    parser.description = (
+        "Teach a model demonstrations, and write it to the model.path of CONFIG.toml, for `titan-rl train` to begin "
+        "with. Without sft.start a tiny model is made for them; without sft.data they are those of the task."
+    )
+    parser.add_argument("config", metavar="CONFIG.toml", nargs="*", help="the run's settings")
+    parser.add_argument("--resume", metavar="RUN", help="continue the run in this folder from its newest checkpoint")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check settings and demonstrations, print the settings, and stop"
+    )
+    parser.add_settings(RunConfig)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if (arguments.resume is None) == (not arguments.config):
+        raise ConfigError("sft needs either CONFIG.toml, or --resume RUN with the folder of an earlier run")
+    resume = None if arguments.resume is None else find_run(arguments.resume)
+    config = load_sft_config(arguments.config if resume is None else resume / CONFIG, arguments.overrides)
+    if resume is not None:
+        check_resume(arguments.overrides)
+    # Not before the settings are known to be right: what starts processes also imports what they need.
+    from titan_rl.run.sft.launch import check, run_sft
+
+    if arguments.dry_run:
+        with tempfile.TemporaryDirectory() as folder:
+            ready, told = check(config, Path(folder))
+        tell(f"titan-rl: {told}")
+        say(dump_config(ready))
+        return 0
+    return run_sft(config, resume, begun_by=shlex.join(["titan-rl", *sys.argv[1:]]))

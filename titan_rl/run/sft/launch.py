@@ -1,0 +1,182 @@
+"""The story of a supervised run, from a checked config to the model that it makes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import json
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+from titan_rl.config.make_renderer import make_renderer
+from titan_rl.config.run import RunConfig
+from titan_rl.errors import CheckpointError, ConfigError, MissingExtraError
+from titan_rl.run.checkpoints.resumption import Resumption
+from titan_rl.run.directory import RunDirectory, run_name
+from titan_rl.run.end_messages import EndMessages
+from titan_rl.run.launch import open_run_dir, run_in_order
+from titan_rl.run.machine.environment import file_modes
+from titan_rl.run.machine.stop_signals import StopSignals
+from titan_rl.run.observability.outputs import open_outputs
+from titan_rl.run.sft.install import install
+from titan_rl.run.sft.loop import SupervisedLoop
+from titan_rl.run.sft.prepare import digest, find_demonstrations, make_start, plan_steps, supervised
+from titan_rl.run.sft.sources import Found
+from titan_rl.run.sft.token_source import TokenSource
+from titan_rl.run.stopping import STOPPING
+
+SUPERVISED = "supervised.json"
+"""What only the folder of a supervised run has."""
+
+
+def run_sft(
+    config: RunConfig, resume: Path | None = None, *, name: str | None = None, begun_by: str | None = None
+) -> int:
+    """Teach a model demonstrations, from beginning to end.
+
+    Args:
+        config: of `load_sft_config`.
+        resume: the folder of an earlier run with this config, which is continued from its newest checkpoint.
+        name: of the folder of a run that begins.
+        begun_by: the command to name where the run fails before there is anything to go on from.
+
+    Returns:
+        exit code: 0, or 128 + the number of the signal that ended the run in order.
+
+    Raises:
+        TitanRLError: what ended the run.
+    """
+    for module in ("torch", "monarch", "torchtitan", "transformers"):
+        if importlib.util.find_spec(module) is None:
+            raise MissingExtraError(module, "cpu")
+    if resume is not None and not (resume / SUPERVISED).is_file():
+        raise ConfigError(f"--resume {resume}: that is no run of titan-rl sft; go on with titan-rl train --resume")
+    found = find_demonstrations(config)
+    with file_modes(share=config.share_run_dir):
+        run_dir = open_run_dir(config, resume, name or f"sft-{run_name(config)}")
+        ready = prepared(config, found, run_dir.path)
+        _check_data(run_dir.path / SUPERVISED, digest(found))
+        if resume is None:
+            run_dir.write_config(ready)
+        return run_in_order(
+            partial(_run, found=found),
+            run_dir,
+            ready,
+            begins=resume is None,
+            begun_by=begun_by,
+            command="sft",
+        )
+
+
+def prepared(config: RunConfig, found: list[Found], folder: Path) -> RunConfig:
+    """The settings of the run that makes the supervised steps, with the model that it starts from.
+
+    Args:
+        folder: in which a tiny model is made where there is no other to start from.
+
+    Raises:
+        ConfigError: settings do not fit the model.
+        DataError: a demonstration cannot be rendered, or there are too few.
+    """
+    start = Path(config.sft.start or folder / "start")
+    model = config.model.model_copy(update={"path": str(start)})
+    if not config.sft.start:
+        make_start(start, model, found, config)
+    plan, _ = plan_steps(config, _token_source(model, found), len(found))
+    return supervised(config, model, len(plan))
+
+
+def check(config: RunConfig, folder: Path) -> tuple[RunConfig, str]:
+    """What a run would do, and nothing of it done.
+
+    Args:
+        folder: for what is made to find out; it may be removed after.
+
+    Returns:
+        the settings that a run has, `sft.start` as it was given, and what is to be learned.
+
+    Raises:
+        TitanRLError: the run would not begin.
+    """
+    found = find_demonstrations(config)
+    ready = prepared(config, found, folder)
+    tokens = _token_source(ready.model, found)
+    plan, held_out = plan_steps(ready, tokens, len(found))
+    samples = tokens.samples(plan[0])
+    lengths = [len(sample.token_ids) for sample in samples]
+    learned = sum(sample.num_trained_tokens for sample in samples)
+    told = (
+        f"{len(found) - len(held_out):,} demonstrations to learn in {len(plan):,} steps, and {len(held_out)} held out; "
+        f"the first step learns {learned:,} of {sum(lengths):,} tokens, {max(lengths)} in the longest conversation"
+    )
+    shown = ready.sft.model_copy(update={"start": config.sft.start})
+    return ready.model_copy(update={"sft": shown, "model": config.model, "training": config.training}), told
+
+
+def _token_source(model: Any, found: list[Found]) -> TokenSource:
+    return TokenSource(make_renderer(model), found, model.max_context)
+
+
+def _check_data(file: Path, now: str) -> None:
+    """A run goes on with the demonstrations that it began with, because its steps are counted in them."""
+    if not file.exists():
+        file.write_text(json.dumps({"demonstrations": now}) + "\n", encoding="utf-8")
+        return
+    before = cast("dict[str, Any]", json.loads(file.read_text(encoding="utf-8")))["demonstrations"]
+    if before != now:
+        raise CheckpointError(
+            f"{file.parent} learned other demonstrations than there are now, or in another order; put them back, or "
+            "begin a new run"
+        )
+
+
+async def _run(
+    config: RunConfig,
+    run_dir: RunDirectory,
+    start: Resumption,
+    signals: StopSignals,
+    messages: EndMessages,
+    *,
+    found: list[Found],
+) -> None:
+    # Monarch writes to the terminal and opens sockets in TMPDIR when it is first used.
+    from titan_rl.actors.processes.transport import listen_below
+    from titan_rl.actors.trainer_processes import start_trainer
+
+    await asyncio.sleep(0)  # a signal that came during those imports stops the run here
+    with open_outputs(config, run_dir) as (progress, sinks), contextlib.ExitStack() as resources:
+        signals.tell = progress.end_with
+        progress.message(f"run directory: {run_dir.path}")
+        for loss in start.losses:
+            progress.message(loss)
+        tokens = _token_source(config.model, found)
+        plan, held_out = plan_steps(config, tokens, len(found))
+        progress.message(
+            f"{len(found) - len(held_out):,} demonstrations to learn in {len(plan):,} steps, and {len(held_out)} held "
+            "out; starting a trainer"
+        )
+        listen_below(Path(tempfile.gettempdir()))
+        async with start_trainer(config, run_dir) as trainer:
+            if start.checkpoint is not None:
+                start.loaded(await trainer.load(start.checkpoint))
+                progress.message(f"continuing from {start.checkpoint}")
+            loop = SupervisedLoop(
+                config,
+                trainer,
+                tokens,
+                plan=plan,
+                held_out=held_out,
+                run_dir=run_dir,
+                start=start.state,
+                log=sinks.log,
+                progress=progress,
+                install=partial(install, config, run_dir.export, run_dir.path),
+            )
+            resources.callback(lambda: messages.stands_at(loop.step))
+            signals.stopping = STOPPING
+            summary = await loop.run()
+            await trainer.close()
+    progress.summary(summary)

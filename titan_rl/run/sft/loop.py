@@ -1,0 +1,246 @@
+"""The loop of a supervised run: batches of demonstrations become optimizer steps."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from titan_rl.calls.threads import in_thread
+from titan_rl.calls.user_code import reason
+from titan_rl.config.run import RunConfig
+from titan_rl.errors import NoSpaceError
+from titan_rl.run.checkpoints.saver import CheckpointSaver
+from titan_rl.run.directory import RunDirectory
+from titan_rl.run.journal.run_state import RunState
+from titan_rl.run.machine.disk_space import checkpoint_bytes
+from titan_rl.run.observability.progress import Progress, format_seconds
+from titan_rl.run.sft.token_source import TokenSource
+from titan_rl.run.stages.trainer_calls import TrainerCalls
+from titan_rl.training.data.sample import TrainingSample
+from titan_rl.training.protocol import Trainer
+
+logger = logging.getLogger(__name__)
+
+LOGGED = ("loss", "grad_norm", "lr", "entropy", "num_tokens", "num_samples", "padding_fraction")
+"""Of the trainer's metrics. The others compare with a policy that sampled the tokens, and there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class SupervisedStep:
+    """A finished step, as the display shows it."""
+
+    step: int  # from 1
+    loss: float
+    held_out_loss: float | None  # as it was measured last
+    tokens_per_second: float  # of whole conversations
+    seconds: float
+
+    @property
+    def curve(self) -> tuple[str, float, str]:
+        return "loss", self.loss, "" if self.held_out_loss is None else f" (held out {self.held_out_loss:.3f})"
+
+    @property
+    def figures(self) -> Mapping[str, str]:
+        return {"tokens/s": f"{self.tokens_per_second:6.0f}"}
+
+
+@dataclass(frozen=True, slots=True)
+class SupervisedSummary:
+    """A finished supervised run. The losses are of the same demonstrations; None where none are held out."""
+
+    loss_before: float | None
+    loss_after: float | None
+    steps: int
+    tokens: int  # of the assistant
+    seconds: float
+    out: Path
+
+    @property
+    def rows(self) -> Mapping[str, str]:
+        return {
+            "held-out loss": _compared(self.loss_before, self.loss_after),
+            "steps": f"{self.steps:,}",
+            "tokens": f"{self.tokens:,}",
+            "time": format_seconds(self.seconds),
+            "model": f"{self.out}",
+        }
+
+    @property
+    def achieved(self) -> str | None:
+        before, after = self.loss_before, self.loss_after
+        return "held-out loss" if before is not None and after is not None and after < before else None
+
+
+class SupervisedLoop:
+    """Teaches a trainer what each step is to learn. It starts and ends nothing that it was given.
+
+    The demonstrations of the next step are turned into tokens while the trainer computes the one before.
+
+    Args:
+        plan: the numbers of the demonstrations that each step learns.
+        held_out: of those that none learns.
+        start: of the checkpoint that the trainer has loaded.
+        log: called with (step, metrics) for every record.
+        install: puts the exported model where it belongs, given the losses before and after.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        trainer: Trainer,
+        tokens: TokenSource,
+        *,
+        plan: Sequence[Sequence[int]],
+        held_out: Sequence[int],
+        run_dir: RunDirectory,
+        start: RunState,
+        log: Callable[[int, dict[str, float]], None],
+        progress: Progress,
+        install: Callable[[float | None, float | None], Path],
+    ) -> None:
+        self._config = config
+        self._trainer = trainer
+        self._tokens = tokens
+        self._plan = plan
+        self._held_out = held_out
+        self._run_dir = run_dir
+        self._state = start
+        self._log = log
+        self._progress = progress
+        self._install = install
+        self._calls = TrainerCalls()
+        self._writing: asyncio.Task[None] | None = None  # the newest checkpoint, until it is whole
+        self._num_too_long = 0
+        self._saver = CheckpointSaver(
+            config.checkpoint,
+            run_dir.checkpoints,
+            trainer,
+            estimate=checkpoint_bytes(config),
+            copy=self._copy,
+            forget_before=lambda version: None,
+            tell=progress.message,
+            version=start.step,
+        )
+
+    @property
+    def step(self) -> int:
+        """That was trained last."""
+        return self._state.step
+
+    async def run(self) -> SupervisedSummary:
+        """Learn what is left to learn. A checkpoint is written on every way out that leaves a taught model.
+
+        Raises:
+            TitanRLError: what ended the run, of whichever part.
+        """
+        held_out = await in_thread(self._tokens.samples, self._held_out) if self._held_out else []
+        before = self._run_dir.metric(0, "validation/loss") if self.step else await self._measure(held_out)
+        try:
+            async with asyncio.TaskGroup() as background:
+                await self._learn(held_out, background)
+            after = await self._measure(held_out)
+            await self._saver.save_last(self.step)
+        except NoSpaceError:  # of the last save
+            raise
+        except BaseException:
+            await self._save_what_is_learned()
+            raise
+        await self._trainer.export(self._run_dir.export)
+        return SupervisedSummary(
+            loss_before=before,
+            loss_after=after,
+            steps=self.step,
+            tokens=self._state.tokens,
+            seconds=self._run_dir.elapsed_s,
+            out=await in_thread(self._install, before, after),
+        )
+
+    async def _learn(self, held_out: Sequence[TrainingSample], background: asyncio.TaskGroup) -> None:
+        coming: asyncio.Task[list[TrainingSample]] | None = None
+        measured = None
+        for step in range(self.step + 1, len(self._plan) + 1):
+            began = time.monotonic()
+            samples = await (coming or self._samples(step, background))
+            waited = time.monotonic() - began
+            coming = self._samples(step + 1, background) if step < len(self._plan) else None
+            metrics = await self._calls.finish(self._train_on(samples))
+            is_due = self._config.sft.interval and step % self._config.sft.interval == 0
+            if is_due and step < len(self._plan):
+                measured = await self._measure(held_out)
+            self._report(samples, metrics, measured, waited_s=waited, seconds=time.monotonic() - began)
+            if step < len(self._plan) and self._saver.is_due(step):
+                await self._written()
+                if await self._calls.finish(self._saver.begin(step)):
+                    self._writing = background.create_task(self._saver.finish(), name=f"checkpoint-{step}")
+        await self._written()
+
+    def _samples(self, step: int, background: asyncio.TaskGroup) -> asyncio.Task[list[TrainingSample]]:
+        numbers = self._plan[step - 1]
+        return background.create_task(in_thread(self._tokens.samples, numbers), name=f"tokens-{step}")
+
+    async def _train_on(self, samples: Sequence[TrainingSample]) -> Mapping[str, float]:
+        result = await self._trainer.step(samples)
+        tokens = self._state.tokens + int(result.metrics["num_tokens"])
+        self._state = replace(self._state, step=result.version, tokens=tokens)
+        return result.metrics
+
+    def _report(
+        self,
+        samples: Sequence[TrainingSample],
+        metrics: Mapping[str, float],
+        measured: float | None,
+        *,
+        waited_s: float,
+        seconds: float,
+    ) -> None:
+        speed = sum(len(sample.token_ids) for sample in samples) / seconds
+        self._log(
+            self.step,
+            {f"train/{name}": metrics[name] for name in LOGGED if name in metrics}
+            | {"throughput/tokens_per_s": speed, "time/step_s": seconds, "time/wait_for_tokens_s": waited_s},
+        )
+        self._progress.step(SupervisedStep(self.step, metrics["loss"], measured, speed, seconds))
+        if len(self._tokens.too_long) > self._num_too_long:
+            self._num_too_long = len(self._tokens.too_long)
+            self._progress.message(
+                f"{self._num_too_long} demonstrations so far are longer than model.max_context = "
+                f"{self._config.model.max_context} tokens, and are left out"
+            )
+
+    async def _measure(self, held_out: Sequence[TrainingSample]) -> float | None:
+        """The loss of what is held out, which is logged."""
+        if not held_out:
+            return None
+        loss = await self._trainer.measure(held_out)
+        self._log(self.step, {"validation/loss": loss})
+        return loss
+
+    async def _copy(self, version: int) -> None:
+        await self._trainer.begin_save(self._run_dir.checkpoints, asdict(self._state))
+
+    async def _written(self) -> None:
+        if self._writing is not None:
+            await asyncio.wait([self._writing])
+
+    async def _save_what_is_learned(self) -> None:
+        """On the way out of a run that failed or was stopped. What ended it is not to be hidden by this."""
+        try:
+            await self._calls.wait()
+            with contextlib.suppress(Exception):
+                await self._written()
+            if self.step:
+                await self._saver.save_last(self.step)
+        except Exception as error:
+            logger.warning("step %d is not saved", self.step, exc_info=error)
+            self._progress.message(f"step {self.step} is not saved: {reason(error)}")
+
+
+def _compared(before: float | None, after: float | None) -> str:
+    if before is None or after is None:
+        return "none are held out"
+    return f"{before:.3f} before, {after:.3f} after ({after - before:+.3f})"

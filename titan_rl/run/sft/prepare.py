@@ -1,0 +1,135 @@
+"""What a supervised run begins with: its demonstrations, its model, and the settings of its trainer."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from titan_rl.config.make_renderer import make_renderer
+from titan_rl.config.run import RunConfig
+from titan_rl.errors import ConfigError, DataError
+from titan_rl.rollout.renderer import Renderer
+from titan_rl.rollout.renderer.messages import renderable
+from titan_rl.rollout.renderer.tokenizer import load_tokenizer
+from titan_rl.run.sft.batches import batches, hold_out
+from titan_rl.run.sft.sources import Found, best_rollouts, read_chats, task_demonstrations
+from titan_rl.run.sft.token_source import TokenSource
+from titan_rl.tiny_model import make_tiny_model
+from titan_rl.training.settings import CorrectionConfig, ModelConfig, TrainingConfig
+
+TEXTS = 500
+"""Conversations that the words of a tiny model are taken from."""
+
+LONGEST_CONTEXT = 1024
+"""Of a tiny model, at least, so that model.max_context may be raised."""
+
+
+def find_demonstrations(config: RunConfig) -> list[Found]:
+    """
+    Raises:
+        ConfigError: the task demonstrates nothing.
+        DataError: what is there cannot be used. Names the place.
+    """
+    sft = config.sft
+    if not sft.data:
+        return task_demonstrations([(source.task, source.weight) for source in config.tasks], sft.demonstrations)
+    data = Path(sft.data)
+    if data.is_dir():
+        return best_rollouts(data, sft.demonstrations, top_k=sft.top_k, min_reward=sft.min_reward)
+    return read_chats(data, sft.demonstrations)
+
+
+def digest(found: Sequence[Found]) -> str:
+    """Tells other demonstrations, or another order of them."""
+    summed = hashlib.blake2b(digest_size=16)
+    for _, demonstration in found:
+        summed.update(json.dumps([demonstration.messages, demonstration.tools], default=str).encode())
+    return summed.hexdigest()
+
+
+def make_start(folder: Path, model: ModelConfig, found: Sequence[Found], config: RunConfig) -> None:
+    """Make a tiny model that has words for the demonstrations, as the renderer shows them.
+
+    Raises:
+        ConfigError: it can have none of that size.
+        DataError: a demonstration cannot be rendered.
+    """
+    max_context = max(LONGEST_CONTEXT, model.max_context)
+    tiny = config.sft.tiny_model
+    make_tiny_model(folder, texts=(), level="byte", parameters=100_000, max_context=1 << 30)
+    texts: list[str] = []
+    if tiny.level == "word":
+        renderer, tokenizer = make_renderer(model), load_tokenizer(folder)
+        some = found[:: -(-len(found) // TEXTS)]
+        texts = [tokenizer.decode(_rendered(renderer, one)) for one in some]
+    try:
+        make_tiny_model(
+            folder,
+            texts=texts,
+            level=tiny.level,
+            parameters=tiny.parameters,
+            max_context=max_context,
+            seed=config.seed,
+        )
+    except ValueError as error:
+        raise ConfigError(f"sft.tiny_model.{error}") from None
+
+
+def _rendered(renderer: Renderer, found: Found) -> list[int]:
+    name, demonstration = found
+    tools = None if demonstration.tools is None else renderable(demonstration.tools)
+    try:
+        return renderer.render_ids(renderable(demonstration.messages), tools=tools)
+    except Exception as error:  # a template may raise anything
+        raise DataError(f"{name}: it cannot be rendered: {error!r}") from error
+
+
+def plan_steps(config: RunConfig, tokens: TokenSource, count: int) -> tuple[list[list[int]], list[int]]:
+    """The demonstrations that each step learns, and those that are held out.
+
+    Args:
+        count: of all.
+
+    Raises:
+        DataError: steps are of a number of tokens, and a demonstration cannot be rendered.
+    """
+    sft = config.sft
+    learned, held_out = hold_out(count, sft.held_out, config.seed)
+    steps = batches(
+        learned,
+        batch_size=sft.batch_size,
+        steps=sft.steps,
+        epochs=sft.epochs,
+        shuffle=sft.shuffle,
+        seed=config.seed,
+        lengths=None if sft.batch_tokens is None else [tokens.length(number) for number in range(count)],
+        batch_tokens=sft.batch_tokens or 0,
+    )
+    return steps, held_out
+
+
+def supervised(config: RunConfig, model: ModelConfig, steps: int) -> RunConfig:
+    """The settings of a run whose trainer makes the supervised steps."""
+    sft = config.sft
+    training = TrainingConfig.model_validate(
+        config.training.model_dump()
+        | {
+            "steps": steps,
+            "loss": "nll",
+            "average": "token",
+            "kl_coef": 0.0,
+            "minibatches": 1,
+            "share_prompts": False,
+            "lr": sft.lr,
+            "warmup_steps": round(sft.warmup_ratio * steps),
+            "lr_decay": sft.lr_decay,
+            "min_lr_ratio": sft.min_lr_ratio,
+            "weight_decay": sft.weight_decay,
+        }
+    )
+    started = sft.model_copy(update={"start": model.path})
+    return config.model_copy(
+        update={"model": model, "training": training, "correction": CorrectionConfig(), "sft": started}
+    )

@@ -1,0 +1,187 @@
+"""Where demonstrations come from: a task, a file of chats, or the best rollouts of a run."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, cast
+
+from titan_rl.errors import ConfigError, DataError
+from titan_rl.rollout.task import DemonstratingTask, Demonstration, Task, calling
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+Found = tuple[str, Demonstration]
+"""Where a demonstration is found, for messages, and what it is."""
+
+
+def task_demonstrations(tasks: Sequence[tuple[Task, float]], count: int) -> list[Found]:
+    """What tasks demonstrate, each in its own order, mixed by weight as evenly as can be.
+
+    Args:
+        tasks: with their weights.
+        count: most of all together.
+
+    Raises:
+        ConfigError: one of them demonstrates nothing.
+        DataError: its `demonstrations` raised, or gave something else.
+    """
+    total = sum(weight for _, weight in tasks)
+    queues = [(iter(_demonstrations(task, -(-count * weight // total))), weight) for task, weight in tasks]
+    return list(islice(_mixed(queues), count))
+
+
+def _mixed(queues: Sequence[tuple[Iterator[Found], float]]) -> Iterator[Found]:
+    """Of the queue that is furthest behind its weight, in turn. One that ends leaves the others to go on."""
+    left = dict(enumerate(queues))
+    taken = [0] * len(queues)
+    while left:
+        at = min(left, key=lambda number: (taken[number] + 1) / left[number][1])
+        found = next(left[at][0], None)
+        if found is None:
+            del left[at]
+            continue
+        taken[at] += 1
+        yield found
+
+
+def _demonstrations(task: Task, count: float) -> list[Found]:
+    name = type(task).__name__
+    if not isinstance(task, DemonstratingTask):
+        raise ConfigError(
+            f"{name} demonstrates nothing: give it a method demonstrations(count) -> Iterable[Demonstration], or "
+            "name a file of chats or a run with sft.data"
+        )
+    found: list[Found] = []
+    with calling(f"demonstrations({int(count)})"):
+        for number, demonstration in enumerate(islice(cast("Any", task.demonstrations(int(count))), int(count))):
+            if not isinstance(demonstration, Demonstration):
+                raise TypeError(f"number {number} is {demonstration!r}; it must be a titan_rl.Demonstration")
+            found.append((f"demonstration {number} of {name}", demonstration))
+    if not found:
+        raise DataError(f"{name} gave no demonstration")
+    return found
+
+
+def read_chats(file: Path, count: int) -> list[Found]:
+    """The conversations of a file of JSON lines, at most so many.
+
+    Example of a line: `{"messages": [{"role": "user", "content": "2 + 3?"}, {"role": "assistant", "content": "5"}]}`,
+    with `"tools": [...]` where tools are offered.
+
+    Raises:
+        DataError: names the file, the line, the field, and what is wrong with it.
+    """
+    found: list[Found] = []
+    try:
+        with file.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    found.append((where := f"{file}:{number}", _chat(line, where)))
+                if len(found) == count:
+                    break
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{file} cannot be read: {error}") from error
+    if not found:
+        raise DataError(f"{file} has no conversation")
+    return found
+
+
+def _chat(line: str, where: str) -> Demonstration:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{where}: no JSON: {error}") from None
+    if not isinstance(row, dict):
+        raise DataError(f"{where}: must be an object with messages, not {_shown(row)}")
+    fields = cast("dict[str, Any]", row)
+    messages, tools = fields.get("messages"), fields.get("tools")
+    if not isinstance(messages, list) or not messages:
+        raise DataError(f"{where}: messages must be a list of messages, not {_shown(messages)}")
+    for number, message in enumerate(cast("list[Any]", messages)):
+        _check_message(message, f"{where}: messages[{number}]")
+    if not any(message["role"] == "assistant" for message in cast("list[Any]", messages)):
+        raise DataError(f"{where}: messages has none of the assistant, so that there is nothing to learn")
+    if tools is not None and not (
+        isinstance(tools, list) and all(isinstance(tool, dict) for tool in cast("list[Any]", tools))
+    ):
+        raise DataError(f"{where}: tools must be a list of objects, not {_shown(tools)}")
+    return Demonstration(cast("list[Any]", messages), cast("Any", tools))
+
+
+def _check_message(message: Any, where: str) -> None:
+    if not isinstance(message, dict):
+        raise DataError(f"{where} must be an object with role and content, not {_shown(message)}")
+    fields = cast("dict[str, Any]", message)
+    if (role := fields.get("role")) not in ROLES:
+        raise DataError(f"{where}.role is {_shown(role)}; it must be one of {', '.join(ROLES)}")
+    content = fields.get("content")
+    if content is None and fields.get("tool_calls"):
+        fields["content"] = ""
+    elif not isinstance(content, str):
+        raise DataError(f"{where}.content must be a string, not {_shown(content)}")
+
+
+def best_rollouts(run: Path, count: int, *, top_k: int, min_reward: float | None) -> list[Found]:
+    """Conversations of a run's training that earned most, in the order in which they were trained, at most so many.
+
+    A run writes the groups of a step as `logging.transcripts_per_step` says.
+
+    Args:
+        top_k: most of each group, the best.
+        min_reward: that each has at least.
+
+    Raises:
+        DataError: there is none, or one calls tools: a run does not record which it was offered.
+    """
+    file = run / "rollouts.jsonl"
+    groups: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
+    try:
+        with file.open(encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                record = _record(line)
+                if record.get("phase") == "train" and _can_be_learned(record, min_reward):
+                    groups[record["group_id"]].append(record)
+    except OSError as error:
+        raise DataError(f"{file} cannot be read: {error.strerror}") from error
+    best = [
+        record
+        for rollouts in groups.values()
+        for record in sorted(rollouts, key=lambda rollout: -rollout["reward"])[:top_k]
+    ]
+    if not best:
+        least = "" if min_reward is None else f" with a reward of sft.min_reward = {min_reward:g} or more"
+        raise DataError(f"{file} has no completed rollout of messages{least}")
+    if any(message.get("tool_calls") for record in best for message in record["messages"]):
+        raise DataError(
+            f"{file} has rollouts that call tools, and does not say which they were offered; write them to a file of "
+            "chats, with their tools, and name that with sft.data"
+        )
+    return [(f"rollout {record['rollout_id']} of {run}", Demonstration(record["messages"])) for record in best[:count]]
+
+
+def _record(line: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError:  # a killed process may have cut it short
+        return {}
+    return cast("dict[str, Any]", record) if isinstance(record, dict) else {}
+
+
+def _can_be_learned(record: Mapping[str, Any], min_reward: float | None) -> bool:
+    reward = record.get("reward")
+    return (
+        record.get("status") == "completed"
+        and isinstance(reward, int | float)
+        and (min_reward is None or reward >= min_reward)
+        and any(message.get("role") == "assistant" for message in record.get("messages") or [])
+    )
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 80 else f"{text[:77]}..."
