@@ -37,7 +37,7 @@ def main() -> None:
     task = SortLists(**settings["task"])
     samples = [task.train_sample(settings["seed"], index) for index in range(settings["steps"] * GROUPS)]
 
-    def reward(completions: list[Any], index: list[int], **_: Any) -> list[float]:
+    def reward(completions: list[Any], index: list[int], **_: Any) -> list[float | None]:
         texts = [completion[0]["content"] for completion in completions]
         return [similarity(samples[at], 0, text) ** task.power for at, text in zip(index, texts, strict=True)]
 
