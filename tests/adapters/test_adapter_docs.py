@@ -31,6 +31,23 @@ def test_reasoning_gym(number: int, tmp_path: Path) -> None:
     assert len(task.validation_samples(3)) == 3
 
 
+async def test_textarena(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    (players,) = shown("textarena", "python")
+    (tmp_path / "players.py").write_text(players)
+    alone, together = shown("textarena")
+    (tmp_path / "alone.toml").write_text(alone)
+    (tmp_path / "together.toml").write_text(together)
+    task = load_config("alone.toml", BASE).tasks[0].task
+    group = await play(task, task.train_sample(0, 0), lambda _: "[21]")
+    assert group.rollouts[0].reward_breakdown["invalid_moves"] == 1.0
+    task = load_config("together.toml", BASE).tasks[0].task
+    game = task.players(task.train_sample(0, 1))
+    assert game["player_1"] == "policy"
+    assert game["player_0"].reply([{"role": "user", "content": "Available Moves: '[3]', '[4]'"}]) == "[3]"
+
+
 def trl_task(section: str, module: str, data: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "cache")
     for name, language in ((module, "python"), (data, "json"), ("run.toml", "toml")):

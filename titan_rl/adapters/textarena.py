@@ -1,0 +1,181 @@
+"""The games of `textarena`: one player's as environments, others with a seat for each player."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Annotated, Any, cast
+
+from pydantic import Field, PositiveInt, PrivateAttr
+
+from titan_rl.adapters.textarena_game import ArenaGame, least_players, make_game
+from titan_rl.calls.imports import find_function
+from titan_rl.calls.threads import in_thread
+from titan_rl.errors import ConfigError
+from titan_rl.rollout.environment.message_game import MessageGame
+from titan_rl.rollout.environment.message_token_env import MessageTokenEnv
+from titan_rl.rollout.environment.seats import MessagePlayer, MessageSeat, Player, SeatedEnv, SeatedMessageEnv
+from titan_rl.rollout.environment.threaded import ThreadedEnv
+from titan_rl.rollout.environment.types import MessageEnv, MessageObservation, MessageStep, TokenEnv
+from titan_rl.rollout.renderer.types import Renderer
+from titan_rl.rollout.rewards.reward import env_reward
+from titan_rl.rollout.rewards.rubric import Rubric
+from titan_rl.rollout.types import RolloutStatus
+from titan_rl.settings import FunctionName, Section
+
+
+class TextArena(Section):
+    """A game of textarena. One of several players is played by the policy on all seats, or against a function of yours.
+
+    Example:
+
+        [task]
+        type = "titan_rl.adapters.textarena:TextArena"
+        game = "TicTacToe-v0-raw"
+        opponents = "policy"
+
+    Samples are a game's seed, and the policy's seat where others are not the policy's. Training has even seeds and
+    validation odd ones.
+    """
+
+    game: str
+    """Its name in textarena. Those that end in -raw tell each player what has happened since its last move; others say
+    what their wrappers make of the whole game."""
+    options: Mapping[str, Any] = Field(default_factory=dict[str, Any])
+    """Of the game, beside or instead of those that go with its name."""
+    wrappers: tuple[str, ...] = ()
+    """More of textarena.wrappers, the outermost last, such as ActionFormattingWrapper."""
+    num_players: PositiveInt | None = None
+    """By default the least that the game takes."""
+    opponents: Annotated[str, FunctionName(("policy",))] = "policy"
+    """Who plays the other seats: the policy too, or a function from a seat's messages so far to what it says."""
+    lost_reward: float = -1.0
+    """Of a rollout that is cut off before its game has ended, and of an answer that cannot be parsed."""
+
+    _least_players: list[int] = PrivateAttr(default_factory=list[int])  # once it is known
+
+    def check_settings(self) -> None:
+        """
+        Raises:
+            ConfigError: there is no such game, or it cannot be played.
+            MissingExtraError: textarena is not installed.
+        """
+        if self.opponents != "policy" and self._num_players() == 1:
+            raise ConfigError(f"task.opponents = {self.opponents!r}, and {self.game} has one player; leave it out")
+        ArenaGame(self._make, self._num_players(), seed=0)
+
+    def train_sample(self, seed: int, index: int) -> dict[str, int]:
+        return self._sample(2 * _number(f"{seed}/{index}"), index)
+
+    def validation_samples(self, count: int) -> list[dict[str, int]]:
+        return [self._sample(2 * _number(f"validation/{index}") + 1, index) for index in range(count)]
+
+    def env(self, sample: Mapping[str, int]) -> MessageEnv:
+        """Of a game of one player."""
+        return cast("MessageEnv", ThreadedEnv(partial(_Alone, self._begin(sample))))
+
+    def seated_env(self, sample: Mapping[str, int]) -> SeatedMessageEnv:
+        """Of a game of several."""
+        return _Together(self._begin(sample))
+
+    def players(self, sample: Mapping[str, int]) -> Mapping[str, Player]:
+        """Who plays each seat. A subclass may have others, such as a frozen checkpoint."""
+        seats = [_seat(number) for number in range(self._num_players())]
+        if self.opponents == "policy":
+            return dict.fromkeys(seats, "policy")
+        known: dict[str, Callable[..., Any]] = {}
+        other = MessagePlayer(find_function("task.opponents", self.opponents, known))
+        return {seat: "policy" if number == sample["seat"] else other for number, seat in enumerate(seats)}
+
+    def make_env(self, sample: Mapping[str, int], renderer: Renderer) -> TokenEnv | SeatedEnv:
+        if self._num_players() == 1:
+            return MessageTokenEnv(self.env(sample), renderer)
+        return MessageGame(self.seated_env(sample), renderer, self.players(sample))
+
+    def rubric(self) -> Rubric:
+        """The game's own reward; how often a player made an invalid move, and whether that ended the game, are
+        recorded beside it."""
+        return Rubric(
+            [env_reward("reward"), env_reward("invalid_moves", 0.0), env_reward("ended_by_invalid_move", 0.0)],
+            truncated_reward=self.lost_reward,
+            error_reward=self.lost_reward,
+        )
+
+    def _sample(self, seed: int, index: int) -> dict[str, int]:
+        return {"seed": seed, "seat": index % self._num_players()}
+
+    def _begin(self, sample: Mapping[str, int]) -> Callable[[], ArenaGame]:
+        return partial(ArenaGame, self._make, self._num_players(), seed=sample["seed"])
+
+    def _num_players(self) -> int:
+        """
+        Raises:
+            ConfigError: the game begins with no number of players.
+        """
+        if self.num_players is not None:
+            return self.num_players
+        if not self._least_players:
+            self._least_players.append(least_players(self.game, self._make))
+        return self._least_players[0]
+
+    def _make(self) -> Any:
+        return make_game(self.game, dict(self.options), self.wrappers)
+
+
+class _Alone:
+    """A `MessageEnv` of a game of one player. It blocks."""
+
+    def __init__(self, begin: Callable[[], ArenaGame]) -> None:
+        self._game = begin()
+
+    def reset(self) -> MessageObservation:
+        return MessageObservation([_user(self._game.observe()[1])])
+
+    def step(self, message: Mapping[str, Any]) -> MessageStep:
+        self._game.move(0, _action(message))
+        if self._game.done:
+            said = self._game.last_words(0)
+            told = [_user(said)] if said else []
+            return MessageStep(told, status=RolloutStatus.COMPLETED, rewards=self._game.end()[0])
+        return MessageStep([_user(self._game.observe()[1])])
+
+    def close(self) -> None: ...
+
+
+class _Together:
+    """A `SeatedMessageEnv`."""
+
+    def __init__(self, begin: Callable[[], ArenaGame]) -> None:
+        self._begin = begin
+
+    async def play_seats(self, seats: Mapping[str, MessageSeat]) -> None:
+        game = await in_thread(self._begin)
+        while not game.done:
+            player, seen = await in_thread(game.observe)
+            answer = await seats[_seat(player)].ask([_user(seen)])
+            await in_thread(game.move, player, _action(answer))
+        for player, rewards in (await in_thread(game.end)).items():
+            if said := game.last_words(player):
+                seats[_seat(player)].tell([_user(said)])
+            for name, value in rewards.items():
+                seats[_seat(player)].reward(name, value)
+
+    async def close(self) -> None: ...
+
+
+def _seat(player: int) -> str:
+    return f"player_{player}"
+
+
+def _user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def _action(message: Mapping[str, Any]) -> str:
+    return str(message.get("content") or "").strip()
+
+
+def _number(key: str) -> int:
+    """31 bits."""
+    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=4).digest(), "big") >> 1
