@@ -4,6 +4,7 @@ described."""
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,10 +23,15 @@ from schemathesis import GenerationMode
 from served import Served
 from speaking import qwen3
 
+from titan_rl.serving.app import PolicyApp, make_app
+from titan_rl.serving.episodes.endpoints import Opened
+from titan_rl.serving.episodes.store import EpisodeStore
+from titan_rl.serving.http.keys import Keys
 from titan_rl.serving.http.limits import ServerLimits
 from titan_rl.serving.server import serve
 
 LIMITS = ServerLimits(request_s=20.0, num_choices=3)
+ADMIN_KEY = "of-the-admin"
 CONTEXT = 768
 ENGINE: dict[str, Any] = {"script": None, "mean_tokens": 6, "max_context": CONTEXT}
 ERRORS = ("OpenAIError", "AnthropicError")
@@ -33,7 +39,7 @@ MODES = (GenerationMode.POSITIVE, GenerationMode.NEGATIVE)
 
 
 @contextmanager
-def serving() -> Iterator[tuple[str, Served]]:
+def serving(app_of: Callable[[Served], PolicyApp] = lambda stage: stage.app) -> Iterator[tuple[str, Served]]:
     """A server in a thread of its own, for clients that wait."""
     told: list[tuple[str, Served]] = []
     ready, over = threading.Event(), threading.Event()
@@ -41,7 +47,7 @@ def serving() -> Iterator[tuple[str, Served]]:
     async def run() -> None:
         async with (
             talking(qwen3(TOKENIZER), engine=ENGINE, max_context=CONTEXT, limits=LIMITS, any_model=True) as stage,
-            serve(stage.app) as url,
+            serve(app_of(stage)) as url,
         ):
             told.append((url, stage))
             ready.set()
@@ -90,6 +96,57 @@ def test_every_request_has_an_answer_that_is_described(stage: tuple[str, Served]
     assert not DEEP or all((path, 200) in seen for path in generating), seen
     wait_until(lambda: served.app.exchanges.num_places_taken == 0)
     wait_until(lambda: not any(replica.num_requests for replica in served.router.replicas))
+
+
+def governed(stage: Served) -> PolicyApp:
+    """With admin calls, and episodes for whoever asks."""
+    store, numbers = EpisodeStore(qwen3(TOKENIZER)), itertools.count()
+
+    async def open_one(wait_s: float) -> Opened:
+        return Opened(store.open(f"e{next(numbers)}"))
+
+    return make_app(
+        stage.router.stream,
+        model="policy",
+        max_context=CONTEXT,
+        keys=Keys(admin=ADMIN_KEY),
+        limits=LIMITS,
+        control=stage.router,
+        episodes=store,
+        open_episode=open_one,
+    )
+
+
+def test_so_have_admin_calls_and_what_episodes_are_told() -> None:
+    session = requests.Session()
+    with serving(governed) as (url, _):
+        description = requests.get(f"{url}/openapi.json", timeout=20).json()
+        schema = schemathesis.openapi.from_dict(description).include(path_regex="^/(admin|episodes)")
+        operations = [found.ok() for found in schema.get_all_operations()]
+        cases = st.one_of([operation.as_strategy(generation_mode=mode) for operation in operations for mode in MODES])
+        error = Draft202012Validator(description["components"]["schemas"]["OpenAIError"])
+        seen: set[tuple[str, int]] = set()
+
+        @settings(max_examples=2000 if DEEP else 40, suppress_health_check=list(HealthCheck), database=None)
+        @given(cases, st.booleans())
+        def answered(case: schemathesis.Case, has_key: bool) -> None:
+            key = ADMIN_KEY
+            if "id" in case.path_parameters:
+                opened = session.post(f"{url}/episodes", json={}, timeout=20).json()
+                key = opened["key"]
+                if has_key:
+                    case.path_parameters["id"] = opened["id"]
+            case.headers["authorization"] = f"Bearer {key if has_key else 'another'}"
+            answer = case.call(base_url=url, session=session, timeout=20)
+            seen.add((case.operation.path, answer.status_code))
+            assert answer.status_code in (200, 204, 400, 401, 404, 405, 409, 413, 415), answer.text
+            if answer.status_code >= 400:
+                error.validate(answer.json())
+
+        answered()
+        assert len(operations) == 8
+        assert not DEEP or {path for path, status in seen if status in (200, 204)} == {one.path for one in operations}
+        assert requests.get(f"{url}/health", timeout=20).status_code == 200
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
