@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import socket
 import subprocess
 import sys
@@ -176,6 +177,13 @@ async def test_what_is_no_request_is_refused(content: bytes, kind: str, status: 
         answer = await client.post(GENERATE, content=content, headers={"content-type": kind})
     assert answer.status_code == status
     assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+
+async def test_a_compressed_body_is_refused_as_what_it_is() -> None:
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    async with client_of(app()) as client:
+        answer = await client.post(GENERATE, content=gzip.compress(b'{"token_ids": [1]}'), headers=headers)
+    assert (answer.status_code, "compressed" in answer.text) == (415, True)
 
 
 async def test_paths_and_methods_that_there_are_not() -> None:

@@ -222,6 +222,12 @@ async def test_what_is_not_supported_is_named(change: dict[str, Any], param: str
     assert (told.status_code, told.json()["error"]["param"]) == (400, param)
 
 
+async def test_of_a_field_of_several_types_what_is_wrong_with_the_one_given_is_told() -> None:
+    async with talking() as stage, client_of(stage.app) as client:
+        told = await client.post(CHAT, json={"messages": [user("x")], "stop": ["a"] * 17})
+    assert told.json()["error"]["message"] == "stop: List should have at most 16 items after validation, not 17"
+
+
 async def test_what_changes_nothing_may_be_there() -> None:
     neutral = {
         "frequency_penalty": 0,

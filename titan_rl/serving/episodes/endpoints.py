@@ -26,7 +26,7 @@ class OpenBody(Body):
 
 
 class RewardBody(Body):
-    rewards: dict[str, float]
+    rewards: Annotated[dict[Annotated[str, Field(max_length=256)], float], Field(max_length=256)]
     completion_id: str | None = None
     """The `id` of the answer that they are for; without it they are for the whole."""
     index: Annotated[int, Field(ge=0, lt=2**31)] = 0

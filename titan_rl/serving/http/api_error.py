@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -69,10 +69,16 @@ def api_error_of(error: Exception) -> ApiError:
     return ApiError(500, "the server failed; its log says why")
 
 
+def _nearest(details: Sequence[Any]) -> Any:
+    """Of a field that may be of several types: what is wrong with the one that was given."""
+    of_first = [one for one in details if one["loc"][:1] == details[0]["loc"][:1]]
+    return next((one for one in of_first if not one["type"].endswith("_type")), details[0])
+
+
 def bad_body(error: ValidationError) -> ApiError:
     """The first thing that is wrong with a body, and in which field."""
     details = error.errors(include_url=False, include_input=False)
-    first = next((one for one in details if one["type"] == "extra_forbidden"), details[0])
+    first = next((one for one in details if one["type"] == "extra_forbidden"), _nearest(details))
     param = ""
     for step in first["loc"]:
         if isinstance(step, str) and (step == "str" or not step.isidentifier()):

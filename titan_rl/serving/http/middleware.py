@@ -66,6 +66,8 @@ class RequestMiddleware:
             if scope["method"] == "POST" and not _is_json(headers):
                 # Else a page in somebody's browser could post to a server on loopback without being asked.
                 raise ApiError(415, "the content-type is not application/json")
+            if headers.get(b"content-encoding", b"identity") != b"identity":
+                raise ApiError(415, "the body is compressed; send it as it is, without a content-encoding")
             if not _is_of_this_machine(headers.get(b"origin")):
                 raise ApiError(403, "pages of other hosts are not answered")
             # With an "app" in its scope, the router raises where it finds no route.

@@ -1,0 +1,34 @@
+"""What a stream has to send, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from titan_rl.serving.http.events import LIFE, Events
+
+
+@pytest.mark.looptime
+async def test_events_of_one_turn_go_together_and_silence_is_broken_by_signs_of_life() -> None:
+    loop = asyncio.get_running_loop()
+    began, events = loop.time(), Events(keep_alive_s=10.0)
+    told: list[tuple[int, bytes]] = []
+
+    async def take() -> None:
+        while True:
+            sent = await events.next()
+            told.append((round(loop.time() - began), sent))
+
+    taking = asyncio.create_task(take())
+    events.add(b"a")
+    events.add(b"b")
+    await asyncio.sleep(4)
+    events.add(b"c")
+    await asyncio.sleep(21)
+    events.rouse()
+    await asyncio.sleep(0.1)
+    events.close()
+    await asyncio.sleep(60)
+    taking.cancel()
+    assert told == [(0, b"ab"), (4, b"c"), (14, LIFE), (24, LIFE), (25, b"")]
