@@ -18,6 +18,7 @@ MAY_IMPORT = {
     "settings": "",
     "types": "",
     "calls": "errors",
+    "starter": "errors",
     "tiny_model": "errors",
     "weights": "calls errors",
     "generation": "calls errors types",
@@ -36,7 +37,7 @@ MAY_IMPORT = {
     "run": (
         "actors calls config errors evaluation generation rollout scheduling serving tiny_model training types weights"
     ),
-    "cli": "calls config errors evaluation run settings",
+    "cli": "calls config errors evaluation run settings starter tiny_model",
 }
 
 

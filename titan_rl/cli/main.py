@@ -13,7 +13,7 @@ from types import FrameType
 from typing import cast
 
 from titan_rl.calls.user_code import reason, summary
-from titan_rl.cli import completion, doctor, eval, serve, sft, train
+from titan_rl.cli import completion, doctor, eval, init, serve, sft, train
 from titan_rl.cli.options import EXIT_USAGE, Parser
 from titan_rl.errors import ConfigError, ModelError, TitanRLError
 from titan_rl.run.observability.standard_streams import OutputError, replace_closed_streams, say, tell
@@ -58,6 +58,7 @@ def _parser() -> Parser:
     parser = Parser(prog="titan-rl", description="Reinforcement learning of language models.")
     parser.add_argument("--version", action=_Version, nargs=0, help="print titan-rl's version, and stop")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    init.set_up(commands.add_parser("init", help="make a package with a task of your own"))
     train.set_up(commands.add_parser("train", help="train a policy"))
     sft.set_up(commands.add_parser("sft", help="teach a model demonstrations"))
     serve.set_up(commands.add_parser("serve", help="serve a policy"))

@@ -46,7 +46,8 @@ def check_model_folder(model: ModelConfig, generation: GenerationConfig, places:
     if folder is None:
         raise ConfigError(
             f"model.path = {path!r} is not a folder {' or in '.join(['here', *map(str, places[1:])])}; "
-            f"from the Hugging Face hub: hf download ORGANIZATION/NAME --local-dir {path}"
+            "titan-rl sft makes a model of a task's demonstrations; from the Hugging Face hub: "
+            f"hf download ORGANIZATION/NAME --local-dir {path}"
         )
     architecture = _read_json(folder, "config.json")
     _check_weights(folder)

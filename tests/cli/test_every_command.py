@@ -1,0 +1,69 @@
+"""What holds for all commands: results on standard output, messages on standard error, exit codes as README.md says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from titan_rl.cli.main import main
+
+README = Path(__file__).parents[2] / "README.md"
+
+
+def run(argv: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[object, str, str]:
+    """Exit code, standard output and standard error."""
+    try:
+        code: object = main(argv)
+    except SystemExit as stopped:
+        code = stopped.code
+    streams = capsys.readouterr()
+    return code, streams.out, streams.err
+
+
+@pytest.fixture(scope="module")
+def commands() -> list[str]:
+    """Of the command line, as its help lists them."""
+    capture = pytest.MonkeyPatch()
+    printed: list[str] = []
+    with capture.context() as patch:
+        patch.setattr("titan_rl.cli.options.say", printed.append)
+        with pytest.raises(SystemExit):
+            main(["--help"])
+    return re.findall(r"^    (\w+)(?: |$)", "".join(printed).partition("COMMAND\n")[2], re.MULTILINE)
+
+
+def test_help_is_a_result(commands: list[str], capsys: pytest.CaptureFixture[str]):
+    assert {"train", "serve", "doctor", "init", "completion"} <= set(commands)
+    for command in commands:
+        code, out, err = run([command, "--help"], capsys)
+        assert (code, err) == (0, ""), command
+        assert out.startswith(f"usage: titan-rl {command}"), command
+        assert len(out.splitlines()) > 4, f"{command} does not say what it does"
+
+
+def test_wrong_arguments_are_told_on_standard_error_and_end_with_2(
+    commands: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    for command in commands:
+        for argv in ([command, "--no.such.setting", "3"], [command, "a", "--no.such.setting=3"]):
+            code, out, err = run(argv, capsys)
+            assert (code, out) == (2, ""), argv
+            assert err, argv
+            assert "Traceback" not in err, argv
+    assert not list(tmp_path.iterdir()), "nothing is made of wrong arguments"
+
+
+def test_no_command_and_one_that_is_not_there_end_with_2(capsys: pytest.CaptureFixture[str]):
+    for argv in ([], ["tarin"]):
+        code, out, err = run(argv, capsys)
+        assert (code, out) == (2, "")
+        assert err.startswith("usage: titan-rl")
+
+
+@pytest.mark.skipif(not README.exists(), reason="an installed package has no README")
+def test_the_readme_names_every_command(commands: list[str]):
+    section = README.read_text().partition("\n## Command line\n")[2].partition("\n## ")[0]
+    assert [command for command in commands if f"titan-rl {command}" not in section] == []

@@ -1,0 +1,94 @@
+"""`titan-rl init`: a package of one's own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from titan_rl.cli.main import main
+from titan_rl.config.load import load_config
+from titan_rl.starter.write import TEMPLATES
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_package_is_made_whose_tests_pass_and_whose_settings_load(template: str, capsys: pytest.CaptureFixture[str]):
+    name = f"my_{template.replace('-', '_')}"
+    assert main(["init", name, "--template", template]) == 0
+    streams = capsys.readouterr()
+    there = {str(path) for path in Path(name).rglob("*") if path.is_file()}
+    assert set(streams.out.splitlines()) == there
+    assert f"cd {name} && titan-rl sft config.toml" in streams.err
+
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    done = subprocess.run(tests, cwd=name, capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "passed" in done.stdout
+    assert "warn" not in done.stdout + done.stderr
+
+    checked = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "E,F,W,I,UP,B,RUF", "--line-length=120"]
+    linted = subprocess.run(checked, cwd=name, capture_output=True, text=True, timeout=60)
+    assert linted.returncode == 0, linted.stdout
+
+    config = load_config(Path(name) / "config.toml", check_files=False)
+    (source,) = config.tasks
+    assert type(source.task).__module__ == f"{name}.task"
+    assert config.pythonpath == (str(Path(name).resolve()),)
+    (shown,) = source.task.demonstrations(1)  # type: ignore[attr-defined]
+    assert [message["role"] for message in shown.messages][:2] == ["user", "assistant"]
+
+
+def test_a_hugging_face_folder_is_trained_as_it_is(tmp_path: Path):
+    (tmp_path / "models" / "mine").mkdir(parents=True)
+    (tmp_path / "models" / "mine" / "config.json").write_text("{}")
+    assert main(["init", "deep/own_task", "--model", "models/mine"]) == 0
+    config = load_config("deep/own_task/config.toml", check_files=False)
+    assert config.model.path == str(tmp_path / "models" / "mine")
+    assert "titan-rl sft" not in Path("deep/own_task/README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["my-task"], "'my-task' cannot be the name of a Python package; my_task could"),
+        (["class"], "'class' cannot be the name of a Python package; my_task could"),
+        (["a/b/2x"], "'2x' cannot be the name of a Python package; my_task could"),
+        (["random"], "'random' is another module"),
+        (["pytest"], "'pytest' is another module"),
+        (["tests"], "'tests' is another module"),
+        (["full"], "full holds something, and nothing is overwritten"),
+        (["a_file"], "a_file is a file; name a folder that is not there"),
+        (["own", "--model", "nowhere"], "--model nowhere: no model is there"),
+        (["own", "--size", "0"], "--size 0 must be a number of parameters"),
+    ],
+)
+def test_what_cannot_be_made_is_told_and_nothing_is_written(
+    argv: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes").touch()
+    (tmp_path / "a_file").touch()
+    before = sorted(tmp_path.rglob("*"))
+    assert main(["init", *argv]) == 2
+    streams = capsys.readouterr()
+    assert says in streams.err
+    assert streams.out == ""
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_an_empty_folder_may_be_there_already(tmp_path: Path):
+    (tmp_path / "another").mkdir()
+    assert main(["init", "another"]) == 0
+    assert (tmp_path / "another" / "another" / "task.py").is_file()
