@@ -1,0 +1,1 @@
+"""Kuhn poker by self-play: one policy plays both seats."""

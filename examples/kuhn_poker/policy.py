@@ -1,0 +1,38 @@
+"""The probabilities with which a policy acts, from what it said."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from titan_rl import Rollout
+
+
+def bet_probability(rollouts: Sequence[Rollout], action_of: Callable[[object], str]) -> float:
+    """How likely the policy's first answer is a bet, from several answers to one prompt.
+
+    Each answer comes with its logprob, so that what was said at all has its exact probability, however often it was
+    said. What is left over is of answers that nobody heard: all of the other action where that was never taken.
+
+    Args:
+        rollouts: that begin with the same prompt.
+
+    Raises:
+        ValueError: they were sampled at temperature 0, which says nothing of probabilities.
+    """
+    chances: dict[tuple[int, ...], float] = {}
+    actions: dict[tuple[int, ...], str] = {}
+    for rollout in rollouts:
+        turn = rollout.turns[0]
+        if turn.sampling is not None and turn.sampling.temperature != 1:
+            raise ValueError(f"answers were sampled at temperature {turn.sampling.temperature:g}; it must be 1")
+        said = tuple(turn.completion.token_ids)
+        chances[said] = math.exp(sum(turn.completion.logprobs))
+        answers = [message for message in rollout.messages if message["role"] == "assistant"]
+        actions[said] = action_of(answers[len(answers) - len(rollout.turns)]["content"])
+    heard = {"bet": 0.0, "pass": 0.0}
+    for said, chance in chances.items():
+        heard[actions[said]] += chance
+    if heard["bet"] and heard["pass"]:
+        return heard["bet"] / (heard["bet"] + heard["pass"])
+    return min(1.0, heard["bet"]) if heard["bet"] else max(0.0, 1 - heard["pass"])

@@ -1,0 +1,68 @@
+"""Kuhn poker as a task: deals, hands, and how far the policy is from an equilibrium."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Mapping, Sequence
+
+from examples.kuhn_poker.exploitability import INFORMATION_SETS, exploitability
+from examples.kuhn_poker.hand import REWARD, Deal, KuhnHand, action_of, conversation
+from examples.kuhn_poker.policy import bet_probability
+from examples.kuhn_poker.rules import ACTIONS, CARDS, DEALS, SEATS, History, is_over, to_act
+from titan_rl import MessageGame, RolloutGroup, Rubric, SeatedEnv, env_reward
+from titan_rl.rollout.renderer import Renderer
+from titan_rl.rollout.task import Demonstration
+from titan_rl.settings import Section
+
+
+class KuhnPoker(Section):
+    """Two seats, both played by the policy. Held-out samples are the 12 information sets, from which hands are played
+    to their end."""
+
+    def train_sample(self, seed: int, index: int) -> Deal:
+        """Each deal comes once in every six, so that no batch favours a card."""
+        order = random.Random(f"{seed}/{index // len(DEALS)}").sample(DEALS, len(DEALS))
+        return Deal(order[index % len(DEALS)])
+
+    def validation_samples(self, count: int) -> Sequence[Deal]:
+        return [situation(card, history) for card, history in INFORMATION_SETS][:count]
+
+    def make_env(self, sample: Deal, renderer: Renderer) -> SeatedEnv:
+        return MessageGame(KuhnHand(sample), renderer, dict.fromkeys(SEATS, "policy"))
+
+    def rubric(self) -> Rubric:
+        """An answer that cannot be read or does not end costs as much as the dearest hand."""
+        return Rubric([env_reward(REWARD)], truncated_reward=-2.0, error_reward=-2.0)
+
+    def demonstrations(self, count: int) -> Iterable[Demonstration]:
+        """Hands that are played by the flip of a coin."""
+        for number in range(count):
+            coin = random.Random(number)
+            card, history = coin.choice(CARDS), ()
+            seat = coin.choice(SEATS)
+            while not is_over(history):
+                action = coin.choice(ACTIONS)
+                if to_act(history) == seat:
+                    messages = [*conversation(card, history), {"role": "assistant", "content": action}]
+                history = (*history, action)
+            yield Demonstration(messages)
+
+    def measure(self, groups: Sequence[RolloutGroup]) -> Mapping[str, float]:
+        """How much a best response to the policy wins, once all 12 information sets are among the held-out samples."""
+        policy: dict[tuple[str, History], float] = {}
+        for group in groups:
+            deal: Deal = group.sample
+            seat = to_act(deal.opening)
+            asked = [rollout for rollout in group.by_seat.get(seat, []) if rollout.turns]
+            if asked:
+                card = deal.cards[SEATS.index(seat)]
+                policy[card, deal.opening] = bet_probability(asked, action_of)
+        if policy.keys() != set(INFORMATION_SETS):
+            return {}
+        return {"exploitability": exploitability(policy)}
+
+
+def situation(card: str, history: History) -> Deal:
+    """A hand in which who is to act has this card and has seen these actions."""
+    other = next(other for other in CARDS if other != card)
+    return Deal((card, other) if to_act(history) == "first" else (other, card), history)
