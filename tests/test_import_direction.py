@@ -31,6 +31,7 @@ MAY_IMPORT = {
     "serving": "calls errors generation rollout types",
     "evaluation": "calls errors rollout types",
     "agents": "calls errors generation rollout serving settings types",
+    "players": "agents calls errors rollout serving settings",
     "testing": "errors generation types weights",
     "simulate": "errors generation rollout scheduling types",
     "actors": "calls config errors generation rollout training types weights",

@@ -47,6 +47,7 @@ from titan_rl.generation.router import (
     StickySession,
 )
 from titan_rl.generation.scripted_engine import ScriptedEngine
+from titan_rl.players.task import SeatedTask
 from titan_rl.rollout.environment.message_game import MessageGame
 from titan_rl.rollout.environment.message_token_env import MessageTokenEnv
 from titan_rl.rollout.environment.seats import (
@@ -158,6 +159,7 @@ __all__ = [
     "SeatOutError",
     "SeatedEnv",
     "SeatedMessageEnv",
+    "SeatedTask",
     "StateDictError",
     "StateDictTransport",
     "StickySession",

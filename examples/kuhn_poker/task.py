@@ -9,15 +9,15 @@ from examples.kuhn_poker.exploitability import INFORMATION_SETS, exploitability
 from examples.kuhn_poker.hand import REWARD, Deal, KuhnHand, action_of, conversation
 from examples.kuhn_poker.policy import bet_probability
 from examples.kuhn_poker.rules import ACTIONS, CARDS, DEALS, SEATS, History, is_over, to_act
-from titan_rl import MessageGame, RolloutGroup, Rubric, SeatedEnv, env_reward
-from titan_rl.rollout.renderer import Renderer
+from titan_rl import RolloutGroup, Rubric, SeatedMessageEnv, SeatedTask, env_reward
 from titan_rl.rollout.task import Demonstration
-from titan_rl.settings import Section
 
 
-class KuhnPoker(Section):
-    """Two seats, both played by the policy. Held-out samples are the 12 information sets, from which hands are played
-    to their end."""
+class KuhnPoker(SeatedTask):
+    """Two seats, both the policy's by default. Held-out samples are the 12 information sets, from which hands are
+    played to their end."""
+
+    seat_names = SEATS
 
     def train_sample(self, seed: int, index: int) -> Deal:
         """Each deal comes once in every six, so that no batch favours a card."""
@@ -27,8 +27,8 @@ class KuhnPoker(Section):
     def validation_samples(self, count: int) -> Sequence[Deal]:
         return [situation(card, history) for card, history in INFORMATION_SETS][:count]
 
-    def make_env(self, sample: Deal, renderer: Renderer) -> SeatedEnv:
-        return MessageGame(KuhnHand(sample), renderer, dict.fromkeys(SEATS, "policy"))
+    def game(self, sample: Deal) -> SeatedMessageEnv:
+        return KuhnHand(sample)
 
     def rubric(self) -> Rubric:
         """An answer that cannot be read or does not end costs as much as the dearest hand."""

@@ -83,7 +83,7 @@ def _named(section: Section, prefix: str = "") -> Iterator[tuple[str, str, Funct
             names = cast("tuple[str, ...]", value)
             yield from ((f"{key}[{index}]", name, known) for index, name in enumerate(names))
         elif isinstance(value, Mapping):
-            by_key = cast("Mapping[str, str]", value)
-            yield from ((f"{key}.{inner}", name, known) for inner, name in by_key.items())
+            by_key = cast("Mapping[str, object]", value)
+            yield from ((f"{key}.{inner}", name, known) for inner, name in by_key.items() if isinstance(name, str))
         else:
             yield key, value, known

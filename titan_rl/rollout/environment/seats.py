@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
 from titan_rl.rollout.types import Message, RolloutStatus
-from titan_rl.types import Completion, GenerateFn, SamplingParams
+from titan_rl.types import Completion, GenerateFn
 
 Reply = Message | str
 """What a `MessagePlayer` says: an assistant's message, or its text."""
@@ -18,12 +18,12 @@ class TokenPlayer:
     """One that is asked in tokens and not trained, such as a frozen checkpoint.
 
     Args:
-        sampling: None is that of the policy.
+        temperature: None is that of the policy, as all else of its sampling is.
         timeout_s: of one answer.
     """
 
     generate: GenerateFn
-    sampling: SamplingParams | None = None
+    temperature: float | None = None
     timeout_s: float = 60.0
 
 

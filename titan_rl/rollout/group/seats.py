@@ -206,8 +206,10 @@ class _OtherSeat(_Seat):
                     request_id=f"{self._session_id}/{self._num_turns}",
                     session_id=self._session_id,
                     sampling=replace(
-                        (player.sampling or self._sampling).within(room),
+                        self._sampling.within(room),
+                        temperature=self._sampling.temperature if player.temperature is None else player.temperature,
                         seed=turn_seed(self._sampling.seed or 0, self._session_id, self._num_turns),
+                        return_routed_experts=False,
                     ),
                 )
             )

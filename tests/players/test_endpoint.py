@@ -1,0 +1,78 @@
+"""A model behind OpenAI's chat protocol, as a player."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from titan_rl.errors import GenerationError
+from titan_rl.players.endpoint import EndpointPlayer
+from titan_rl.players.settings import Endpoint
+
+pytestmark = pytest.mark.looptime
+ASKED = [{"role": "user", "content": "Heads or tails?"}]
+
+
+class Server:
+    """Gives these answers in turn, the last one for ever, and notes what it is asked."""
+
+    def __init__(self, *answers: httpx.Response | Exception) -> None:
+        self.asked: list[dict[str, Any]] = []
+        self.keys: list[str | None] = []
+        self._answers = list(answers)
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        self.asked.append({"url": str(request.url), **json.loads(request.content)})
+        self.keys.append(request.headers.get("authorization"))
+        answer = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def said(content: Any) -> httpx.Response:
+    return httpx.Response(200, json={"choices": [{"message": {"role": "assistant", "content": content}}]})
+
+
+async def ask(server: Server, **settings: Any) -> Any:
+    endpoint = EndpointPlayer(
+        Endpoint(url="http://x/v1/", model="m", **settings), transport=httpx.MockTransport(server)
+    )
+    try:
+        return await endpoint.reply(ASKED)
+    finally:
+        await endpoint.close()
+
+
+async def test_it_says_what_the_endpoint_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_KEY", "secret")
+    server = Server(said("heads"))
+    answer = await ask(server, api_key="MY_KEY", temperature=0.5)
+    assert answer == {"role": "assistant", "content": "heads"}
+    assert server.asked == [
+        {"url": "http://x/v1/chat/completions", "model": "m", "messages": ASKED, "temperature": 0.5}
+    ]
+    assert server.keys == ["Bearer secret"]
+
+
+async def test_what_may_pass_is_tried_again() -> None:
+    server = Server(httpx.ConnectError("no"), httpx.Response(429), httpx.Response(503), said("tails"))
+    assert (await ask(server))["content"] == "tails"
+    with pytest.raises(TimeoutError):
+        await ask(Server(httpx.Response(429)), timeout_s=30.0)
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (httpx.Response(401, text="who are you?"), "answered 401: who are you"),
+        (httpx.Response(200, json={"choices": []}), "what is no message"),
+        (httpx.Response(200, text="hello"), "what is no message"),
+    ],
+)
+async def test_what_will_not_pass_is_an_error(answer: httpx.Response, error: str) -> None:
+    with pytest.raises(GenerationError, match=error):
+        await ask(Server(answer))

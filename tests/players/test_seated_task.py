@@ -1,0 +1,116 @@
+"""Who plays the seats of a task, by its settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from titan_rl import ConfigError, Message, MessagePlayer, MessageSeat, Player, Rubric, SeatedTask, env_reward
+from titan_rl.players.settings import Endpoint, FrozenPolicy
+from titan_rl.rollout.task import RunContext
+
+
+class Silence:
+    async def play_seats(self, seats: Mapping[str, MessageSeat]) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class Trio(SeatedTask):
+    seat_names = ("a", "b", "c")
+
+    def train_sample(self, seed: int, index: int) -> int:
+        return index
+
+    def validation_samples(self, count: int) -> Sequence[int]:
+        return range(count)
+
+    def game(self, sample: Any) -> Silence:
+        return Silence()
+
+    def rubric(self) -> Rubric:
+        return Rubric([env_reward("won")])
+
+
+def echo(messages: Sequence[Message]) -> str:
+    return str(messages[-1]["content"])
+
+
+ECHO = f"{__name__}:echo"
+
+
+def kinds(players: Mapping[str, Player]) -> str:
+    return "".join("p" if player == "policy" else "s" for player in players.values())
+
+
+def task_of(**fields: Any) -> Trio:
+    return Trio.model_validate(fields)
+
+
+def players_of(task: Trio, sibling: int = 0, sample: int = 0) -> Mapping[str, Player]:
+    return task.make_env(sample, None).players(sibling)  # pyright: ignore[reportArgumentType]
+
+
+def test_seats_that_are_not_named_are_the_policys() -> None:
+    assert kinds(players_of(task_of())) == "ppp"
+    players = players_of(task_of(seats={"b": ECHO}))
+    assert kinds(players) == "psp"
+    assert players["b"] == MessagePlayer(echo)
+
+
+def test_players_may_move_on_from_sibling_to_sibling_or_from_sample_to_sample() -> None:
+    by_sibling = task_of(seats={"a": ECHO}, rotate="sibling")
+    assert [kinds(players_of(by_sibling, sibling)) for sibling in range(4)] == ["spp", "pps", "psp", "spp"]
+    by_sample = task_of(seats={"a": ECHO}, rotate="sample")
+    assert {kinds(players_of(by_sample, sample=sample)) for sample in range(20)} == {"spp", "pps", "psp"}
+    assert len({kinds(players_of(by_sample, sibling, 7)) for sibling in range(4)}) == 1
+
+
+def test_settings_name_each_kind_of_player() -> None:
+    task = task_of(seats={"a": "policy", "b": {"url": "http://x/v1", "model": "m"}, "c": {"policy": "runs/latest"}})
+    assert task.seats == {
+        "a": "policy", "b": Endpoint(url="http://x/v1", model="m"), "c": FrozenPolicy(policy="runs/latest"),
+    }  # fmt: skip
+    assert Trio.model_validate(task.model_dump(mode="json")) == task
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        (7, 'must be "policy", "module:function" of a script'),
+        ("polcy", 'must be one of policy, or your own as "module:function"'),
+        ({"url": "http://x/v1"}, "model"),
+        ({"policy": "runs/latest", "modle": "m"}, "modle"),
+    ],
+)
+def test_what_is_no_player_is_refused(setting: Any, said: str) -> None:
+    with pytest.raises(ValidationError) as error:
+        task_of(seats={"a": setting})
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("seats", "said"),
+    [
+        ({"d": "policy"}, "task.seats has d; the seats are a, b, c"),
+        (dict.fromkeys("abc", ECHO), "leaves the policy none"),
+    ],
+)
+def test_settings_that_cannot_go_well_are_refused_when_they_are_read(seats: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        task_of(seats=seats).check_settings()
+
+
+async def test_endpoints_answer_while_the_task_is_open(tmp_path: Path) -> None:
+    task = task_of(seats={"b": {"url": "http://x/v1", "model": "m", "timeout_s": 9.0}})
+    with pytest.raises(RuntimeError, match="answers while the task is open"):
+        players_of(task)
+    run = RunContext("model", None, 64, tmp_path, print)  # pyright: ignore[reportArgumentType]
+    async with task.open(run):
+        player = players_of(task)["b"]
+        assert isinstance(player, MessagePlayer)
+        assert player.timeout_s == 9.0
