@@ -1,0 +1,86 @@
+"""What each of the example tasks learns on CPU: mean reward of held-out rollouts, before and after.
+
+    python -m benchmarks.examples [--only arithmetic calculator] [--seeds 0 1 2]
+
+Makes an example's base model where it is not there, and trains it once for each seed. Prints one JSON object a line:
+{"name": ..., "value": ..., "target": ..., "unit": ...}. The value is the mean over the seeds after training; "before",
+"after" and "seconds" (of the whole run) have each seed's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from titan_rl.run.json_lines import read_jsonl
+
+REPOSITORY = Path(__file__).parents[1]
+
+TARGETS = {
+    "alphabet_sort": 0.85,
+    "arithmetic": 0.75,
+    "bandit": 0.75,
+    "calculator": 0.75,
+    "gsm8k": 0.75,
+    "guessing_game": 0.75,
+}
+"""Least reward after training."""
+
+
+def run(*command: str) -> None:
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-m", *command], cwd=REPOSITORY, env=environment, check=True, stdout=sys.stderr)
+
+
+def make_base(name: str) -> None:
+    folder = REPOSITORY / "examples" / name
+    if (folder / "base").is_dir():
+        return
+    if (folder / "base_model.py").exists():
+        run(f"examples.{name}.base_model", "--out", str(folder / "base"))
+    else:
+        run("titan_rl.cli.main", "sft", str(folder / "cpu.toml"))
+
+
+def train(name: str, seed: int) -> tuple[float, float, float]:
+    """(reward before, reward after, seconds)."""
+    with tempfile.TemporaryDirectory() as folder:
+        began = time.monotonic()
+        config = f"examples/{name}/cpu.toml"
+        run("titan_rl.cli.main", "train", config, "--seed", str(seed), "--run_dir", folder)
+        seconds = time.monotonic() - began
+        records: list[dict[str, Any]] = read_jsonl(Path(folder) / "latest" / "metrics.jsonl")
+    before, *_, after = (record for record in records if "validation/reward_mean" in record)
+    return before["validation/reward_mean"], after["validation/reward_mean"], seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=list(TARGETS), default=list(TARGETS), metavar="NAME")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    arguments = parser.parse_args()
+    for name in arguments.only:
+        make_base(name)
+        before, after, seconds = zip(*(train(name, seed) for seed in arguments.seeds), strict=True)
+        figure = {
+            "name": f"{name}_reward",
+            "value": round(fmean(after), 3),
+            "target": TARGETS[name],
+            "unit": "reward, at least",
+            "before": [round(each, 3) for each in before],
+            "after": [round(each, 3) for each in after],
+            "seconds": [round(each) for each in seconds],
+        }
+        print(json.dumps(figure), flush=True)
+
+
+if __name__ == "__main__":
+    main()
