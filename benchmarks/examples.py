@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from titan_rl.run.json_lines import read_jsonl
+from titan_rl.run.directory import read_jsonl
 
 REPOSITORY = Path(__file__).parents[1]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 CODE = [str(path.relative_to(ROOT)) for path in ROOT.glob("[!.]*/**/*.py")]  # not what is installed in .venv
 HEAVY = ("titan_rl.training.trainer", "titan_rl.generation.vllm_engine")
 
@@ -28,3 +28,9 @@ def test_what_a_page_imports_is_there(page: Path) -> None:
         if module not in HEAVY:
             imported = importlib.import_module(module)
             assert all(hasattr(imported, name.strip()) for name in names.split(",")), (module, names)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_what_a_page_links_to_is_there(page: Path) -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text())
+    assert not [link for link in links if not (page.parent / link).exists()]

@@ -7,6 +7,7 @@ import pytest
 
 from titan_rl.config.concurrency import Concurrency, throttles
 from titan_rl.config.load import dump_config, load_config
+from titan_rl.tiny_model.shape import fitting_shape
 
 ARCHITECTURES = {
     "qwen3_0_6b": {
@@ -18,6 +19,19 @@ ARCHITECTURES = {
     }
 }
 """What the folders say that have to be fetched first."""
+
+
+def tiny(parameters: int) -> dict[str, int]:
+    """What the folder says that `titan-rl sft` makes."""
+    shape = fitting_shape(parameters, vocab_size=400)
+    return {
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "hidden_size": shape.width,
+    }
+
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted((ROOT / "examples").glob("*/*.toml"))
@@ -38,7 +52,8 @@ def test_no_shipped_config_throttles_its_rollouts(path: Path, tmp_path: Path, mo
     monkeypatch.chdir(ROOT)
     config = load_config(path, check_files=False)
     if not Path(config.model.path).is_dir():
-        (tmp_path / "config.json").write_text(json.dumps(ARCHITECTURES[path.stem]))
+        architecture = ARCHITECTURES.get(path.stem) or tiny(config.sft.tiny_model.parameters)
+        (tmp_path / "config.json").write_text(json.dumps(architecture))
         config = load_config(path, [("model.path", str(tmp_path))], check_files=False)
     sized = Concurrency.of(config)
     assert list(throttles(config)) == []
