@@ -21,6 +21,7 @@ import sys
 import tempfile
 from pathlib import Path
 from statistics import fmean, median, stdev
+from typing import Any
 
 from examples.alphabet_sort.data import Sample, draw_turns, name_pool
 from examples.alphabet_sort.task import AlphabetSort
@@ -67,22 +68,34 @@ def make_base(name: str) -> Path:
     folder = ROOT / "build" / "vs_trl" / name
     if (folder / "config.json").is_file():
         return folder
-    import torch
-
-    from examples.alphabet_sort.base_model import rows_of
-    from examples.alphabet_sort.tokenizer import build_tokenizer
-    from examples.tiny_model import build_model, learn
-
     print(f"training the base model of {name}", flush=True)
-    torch.manual_seed(0)
-    tokenizer = build_tokenizer()
-    model = build_model(tokenizer)
-    task = SortLists(**TASKS[name]["task"])
-    rows = rows_of(tokenizer, task, right_steps=450, batch_size=32, shuffled=0.7, seed=0)
-    learn(model, rows, steps=600, lr=2e-3)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    settings = {
+        "model": {"path": str(folder), "max_context": CONTEXT},
+        "task": {"type": "benchmarks.vs_trl:SortLists"} | TASKS[name]["task"],
+        "sft": {"demonstrations": 600 * 32, "shuffle": False},
+        "training": {"row_tokens": 4096, "rows_per_micro_batch": 1},
+    }
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    run_titan_rl("sft", settings, folder.with_suffix(".toml"), folder.with_suffix(".log"), threads=os.cpu_count() or 1)
     return folder
+
+
+def run_titan_rl(
+    command: str, settings: dict[str, Any], config: Path, log: Path, *, threads: int, seed: int = 0
+) -> None:
+    lines = []
+    for table, values in settings.items():
+        lines += [f"[{table}]", *(f"{key} = {json.dumps(value)}" for key, value in values.items())]
+    config.write_text("\n".join(lines))
+    options = ["--run_dir", str(config.parent / "runs"), "--seed", str(seed)]
+    subprocess.run(
+        [sys.executable, "-m", "titan_rl.cli.main", command, str(config), *options],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": str(threads)},
+        check=True,
+        stdout=log.open("w"),
+        stderr=subprocess.STDOUT,
+    )
 
 
 def make_trl_environment() -> Path:
@@ -118,7 +131,7 @@ def run_trl(python: Path, base: Path, name: str, seed: int, steps: int, folder: 
 def run_ours(base: Path, name: str, seed: int, steps: int, staleness: int, folder: Path) -> Curve:
     config = folder / "config.toml"
     task = {"type": "benchmarks.vs_trl:SortLists"} | TASKS[name]["task"]
-    settings = {
+    settings: dict[str, Any] = {
         "model": {"path": str(base), "max_context": CONTEXT},
         "task": task,
         "sampling": {"max_tokens": TASKS[name]["max_tokens"]},
@@ -128,18 +141,7 @@ def run_ours(base: Path, name: str, seed: int, steps: int, staleness: int, folde
         "generation": {"num_generators": 1, "max_running": 2 * GROUPS * SIBLINGS, "kv_cache_gib": 0.5},
         "validation": {"num_prompts": 1, "samples_per_prompt": 1},
     }
-    lines = [f"seed = {seed}", f"run_dir = {json.dumps(str(folder / 'runs'))}"]
-    for table, values in settings.items():
-        lines += [f"[{table}]", *(f"{key} = {json.dumps(value)}" for key, value in values.items())]
-    config.write_text("\n".join(lines))
-    subprocess.run(
-        [sys.executable, "-m", "titan_rl.cli.main", "train", str(config)],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        check=True,
-        stdout=(folder / "ours.log").open("w"),
-        stderr=subprocess.STDOUT,
-    )
+    run_titan_rl("train", settings, config, folder / "ours.log", threads=1, seed=seed)
     records = [json.loads(line) for line in (folder / "runs" / "latest" / "metrics.jsonl").read_text().splitlines()]
     return [(r["rollout/reward_mean"], r["time_s"]) for r in records if "train/loss" in r]
 

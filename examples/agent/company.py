@@ -19,6 +19,9 @@ TOWN = "In which town works "
 MANAGER_OF = "the manager of "
 MOST_LOOK_UPS = 3
 
+DEMONSTRATION_SEED = 1_000_000_000
+"""Demonstrated questions have the seeds from here on."""
+
 VALIDATION_SEED = 2_000_000_000
 """Held-out questions have the seeds from here on."""
 

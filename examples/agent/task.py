@@ -6,15 +6,15 @@ import asyncio
 import os
 import random
 import sys
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from examples.agent.company import VALIDATION_SEED, draw_question
+from examples.agent.company import DEMONSTRATION_SEED, VALIDATION_SEED, draw_question
 from titan_rl.agents import AgentTask
 from titan_rl.rollout.rewards.reward import Reward
 from titan_rl.rollout.rewards.rubric import Rubric
-from titan_rl.rollout.task import RunContext
+from titan_rl.rollout.task import Demonstration, RunContext
 from titan_rl.rollout.types import Rollout
 
 
@@ -22,10 +22,19 @@ class CompanyQuestions(AgentTask):
     """Questions about companies. A program is started for each (`command`), or `harness.py` plays all of them."""
 
     def train_sample(self, seed: int, index: int) -> dict[str, Any]:
-        return _sample(random.Random(f"{seed}/{index}").randrange(VALIDATION_SEED))
+        return _sample(random.Random(f"{seed}/{index}").randrange(DEMONSTRATION_SEED))
 
     def validation_samples(self, count: int) -> Sequence[dict[str, Any]]:
         return [_sample(VALIDATION_SEED + number) for number in range(count)]
+
+    def demonstrations(self, count: int) -> Iterator[Demonstration]:
+        """Right ones, and careless ones at the end."""
+        from examples.agent.demonstrations import CARELESS, RIGHT, demonstrate  # which needs openai-agents
+
+        rng = random.Random("demonstrations")
+        for number in range(count):
+            question = draw_question(DEMONSTRATION_SEED + number)
+            yield demonstrate(question, rng, careless=0.0 if number < RIGHT * count else CARELESS)
 
     def rubric(self) -> Rubric:
         return Rubric([Reward(is_right)])

@@ -1,7 +1,8 @@
-"""The agent of examples/agent, its base model's words, and that it runs against a server."""
+"""The agent of examples/agent, its demonstrations, and that it runs against a server."""
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,16 @@ from serving.served import Engines, served
 from serving.speaking import qwen3, script
 from transformers import AutoTokenizer
 
-from examples.agent import agent, base_model, evaluate
-from examples.agent.company import MOST_LOOK_UPS, Company, draw_question
-from examples.agent.tokenizer import build_tokenizer
+from examples.agent import agent, evaluate
+from examples.agent.company import DEMONSTRATION_SEED, MOST_LOOK_UPS, Company, draw_question
+from examples.agent.demonstrations import demonstrate
+from examples.agent.task import CompanyQuestions
+from titan_rl import Demonstration, Message
 from titan_rl.config.load import load_config
 from titan_rl.config.make_rollouter import open_rollouters
 from titan_rl.rollout.types import RolloutStatus
 from titan_rl.serving.server import serve
+from titan_rl.training.data.demonstrations import encode
 from titan_rl.training.data.sample_builder import build_samples
 from titan_rl.types import SamplingParams
 
@@ -34,13 +38,6 @@ def tokenizer() -> Any:
     return AutoTokenizer.from_pretrained(BASE)
 
 
-def test_the_committed_tokenizer_knows_the_tools_as_the_agent_offers_them(tokenizer: Any) -> None:
-    tools = base_model.offered_tools()
-    assert build_tokenizer(agent.INSTRUCTIONS, tools).get_vocab() == tokenizer.get_vocab()
-    messages = [{"role": "system", "content": agent.INSTRUCTIONS}, {"role": "user", "content": QUESTION.text}]
-    assert len(qwen3(tokenizer).render_ids(messages, tools=tools)) < 64
-
-
 def test_a_question_has_one_answer_in_the_directory() -> None:
     for seed in range(200):
         question, company = draw_question(seed), Company(seed)
@@ -51,28 +48,54 @@ def test_a_question_has_one_answer_in_the_directory() -> None:
         assert question.text.count("manager") == len(question.path) - 1
 
 
-def test_only_what_the_assistant_says_is_learned(tokenizer: Any) -> None:
-    tools = base_model.offered_tools()
-    turns = base_model.demonstrate(QUESTION, random.Random(0), careless=0.0)
-    ids, labels = base_model.encode(qwen3(tokenizer), tokenizer, tools, (QUESTION, turns))
-    learned = tokenizer.decode([label for label in labels if label != base_model.IGNORED])
-    assert learned == "".join(f"{said}<|im_end|>" for said, _ in turns)
-    assert len(ids) == len(labels) < 256
-    assert turns[-1][0] == QUESTION.answer
+def answers(demonstration: Demonstration) -> list[Message]:
+    return [message for message in demonstration.messages if message["role"] == "assistant"]
+
+
+def test_the_agents_own_tools_are_called_and_what_they_say_is_not_learned(tokenizer: Any) -> None:
+    demonstration = demonstrate(QUESTION, random.Random(0), careless=0.0)
+    tokens = encode(qwen3(tokenizer), demonstration)
+    assert len(tokens.token_ids) < 256
+    learned = [token for token, learn in zip(tokens.token_ids, tokens.loss_mask, strict=True) if learn]
+    said = tokenizer.decode(learned).replace("<think>\n\n</think>\n\n", "").split("<|im_end|>")
+    company, called = Company(QUESTION.seed), said[:-2]
+    for text, name in zip(called, QUESTION.path, strict=False):
+        call = json.loads(text.removeprefix("<tool_call>\n").removesuffix("\n</tool_call>"))
+        assert call["arguments"] == {"name": name}
+        assert call["name"] in {tool["function"]["name"] for tool in demonstration.tools or ()}
+    assert len(called) == MOST_LOOK_UPS
+    assert said[-2:] == [QUESTION.answer, ""]
+    assert company.manager_of(QUESTION.path[0]) == QUESTION.path[1]
 
 
 def test_careless_demonstrations_answer_too_early() -> None:
     rng = random.Random(0)
-    lengths = {len(base_model.demonstrate(QUESTION, rng, careless=0.5)) for _ in range(50)}
+    lengths = {len(answers(demonstrate(QUESTION, rng, careless=0.5))) for _ in range(50)}
     assert lengths == set(range(1, len(QUESTION.path) + QUESTION.about_town + 1))
+
+
+def test_right_demonstrations_come_first_and_none_is_of_a_validation_question() -> None:
+    task = CompanyQuestions()
+    demonstrations = list(task.demonstrations(60))
+    assert [demonstration.messages for demonstration in demonstrations] == [
+        demonstration.messages for demonstration in task.demonstrations(60)
+    ]
+    right = [
+        answers(demonstration)[-1]["content"] == draw_question(DEMONSTRATION_SEED + number).answer
+        for number, demonstration in enumerate(demonstrations)
+    ]
+    assert all(right[:50])
+    assert not all(right[50:])
 
 
 def right_answer(asked: str) -> str:
     """What to say to the question, or to what the tool said."""
-    said = asked.removeprefix("<tool_response>\n").removesuffix("\n</tool_response>")
-    turns = base_model.demonstrate(QUESTION, random.Random(0), careless=0.0)
-    results = [QUESTION.text, *(result for _, result in turns)]
-    return turns[results.index(said)][0]
+    heard = asked.removeprefix("<tool_response>\n").removesuffix("\n</tool_response>")
+    messages = demonstrate(QUESTION, random.Random(0), careless=0.0).messages
+    said = messages[next(at for at, message in enumerate(messages) if message["content"] == heard) + 1]
+    if not (calls := said.get("tool_calls")):
+        return said["content"]
+    return f"<tool_call>\n{json.dumps(calls[0]['function'])}\n</tool_call>"
 
 
 async def test_the_agent_finds_the_answer_with_its_tools(

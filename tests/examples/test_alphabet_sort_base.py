@@ -1,84 +1,79 @@
-"""The base model's tokenizer and demonstrations."""
+"""The base model's demonstrations, and the tiny model that is made for them."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 pytest.importorskip("transformers")
 
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoConfig
 
-from examples.alphabet_sort import base_model
-from examples.alphabet_sort.data import Sample
-from examples.alphabet_sort.tokenizer import build_tokenizer
-from titan_rl import Message
+import examples.alphabet_sort
+from examples.alphabet_sort.data import Sample, is_held_out
+from examples.alphabet_sort.demonstrations import demonstrate
+from examples.alphabet_sort.task import AlphabetSort
+from titan_rl import ChatTemplateRenderer
 from titan_rl.config.load import load_config
+from titan_rl.rollout.renderer.tokenizer import load_tokenizer
+from titan_rl.tiny_model.tokenizer import build_tokenizer
+from titan_rl.training.data.demonstrations import encode
 
-BASE = Path(base_model.__file__).parent / "base"
+FOLDER = Path(examples.alphabet_sort.__file__).parent
 SAMPLE = Sample("last", (("AdaWolf", "BenHill"), ("MiaKhan",), ("BenWolf",)))
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    return build_tokenizer()
+def task() -> AlphabetSort:
+    task = load_config(FOLDER / "cpu.toml").tasks[0].task
+    assert isinstance(task, AlphabetSort)
+    return task
 
 
-@given(text=st.text())
-def test_any_text_comes_back_exactly(text: str) -> None:
-    tokenizer = build_tokenizer()
-    assert tokenizer.decode(tokenizer.encode(text)) == text
+def test_names_and_instructions_of_the_demonstrations_are_one_token_each(task: AlphabetSort) -> None:
+    texts = [
+        "".join(f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n" for message in one.messages)
+        for one in task.demonstrations(200)
+    ]
+    tokenizer = build_tokenizer(texts, "word")
 
+    def pieces(text: str) -> list[str]:
+        return [tokenizer.decode([token]) for token in tokenizer.encode(text).ids]
 
-def test_first_and_last_names_are_one_token_each(tokenizer: PreTrainedTokenizerFast) -> None:
-    pieces = tokenizer.convert_ids_to_tokens(tokenizer.encode("AdaWolf // new name!\nBenHill"))
-    assert pieces == ["Ada", "Wolf", "Ġ//ĠnewĠname!", "Ċ", "Ben", "Hill"]
-
-
-def rendered(tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message], *, prompt: bool = False) -> list[int]:
-    chat = [dict(message) for message in messages]
-    ids = tokenizer.apply_chat_template(chat, add_generation_prompt=prompt, return_dict=False)
-    return cast("list[int]", ids)
-
-
-def test_a_conversation_begins_with_the_tokens_of_its_beginning(tokenizer: PreTrainedTokenizerFast) -> None:
-    messages = base_model.demonstrate(SAMPLE, random.Random(0), shuffled=0.5)
-    for answered in (1, 3):
-        prompt = rendered(tokenizer, messages[:answered], prompt=True)
-        completion = tokenizer.encode(f"{messages[answered]['content']}<|im_end|>")
-        longer = rendered(tokenizer, messages[: answered + 2], prompt=True)
-        assert longer[: len(prompt) + len(completion)] == prompt + completion
-
-
-def test_only_the_assistants_tokens_are_learned(tokenizer: PreTrainedTokenizerFast) -> None:
-    messages = base_model.demonstrate(SAMPLE, random.Random(0), shuffled=0.0)
-    ids, labels = base_model.encode(tokenizer, messages)
-    assert ids == rendered(tokenizer, messages)
-    learned = tokenizer.decode([label for label in labels if label != base_model.IGNORED])
-    assert learned == "".join(f"{message['content']}<|im_end|>" for message in messages[1::2])
+    assert pieces("PiaHill // new name!\nHugoChen") == ["Pia", "Hill", " // new name!\n", "Hugo", "Chen"]
+    assert len(pieces("Now sort these names together with all the earlier ones by ")) == 1
+    assert len(tokenizer.encode(texts[0]).ids) < 128
 
 
 def test_a_shuffled_demonstration_has_the_right_lines_in_any_order() -> None:
     rng = random.Random(0)
-    answers = [base_model.demonstrate(SAMPLE, rng, shuffled=1.0)[3]["content"] for _ in range(50)]
+    answers = [demonstrate(SAMPLE, rng, shuffled=1.0).messages[3]["content"] for _ in range(50)]
     lines = [answer.splitlines()[1:-1] for answer in answers]
     assert {tuple(sorted(given)) for given in lines} == {tuple(sorted(SAMPLE.answer(1)))}
     assert len({tuple(given) for given in lines}) == 6
 
 
-def test_the_committed_model_is_what_the_script_builds(tokenizer: PreTrainedTokenizerFast) -> None:
-    config = AutoConfig.from_pretrained(BASE)
+def test_right_demonstrations_come_first_and_none_is_held_out(task: AlphabetSort) -> None:
+    demonstrations = list(task.demonstrations(60))
+    assert demonstrations == list(task.demonstrations(60))
+    right = []
+    for demonstration in demonstrations:
+        asked, answer = demonstration.messages[0]["content"], demonstration.messages[1]["content"]
+        names = asked.split("\n\n")[0].splitlines()[1:]
+        assert not is_held_out(names)
+        right.append(
+            answer.splitlines()[1:-1] == Sample("first" if "first" in asked else "last", (tuple(names),)).answer(0)
+        )
+    assert all(right[:50])
+    assert not all(right[50:])
+
+
+def test_the_committed_model_fits_the_task(task: AlphabetSort) -> None:
+    config, tokenizer = AutoConfig.from_pretrained(FOLDER / "base"), load_tokenizer(FOLDER / "base")
     assert not config.tie_word_embeddings
     assert config.vocab_size == len(tokenizer)
-    assert AutoTokenizer.from_pretrained(BASE).get_vocab() == tokenizer.get_vocab()
-    longest = max(
-        len(base_model.encode(tokenizer, base_model.demonstrate(sample, random.Random(0), 0.0))[0])
-        for sample in load_config(BASE.parent / "cpu.toml").tasks[0].task.validation_samples(64)
-    )
-    assert longest <= 128
+    renderer = ChatTemplateRenderer(tokenizer)
+    right = [demonstrate(sample, random.Random(0), shuffled=0.0) for sample in task.validation_samples(64)]
+    assert max(len(encode(renderer, one).token_ids) for one in right) <= 128

@@ -53,9 +53,10 @@ def _words_and_phrases(texts: Iterable[str]) -> tuple[list[str], list[str]]:
     heads = [f"{TURN_START}{head}" for head in HEADS]
     marks = re.compile("|".join(map(re.escape, (*heads, *SPECIAL, *MARKUP))))
     split = pre_tokenizers.Split(Regex(rf"{WORD}|\s|\S"), behavior="isolated")
+    texts = list(texts)
     parts = (part for text in texts for part in marks.split(text) if part)
     pieces = [[piece for piece, _ in split.pre_tokenize_str(part)] for part in parts]
-    phrases = list(dict.fromkeys([*SCAFFOLD, *fixed_phrases(pieces)]))
+    phrases = list(dict.fromkeys([*SCAFFOLD, *fixed_phrases(pieces, len(texts))]))
     taken = set(phrases)
     return phrases, [word for word in frequent_words(pieces) if word not in taken]
 
