@@ -6,7 +6,7 @@ import asyncio
 import json
 import random
 import shutil
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -160,12 +160,21 @@ class NotingRouter(GeneratorRouter):
 class Rig:
     """A run on fakes over a folder, from wherever the folder says it was."""
 
-    def __init__(self, folder: Path, seed: int, *, steps: int = STEPS, interval: int = 3, **scheduling: Any) -> None:
-        task, run_dir = Counting(), RunDirectory(folder)
+    def __init__(
+        self,
+        folder: Path,
+        seed: int,
+        *,
+        steps: int = STEPS,
+        interval: int = 3,
+        tasks: Sequence[TaskSource] = (TaskSource(task=Counting()),),  # pyright: ignore[reportArgumentType]
+        **scheduling: Any,
+    ) -> None:
+        run_dir = RunDirectory(folder)
         config = RunConfig(
             seed=1,
             model=ModelConfig(path="unused", max_context=16),
-            tasks=[TaskSource(task=task)],  # pyright: ignore[reportArgumentType]
+            tasks=tuple(tasks),
             sampling=SamplingConfig(max_tokens=1),
             rollout=RolloutConfig(group_size=2),
             scheduling=SchedulingConfig(groups_per_step=GROUPS, **scheduling),
@@ -198,7 +207,7 @@ class Rig:
         progress.message = progress.step = lambda *_: None  # pyright: ignore
         self.controller = Controller(
             config,
-            group_runners={"counting": Rollouter(CountDown, task.rubric(), max_context=16)},
+            group_runners={source.name: Rollouter(CountDown, source.task.rubric(), max_context=16) for source in tasks},
             router=self.router,
             trainer=self.trainer,
             stop_token_ids=[],

@@ -21,6 +21,7 @@ from titan_rl.run.end_messages import EndMessages
 from titan_rl.run.journal.run_journal import RunJournal
 from titan_rl.run.journal.run_state import DataPosition, RunState
 from titan_rl.run.json_lines import cut_records
+from titan_rl.scheduling.mix.events import Assigned
 from titan_rl.training.state.checkpoint import list_checkpoints, step_directory
 from titan_rl.training.state.checksums import write_checksums, write_summed
 
@@ -172,7 +173,7 @@ def test_a_run_that_failed_with_nothing_to_go_on_from_is_begun_again(run_dir):
     journal.drain()
     assert messages.failed() == f"nothing was trained or saved; once it is mended, begin again with: {begin}"
     assert EndMessages(config, run_dir, step=0).failed().endswith(go_on)
-    journal.finished(1, RolloutGroup("train-1", None, []))
+    journal.finished(Assigned(1, "task", 1), RolloutGroup("train-1", None, []))
     journal.close()
     assert messages.failed() == f"once it is mended, go on with: {go_on}"
 

@@ -16,7 +16,8 @@ from titan_rl.generation.router.strategies import LeastLoaded
 from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.run.journal.run_journal import RunJournal
 from titan_rl.run.stages.rollout_stage import RolloutStage
-from titan_rl.scheduling.mix.task_mix import TaskMix
+from titan_rl.scheduling.mix.curricula import InOrder
+from titan_rl.scheduling.mix.task_mix import Share, TaskMix
 from titan_rl.training.settings import ModelConfig
 
 
@@ -67,7 +68,7 @@ async def test_sessions_of_retried_rollouts_are_finished_too(tmp_path: Path) -> 
     await router.pull_state_dict(0)
     groups = RolloutStage(
         config,
-        TaskMix({"counting": 1.0}),
+        TaskMix({"counting": Share(1.0, InOrder())}),
         group_runners={"counting": Rollouter(Flaky, task.rubric(), max_context=16, limits=limits)},
         router=router,
         journal=RunJournal(tmp_path),

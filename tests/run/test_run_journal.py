@@ -23,6 +23,7 @@ from titan_rl.run.journal.log_format import frame
 from titan_rl.run.journal.log_writer import LogWriter
 from titan_rl.run.journal.run_journal import RunJournal
 from titan_rl.run.journal.run_state import DataPosition
+from titan_rl.scheduling.mix.events import Assigned
 
 SAMPLING = SamplingParams(max_tokens=8)
 
@@ -40,7 +41,7 @@ def reopened(folder: Path, position: DataPosition | None = None) -> RunJournal:
 
 
 def backlog(journal: RunJournal):
-    return journal.backlog(lambda index: ("task", index))
+    return journal.backlog(lambda task, number: number)
 
 
 def test_a_new_journal_has_no_backlog(tmp_path):
@@ -52,7 +53,7 @@ def test_a_new_journal_has_no_backlog(tmp_path):
 def test_groups_batches_and_the_data_position_come_back(tmp_path):
     journal = RunJournal(tmp_path)
     for index in (1, 0, 4):
-        journal.finished(index, group_of(index))
+        journal.finished(Assigned(index, "task", index), group_of(index))
     journal.dropped(2, "zero_variance")
     journal.batch(0, [1, 0])
     journal.drain()  # and the process is killed
@@ -68,7 +69,7 @@ def test_groups_batches_and_the_data_position_come_back(tmp_path):
 async def test_what_a_checkpoint_holds_is_not_trained_again(tmp_path):
     journal = RunJournal(tmp_path)
     for index in range(4):
-        journal.finished(index, group_of(index))
+        journal.finished(Assigned(index, "task", index), group_of(index))
     journal.batch(0, [0, 1])
     position = await journal.checkpoint(1, next_index=7)
     assert position == DataPosition(1, 7, (2, 3, 4, 5, 6))
@@ -82,12 +83,12 @@ async def test_what_a_checkpoint_holds_is_not_trained_again(tmp_path):
 
 async def test_a_checkpoint_begun_twice_counts_from_the_beginning_that_it_names(tmp_path):
     journal = RunJournal(tmp_path)
-    journal.finished(0, group_of(0))
+    journal.finished(Assigned(0, "task", 0), group_of(0))
     journal.batch(0, [0])
     first = await journal.checkpoint(1, next_index=1)
     again = reopened(tmp_path)
     again.batch(0, [0])
-    again.finished(1, group_of(1))
+    again.finished(Assigned(1, "task", 1), group_of(1))
     second = await again.checkpoint(1, next_index=3)
     again.drain()
     assert (first, second) == (DataPosition(1, 1, ()), DataPosition(1, 3, (1, 2)))
@@ -100,7 +101,7 @@ async def test_a_checkpoint_begun_twice_counts_from_the_beginning_that_it_names(
 async def test_batches_that_a_checkpoint_does_not_have_survive_another_checkpoint(tmp_path):
     journal = RunJournal(tmp_path)
     for index in range(3):
-        journal.finished(index, group_of(index))
+        journal.finished(Assigned(index, "task", index), group_of(index))
         journal.batch(index, [index])
     journal.drain()
     again = reopened(tmp_path)  # the process was killed before its first checkpoint
@@ -129,7 +130,7 @@ async def test_segments_go_when_no_checkpoint_needs_them(tmp_path):
 
 def test_what_cannot_be_encoded_is_kept_as_text_and_arrays_as_lists(tmp_path):
     journal = RunJournal(tmp_path)
-    journal.finished(0, group_of(0, content=Path("a"), array=np.arange(2)))
+    journal.finished(Assigned(0, "task", 0), group_of(0, content=Path("a"), array=np.arange(2)))
     journal.drain()
     message = backlog(reopened(tmp_path)).finished[0].rollouts[0].messages[0]
     assert message["array"] == [0, 1]
@@ -204,7 +205,7 @@ async def test_turns_of_a_finished_group_are_forgotten(tmp_path):
     journal, engine = RunJournal(tmp_path), Engine()
     await journal.record(engine, 0)([1], request_id="train-0/0/0", sampling=SAMPLING)
     assert journal.state.completions
-    journal.finished(0, group_of(0))
+    journal.finished(Assigned(0, "task", 0), group_of(0))
     assert not journal.state.completions
     journal.close()
 
@@ -213,10 +214,10 @@ async def checkpointed(folder: Path) -> DataPosition:
     """A run whose checkpoint of version 1 leaves group 1 finished and groups 2 and 3 open, and which went on."""
     journal = RunJournal(folder)
     for index in range(2):
-        journal.finished(index, group_of(index))
+        journal.finished(Assigned(index, "task", index), group_of(index))
     journal.batch(0, [0])
     position = await journal.checkpoint(1, next_index=4)
-    journal.finished(2, group_of(2))
+    journal.finished(Assigned(2, "task", 2), group_of(2))
     journal.batch(1, [1])
     journal.dropped(4, "zero_variance")
     journal.close()
@@ -229,11 +230,11 @@ async def test_what_a_checkpoint_needs_survives_a_loss_of_power_once_it_may_appe
     (tmp_path / "journal").mkdir()
     disk = Disk(tmp_path / "journal", monkeypatch)
     journal = RunJournal(tmp_path / "journal")
-    journal.finished(0, group_of(0))
-    journal.finished(1, group_of(1))
+    journal.finished(Assigned(0, "task", 0), group_of(0))
+    journal.finished(Assigned(1, "task", 1), group_of(1))
     journal.batch(0, [0])
     position = await journal.checkpoint(1, next_index=4)
-    journal.finished(2, group_of(2))
+    journal.finished(Assigned(2, "task", 2), group_of(2))
     left = reopened(disk.left_in(tmp_path / "left"), position)
     assert left.losses == []
     assert sorted(backlog(left).finished) == [1]
@@ -275,7 +276,7 @@ async def test_a_batch_is_handed_out_again_only_where_all_of_it_and_of_those_bef
     position = DataPosition(3, 6, (1, 2, 3, 4, 5))
     journal = reopened(tmp_path, position)
     for index in (1, 2, 4, 5):
-        journal.finished(index, group_of(index))
+        journal.finished(Assigned(index, "task", index), group_of(index))
     journal.batch(3, [1, 2])
     journal.batch(4, [3, 4])  # 3 is not recorded
     journal.batch(5, [5])
@@ -308,7 +309,7 @@ async def test_a_checkpoint_of_more_than_may_wait_for_the_disk_waits_and_others_
     monkeypatch.setattr(run_journal, "LogWriter", partial(LogWriter, max_pending_bytes=1000))
     journal = RunJournal(tmp_path)
     for index in range(50):
-        journal.finished(index, group_of(index, content="x" * 500))
+        journal.finished(Assigned(index, "task", index), group_of(index, content="x" * 500))
     turns = 0
 
     async def others() -> None:
@@ -330,10 +331,10 @@ async def test_what_comes_while_a_checkpoint_is_begun_replaces_what_was_open(tmp
     engine.abort_at = 3
     await journal.record(engine, 5)([1], request_id="train-5/0/0", sampling=SAMPLING)
     for index in range(5):
-        journal.finished(index, group_of(index))
+        journal.finished(Assigned(index, "task", index), group_of(index))
     beginning = asyncio.ensure_future(journal.checkpoint(1, next_index=6))
     await asyncio.sleep(0)
-    journal.finished(5, group_of(5))
+    journal.finished(Assigned(5, "task", 5), group_of(5))
     journal.dropped(4, "too_old")
     position = await beginning
     journal.close()
@@ -446,7 +447,7 @@ async def test_a_segment_of_another_run_is_refused_though_both_stood_at_the_same
     positions = []
     for name in ("one", "other"):
         journal = RunJournal(tmp_path / name, DataPosition(run=name))
-        journal.finished(0, group_of(0))
+        journal.finished(Assigned(0, "task", 0), group_of(0))
         positions.append(await journal.checkpoint(1, next_index=1))
         journal.drain()
     one, other = positions

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from pydantic import ValidationError
@@ -15,6 +16,8 @@ from titan_rl.config.explain import Origins, explain
 from titan_rl.config.tasks import SOURCE_FIELDS, TaskSource, is_alone
 from titan_rl.errors import ConfigError
 from titan_rl.rollout.task import CheckedTask, Task
+from titan_rl.scheduling.mix.curriculum import Curriculum
+from titan_rl.scheduling.mix.registry import BY_NAME as CURRICULA
 from titan_rl.settings import Section
 
 
@@ -49,6 +52,8 @@ def _load_source(name: str, table: Any, origins: Origins) -> TaskSource:
     prefix = f"tasks.{name}"
     fields = _fields(table, origins, prefix)
     own = {"name": name} | {key: fields.pop(key) for key in SOURCE_FIELDS if key in fields}
+    if "curriculum" in own:
+        own["curriculum"] = _load(_CURRICULUM, own["curriculum"], origins, f"{prefix}.curriculum")
     task = load_task(fields, origins, prefix, beside=SOURCE_FIELDS)
     try:
         return TaskSource.model_validate({"task": task, **own})
@@ -66,24 +71,27 @@ def load_task(table: Any, origins: Origins, prefix: str = "task", beside: Sequen
     Raises:
         ConfigError: there is no such module or class, it is no task, or its settings are wrong.
     """
+    return cast("Task", _load(_TASK, table, origins, prefix, beside))
+
+
+def _load(kind: _Kind, table: Any, origins: Origins, prefix: str, beside: Sequence[str] = ()) -> Section:
     fields = _fields(table, origins, prefix)
     name = fields.pop("type", None)
     try:
-        task_class = _find_class(name)
+        found = _find_class(kind, name)
     except ConfigError as error:
         raise ConfigError(f"{origins.of(f'{prefix}.type')}: {prefix}.type = {name!r}: {error}") from error.__cause__
-    if taken := [key for key in task_class.model_fields if key in beside]:
+    if taken := [key for key in found.model_fields if key in beside]:
         raise ConfigError(
             f"{origins.of(f'{prefix}.type')}: {prefix}.type = {name!r}: the class has a field {taken[0]!r}, which is a "
             "setting of every one of [[tasks]]; give that field another name"
         )
+    places = {field: origins.folders_for(f"{prefix}.{field}") for field in found.model_fields}
     try:
-        # As JSON, because TOML has lists where a task may declare tuples, and strings where it declares an enum.
-        places = {field: origins.folders_for(f"{prefix}.{field}") for field in task_class.model_fields}
-        task = task_class.model_validate_json(json.dumps(fields, default=str), context={"folders": places})
+        # As JSON, because TOML has lists where a field may be a tuple, and strings where it is an enum.
+        return found.model_validate_json(json.dumps(fields, default=str), context={"folders": places})
     except ValidationError as error:
-        raise ConfigError(explain(error, task_class, origins, prefix, beside)) from None
-    return cast("Task", task)
+        raise ConfigError(explain(error, found, origins, prefix, beside)) from None
 
 
 def _fields(table: Any, origins: Origins, prefix: str) -> dict[str, Any]:
@@ -108,6 +116,9 @@ def task_table(source: TaskSource, *, exclude_none: bool = False, with_share: bo
     """
     table = source.model_dump(mode="json", exclude_none=exclude_none)
     fields = table.pop("task")
+    own: dict[type[object], str] = {known: name for name, known in CURRICULA.items()}
+    kind = own.get(type(source.curriculum)) or _type_of(source.curriculum)
+    table["curriculum"] = {"type": kind, **table["curriculum"]}
     return {"type": task_type(source.task), **fields, **(table if with_share else {})}
 
 
@@ -132,30 +143,51 @@ def check_task(task: Task, origins: Origins, prefix: str = "task") -> None:
 
 def task_type(task: Task) -> str:
     """The value of `task.type` that names the task's class: `examples.alphabet_sort.task:AlphabetSort`."""
-    return f"{type(task).__module__}:{type(task).__qualname__}"
+    return _type_of(task)
 
 
-def _find_class(name: object) -> type[Section]:
+def _type_of(made: object) -> str:
+    return f"{type(made).__module__}:{type(made).__qualname__}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What a `type` may name."""
+
+    noun: str
+    plural: str
+    protocol: type
+    own: Mapping[str, type[Section]] = field(default_factory=dict[str, type[Section]])  # the library's, by name
+
+
+_TASK = _Kind("task", "tasks", Task)
+_CURRICULUM = _Kind("curriculum", "curricula", Curriculum, CURRICULA)
+
+
+def _find_class(kind: _Kind, name: object) -> type[Section]:
+    if isinstance(name, str) and name in kind.own:
+        return kind.own[name]
     if not isinstance(name, str) or name.count(":") != 1:
-        raise ConfigError('must be a string "module:Class"')
+        known = f"one of {', '.join(kind.own)}, or " if kind.own else ""
+        raise ConfigError(f'must be {known}a string "module:Class"')
     module_name, _, class_name = name.partition(":")
     module = import_module(module_name)
     found: object = find_attribute(module, class_name)
     if isinstance(found, type) and issubclass(found, Section):
-        missing = _missing_members(found)
+        missing = _missing_members(kind, found)
         if not missing:
             return found
-        problem = f"{class_name} is no task: it lacks {', '.join(missing)}"
+        problem = f"{class_name} is no {kind.noun}: it lacks {', '.join(missing)}"
     elif found is None:
         problem = f"{module_name} has no {class_name}"
     else:
         problem = f"{class_name} is no subclass of titan_rl.settings.Section"
-    tasks = [key for key, value in vars(module).items() if _is_task(value) and _is_of(value, module_name)]
-    raise ConfigError(f"{problem}; tasks in {module_name}: {', '.join(tasks) or 'none'}")
+    there = [key for key, value in vars(module).items() if _is_a(kind, value) and _is_of(value, module_name)]
+    raise ConfigError(f"{problem}; {kind.plural} in {module_name}: {', '.join(there) or 'none'}")
 
 
-def _is_task(found: object) -> bool:
-    return isinstance(found, type) and issubclass(found, Section) and not _missing_members(found)
+def _is_a(kind: _Kind, found: object) -> bool:
+    return isinstance(found, type) and issubclass(found, Section) and not _missing_members(kind, found)
 
 
 def _is_of(found: object, module_name: str) -> bool:
@@ -163,6 +195,6 @@ def _is_of(found: object, module_name: str) -> bool:
     return f"{found.__module__}.".startswith(f"{module_name}.")
 
 
-def _missing_members(found: type) -> list[str]:
-    lacking = {name for name in get_protocol_members(Task) if not hasattr(found, name)}
+def _missing_members(kind: _Kind, found: type) -> list[str]:
+    lacking = {name for name in get_protocol_members(kind.protocol) if not hasattr(found, name)}
     return sorted(lacking | getattr(found, "__abstractmethods__", frozenset[str]()))

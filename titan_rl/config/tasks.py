@@ -11,6 +11,8 @@ from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveI
 from titan_rl.errors import ConfigError
 from titan_rl.rollout.rewards.registry import BY_NAME as ADVANTAGES
 from titan_rl.rollout.task import Task
+from titan_rl.scheduling.mix.curricula import InOrder
+from titan_rl.scheduling.mix.curriculum import Curriculum
 from titan_rl.scheduling.registry import BY_NAME as FILTERS
 from titan_rl.settings import FunctionName, Section
 
@@ -70,6 +72,8 @@ class TaskSource(Section):
     """How its rewards are compared; by default as training.advantage says."""
     filters: tuple[Annotated[str, FunctionName(tuple(FILTERS))], ...] | None = Field(default=None, strict=False)
     """Its finished groups that are not trained on; by default those that scheduling.filters names."""
+    curriculum: SerializeAsAny[Curriculum] = InOrder()
+    """Which of its samples comes next: a table whose type is in_order, by_difficulty, stages or "module:Class"."""
 
 
 def is_alone(tasks: Sequence[TaskSource]) -> bool:

@@ -49,12 +49,12 @@ from titan_rl.run.observability.group_records import GroupRecords
 from titan_rl.run.observability.progress import Progress, RunSummary
 from titan_rl.run.observability.rollout_log import RolloutLog
 from titan_rl.run.observability.step_reports import StepReports, prefixed
-from titan_rl.run.stages.rollout_stage import RolloutStage
+from titan_rl.run.stages.rollout_stage import RolloutStage, train_index
 from titan_rl.run.stages.trainer_calls import TrainerCalls
 from titan_rl.run.stages.validation import Validation
 from titan_rl.run.stages.weight_sync import WeightSync
 from titan_rl.scheduling.batch import GroupBatch
-from titan_rl.scheduling.mix.task_mix import TaskMix
+from titan_rl.scheduling.mix.task_mix import Share, TaskMix
 from titan_rl.scheduling.scheduler import GroupScheduler
 from titan_rl.training.data.sample import TrainingSample
 from titan_rl.training.data.sample_builder import build_samples
@@ -99,10 +99,16 @@ class Controller:
         self._calls = TrainerCalls()
         self._transcripts = RolloutLog(run_dir.write_rollout, config.logging.transcripts_per_step, self._tell)
         self._reports = StepReports(log, progress, self._transcripts)
-        mix = TaskMix({source.name: source.weight for source in config.tasks})
+        self._mix = TaskMix(
+            {source.name: Share(source.weight, source.curriculum) for source in config.tasks},
+            journal.note,
+            state=start.tasks,
+            events=journal.events,
+            is_settled=start.position.is_settled,
+        )
         self._groups = RolloutStage(
             config,
-            mix,
+            self._mix,
             group_runners=group_runners,
             router=router,
             journal=journal,
@@ -110,7 +116,7 @@ class Controller:
             on_ended=self._transcripts.ended,
             on_lost=self._transcripts.lost,
         )
-        self._records = GroupRecords(journal, self._transcripts)
+        self._records = GroupRecords(self._mix, journal, self._transcripts)
         self._scheduler = self._make_scheduler(journal)
         self._sync = WeightSync(trainer, published, router, config.generation.pull_mode)
         self._validation = Validation(config, self._groups, self._transcripts, run_dir, log=log, tell=self._tell)
@@ -126,12 +132,12 @@ class Controller:
             budget=(config.training.steps - self.version) * config.scheduling.groups_per_step,
             filters=make_filters(config),
             version=self.version,
-            backlog=journal.backlog(self._groups.given),
+            backlog=journal.backlog(self._groups.train_sample),
             observer=self._records,
         )
 
     def _make_saver(self, router: GeneratorRouter, journal: RunJournal) -> CheckpointSaver:
-        copy = RunCopy(self._run_dir.checkpoints, self._trainer, journal, self._scheduler, router)
+        copy = RunCopy(self._run_dir.checkpoints, self._trainer, journal, self._mix, self._scheduler, router)
         return CheckpointSaver(
             self._config.checkpoint,
             self._run_dir.checkpoints,
@@ -222,6 +228,7 @@ class Controller:
         began = time.monotonic()
         result = await self._trainer.step(self._samples(batch))
         batch.trained(result.version)
+        self._mix.trained(train_index(group.group_id) for group in batch.groups)
         self._state = replace(self._state, step=result.version, tokens=self._state.tokens + batch.num_tokens)
         self._reports.trained(result.version, batch, self._records.take_dropped(batch.step), result.metrics)
         self._reports.add(result.version, {"time/step_s": time.monotonic() - began})

@@ -9,6 +9,7 @@ from titan_rl.errors import CheckpointError
 from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.run.journal.run_journal import RunJournal
 from titan_rl.run.journal.run_state import RunState
+from titan_rl.scheduling.mix.task_mix import TaskMix
 from titan_rl.scheduling.scheduler import GroupScheduler
 from titan_rl.training.protocol import Trainer
 
@@ -21,11 +22,18 @@ class RunCopy:
     """
 
     def __init__(
-        self, root: Path, trainer: Trainer, journal: RunJournal, scheduler: GroupScheduler, router: GeneratorRouter
+        self,
+        root: Path,
+        trainer: Trainer,
+        journal: RunJournal,
+        mix: TaskMix,
+        scheduler: GroupScheduler,
+        router: GeneratorRouter,
     ) -> None:
         self._root = root
         self._trainer = trainer
         self._journal = journal
+        self._mix = mix
         self._scheduler = scheduler
         self._router = router
 
@@ -35,10 +43,12 @@ class RunCopy:
             state: of the run at the trainer's version; its place in the data comes from the journal.
 
         Raises:
+            DataError: the state of a curriculum cannot be saved.
             CheckpointError: it cannot be copied, or the trainer is at another version.
         """
+        tasks = self._mix.state()  # before anything is awaited: what happens from here on is in the new segment
         position = await self._journal.checkpoint(state.step, self._scheduler.next_index, self._router.tokens_so_far())
-        placed = replace(state, next_index=position.next_index, unsettled=position.unsettled)
+        placed = replace(state, next_index=position.next_index, unsettled=position.unsettled, tasks=tasks)
         saved = await self._trainer.begin_save(self._root, asdict(placed))
         if saved != state.step:
             raise CheckpointError(f"the trainer saves version {saved}, and the journal is that of version {state.step}")

@@ -13,16 +13,20 @@ import msgspec
 from titan_rl.errors import CheckpointError
 from titan_rl.run.journal.log_format import read_log
 from titan_rl.run.journal.records import (
+    AssignRecord,
     BatchRecord,
     CompletionRecord,
     DropRecord,
     GroupRecord,
     JournalRecord,
+    ResultRecord,
     StartRecord,
     decode,
+    mix_events,
 )
 from titan_rl.run.journal.run_state import DataPosition
 from titan_rl.scheduling.batch import step_from
+from titan_rl.scheduling.mix.events import MixEvent
 
 CompletionsOfGroup = dict[tuple[str, bytes], CompletionRecord]
 """By request id and digest of the prompt."""
@@ -48,6 +52,8 @@ class JournalState:
         match record:
             case StartRecord():
                 pass  # says what is known already
+            case AssignRecord() | ResultRecord():
+                self._admit(record.index)
             case BatchRecord():
                 self._admit(*record.indices)
                 if self.batches.get(record.version) != record.indices:
@@ -152,6 +158,7 @@ class JournalContents:
     state: JournalState
     begins: bool  # whether the segment of the position is there
     losses: list[str]
+    events: list[MixEvent]  # in their order; some may be known to the checkpoint
 
 
 def read_segments(segments: Sequence[Path], position: DataPosition) -> JournalContents:
@@ -161,6 +168,7 @@ def read_segments(segments: Sequence[Path], position: DataPosition) -> JournalCo
         CheckpointError: they are of another run, of another format, or one of them is no file that can be read.
     """
     state, losses, starts = JournalState.at(position), list[str](), list[StartRecord]()
+    events: list[MixEvent] = []
     if position.version == 0 and segments and version_of(segments[0]) > 0:
         raise CheckpointError(
             f"{segments[0]} is of a checkpoint that is gone, and there is no other: put it back, or move the journal's "
@@ -185,6 +193,7 @@ def read_segments(segments: Sequence[Path], position: DataPosition) -> JournalCo
                 if record.version == position.version:
                     starts.append(record)
             state.apply(record)
+            events.extend(mix_events(record))
         if damages:
             losses.append(f"{path}: {sum(damages)} bytes are no record and are passed over")
     for start in [start for start in state.batches if start < position.version]:
@@ -204,7 +213,7 @@ def read_segments(segments: Sequence[Path], position: DataPosition) -> JournalCo
         losses.append(_without_beginning(position.version))
     if losses and (again := sorted(state.unsettled - state.finished.keys())):
         losses.append(f"generated again, as far as answers are not recorded: groups {ranges(again)}")
-    return JournalContents(state, agrees, losses)
+    return JournalContents(state, agrees, losses, events)
 
 
 def _records(path: Path, damages: list[int]) -> Iterator[bytes]:

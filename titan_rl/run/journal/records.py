@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +18,7 @@ import msgspec
 from titan_rl.calls.plain import plain
 from titan_rl.calls.user_code import Failure
 from titan_rl.rollout.types import Message, Rollout, RolloutGroup
+from titan_rl.scheduling.mix.events import Assigned, Dropped, MixEvent, Result
 from titan_rl.types import Completion, SamplingParams
 
 
@@ -28,6 +29,21 @@ class StartRecord(msgspec.Struct, tag="start", frozen=True):
     next_index: int
     unsettled: list[int]  # positions in the data before next_index that are neither trained nor dropped
     run: str
+
+
+class AssignRecord(msgspec.Struct, tag="assign", frozen=True):
+    """What the group at a position in the data plays."""
+
+    index: int
+    task: str
+    sample: int
+
+
+class ResultRecord(msgspec.Struct, tag="result", frozen=True):
+    """What a group that has ended earned."""
+
+    index: int
+    rewards: tuple[float, ...]
 
 
 class CompletionRecord(msgspec.Struct, tag="completion", frozen=True):
@@ -41,6 +57,8 @@ class CompletionRecord(msgspec.Struct, tag="completion", frozen=True):
 
 class GroupRecord(msgspec.Struct, tag="group", frozen=True):
     index: int
+    task: str
+    sample: int
     rollouts: list[Rollout]
 
 
@@ -56,7 +74,7 @@ class BatchRecord(msgspec.Struct, tag="batch", frozen=True):
     indices: list[int]
 
 
-JournalRecord = StartRecord | CompletionRecord | GroupRecord | DropRecord | BatchRecord
+JournalRecord = StartRecord | AssignRecord | CompletionRecord | ResultRecord | GroupRecord | DropRecord | BatchRecord
 
 _ESCAPE = "\U0010ffff"  # stands for no character and never will
 _ESCAPE_BYTES = _ESCAPE.encode()
@@ -69,7 +87,8 @@ TextFn = Callable[[str], str]
 
 def encode(record: JournalRecord) -> bytes:
     if isinstance(record, GroupRecord):
-        record = GroupRecord(record.index, [_with_text(rollout, _escape, _storable) for rollout in record.rollouts])
+        rollouts = [_with_text(rollout, _escape, _storable) for rollout in record.rollouts]
+        record = GroupRecord(record.index, record.task, record.sample, rollouts)
     elif isinstance(record, DropRecord):
         record = DropRecord(record.index, _escape(record.reason))
     return _encoder.encode(record)
@@ -85,18 +104,48 @@ def decode(data: bytes) -> JournalRecord:
     if _ESCAPE_BYTES not in data:
         return record
     if isinstance(record, GroupRecord):
-        return GroupRecord(record.index, [_with_text(rollout, _unescape, _restored) for rollout in record.rollouts])
+        rollouts = [_with_text(rollout, _unescape, _restored) for rollout in record.rollouts]
+        return GroupRecord(record.index, record.task, record.sample, rollouts)
     return DropRecord(record.index, _unescape(record.reason)) if isinstance(record, DropRecord) else record
 
 
-def group_record(index: int, group: RolloutGroup) -> GroupRecord:
-    """A group without its sample, which is a function of its position in the data."""
-    return GroupRecord(index, [replace(rollout, sample=None) for rollout in group.rollouts])
+def group_record(played: Assigned, group: RolloutGroup) -> GroupRecord:
+    """A group without its sample, which is a function of its number.
+
+    Args:
+        played: by the group.
+    """
+    rollouts = [replace(rollout, sample=None) for rollout in group.rollouts]
+    return GroupRecord(played.index, played.task, played.sample, rollouts)
 
 
-def group_of(record: GroupRecord, task: str, sample: Any) -> RolloutGroup:
+def group_of(record: GroupRecord, sample: Any) -> RolloutGroup:
     rollouts = [replace(rollout, sample=sample) for rollout in record.rollouts]
-    return RolloutGroup(rollouts[0].group_id, sample, rollouts, task=task)
+    return RolloutGroup(rollouts[0].group_id, sample, rollouts, task=record.task)
+
+
+def mix_events(record: JournalRecord) -> Iterator[MixEvent]:
+    """What a record says of which group plays what."""
+    match record:
+        case AssignRecord(index, task, sample) | GroupRecord(index, task, sample):
+            yield Assigned(index, task, sample)
+        case ResultRecord(index, rewards):
+            yield Result(index, rewards)
+        case DropRecord(index):
+            yield Dropped(index)
+        case _:
+            pass
+
+
+def record_of(event: MixEvent) -> AssignRecord | ResultRecord | None:
+    """None for a drop, which has a record with its reason."""
+    match event:
+        case Assigned(index, task, sample):
+            return AssignRecord(index, task, sample)
+        case Result(index, rewards):
+            return ResultRecord(index, rewards)
+        case Dropped():
+            return None
 
 
 def digest(token_ids: Sequence[int]) -> bytes:

@@ -23,9 +23,11 @@ from titan_rl.run.journal.records import (
     encode,
     group_of,
     group_record,
+    record_of,
 )
 from titan_rl.run.journal.run_state import DataPosition
 from titan_rl.scheduling.backlog import Backlog
+from titan_rl.scheduling.mix.events import Assigned, MixEvent
 from titan_rl.types import Completion, GenerateFn, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -41,6 +43,7 @@ class RunJournal:
 
     Attributes:
         losses: what of the journal is missing or damaged, and what is generated again therefore, for the user.
+        events: of the mix of tasks, as far as they are known when it is opened; also some that the checkpoint knows.
 
     Args:
         position: of the checkpoint to continue from; by default the model as loaded.
@@ -62,6 +65,7 @@ class RunJournal:
         found = found or read_segments(segments, position)
         self.state = found.state
         self.losses = found.losses
+        self.events = found.events
         for loss in self.losses:
             logger.warning("%s", loss)
         self._version = position.version
@@ -72,6 +76,8 @@ class RunJournal:
         else:
             self._writer = LogWriter(self._segment(position.version))
             self._append(StartRecord(position.version, position.next_index, list(position.unsettled), position.run))
+            for event in self.events:
+                self.note(event)
             for record in self.state.records():
                 self._append(record)
 
@@ -80,17 +86,20 @@ class RunJournal:
         """Batches that were trained after the checkpoint, and are handed out again as they were."""
         return len(self.state.batches_from(self._version))
 
-    def backlog(self, given: Callable[[int], tuple[str, Any]]) -> Backlog:
+    def backlog(self, sample_of: Callable[[str, int], Any]) -> Backlog:
         """Where a scheduler goes on.
 
         Args:
-            given: the name of the task and the training sample at a position in the data.
+            sample_of: the training sample of a task, by its name and the sample's number.
         """
         state = self.state
         return Backlog(
             next_index=state.next_index,
             unsettled=sorted(state.unsettled),
-            finished={index: group_of(record, *given(index)) for index, record in state.finished.items()},
+            finished={
+                index: group_of(record, sample_of(record.task, record.sample))
+                for index, record in state.finished.items()
+            },
             batches=state.batches_from(self._version),
         )
 
@@ -116,8 +125,17 @@ class RunJournal:
 
         return recorded_at_the_disks_pace
 
-    def finished(self, index: int, group: RolloutGroup) -> None:
-        self._append(group_record(index, group))
+    def note(self, event: MixEvent) -> None:
+        """What happens to the mix of tasks. For a drop `dropped` is called, too."""
+        if (record := record_of(event)) is not None:
+            self._append(record)
+
+    def finished(self, played: Assigned, group: RolloutGroup) -> None:
+        """
+        Args:
+            played: by the group.
+        """
+        self._append(group_record(played, group))
 
     def dropped(self, index: int, reason: str) -> None:
         self._append(DropRecord(index, reason))

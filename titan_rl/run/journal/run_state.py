@@ -23,6 +23,10 @@ class DataPosition:
     unsettled: tuple[int, ...] = ()  # before next_index, ascending, neither trained nor dropped
     run: str = ""  # which run's, so that another's journal is not taken for this one's
 
+    def is_settled(self, index: int) -> bool:
+        """Whether the group at a position in the data is in the weights, or was dropped before."""
+        return index < self.next_index and index not in self.unsettled
+
 
 @dataclass(frozen=True, slots=True)
 class RunState:
@@ -30,7 +34,8 @@ class RunState:
 
     Example:
         {"step": 40, "tokens": 181204, "reward_before": 0.44, "next_index": 164, "unsettled": [158, 160, 161, 162, 163],
-         "settings": {"scheduling.groups_per_step": 4, ...}, "run": "5d0c..."}
+         "tasks": {"taken": {"sums": 82, "sort": 82}, ...}, "settings": {"scheduling.groups_per_step": 4, ...},
+         "run": "5d0c..."}
     """
 
     step: int = 0  # also the policy version
@@ -40,6 +45,7 @@ class RunState:
     unsettled: tuple[int, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])  # by dotted name, that the run was made with
     run: str = ""  # drawn when the run began
+    tasks: Mapping[str, Any] = field(default_factory=dict[str, Any])  # where their mix stands, see `TaskMix.state`
 
     @property
     def position(self) -> DataPosition:
@@ -60,6 +66,7 @@ class RunState:
                 reward_before=values["reward_before"],
                 next_index=int(values["next_index"]),
                 unsettled=tuple(map(int, values["unsettled"])),
+                tasks=dict(values["tasks"]),
                 settings=dict(values["settings"]),
                 run=str(values["run"]),
             )

@@ -1,30 +1,36 @@
-"""What a run notes of its groups as the scheduler settles them: the journal, the transcripts, what was dropped."""
+"""What a run notes of its groups as the scheduler settles them: in the mix of tasks, the journal, the transcripts."""
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 
 from titan_rl.rollout.types import RolloutGroup
 from titan_rl.run.journal.run_journal import RunJournal
 from titan_rl.run.observability.rollout_log import RolloutLog
+from titan_rl.scheduling.mix.task_mix import TaskMix
 
 
 class GroupRecords:
     """The `SchedulerObserver` of a run."""
 
-    def __init__(self, journal: RunJournal, transcripts: RolloutLog) -> None:
+    def __init__(self, mix: TaskMix, journal: RunJournal, transcripts: RolloutLog) -> None:
+        self._mix = mix
         self._journal = journal
         self._transcripts = transcripts
         self._dropped: defaultdict[int, list[RolloutGroup]] = defaultdict(list)  # by the step they made room for
 
     def finished(self, index: int, group: RolloutGroup) -> None:
-        self._journal.finished(index, group)
+        self._mix.finished(index, rewards_of(group))
+        self._journal.finished(self._mix.assignment(index), group)
 
     def dropped(self, step: int, index: int, reason: str, group: RolloutGroup | None) -> None:
         if group is not None:
             self._dropped[step].append(group)
             self._transcripts.dropped(group, reason, step)
+            self._mix.finished(index, rewards_of(group))
+        self._mix.dropped(index)
         self._journal.dropped(index, reason)
 
     def batch(self, version: int, indices: Sequence[int]) -> None:
@@ -33,3 +39,9 @@ class GroupRecords:
     def take_dropped(self, step: int) -> list[RolloutGroup]:
         """The groups that finished and were dropped before the batch of the step was found; once."""
         return self._dropped.pop(step, [])
+
+
+def rewards_of(group: RolloutGroup) -> list[float]:
+    """Of the rollouts that have one and did not end in a fault of others."""
+    judged = [rollout.reward for rollout in group.rollouts if not rollout.status.is_fault]
+    return [float(reward) for reward in judged if reward is not None and math.isfinite(reward)]

@@ -53,11 +53,6 @@ class RolloutStage:
         self._on_lost = on_lost
         self.requests = Peak()  # in flight, for training and validation
 
-    def given(self, index: int) -> tuple[str, Any]:
-        """The name of the task and the training sample at a position in the data."""
-        assignment = self._mix.assignment(index)
-        return assignment.task, self.train_sample(assignment.task, assignment.sample)
-
     def train_sample(self, task: str, number: int) -> Any:
         seed = self._config.seed
         with calling(f"train_sample({seed}, {number})"):
@@ -71,7 +66,8 @@ class RolloutStage:
 
     async def run_training_group(self, lease: Lease) -> RolloutGroup:
         """The group that a lease of the scheduler is for."""
-        task, sample = self.given(lease.index)
+        played = self._mix.assignment(lease.index)
+        task, sample = played.task, self.train_sample(played.task, played.sample)
         temperature = self._config.sampling_of(self._sources[task]).temperature
         return await self._run_group(
             self._generate_for(lease),

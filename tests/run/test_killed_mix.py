@@ -1,0 +1,170 @@
+"""A run of several tasks that is killed goes on with each of them where it was, whatever becomes of its journal."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from test_controller import Counting
+from test_killed_run import DAMAGES, STEPS, Rig, at_each_record
+
+from titan_rl import RolloutGroup
+from titan_rl.config.tasks import TaskSource
+from titan_rl.run.journal.records import AssignRecord, DropRecord, decode
+from titan_rl.run.journal.run_journal import RunJournal
+from titan_rl.run.stages.rollout_stage import train_index
+from titan_rl.scheduling.mix.curricula import InOrder
+from titan_rl.scheduling.mix.curriculum import CurriculumState
+
+Played = tuple[str, int]
+
+
+class Picky(Counting):
+    """Every third of its samples teaches nothing."""
+
+    def drop_reason(self, group: RolloutGroup) -> str | None:
+        return "too_easy" if group.sample == 4 else None
+
+
+class Remembering(InOrder):
+    """Skips a sample for every group that has ended: which it gives depends on all that was."""
+
+    def begin(self) -> CurriculumState:
+        return {"next": 0, "ended": []}
+
+    def next_sample(self, state: CurriculumState) -> int:
+        return state["next"] + len(state["ended"])
+
+    def given(self, state: CurriculumState, sample: int) -> None:
+        state["next"] += 1
+
+    def finished(self, state: CurriculumState, sample: int, rewards: Sequence[float]) -> None:
+        state["ended"].append([sample, *rewards])
+
+
+TASKS = (
+    TaskSource(task=Counting(), name="plain", weight=2.0),  # pyright: ignore[reportArgumentType]
+    TaskSource(task=Picky(), name="picky"),  # pyright: ignore[reportArgumentType]
+    TaskSource(task=Counting(), name="led", curriculum=Remembering()),  # pyright: ignore[reportArgumentType]
+)
+IN_ORDER = TASKS[:2]
+
+SCHEDULES = pytest.mark.parametrize(
+    "scheduling",
+    [{"max_staleness": 0}, {"max_staleness": 1, "oversample": 1.0, "on_batch_ready": "abort", "tail": "tail_batch"}],
+    ids=["on-policy", "partial"],
+)
+
+
+class Notes:
+    """Which sample each group played, and what was dropped, as the journals of all lives say."""
+
+    def __init__(self) -> None:
+        self.played: dict[int, Played] = {}
+        self.dropped: set[int] = set()
+
+    def listen(self, journal: RunJournal) -> None:
+        append = journal._writer.append  # pyright: ignore[reportPrivateUsage]
+
+        def spy(data: bytes) -> None:
+            self.take(data)
+            append(data)
+
+        journal._writer.append = spy  # pyright: ignore
+
+    def take(self, data: bytes) -> None:
+        match decode(data):
+            case AssignRecord(index, task, sample):
+                self.played[index] = (task, sample)
+            case DropRecord(index):
+                self.dropped.add(index)
+            case _:
+                pass
+
+    def of(self, weights: list[list[str]]) -> list[Played]:
+        return [self.played[train_index(group)] for step in weights for group in step]
+
+
+@SCHEDULES
+async def test_killed_at_any_record_every_group_plays_what_it_would_have(tmp_path: Path, scheduling):
+    first, notes = Rig(tmp_path / "run", 0, tasks=TASKS, **scheduling), Notes()
+    notes.listen(first.journal)
+    moments = set(random.Random(7).sample(range(1, 110), 8))
+    known: dict[int, dict[int, Played]] = {}
+
+    def keep_the_disk(number: int) -> None:
+        if number in moments:
+            first.journal.drain()
+            known[number] = dict(notes.played)
+            shutil.copytree(tmp_path / "run", tmp_path / f"killed-{number}")
+
+    at_each_record(first.journal, keep_the_disk)
+    await first.run()
+    undisturbed = notes.of(first.trainer.weights)
+    assert len(undisturbed) == len(set(undisturbed)) == STEPS * 3
+
+    for number, before in known.items():
+        again, later = Rig(tmp_path / f"killed-{number}", number, tasks=TASKS, **scheduling), Notes()
+        later.played.update(before)
+        later.listen(again.journal)
+        await again.run()
+        assert {index: later.played[index] for index in before} == before, "what was assigned stays so"
+        trained = later.of(again.trainer.weights)
+        assert len(trained) == len(set(trained)) == STEPS * 3
+        if scheduling == {"max_staleness": 0}:
+            assert trained == undisturbed
+
+
+@SCHEDULES
+@pytest.mark.parametrize("damage", DAMAGES)
+async def test_whatever_becomes_of_the_journal_no_sample_is_left_out_or_trained_twice(
+    tmp_path: Path, scheduling, damage
+):
+    first, notes = Rig(tmp_path / "run", 0, tasks=IN_ORDER, interval=2, **scheduling), Notes()
+    notes.listen(first.journal)
+    await first.run_until(30)
+    saved = len(first.trainer.weights)
+    assert 0 < saved < STEPS
+    for segment in (tmp_path / "run" / "journal").iterdir():
+        data = segment.read_bytes()
+        content = damage(data) if len(data) > 200 else None
+        if content is None:
+            segment.unlink()
+        else:
+            segment.write_bytes(content)
+    again = Rig(tmp_path / "run", 1, tasks=IN_ORDER, interval=2, **scheduling)
+    later = Notes()
+    later.played = {
+        index: played for index, played in notes.played.items() if again.journal.state.is_settled(index)
+    } | {index: (task, sample) for index, task, sample, _ in again.controller._mix.state()["open"]}  # pyright: ignore
+    later.dropped = set(notes.dropped)
+    later.listen(again.journal)
+    await again.run()
+    assert again.trainer.weights[:saved] == first.trainer.weights
+    trained = later.of(again.trainer.weights)
+    assert len(trained) == len(set(trained)) == STEPS * 3
+    seen = defaultdict[str, set[int]](set)
+    for task, sample in [*trained, *(later.played[index] for index in later.dropped if index in later.played)]:
+        seen[task].add(sample)
+    left_out = {task: set(range(max(samples))) - samples for task, samples in seen.items()}
+    in_flight = set(later.played.values()) - set(trained)
+    assert all((task, sample) in in_flight for task, samples in left_out.items() for sample in samples)
+    if scheduling == {"max_staleness": 0}:
+        for task in seen:
+            samples = [sample for of, sample in trained if of == task]
+            assert samples == sorted(samples), "in order"
+
+
+async def test_a_run_whose_weights_are_edited_deals_by_the_later_ones_from_there(tmp_path: Path):
+    first = Rig(tmp_path / "run", 0, tasks=IN_ORDER, steps=3, max_staleness=0)
+    await first.run()
+    edited = (IN_ORDER[0].model_copy(update={"weight": 1.0}), IN_ORDER[1].model_copy(update={"weight": 2.0}))
+    again, notes = Rig(tmp_path / "run", 0, tasks=edited, steps=9, max_staleness=0), Notes()
+    notes.listen(again.journal)
+    await again.run()
+    trained = notes.of(again.trainer.weights[3:])
+    assert abs(sum(task == "picky" for task, _ in trained) - 12) <= 1

@@ -1,0 +1,286 @@
+"""Which task and sample the group at each position plays, whatever is dropped and in whatever order groups end."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from titan_rl.errors import CheckpointError, DataError
+from titan_rl.scheduling.mix.curricula import ByDifficulty, InOrder, Stages
+from titan_rl.scheduling.mix.curriculum import Curriculum, CurriculumState
+from titan_rl.scheduling.mix.events import Assigned, Dropped, MixEvent
+from titan_rl.scheduling.mix.task_mix import Share, TaskMix
+
+SLOTS = 8
+
+
+class Twice(InOrder):
+    """Gives a sample again at once if it earned nothing: what comes depends on which group ends when."""
+
+    def begin(self) -> CurriculumState:
+        return {**super().begin(), "again": []}
+
+    def next_sample(self, state: CurriculumState) -> int:
+        return state["again"][0] if state["again"] else super().next_sample(state)
+
+    def given(self, state: CurriculumState, sample: int) -> None:
+        if sample in state["again"]:
+            state["again"].remove(sample)
+        else:
+            super().given(state, sample)
+
+    def finished(self, state: CurriculumState, sample: int, rewards: Sequence[float]) -> None:
+        if not any(rewards):
+            state["again"].append(sample)
+
+
+class Play:
+    """Admits groups into slots, has them end in any order and drops some, as a scheduler does in data order."""
+
+    def __init__(self, weights: dict[str, float], seed: int, drops: dict[str, float] | None = None, **curricula: Any):
+        self.tasks = {name: Share(weight, curricula.get(name, InOrder())) for name, weight in weights.items()}
+        self.random = random.Random(seed)
+        self.drops = drops or {}
+        self.events: list[MixEvent] = []
+        self.mix = TaskMix(self.tasks, self.events.append)
+        self.next_index = 0
+        self.running: dict[int, Assigned] = {}
+        self.done: dict[int, Assigned] = {}
+        self.admitted: list[Assigned] = []
+        self.trained: list[Assigned] = []
+
+    def step(self) -> None:
+        if len(self.running) + len(self.done) < SLOTS:
+            played = self.running[self.next_index] = self.mix.assignment(self.next_index)
+            self.admitted.append(played)
+            self.next_index += 1
+            return
+        if self.running:
+            index = self.random.choice(list(self.running))
+            played = self.running.pop(index)
+            self.mix.finished(index, [self.random.random() < 0.5])
+            if self.random.random() < self.drops.get(played.task, 0.0):
+                self.mix.dropped(index)
+            else:
+                self.done[index] = played
+        while self.done and min(self.done) < min(self.running, default=self.next_index):
+            self.train(min(self.done))
+
+    def train(self, index: int) -> None:
+        self.trained.append(self.done.pop(index))
+        self.mix.trained([index])
+
+
+def off(groups: Sequence[Assigned], weights: dict[str, float], window: int) -> float:
+    """By how many groups a task is most off its share in any window."""
+    total, counts, most = sum(weights.values()), Counter[str](), 0.0
+    for end, played in enumerate(groups, start=1):
+        counts[played.task] += 1
+        if end > window:
+            counts[groups[end - window - 1].task] -= 1
+        if end >= window:
+            most = max(most, *(abs(counts[name] - window * weight / total) for name, weight in weights.items()))
+    return most
+
+
+@pytest.mark.parametrize(
+    ("weights", "drops"),
+    [
+        ({"a": 1.0, "b": 1.0}, {}),
+        ({"a": 3.0, "b": 1.0, "c": 0.5}, {"a": 0.3, "b": 0.3, "c": 0.3}),
+        ({"a": 1.0, "b": 1.0}, {"a": 0.9}),
+        ({"a": 7.0, "b": 2.0, "c": 1.0}, {"c": 0.95, "b": 0.5}),
+    ],
+)
+def test_any_thousand_groups_that_are_trained_are_within_one_percent_of_the_weights(weights, drops):
+    play = Play(weights, seed=3, drops=drops)
+    while len(play.trained) < 3000:
+        play.step()
+    assert off(play.trained, weights, 1000) <= 10
+    if not drops:
+        assert off(play.admitted, weights, 1000) < 2
+
+
+@given(
+    weights=st.dictionaries(st.sampled_from("abcde"), st.floats(0.1, 10), min_size=1),
+    drops=st.dictionaries(st.sampled_from("abcde"), st.floats(0, 0.8)),
+    seed=st.integers(0, 99),
+)
+@settings(deadline=None)
+def test_a_dropped_group_is_replaced_by_one_of_its_task(weights: dict[str, float], drops, seed: int):
+    play = Play(weights, seed, drops)
+    for _ in range(600):
+        play.step()
+    total = sum(weights.values())
+    kept = Counter(played.task for played in [*play.trained, *play.done.values(), *play.running.values()])
+    owed = Counter(play.mix.state()["owed"])
+    turns = kept.total() + owed.total()
+    for name, weight in weights.items():
+        assert abs(kept[name] + owed[name] - turns * weight / total) < 1 + 1e-9
+
+
+def in_json(mix: TaskMix) -> Any:
+    return json.loads(json.dumps(mix.state()))
+
+
+@given(
+    seed=st.integers(0, 999),
+    saved=st.integers(0, 120),
+    killed=st.integers(0, 120),
+    lost=st.sets(st.integers(0, 300), max_size=20),
+    kind=st.sampled_from(["intact", "damaged", "gone"]),
+)
+@settings(deadline=None, max_examples=200)
+def test_killed_at_any_moment_each_sample_of_each_task_is_trained_once_and_none_is_left_out(
+    seed: int, saved: int, killed: int, lost: set[int], kind: str
+):
+    """In the second life the groups that are not settled in the checkpoint run again."""
+    weights, drops = {"a": 2.0, "b": 1.0, "c": 1.0}, {"a": 0.3, "c": 0.5}
+    first = Play(weights, seed, drops)
+    for _ in range(saved):
+        first.step()
+    state, position, since = in_json(first.mix), first.next_index, len(first.events)
+    settled = {played.index for played in first.admitted} - first.running.keys() - first.done.keys()
+    trained = list(first.trained)
+    dropped = [played for played in first.admitted if played.index in settled and played not in trained]
+    for _ in range(killed):
+        first.step()
+
+    events = {
+        "intact": first.events,
+        "damaged": [event for number, event in enumerate(first.events[since:]) if number not in lost],
+        "gone": [],
+    }[kind]
+    again = Play(weights, seed + 1, drops)
+    again.events = []
+    again.mix = TaskMix(again.tasks, again.events.append, state=state, events=events, is_settled=settled.__contains__)
+    dropped_since = {event.index for event in events if isinstance(event, Dropped)}
+    dropped += [played for played in first.admitted if played.index in dropped_since - settled]
+    known = max((event.index + 1 for event in events), default=0)
+    again.next_index = max(position, known)
+    again.trained = list(trained)
+    before = {played.index: played for played in first.admitted}
+    for index in sorted(set(range(again.next_index)) - settled - dropped_since):
+        played = again.running[index] = again.mix.assignment(index)
+        if kind == "intact":
+            assert played == before[index]
+        again.admitted.append(played)
+    while len(again.trained) < len(trained) + 60:
+        again.step()
+
+    for name in weights:
+        samples = [played.sample for played in again.trained if played.task == name]
+        assert len(samples) == len(set(samples)), "none is trained twice"
+        open_now = [*again.running.values(), *again.done.values()]
+        gone = {event.index for event in again.events if isinstance(event, Dropped)}
+        accounted = samples + [
+            played.sample
+            for played in [*open_now, *dropped, *(p for p in again.admitted if p.index in gone)]
+            if played.task == name
+        ]
+        assert set(range(max(accounted) + 1)) == set(accounted), "none is left out"
+
+
+@given(seed=st.integers(0, 999), saved=st.integers(0, 150), more=st.integers(0, 150))
+@settings(deadline=None)
+def test_a_curriculum_with_a_memory_comes_back_as_it_was(seed: int, saved: int, more: int):
+    curricula = {
+        "a": Twice(),
+        "b": ByDifficulty(samples=7, left_out=2),
+        "c": Stages(sizes=(3, 4, 5), threshold=0.5, window=4),
+    }
+    weights = {"a": 1.0, "b": 1.0, "c": 2.0}
+    whole = Play(weights, seed, {"a": 0.2, "b": 0.4}, **curricula)
+    for _ in range(saved):
+        whole.step()
+    state, settled = in_json(whole.mix), set(range(whole.next_index)) - whole.running.keys() - whole.done.keys()
+    for _ in range(more):
+        whole.step()
+    trained_since = [played.index for played in whole.trained if played.index not in settled]
+    again = TaskMix(whole.tasks, state=state, events=whole.events, is_settled=settled.__contains__)
+    again.trained(trained_since)
+    assert in_json(again) == in_json(whole.mix)
+    assert again.assignment(whole.next_index) == whole.mix.assignment(whole.next_index)
+
+
+def test_weights_that_change_count_from_then_on():
+    play = Play({"a": 1.0, "b": 1.0}, seed=0)
+    for index in range(100):
+        play.mix.assignment(index)
+        play.mix.trained([index])
+    tasks = {"a": Share(3.0, InOrder()), "b": Share(1.0, InOrder())}
+    again = TaskMix(tasks, state=in_json(play.mix))
+    dealt = [again.assignment(index) for index in range(100, 200)]
+    assert Counter(played.task for played in dealt) == {"a": 75, "b": 25}
+    samples = defaultdict[str, list[int]](list)
+    for played in dealt:
+        samples[played.task].append(played.sample)
+    assert samples == {"a": list(range(50, 125)), "b": list(range(50, 75))}
+
+
+def test_a_state_of_other_tasks_is_refused():
+    state = TaskMix({"a": Share(1.0, InOrder())}).state()
+    with pytest.raises(CheckpointError, match="saved with the tasks a, and goes on with b"):
+        TaskMix({"b": Share(1.0, InOrder())}, state=state)
+
+
+def sequence(curriculum: Curriculum, rewards: Any, count: int) -> list[int]:
+    """The samples given, where each group ends before the next begins."""
+    mix, samples = TaskMix({"task": Share(1.0, curriculum)}), list[int]()
+    for index in range(count):
+        samples.append(mix.assignment(index).sample)
+        mix.finished(index, rewards(samples[-1]))
+        mix.trained([index])
+    return samples
+
+
+def test_by_difficulty_goes_on_with_those_that_are_neither_always_right_nor_always_wrong():
+    means = {0: [1.0, 1.0], 1: [0.0, 1.0], 2: [0.0, 0.0], 3: [1.0, 0.0]}
+    given = sequence(ByDifficulty(samples=4, left_out=2), means.__getitem__, 12)
+    assert given == [0, 1, 2, 3, 1, 3, 1, 3, 0, 1, 2, 3]
+
+
+def test_by_difficulty_tries_all_again_where_none_teaches_anything():
+    assert sequence(ByDifficulty(samples=3, left_out=5), lambda sample: [1.0], 6) == [0, 1, 2, 0, 1, 2]
+    assert sequence(ByDifficulty(samples=2), lambda sample: [], 6) == [0, 1, 0, 1, 0, 1]
+
+
+def test_the_next_stage_begins_once_this_one_is_mastered():
+    earned = iter([0.0, 1.0, 1.0, 1.0, 0.0, 1.0, 1.0, 1.0])
+    given = sequence(Stages(sizes=(2, 3), threshold=1.0, window=2), lambda sample: [next(earned)], 8)
+    assert given == [0, 1, 0, 2, 3, 4, 2, 3]
+
+
+class Careless(InOrder):
+    def finished(self, state: CurriculumState, sample: int, rewards: Sequence[float]) -> None:
+        state["seen"] = {sample: len(rewards)}
+
+
+class Raising(InOrder):
+    def next_sample(self, state: CurriculumState) -> int:
+        raise LookupError("no more")
+
+
+class Negative(InOrder):
+    def next_sample(self, state: CurriculumState) -> int:
+        return -1
+
+
+@pytest.mark.parametrize(
+    ("curriculum", "message"),
+    [
+        (Careless(), r"state.*task.*comes back from JSON as .*names must be strings"),
+        (Raising(), "curriculum.next_sample, 'task' of the task failed: LookupError: no more"),
+        (Negative(), "it gave -1; it must give the number of a sample"),
+    ],
+)
+def test_what_a_curriculum_does_wrong_is_said(curriculum: Curriculum, message: str):
+    with pytest.raises(DataError, match=message):
+        sequence(curriculum, lambda sample: [1.0], 3)
