@@ -158,3 +158,14 @@ async def test_evaluations_stand_side_by_side() -> None:
     assert "B - A" not in alone
     other = Evaluation("c", 0, {"sorting": result(lines)}, 1.0)
     assert table([worse, other]).count("task ") == 2
+
+
+async def test_each_seat_of_a_game_has_figures_of_its_own() -> None:
+    signs = {"first": 1.0, "second": -1.0}
+    lines = [
+        {**line, "seat": seat, "reward": sign * line["reward"]}
+        for line in await play(suite([1, 2]))
+        for seat, sign in signs.items()
+    ]
+    assert sorted(result(lines).rewards.values()) == [[-2.0, -1.0], [-1.0, 0.0], [1.0, 0.0], [2.0, 1.0]]
+    assert finished_lines(lines, [suite([1, 2])]) == lines

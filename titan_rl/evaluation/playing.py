@@ -106,7 +106,8 @@ def finished_lines(lines: Iterable[Mapping[str, Any]], suites: Sequence[Suite]) 
     for suite in suites:
         for place, prompt in enumerate(suite.prompts):
             of_it = siblings.get((suite.name, place, digest(prompt)), [])
-            if len(of_it) == suite.samples_per_prompt and not any(map(is_fault, of_it)):
+            played = {line["sibling"] for line in of_it}  # a line for each seat, where a game has several
+            if len(played) == suite.samples_per_prompt and not any(map(is_fault, of_it)):
                 finished += of_it
     return finished
 

@@ -68,8 +68,9 @@ class TaskResult:
 
 
 def prompt_key(record: Record) -> str:
-    """Of the prompt that a line is a sample of: its place among the held-out ones, and what it is."""
-    return f"{record['prompt']}:{record['prompt_digest']}"
+    """Of the prompt that a line is a sample of: its place among the held-out ones, what it is, and for which seat."""
+    seat = record.get("seat")
+    return f"{record['prompt']}:{record['prompt_digest']}" + ("" if seat is None else f":{seat}")
 
 
 def task_result(records: Iterable[Record], *, samples_per_prompt: int, success: float) -> TaskResult:

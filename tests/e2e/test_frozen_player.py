@@ -1,0 +1,63 @@
+"""A checkpoint that plays a seat is served beside the run. Its engine is scripted: that real ones generate is shown
+elsewhere."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import httpx
+import pytest
+
+from titan_rl import SamplingParams, TokenPlayer
+from titan_rl.errors import GenerationError
+from titan_rl.players.opened import open_players
+from titan_rl.players.settings import FrozenPolicy
+from titan_rl.rollout.task import RunContext
+from titan_rl.serving.client import HttpGenerateFn
+from titan_rl.tiny_model import make_tiny_model
+
+pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
+
+ROOT = Path(__file__).parents[2]
+
+ENGINE = """
+from titan_rl.generation.scripted_engine import ScriptedEngine
+
+def make(spec):
+    return ScriptedEngine(vocab_size=300, max_context=spec.max_context)
+"""
+
+
+async def test_it_answers_in_tokens_while_the_task_is_open_and_is_gone_after_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_engine.py").write_text(ENGINE)
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{tmp_path}")
+    make_tiny_model(tmp_path / "model", texts=["pass or bet"], level="byte", parameters=150_000, max_context=64)
+    settings = {"generation.engine": "own_engine:make", "generation.num_generators": "1"}
+    frozen = FrozenPolicy(policy=str(tmp_path / "model"), settings=settings, temperature=0.5)
+    run = RunContext("model", None, 48, tmp_path / "run", print)  # pyright: ignore[reportArgumentType]
+    async with open_players({"first": "policy", "second": frozen, "third": frozen}, run) as players:
+        assert players["first"] == "policy"
+        player = players["second"]
+        assert player is players["third"]
+        assert isinstance(player, TokenPlayer)
+        assert player.temperature == 0.5
+        completion = await player.generate([1, 2, 3], request_id="g/0/second/0", sampling=SamplingParams(max_tokens=5))
+        assert len(completion.token_ids) == 5
+        generate = player.generate
+        assert isinstance(generate, HttpGenerateFn)
+    (log,) = (tmp_path / "run" / "logs").glob("player-second-*.log")
+    url = log.read_text().partition("OPENAI_BASE_URL=")[2].split()[0]
+    async with httpx.AsyncClient() as client:
+        with pytest.raises(httpx.ConnectError):
+            await client.get(f"{url}/models")
+
+
+async def test_one_that_cannot_be_served_says_what_its_server_said(tmp_path: Path) -> None:
+    run = RunContext("model", None, 48, tmp_path / "run", print)  # pyright: ignore[reportArgumentType]
+    nothing = FrozenPolicy(policy=str(tmp_path / "nothing"))
+    with pytest.raises(GenerationError, match=r"nothing ended: .*nothing"):
+        async with open_players({"second": nothing}, run):
+            pass
