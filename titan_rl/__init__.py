@@ -1,9 +1,13 @@
 """Reinforcement learning of language models on a mesh of actors.
 
-What a loop of one's own is made of. Everything exported here is light: importing `titan_rl` needs neither torch, vLLM,
-torchtitan nor Monarch. What needs them is in modules of its own: `titan_rl.training.trainer.TrainerCore` and
+`train` runs a config, and `evaluate` says how good a policy is. The other names are what a loop of one's own is made
+of. Everything exported here is light: importing `titan_rl` needs neither torch, vLLM, torchtitan nor Monarch. What
+needs them is in modules of its own: `titan_rl.training.trainer.TrainerCore` and
 `titan_rl.generation.vllm_engine.VLLMEngine`.
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from titan_rl.calls.watchdog import LoopWatchdog
 from titan_rl.config.load import load_config
@@ -89,6 +93,28 @@ from titan_rl.training.data.sample_builder import build_samples
 from titan_rl.types import Completion, FinishReason, GenerateFn, SamplingParams, VersionSpan
 from titan_rl.weights.types import StateDictTransport
 
+if TYPE_CHECKING:
+    from titan_rl.evaluation.evaluation import Evaluation, read_evaluation
+    from titan_rl.evaluation.table import table
+    from titan_rl.run.python import evaluate, evaluate_async, train
+
+_WHEN_ASKED_FOR = {
+    "Evaluation": "titan_rl.evaluation.evaluation",
+    "evaluate": "titan_rl.run.python",
+    "evaluate_async": "titan_rl.run.python",
+    "read_evaluation": "titan_rl.evaluation.evaluation",
+    "table": "titan_rl.evaluation.table",
+    "train": "titan_rl.run.python",
+}
+"""Modules of names that are imported when they are first asked for: a program that runs nothing needs them not."""
+
+
+def __getattr__(name: str) -> Any:
+    if name in _WHEN_ASKED_FOR:
+        return getattr(import_module(_WHEN_ASKED_FOR[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 __all__ = [
     "ActorDiedError",
     "ArgumentsError",
@@ -108,6 +134,7 @@ __all__ = [
     "EngineRequest",
     "EngineStalledError",
     "EpisodeEndedError",
+    "Evaluation",
     "FailurePolicy",
     "FinishReason",
     "GenerateFn",
@@ -185,7 +212,12 @@ __all__ = [
     "build_samples",
     "call_of",
     "env_reward",
+    "evaluate",
+    "evaluate_async",
     "load_config",
+    "read_evaluation",
     "resume_on_abort",
+    "table",
     "tools_of",
+    "train",
 ]

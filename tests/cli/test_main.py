@@ -10,7 +10,7 @@ import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -26,7 +26,7 @@ def launch(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[RunConfig], i
 
     def install(run: Callable[[RunConfig], int]) -> None:
         module = ModuleType("titan_rl.run.launch")
-        module.run_training = lambda config, resume, **_: run(config)  # type: ignore[attr-defined]
+        module.run_training = lambda config, resume, **_: SimpleNamespace(code=run(config))  # type: ignore
         monkeypatch.setitem(sys.modules, "titan_rl.run.launch", module)
 
     return install
@@ -232,7 +232,12 @@ def test_no_command_is_a_usage_error():
 def test_resume_takes_the_settings_of_the_run(project: Path, launch, monkeypatch):
     seen: list[object] = []
     module = ModuleType("titan_rl.run.launch")
-    module.run_training = lambda config, resume, **_: seen.append((config.training.steps, resume)) or 0  # type: ignore
+
+    def run_training(config: RunConfig, resume: Path, **_: object) -> SimpleNamespace:
+        seen.append((config.training.steps, resume))
+        return SimpleNamespace(code=0)
+
+    module.run_training = run_training  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "titan_rl.run.launch", module)
     run = project / "run-1"
     run.mkdir()

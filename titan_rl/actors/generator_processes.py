@@ -25,6 +25,7 @@ from titan_rl.generation.router.limits import Limits
 from titan_rl.generation.router.registry import make_strategy
 from titan_rl.generation.router.replica import Replica
 from titan_rl.generation.router.router import GeneratorRouter
+from titan_rl.generation.router.strategies import Strategy
 from titan_rl.training.settings import ModelConfig
 from titan_rl.weights.published_weights import PublishedWeights
 
@@ -88,22 +89,31 @@ class GeneratorProcesses(SupervisedProcesses):
             ActorDiedError: one did not start within `generation.start_timeout_s`.
         """
         self._assign_gpus(visible_gpus())
-        names = [f"{GENERATOR}{index}" for index in range(self._generation.num_generators)]
         async with asyncio.TaskGroup() as starting:
-            generators = [starting.create_task(self._start_generator(name)) for name in names]
+            generators = [starting.create_task(self._start_generator(name)) for name in self._generator_names()]
             for other in self._start_others():
                 starting.create_task(other)
         self.replicas = [task.result() for task in generators]
+
+    def _generator_names(self) -> Sequence[str]:
+        """Of those that are started."""
+        return [f"{GENERATOR}{index}" for index in range(self._generation.num_generators)]
 
     def _start_others(self) -> Sequence[Coroutine[Any, Any, None]]:
         """What is started beside the generators."""
         return ()
 
-    def make_router(self) -> GeneratorRouter:
-        """Of the generators that have been started."""
+    def make_router(
+        self, replicas: Sequence[Replica] | None = None, strategy: Strategy | None = None
+    ) -> GeneratorRouter:
+        """
+        Args:
+            replicas: by default the generators that have been started.
+            strategy: by default the one that settings name.
+        """
         return GeneratorRouter(
-            self.replicas,
-            make_strategy(self._routing.strategy, self._routing.max_sessions),
+            self.replicas if replicas is None else replicas,
+            strategy or make_strategy(self._routing.strategy, self._routing.max_sessions),
             stall_timeout_s=self._generation.stall_timeout_s,
             on_replica_failed=self.on_replica_failed,
             limits=Limits(pull_s=self._statedict.pull_timeout_s, no_replica_s=self._generation.start_timeout_s),

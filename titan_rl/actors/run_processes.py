@@ -42,7 +42,11 @@ class RunFiles(ProcessFiles, Protocol):
 
 class RunProcesses(GeneratorProcesses):
     """One trainer, its generators and rollout workers, each an actor in a process of its own. Made by
-    `start_processes`."""
+    `start_processes`.
+
+    Args:
+        trains, generates: whether there is a trainer, and generators.
+    """
 
     def __init__(
         self,
@@ -52,8 +56,12 @@ class RunProcesses(GeneratorProcesses):
         supervisor: Any,
         service: Any,
         tell: Callable[[str], object],
+        *,
+        trains: bool,
+        generates: bool,
     ) -> None:
         self._config = config
+        self._trains, self._generates = trains, generates
         super().__init__(
             config.model,
             config.generation,
@@ -82,7 +90,10 @@ class RunProcesses(GeneratorProcesses):
 
     def _start_others(self) -> Sequence[Coroutine[Any, Any, None]]:
         workers = [self._start_worker(f"{WORKER}{index}") for index in range(self._config.rollout.num_workers)]
-        return [self._start_trainer(), *workers]
+        return [*([self._start_trainer()] if self._trains else []), *workers]
+
+    def _generator_names(self) -> Sequence[str]:
+        return super()._generator_names() if self._generates else ()
 
     def _forget(self, remote: RemoteProcess, router: GeneratorRouter) -> None:
         self.workers.remove(remote)
@@ -115,11 +126,18 @@ class RunProcesses(GeneratorProcesses):
 
 @contextlib.asynccontextmanager
 async def start_processes(
-    config: RunConfig, files: RunFiles, published: PublishedWeights, tell: Callable[[str], object] = logger.info
+    config: RunConfig,
+    files: RunFiles,
+    published: PublishedWeights,
+    tell: Callable[[str], object] = logger.info,
+    *,
+    trains: bool = True,
+    generates: bool = True,
 ) -> AsyncGenerator[RunProcesses]:
-    """A started processes, whose processes end with the block.
+    """The processes of a run, which end with the block.
 
     Args:
+        trains, generates: whether there is a trainer, and generators.
         tell: shows a person which processes die and are there again.
 
     Raises:
@@ -128,7 +146,7 @@ async def start_processes(
 
     def make(supervisor: Any) -> RunProcesses:
         service = this_proc().spawn("generate_service", GenerateService)
-        return RunProcesses(config, files, published, supervisor, service, tell)
+        return RunProcesses(config, files, published, supervisor, service, tell, trains=trains, generates=generates)
 
     async with started(files.logs, make) as processes:
         yield processes

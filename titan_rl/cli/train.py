@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     from titan_rl.run.launch import run_training
 
     name = run_name(config, [Path(toml) for toml in arguments.config], arguments.overrides)
-    return run_training(config, resume, name=name, begun_by=shlex.join(["titan-rl", *sys.argv[1:]]))
+    return run_training(config, resume, name=name, begun_by=shlex.join(["titan-rl", *sys.argv[1:]])).code
 
 
 def _rehearse(config: RunConfig) -> int:

@@ -67,7 +67,7 @@ class Evaluation:
             "policy": self.policy,
             "version": self.version,
             "is_complete": self.is_complete,
-            "seconds": round(self.seconds, 3),
+            "seconds": self.seconds,
             "folder": None if self.folder is None else str(self.folder),
             "tasks": {name: result.to_json() for name, result in self.tasks.items()},
         }

@@ -55,7 +55,7 @@ async def play_suites(
     Args:
         version: of the policy, for the lines.
         in_flight: rollouts at once, but for one prompt at least.
-        max_lost: prompts in a row of which no sample says anything of the policy.
+        max_lost: prompts in a row, or all of them, of which no sample says anything of the policy.
         done: lines of prompts that an earlier evaluation has finished: `finished_lines`.
         on_prompt: called with the lines of each prompt that is done, whole.
 
@@ -70,7 +70,7 @@ async def play_suites(
         for place, prompt in enumerate(suite.prompts)
         if (suite.name, place, digest(prompt)) not in are_done
     )
-    lost = _LostInARow(max_lost)
+    lost = _LostInARow(min(max_lost, sum(len(suite.prompts) for suite in suites)))
 
     async def play_some() -> None:
         for suite, place, prompt in left:

@@ -54,6 +54,7 @@ from titan_rl.run.stages.trainer_calls import TrainerCalls
 from titan_rl.run.stages.validation import Validation
 from titan_rl.run.stages.weight_sync import WeightSync
 from titan_rl.scheduling.batch import GroupBatch
+from titan_rl.scheduling.filters import GroupFilter
 from titan_rl.scheduling.mix.task_mix import Share, TaskMix
 from titan_rl.scheduling.scheduler import GroupScheduler
 from titan_rl.training.data.sample import TrainingSample
@@ -72,6 +73,7 @@ class Controller:
         start: of the checkpoint that the trainer has loaded.
         published: where the router's replicas find the manifests of published versions.
         log: called with (step, metrics) for every record.
+        filters: which groups are not trained on, in the place of those that settings name.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class Controller:
         progress: Progress,
         journal: RunJournal,
         start: RunState = RunState(),  # noqa: B008  it is frozen
+        filters: Sequence[GroupFilter] | None = None,
     ) -> None:
         self._config = config
         self._trainer = trainer
@@ -117,20 +120,20 @@ class Controller:
             on_lost=self._transcripts.lost,
         )
         self._records = GroupRecords(self._mix, journal, self._transcripts)
-        self._scheduler = self._make_scheduler(journal)
+        self._scheduler = self._make_scheduler(journal, make_filters(config, filters))
         self._sync = WeightSync(trainer, published, router, config.generation.pull_mode)
         self._validation = Validation(config, self._groups, self._transcripts, run_dir, log=log, tell=self._tell)
         self._saver = self._make_saver(router, journal)
         self._activity = Activity(router, self._groups.requests, config.generation.num_generators)
 
-    def _make_scheduler(self, journal: RunJournal) -> GroupScheduler:
+    def _make_scheduler(self, journal: RunJournal, filters: Sequence[GroupFilter]) -> GroupScheduler:
         config = self._config
         return GroupScheduler(
             self._groups.run_training_group,
             config.scheduling,
             group_size=config.rollout.group_size,
             budget=(config.training.steps - self.version) * config.scheduling.groups_per_step,
-            filters=make_filters(config),
+            filters=filters,
             version=self.version,
             backlog=journal.backlog(self._groups.train_sample),
             observer=self._records,

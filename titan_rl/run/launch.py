@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
 import logging
 import os
-import tempfile
+import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from uuid import uuid4
 
 from titan_rl.actors.processes.garbage import settled_heap
@@ -26,8 +26,7 @@ from titan_rl.config.concurrency import throttles
 from titan_rl.config.make_renderer import make_renderer
 from titan_rl.config.make_rollouter import open_rollouters
 from titan_rl.config.run import RunConfig
-from titan_rl.errors import ConfigError, MissingExtraError, TrainingError
-from titan_rl.generation.registry import find_engine
+from titan_rl.errors import ConfigError, TrainingError
 from titan_rl.rollout.group.runner import GroupRunner
 from titan_rl.rollout.renderer import Renderer
 from titan_rl.run.checkpoints.resumption import Resumption, resume_from_newest
@@ -40,40 +39,69 @@ from titan_rl.run.machine.disk_space import check_room, size_of
 from titan_rl.run.machine.environment import file_modes, run_environment, scratch_root
 from titan_rl.run.machine.event_loop import run_to_its_end
 from titan_rl.run.machine.guard import guarded
-from titan_rl.run.machine.log_file import log_to
+from titan_rl.run.machine.log_file import logging_to
 from titan_rl.run.machine.stop_signals import StopSignals, tell_on_stderr
 from titan_rl.run.observability.outputs import open_outputs
+from titan_rl.run.observability.progress import RunSummary
 from titan_rl.run.observability.standstill import Standstill
+from titan_rl.run.parts import Parts, Planes, describe_processes, open_planes
 from titan_rl.run.stopping import STOPPING, STOPPING_EARLY, run_until_signal
-
-if TYPE_CHECKING:
-    from titan_rl.actors.run_processes import RunProcesses
+from titan_rl.weights.shard_files.shard_folder import clean_dead_shards
 
 logger = logging.getLogger(__name__)
 
 
+@dataclass(slots=True)
+class RunEnd:
+    """How a run ended in order.
+
+    Attributes:
+        code: 0, or 128 + the number of the signal that stopped it.
+        summary: None where it was stopped.
+    """
+
+    code: int
+    run_dir: Path
+    summary: RunSummary | None = None
+
+
 def run_training(
-    config: RunConfig, resume: Path | None = None, *, name: str | None = None, begun_by: str | None = None
-) -> int:
+    config: RunConfig,
+    resume: Path | None = None,
+    *,
+    parts: Parts | None = None,
+    name: str | None = None,
+    begun_by: str | None = None,
+) -> RunEnd:
     """Run a config to its end.
 
     Args:
         resume: the folder of an earlier run with this config, which is continued from its newest checkpoint.
+        parts: in the place of what the settings name.
         name: of the folder of a run that begins; by default as of `run_name`.
         begun_by: the command to name where the run fails before there is anything to go on from.
-
-    Returns:
-        exit code: 0, or 128 + the number of the signal that ended the run in order.
 
     Raises:
         TitanRLError: what ended the run.
     """
-    for module in ("torch", "monarch", "torchtitan", "transformers", *find_engine(config.generation.engine).modules):
-        if importlib.util.find_spec(module) is None:
-            raise MissingExtraError(module, "cpu")
+    parts = parts or Parts()
+    parts.check(config)
     with file_modes(share=config.share_run_dir):
         run_dir = open_run_dir(config, resume, name)
-        return run_in_order(_run, run_dir, config, begins=resume is None, begun_by=begun_by)
+        end = RunEnd(0, run_dir.path)
+
+        async def program(*given: Any) -> None:
+            end.summary = await _run(parts, *given)
+
+        end.code = run_in_order(
+            program,
+            run_dir,
+            config,
+            begins=resume is None,
+            begun_by=begun_by,
+            starts_processes=parts.needs_processes,
+        )
+        return end
 
 
 def open_run_dir(config: RunConfig, resume: Path | None, name: str | None = None) -> RunDirectory:
@@ -103,35 +131,32 @@ def run_in_order(
     begins: bool,
     begun_by: str | None,
     command: str = "train",
+    starts_processes: bool = True,
 ) -> int:
     """Run a program from where its run stands, so that it can be stopped at any time.
 
     Args:
         begins: the run is not resumed.
         command: of `titan-rl`, that goes on with the run.
+        starts_processes: whether the machine is to be ready for them.
 
     Returns:
-        exit code, as `run_training`.
+        exit code: 0, or 128 + the number of the signal that ended the run in order.
 
     Raises:
         TitanRLError: what ended the run.
     """
-    with run_dir.locked():
+    with run_dir.locked(), logging_to(run_dir.logs / "controller.log"):
         if begins:
             start = Resumption(None, RunState(settings=settings_of(config), run=uuid4().hex))
             start.state.write(run_dir.path)
         else:
             start = resume_from_newest(config, run_dir)
             run_dir.become_latest()
-        log_to(run_dir.logs / "controller.log")
         for warning in throttles(config):
             logger.warning("%s", warning)
         messages = EndMessages(config, run_dir, start.state.step, begun_by if begins else None, command)
-        with (
-            StopSignals(STOPPING_EARLY, f"ended at once; {messages.cut_short()}") as signals,
-            guarded(scratch_root(), run_dir.run_id, messages.cut_short()),
-            run_environment(config.pythonpath),
-        ):
+        with _machine(config, run_dir, messages, starts_processes=starts_processes) as signals:
             try:
                 run = program(config, run_dir, start, signals, messages)
                 code = run_to_its_end(run_until_signal(run, signals, messages.failed))
@@ -144,68 +169,80 @@ def run_in_order(
         return code
 
 
-async def _run(
-    config: RunConfig, run_dir: RunDirectory, start: Resumption, signals: StopSignals, messages: EndMessages
-) -> None:
-    # Monarch writes to the terminal and opens sockets in TMPDIR when it is first used.
-    from titan_rl.actors.generate_service import listening
-    from titan_rl.actors.processes.transport import listen_below
-    from titan_rl.actors.run_processes import start_processes
-    from titan_rl.weights.published_weights import PublishedWeights
-    from titan_rl.weights.shard_files.shard_folder import clean_dead_shards
+@contextlib.contextmanager
+def _machine(
+    config: RunConfig, run_dir: RunDirectory, messages: EndMessages, *, starts_processes: bool
+) -> Generator[StopSignals]:
+    """Signals, which only the main thread hears of, and what processes need."""
+    signals = StopSignals(STOPPING_EARLY, f"ended at once; {messages.cut_short()}")
+    is_main = threading.current_thread() is threading.main_thread()
+    with contextlib.ExitStack() as resources:
+        if is_main:
+            resources.enter_context(signals)
+        if is_main and starts_processes:
+            resources.enter_context(guarded(scratch_root(), run_dir.run_id, messages.cut_short()))
+        if starts_processes:
+            resources.enter_context(run_environment(config.pythonpath))
+        yield signals
 
-    await asyncio.sleep(0)  # a signal that came during those imports stops the run here
-    renderer = make_renderer(config.model)
-    with open_outputs(config, run_dir) as (progress, sinks), contextlib.ExitStack() as resources:
+
+async def _run(
+    parts: Parts,
+    config: RunConfig,
+    run_dir: RunDirectory,
+    start: Resumption,
+    signals: StopSignals,
+    messages: EndMessages,
+) -> RunSummary:
+    await asyncio.sleep(0)  # a signal that came until now stops the run here
+    renderer = parts.renderer or make_renderer(config.model)
+    with open_outputs(config, run_dir, parts.sinks) as (progress, sinks), contextlib.ExitStack() as resources:
         signals.tell = progress.end_with
         resources.callback(clean_dead_shards)  # of a trainer that was killed
         progress.message(f"run directory: {run_dir.path}")
-        progress.message(f"starting {describe_processes(config)}")
-        published = PublishedWeights()
+        if described := describe_processes(config, parts):
+            progress.message(f"starting {described}")
         journal = resources.enter_context(_journal(run_dir, start, progress.message))
         resources.enter_context(LoopWatchdog(progress.message))
-        resources.enter_context(listening(progress.message))
-        listen_below(Path(tempfile.gettempdir()))
         async with (
-            start_processes(config, run_dir, published, progress.message) as processes,
-            _group_runners(config, run_dir, processes, progress.message, renderer) as group_runners,
+            open_planes(config, parts, run_dir, progress.message) as planes,
+            _group_runners(config, run_dir, planes, progress.message, renderer) as group_runners,
         ):
             resources.enter_context(settled_heap())
             if start.checkpoint is not None:
-                start.loaded(await processes.trainer.load(start.checkpoint))
+                start.loaded(await planes.trainer.load(start.checkpoint))
                 progress.message(f"continuing from {start.checkpoint}")
-            router = processes.make_router()
             controller = Controller(
                 config,
                 group_runners=group_runners,
-                router=router,
-                trainer=processes.trainer,
+                router=planes.router,
+                trainer=planes.trainer,
                 stop_token_ids=renderer.get_stop_token_ids(),
-                published=published,
+                published=parts.published,
                 run_dir=run_dir,
                 log=sinks.log,
                 progress=progress,
                 journal=journal,
                 start=start.state,
+                filters=parts.filters,
             )
             resources.callback(controller.close)
             resources.callback(lambda: messages.stands_at(controller.version))
             standstill = Standstill(controller.progress, controller.waits_for, progress.message)
-            async with _beside(watch=processes.watch(router), standstill=standstill.watch()):
+            async with _beside(watch=planes.watch(), standstill=standstill.watch()):
                 signals.stopping = STOPPING
                 summary = await controller.run()
-            await router.close()
-            await processes.trainer.close()
     progress.summary(summary)
+    return summary
 
 
 @contextlib.asynccontextmanager
 async def _group_runners(
-    config: RunConfig, run_dir: RunDirectory, processes: RunProcesses, tell: Callable[[str], object], renderer: Renderer
+    config: RunConfig, run_dir: RunDirectory, planes: Planes, tell: Callable[[str], object], renderer: Renderer
 ) -> AsyncGenerator[Mapping[str, GroupRunner]]:
     """By the tasks' names: rollout workers, each of which opens the tasks for itself; or rollouters in this process."""
-    if config.rollout.num_workers:
-        yield {source.name: processes.workers.of(source.name) for source in config.tasks}
+    if planes.workers is not None:
+        yield {source.name: planes.workers.of(source.name) for source in config.tasks}
         return
     async with open_rollouters(config, run_dir.path, tell, renderer) as rollouters:
         yield rollouters
@@ -231,10 +268,3 @@ async def _beside(**coroutines: Coroutine[Any, Any, object]) -> AsyncGenerator[N
         yield
         for task in running:
             task.cancel()
-
-
-def describe_processes(config: RunConfig) -> str:
-    """ "2 generators, 1 rollout worker and a trainer"."""
-    counts = {"generator": config.generation.num_generators, "rollout worker": config.rollout.num_workers}
-    named = [f"{count} {name}{'' if count == 1 else 's'}" for name, count in counts.items() if count]
-    return f"{', '.join(named)} and a trainer"

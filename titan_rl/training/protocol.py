@@ -84,4 +84,14 @@ class Trainer(Protocol):
         """
         ...
 
-    async def export(self, path: Path) -> None: ...
+    async def load(self, checkpoint: Path) -> int:
+        """Go on from a checkpoint. Asked for where a run is resumed.
+
+        Returns:
+            its version.
+        """
+        ...
+
+    async def export(self, path: Path) -> None:
+        """Write the policy as a Hugging Face folder."""
+        ...

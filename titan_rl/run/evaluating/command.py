@@ -7,15 +7,14 @@ _evaluate_all     one policy after the other is opened, evaluated and closed
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from titan_rl.config.evaluation import EvalConfig
 from titan_rl.config.run import RunConfig
 from titan_rl.evaluation.evaluation import Evaluation
 from titan_rl.run.evaluating.evaluate import EvaluationRun
+from titan_rl.run.evaluating.files import EvaluationFiles, folder_name
 from titan_rl.run.machine.environment import file_modes, run_environment, scratch_root
 from titan_rl.run.machine.event_loop import run_to_its_end
 from titan_rl.run.machine.guard import guarded
@@ -26,14 +25,6 @@ from titan_rl.run.policies.source import find_policy
 from titan_rl.run.stopping import run_until_signal
 
 STOPPING = "stopping: what is done so far is shown; once more ends it at once"
-
-
-@dataclass(frozen=True, slots=True)
-class EvaluationFiles:
-    """Where an evaluation's processes write."""
-
-    run_id: str
-    logs: Path
 
 
 def run_evaluations(
@@ -96,18 +87,3 @@ async def _evaluate_all(
                 await run.run()
             finally:
                 evaluations.append(run.evaluation())
-
-
-def folder_name(policy: str, taken: set[str]) -> str:
-    """A name for the folder of a policy's evaluation, which no other has.
-
-    >>> folder_name("step 80 of runs/latest", {"base"})
-    'step-80-of-runs-latest'
-    """
-    stem = re.sub(r"[^\w.]+", "-", policy).strip("-")[-100:] or "policy"
-    name, number = stem, 1
-    while name in taken:
-        number += 1
-        name = f"{stem}-{number}"
-    taken.add(name)
-    return name

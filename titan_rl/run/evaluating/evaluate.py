@@ -15,6 +15,7 @@ from titan_rl.evaluation.results import task_result
 from titan_rl.run.evaluating.folder import EvaluationFolder
 from titan_rl.run.evaluating.suites import open_suites
 from titan_rl.run.policies.opened import OpenedPolicy
+from titan_rl.run.stopping import first_cause
 
 TELL_EVERY_S = 10.0
 
@@ -45,6 +46,7 @@ class EvaluationRun:
         self._is_complete = False
         self._began = time.monotonic()
         self._told = self._began
+        self._seconds = 0.0
 
     async def run(self) -> Evaluation:
         """Play what is not done yet.
@@ -70,7 +72,11 @@ class EvaluationRun:
                     on_prompt=self._note,
                 )
                 self._is_complete = True
+            except BaseExceptionGroup as group:
+                error = first_cause(group)
+                raise error from error.__cause__
             finally:
+                self._seconds = round(time.monotonic() - self._began, 3)
                 self.evaluation().write()
                 if self._folder is not None:
                     self._folder.close()
@@ -86,9 +92,8 @@ class EvaluationRun:
             )
             for suite in self._suites
         }
-        seconds, policy = time.monotonic() - self._began, self._policy
-        folder = None if self._folder is None else self._folder.path
-        return Evaluation(policy.name, policy.version, results, seconds, self._is_complete, folder)
+        policy, folder = self._policy, None if self._folder is None else self._folder.path
+        return Evaluation(policy.name, policy.version, results, self._seconds, self._is_complete, folder)
 
     @property
     def _place(self) -> Path:

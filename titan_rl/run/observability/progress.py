@@ -20,6 +20,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from titan_rl.run.directory import read_jsonl
 from titan_rl.run.machine.stop_signals import tell_on_stderr
 from titan_rl.run.observability.standard_streams import silence
 
@@ -112,6 +113,16 @@ class RunSummary:
     def achieved(self) -> str | None:
         before, after = self.reward_before, self.reward_after
         return "validation reward" if before is not None and after is not None and after > before else None
+
+    @property
+    def rewards(self) -> list[float]:
+        """The mean reward of each step's rollouts, also of steps before the run was resumed."""
+        rewards: dict[int, float] = {}
+        for record in read_jsonl(self.run_dir / "metrics.jsonl"):
+            reward = record.get("rollout/finished_reward_mean", record.get("rollout/reward_mean"))
+            if isinstance(reward, int | float):
+                rewards[record["step"]] = reward
+        return [reward for _, reward in sorted(rewards.items())]
 
 
 class _Console(Console):

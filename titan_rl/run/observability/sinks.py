@@ -92,8 +92,10 @@ class Sinks:
 
 
 @contextlib.contextmanager
-def open_sinks(config: LoggingConfig, run_dir: RunDirectory, tell: Tell) -> Iterator[Sinks]:
-    """The sinks that the settings ask for, closed at the end.
+def open_sinks(
+    config: LoggingConfig, run_dir: RunDirectory, tell: Tell, others: Mapping[str, MetricSink] | None = None
+) -> Iterator[Sinks]:
+    """The sinks that the settings ask for, and others, closed at the end.
 
     Raises:
         MissingExtraError: one of them is not installed.
@@ -106,7 +108,7 @@ def open_sinks(config: LoggingConfig, run_dir: RunDirectory, tell: Tell) -> Iter
     if config.tensorboard:
         require("tensorboard", EXTRA)
         sinks["TensorBoard"] = BackgroundSink(partial(TensorBoardSink, run_dir), "TensorBoard", tell)
-    opened = Sinks(sinks, tell)
+    opened = Sinks({**sinks, **(others or {})}, tell)
     try:
         yield opened
     finally:

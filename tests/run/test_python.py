@@ -1,0 +1,208 @@
+"""`titan_rl.train` and `titan_rl.evaluate`, in this process and without what is heavy."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rollout.test_message_token_env import LetterRenderer
+from run.test_controller import Counting, FakeReplica, FakeTrainer
+from test_readme_examples import count_down
+
+import titan_rl
+from titan_rl import Completion, ConfigError, EngineLoop, FinishReason, LocalReplica, RoundRobin, ScriptedEngine
+from titan_rl.config.run import RunConfig
+from titan_rl.config.sections import CheckpointConfig, SamplingConfig, ValidationConfig
+from titan_rl.config.tasks import TaskSource
+from titan_rl.rollout.environment.chat import ChatReply
+from titan_rl.rollout.settings import RolloutConfig
+from titan_rl.scheduling.settings import SchedulingConfig
+from titan_rl.training.settings import ModelConfig, TrainingConfig
+
+
+def config(folder: Path, **tables: Any) -> RunConfig:
+    return RunConfig(
+        **{
+            "run_dir": str(folder),
+            "model": ModelConfig(path="none", max_context=16),
+            "tasks": (TaskSource(task=Counting()),),
+            "training": TrainingConfig(steps=2, row_tokens=32),
+            "rollout": RolloutConfig(group_size=2),
+            "sampling": SamplingConfig(max_tokens=4),
+            "scheduling": SchedulingConfig(groups_per_step=2, max_staleness=0),
+            "validation": ValidationConfig(num_prompts=2, samples_per_prompt=2),
+            "checkpoint": CheckpointConfig(interval_s=0),
+            **tables,
+        }
+    )
+
+
+class Watched:
+    """A sink, a filter and a function, which note what they are asked."""
+
+    def __init__(self) -> None:
+        self.logged: list[int] = []
+        self.closed = 0
+
+    def log(self, step: int, metrics: Any) -> None:
+        self.logged.append(step)
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def parts() -> dict[str, Any]:
+    return {"trainer": FakeTrainer(), "generate": count_down, "renderer": LetterRenderer()}
+
+
+def test_a_run_without_any_other_process_gives_its_summary(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    sink, trainer = Watched(), FakeTrainer()
+    before = logging.getLogger().handlers[:]
+    summary = titan_rl.train(
+        config(tmp_path),
+        trainer=trainer,
+        generate=count_down,
+        renderer=LetterRenderer(),
+        strategy=RoundRobin(),
+        sinks={"mine": sink},
+        overrides={"training.steps": 3},
+    )
+    assert (summary.steps, len(trainer.trained)) == (3, 3)
+    assert summary.reward_before == summary.reward_after
+    assert len(summary.rewards) == 3
+    assert summary.run_dir.parent == tmp_path
+    assert (summary.run_dir / "report.html").is_file()
+    assert set(sink.logged) == {0, 1, 2, 3}
+    assert sink.closed == 1
+    assert logging.getLogger().handlers == before
+    assert "generator" not in capfd.readouterr().out
+
+
+def test_a_task_and_filters_take_the_place_of_those_of_settings(tmp_path: Path) -> None:
+    class Fives(Counting):
+        def train_sample(self, seed: int, index: int) -> int:
+            return 5
+
+    dropped: list[str] = []
+
+    def first(group: Any) -> str | None:
+        dropped.append(group.group_id)
+        return "is_first" if len(dropped) == 1 else None
+
+    given = parts()
+    summary = titan_rl.train(config(tmp_path), task=Fives(), filters=[first], **given)
+    assert summary.rewards[-1] == pytest.approx(5.5)
+    assert len(dropped) >= 5
+    assert sum(len({sample.group_id for sample in step}) for step in given["trainer"].trained) == 4
+
+
+async def test_in_a_notebook_whose_loop_runs_a_run_still_blocks(tmp_path: Path) -> None:
+    summary = titan_rl.train(config(tmp_path), **parts())
+    assert summary.steps == 2
+    evaluation = titan_rl.evaluate(config(tmp_path), count_down, renderer=LetterRenderer())
+    assert evaluation.reward is not None
+
+
+def test_a_replica_of_ones_own_pulls_what_is_trained(tmp_path: Path) -> None:
+    replica = FakeReplica()
+    replica.pause = replica.resume = replica.abort = replica.close = nothing  # pyright: ignore
+    titan_rl.train(config(tmp_path), trainer=FakeTrainer(), replicas=[replica], renderer=LetterRenderer())  # pyright: ignore
+    assert replica.pulled == [0, 1, 2]
+
+
+async def nothing(*args: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"loss": lambda: None}, "has no name by which it can be imported"),
+        ({"loss": "none_of_these"}, "training.loss = 'none_of_these' must be one of"),
+        ({"overrides": {"training.stepz": 3}}, "nearest: training.steps"),
+        ({"overrides": {"trainin.steps": 3}}, "there is no table 'trainin'"),
+        ({"task": object()}, "must be a titan_rl.settings.Section"),
+        ({"overrides": {"rollout.num_workers": 1}}, "set it to 0"),
+    ],
+)
+def test_what_is_wrong_is_said_before_a_run_begins(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        titan_rl.train(config(tmp_path / "runs"), **{**parts(), **changes})
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_function_of_a_module_is_named_by_it(tmp_path: Path) -> None:
+    titan_rl.train(config(tmp_path), advantage=ones, **parts())
+    told = (tmp_path / "latest" / "config.toml").read_text()
+    assert f'advantage = "{__name__}:ones"' in told
+
+
+def ones(rewards: Any) -> list[float]:
+    return [1.0 for _ in rewards]
+
+
+def test_a_function_is_evaluated_and_compared(tmp_path: Path) -> None:
+    async def gives_up(prompt_token_ids: Any, *, request_id: str, session_id: Any = None, sampling: Any) -> Completion:
+        answer = await count_down(prompt_token_ids, request_id=request_id, sampling=sampling)
+        return Completion(request_id, [9], answer.logprobs, FinishReason.STOP, answer.version_spans)
+
+    given: dict[str, Any] = {"renderer": LetterRenderer(), "num_prompts": 3, "samples": 2, "success": 4}
+    good = titan_rl.evaluate(config(tmp_path), count_down, out=tmp_path / "good", **given)
+    bad = titan_rl.evaluate(config(tmp_path), gives_up, **given)
+    assert (good.reward, bad.reward) == (4.5, 1.5)
+    assert good.task.pass_at[2].mean == 1.0
+    assert (good.folder, bad.folder) == ((tmp_path / "good").absolute(), None)
+    assert titan_rl.read_evaluation(tmp_path / "good") == good
+    assert "-3.000 ± 0.000 (3 same prompts)" in titan_rl.table([good, bad])
+    with pytest.raises(ConfigError, match="nums is no option; there are num_prompts"):
+        titan_rl.evaluate(config(tmp_path), count_down, nums=3)
+
+
+async def test_an_engine_of_the_running_loop_is_evaluated_in_it(tmp_path: Path) -> None:
+    loop = EngineLoop(lambda: ScriptedEngine(max_context=16))
+    await loop.start()
+    try:
+        replica = LocalReplica("engine", loop, lambda version: [])
+        evaluation = await titan_rl.evaluate_async(config(tmp_path), replica.generate, renderer=LetterRenderer())
+    finally:
+        await loop.close()
+    assert evaluation.task.num_samples == 4
+
+
+def test_a_function_of_messages_plays_tasks_of_messages(tmp_path: Path) -> None:
+    async def chat(messages: Any, *, tools: Any = None, request_id: str, session_id: Any = None, sampling: Any) -> Any:
+        return ChatReply({"role": "assistant", "content": "x"})
+
+    with pytest.raises(titan_rl.GenerationError, match="plays in tokens"):
+        titan_rl.evaluate(config(tmp_path), chat)
+
+
+def test_ctrl_c_stops_an_evaluation_that_keeps_what_is_done(tmp_path: Path) -> None:
+    async def stops(prompt_token_ids: Any, *, request_id: str, session_id: Any = None, sampling: Any) -> Completion:
+        if request_id.startswith("counting-1"):
+            raise KeyboardInterrupt
+        return await count_down(prompt_token_ids, request_id=request_id, sampling=sampling)
+
+    with pytest.raises(KeyboardInterrupt):
+        titan_rl.evaluate(config(tmp_path), stops, renderer=LetterRenderer(), out=tmp_path / "out", in_flight=1)
+    stopped = titan_rl.read_evaluation(tmp_path / "out")
+    assert not stopped.is_complete
+    assert stopped.task.num_samples == 2
+
+
+LIGHT = """
+import sys
+import titan_rl
+assert "titan_rl.run.python" not in sys.modules
+titan_rl.train, titan_rl.evaluate, titan_rl.table
+heavy = {"torch", "monarch", "vllm", "torchtitan", "transformers"} & sys.modules.keys()
+assert not heavy, heavy
+"""
+
+
+def test_what_trains_is_imported_when_it_is_asked_for_and_is_light() -> None:
+    done = subprocess.run([sys.executable, "-c", LIGHT], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,121 @@
+"""Settings that Python gives in the place of TOML: a config, a task, functions."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from titan_rl.calls.imports import find_attribute
+from titan_rl.config.explain import Origins, explain
+from titan_rl.config.functions import check_functions, named_modules
+from titan_rl.config.load import load_config
+from titan_rl.config.load_task import task_type
+from titan_rl.config.run import RunConfig
+from titan_rl.config.search_path import SearchPath
+from titan_rl.config.tasks import TaskSource
+from titan_rl.errors import ConfigError
+from titan_rl.rollout.task import Task
+from titan_rl.settings import Section
+
+ConfigLike = RunConfig | str | Path | Sequence[str | Path]
+"""A config, or the TOML files of one."""
+
+IN_OTHER_PROCESSES = ("training.loss", "training.optimizer", "generation.engine", "statedict.transport")
+"""Settings that name functions which the trainer's process calls, or a generator's."""
+
+TaskLike = Task | Sequence[TaskSource]
+"""One task, or several with their shares."""
+
+
+def given_config(
+    config: ConfigLike,
+    *,
+    task: TaskLike | None = None,
+    functions: Mapping[str, Callable[..., Any] | str | None],
+    overrides: Mapping[str, object] | None = None,
+    check_files: bool,
+) -> RunConfig:
+    """The config with what is given in the place of its settings.
+
+    Args:
+        task: in the place of those of the config.
+        functions: by the setting that names one, such as "training.loss": a function of a module, or its name.
+        overrides: other settings by their dotted names.
+        check_files: look into the model folder and the tasks' files too.
+
+    Raises:
+        ConfigError: a setting is wrong, or a function is none that other processes could import.
+        ModelError: the model folder lacks a file.
+    """
+    if not isinstance(config, RunConfig):
+        config = load_config(config, check_files=check_files)
+    changes = dict(overrides or {})
+    for setting, function in functions.items():
+        if function is not None:
+            changes[setting] = function if isinstance(function, str) else name_function(setting, function)
+    if task is not None:
+        changes["tasks"] = _sources(task)
+    return _changed(config, changes) if changes else config
+
+
+def name_function(setting: str, function: Callable[..., Any]) -> str:
+    """The "module:function" by which a setting names it.
+
+    Raises:
+        ConfigError: nobody who imports that finds it.
+    """
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
+    there = sys.modules.get(str(module))
+    if name is None or there is None or find_attribute(there, name) is not function:
+        raise ConfigError(
+            f"{setting} = {function!r} has no name by which it can be imported; write it as a function of a module, or "
+            'give "module:name" of an object in one'
+        )
+    if module == "__main__" and setting in IN_OTHER_PROCESSES:
+        raise ConfigError(
+            f"{setting} = {function!r} is of the program or notebook itself, and is called in another process, which "
+            "cannot import that; move it to a module beside it"
+        )
+    return f"{module}:{name}"
+
+
+def _sources(task: TaskLike) -> tuple[TaskSource, ...]:
+    if isinstance(task, Sequence):
+        return tuple(task)
+    if not isinstance(task, Section):
+        raise ConfigError(
+            f"task = {task!r} must be a titan_rl.settings.Section, whose fields are its settings: class "
+            f"{type(task).__name__}(Section)"
+        )
+    return (TaskSource(task=task),)
+
+
+def _changed(config: RunConfig, changes: Mapping[str, object]) -> RunConfig:
+    """
+    Raises:
+        ConfigError: a setting is wrong.
+    """
+    tables: dict[str, Any] = {name: getattr(config, name) for name in type(config).model_fields}
+    for setting, value in changes.items():
+        table, _, field = setting.rpartition(".")
+        if not table:
+            tables[setting] = value
+        elif isinstance(tables.get(table), Section):
+            tables[table] = {**tables[table].model_dump(exclude_unset=True), field: value}
+        elif isinstance(tables.get(table), dict):
+            tables[table][field] = value
+        else:
+            raise ConfigError(f"{setting} = {value!r}: there is no table {table!r}")
+    origins = Origins(())
+    try:
+        changed = RunConfig.model_validate(tables)
+    except ValidationError as error:
+        raise ConfigError(explain(error, RunConfig, origins)) from None
+    search_path = SearchPath(changed.pythonpath, origins)
+    check_functions(changed, changed.generation, origins)
+    modules = [*(task_type(source.task).partition(":")[0] for source in changed.tasks), *named_modules(changed)]
+    return changed.model_copy(update={"pythonpath": search_path.needed_for(modules)})

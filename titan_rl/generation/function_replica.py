@@ -1,0 +1,57 @@
+"""A `GenerateFn` as a replica of a router."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+
+from titan_rl.generation.types import PauseMode
+from titan_rl.types import Completion, GenerateFn, SamplingParams, VersionSpan
+
+
+class FunctionReplica:
+    """For a function that has no weights to load, or gets them by a way of its own. Pulling a version only notes it:
+    what is asked for from then on counts as its tokens. A pause holds up the requests that come meanwhile; those that
+    are under way run to their end.
+
+    Example:
+
+        router = GeneratorRouter([FunctionReplica(my_generate)])
+    """
+
+    def __init__(self, generate: GenerateFn, name: str = "generate") -> None:
+        self.name = name
+        self._generate = generate
+        self._version = 0
+        self._going = asyncio.Event()
+        self._going.set()
+
+    async def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        request_id: str,
+        session_id: str | None = None,
+        sampling: SamplingParams,
+    ) -> Completion:
+        await self._going.wait()
+        version = self._version
+        completion = await self._generate(
+            prompt_token_ids, request_id=request_id, session_id=session_id, sampling=sampling
+        )
+        return replace(completion, version_spans=(VersionSpan(version, len(completion.token_ids)),))
+
+    async def pull(self, version: int) -> int:
+        self._version = max(version, self._version)
+        return self._version
+
+    async def pause(self, mode: PauseMode) -> None:
+        self._going.clear()
+
+    async def resume(self) -> None:
+        self._going.set()
+
+    async def abort(self, request_ids: Sequence[str]) -> None: ...
+
+    async def close(self) -> None: ...

@@ -1,0 +1,170 @@
+"""What a run is made of beside its settings: parts that its caller gives, and the planes that come of them."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import tempfile
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from titan_rl.config.run import RunConfig
+from titan_rl.errors import ConfigError, MissingExtraError
+from titan_rl.generation.registry import find_engine
+from titan_rl.generation.router.limits import Limits
+from titan_rl.generation.router.registry import make_strategy
+from titan_rl.generation.router.replica import Replica
+from titan_rl.generation.router.router import GeneratorRouter
+from titan_rl.generation.router.strategies import Strategy
+from titan_rl.rollout.group.runner import GroupRunner
+from titan_rl.rollout.renderer import Renderer
+from titan_rl.run.directory import RunDirectory
+from titan_rl.run.observability.metric_sink import MetricSink
+from titan_rl.scheduling.filters import GroupFilter
+from titan_rl.training.protocol import Trainer
+from titan_rl.weights.published_weights import PublishedWeights
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What takes the place of what settings name. A part that is None is made as they say.
+
+    Args:
+        trainer: is asked for steps and versions, and not closed. None starts processes for one.
+        replicas: of the router, which closes them at the end. None starts generators.
+        published: where given replicas find the manifests of versions that the trainer publishes.
+        strategy: how a request finds its replica.
+        renderer: of the environments in this process.
+        filters: which groups are not trained on, of every task, in the place of those that settings name.
+        sinks: take the metrics of steps, too, by their names for messages.
+    """
+
+    trainer: Trainer | None = None
+    replicas: Sequence[Replica] | None = None
+    published: PublishedWeights = field(default_factory=PublishedWeights)
+    strategy: Strategy | None = None
+    renderer: Renderer | None = None
+    filters: Sequence[GroupFilter] | None = None
+    sinks: Mapping[str, MetricSink] = field(default_factory=dict[str, MetricSink])
+
+    @property
+    def needs_processes(self) -> bool:
+        return self.trainer is None or self.replicas is None
+
+    def check(self, config: RunConfig) -> None:
+        """
+        Raises:
+            ConfigError: they do not go together with the settings.
+            MissingExtraError: what has to be started is not installed.
+        """
+        workers = config.rollout.num_workers
+        if workers and (self.renderer is not None or not self.needs_processes):
+            raise ConfigError(
+                f"rollout.num_workers = {workers}: rollout workers make their environments themselves; set it to 0 to "
+                "give a renderer, or a trainer and what generates"
+            )
+        if not self.needs_processes:
+            return
+        engine = find_engine(config.generation.engine).modules if self.replicas is None else ()
+        trainer = ("torch", "torchtitan") if self.trainer is None else ()
+        for module in ("monarch", "transformers", *trainer, *engine):
+            if importlib.util.find_spec(module) is None:
+                raise MissingExtraError(module, "cpu")
+
+
+class Workers(Protocol):
+    """Processes that run groups."""
+
+    def of(self, task: str) -> GroupRunner: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Planes:
+    """Generation and training of a run, up and running.
+
+    Args:
+        workers: where groups are run in processes of their own.
+        watch: replaces what dies, until it is cancelled.
+    """
+
+    router: GeneratorRouter
+    trainer: Trainer
+    workers: Workers | None
+    watch: Callable[[], Coroutine[Any, Any, None]]
+
+
+@contextlib.asynccontextmanager
+async def open_planes(
+    config: RunConfig, parts: Parts, run_dir: RunDirectory, tell: Callable[[str], None]
+) -> AsyncGenerator[Planes]:
+    """What was given, and processes for what was not. Both end with the block, but for a trainer that was given.
+
+    Raises:
+        ActorDiedError: a process did not start in time.
+    """
+    opening = _with_processes if parts.needs_processes else _in_this_process
+    async with opening(config, parts, run_dir, tell) as planes:
+        yield planes
+
+
+@contextlib.asynccontextmanager
+async def _in_this_process(
+    config: RunConfig, parts: Parts, run_dir: RunDirectory, tell: Callable[[str], None]
+) -> AsyncGenerator[Planes]:
+    assert parts.trainer is not None
+    assert parts.replicas is not None
+    routing = config.routing
+    router = GeneratorRouter(
+        parts.replicas,
+        parts.strategy or make_strategy(routing.strategy, routing.max_sessions),
+        stall_timeout_s=config.generation.stall_timeout_s,
+        limits=Limits(pull_s=config.statedict.pull_timeout_s, no_replica_s=config.generation.start_timeout_s),
+        on_replica_failed=lambda replica, error: tell(f"{replica.name} is out of service: {error}"),
+    )
+
+    async def watch() -> None: ...
+
+    try:
+        yield Planes(router, parts.trainer, None, watch)
+    finally:
+        await router.close()
+
+
+@contextlib.asynccontextmanager
+async def _with_processes(
+    config: RunConfig, parts: Parts, run_dir: RunDirectory, tell: Callable[[str], None]
+) -> AsyncGenerator[Planes]:
+    # Monarch writes to the terminal and opens sockets in TMPDIR when it is first used.
+    from titan_rl.actors.generate_service import listening
+    from titan_rl.actors.processes.transport import listen_below
+    from titan_rl.actors.run_processes import start_processes
+
+    listen_below(Path(tempfile.gettempdir()))
+    starting = start_processes(
+        config, run_dir, parts.published, tell, trains=parts.trainer is None, generates=parts.replicas is None
+    )
+    with listening(tell):
+        async with starting as processes:
+            router = processes.make_router(parts.replicas, parts.strategy)
+            workers = processes.workers if config.rollout.num_workers else None
+            yield Planes(router, parts.trainer or processes.trainer, workers, lambda: processes.watch(router))
+            await router.close()
+            if parts.trainer is None:
+                await processes.trainer.close()
+
+
+def describe_processes(config: RunConfig, parts: Parts) -> str:
+    """ "2 generators, 1 rollout worker and a trainer"; nothing where nothing is started."""
+    counts = {
+        "generator": config.generation.num_generators if parts.replicas is None else 0,
+        "rollout worker": config.rollout.num_workers,
+        "trainer": 1 if parts.trainer is None else 0,
+    }
+    named = [
+        f"{'a' if name == 'trainer' else count} {name}{'' if count == 1 else 's'}"
+        for name, count in counts.items()
+        if count
+    ]
+    return " and ".join(filter(None, [", ".join(named[:-1]), *named[-1:]]))
