@@ -1,0 +1,240 @@
+"""A supervised run from its settings to the model that it makes, with a trainer that only counts."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from titan_rl.config.changes import settings_of
+from titan_rl.config.load_sft import load_sft_config
+from titan_rl.config.make_renderer import make_renderer
+from titan_rl.config.run import RunConfig
+from titan_rl.errors import CheckpointError, ConfigError, DataError, ModelError
+from titan_rl.run.checkpoints.resumption import resume_from_newest
+from titan_rl.run.directory import RunDirectory, read_jsonl
+from titan_rl.run.journal.run_state import RunState
+from titan_rl.run.observability.progress import Progress
+from titan_rl.run.sft.install import install
+from titan_rl.run.sft.launch import check, prepared
+from titan_rl.run.sft.loop import SupervisedLoop
+from titan_rl.run.sft.prepare import find_demonstrations, plan_steps
+from titan_rl.run.sft.token_source import TokenSource
+from titan_rl.tiny_model import make_tiny_model
+from titan_rl.training.protocol import StepResult
+from titan_rl.training.state.checkpoint import step_directory
+from titan_rl.training.state.checksums import write_checksums, write_summed
+
+TASK = """
+import random
+from titan_rl import Demonstration, MessageTokenEnv, Rubric, env_reward
+from titan_rl.settings import Section
+
+
+class Sums(Section):
+    largest: int = 9
+
+    def train_sample(self, seed, index):
+        numbers = random.Random(f"{seed}/{index}")
+        return numbers.randint(0, self.largest), numbers.randint(0, self.largest)
+
+    def validation_samples(self, count): ...
+    def make_env(self, sample, renderer): ...
+    def rubric(self): ...
+
+    def demonstrations(self, count):
+        for number in range(count):
+            a, b = self.train_sample("demonstration", number)
+            question = {"role": "user", "content": f"What is {a} + {b}? Give the number alone."}
+            yield Demonstration([question, {"role": "assistant", "content": str(a + b)}])
+"""
+TOML = """
+model.path = "base"
+model.max_context = 64
+sampling.max_tokens = 8
+task.type = "supervised_sums:Sums"
+
+[sft]
+demonstrations = 100
+batch_size = 10
+interval = 4
+tiny_model.parameters = 60_000
+"""
+
+
+@pytest.fixture
+def toml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "supervised_sums.py").write_text(TASK)
+    (tmp_path / "sums.toml").write_text(TOML)
+    return tmp_path / "sums.toml"
+
+
+class Taught:
+    """A trainer whose loss is that of its number of steps."""
+
+    def __init__(self, version: int = 0) -> None:
+        self.version = version
+        self.learned: list[list[int]] = []
+        self.reached: dict[int, asyncio.Event] = {}
+        self._saving: tuple[Path, dict[str, Any]] | None = None
+
+    async def step(self, samples: Sequence[Any]) -> StepResult:
+        self.learned.append([int(sample.group_id.partition("/")[2]) for sample in samples])
+        self.version += 1
+        if self.version in self.reached:
+            self.reached[self.version].set()
+            await asyncio.sleep(0)
+        return StepResult(self.version, {"loss": 1 / self.version, "num_tokens": 3.0, "ratio_mean": 1.0})
+
+    async def measure(self, samples: Sequence[Any]) -> float:
+        return 2 / (1 + self.version)
+
+    async def begin_save(self, root: Path, run_state: dict[str, Any]) -> int:
+        self._saving = step_directory(root, self.version), run_state
+        return self.version
+
+    async def finish_save(self) -> None:
+        assert self._saving is not None
+        folder, state = self._saving
+        folder.mkdir(parents=True, exist_ok=True)
+        write_checksums(folder, {"run_state.json": write_summed(folder / "run_state.json", json.dumps(state))})
+
+    async def export(self, path: Path) -> None:
+        path.mkdir(exist_ok=True)  # noqa: ASYNC240
+        (path / "model.safetensors").write_text(str(self.version))
+
+
+def make_loop(config: RunConfig, folder: Path, trainer: Taught, start: RunState | None = None) -> SupervisedLoop:
+    found = find_demonstrations(config)
+    ready = prepared(config, found, folder)
+    run_dir = RunDirectory(folder)
+    run_dir.write_config(ready)
+    tokens = TokenSource(make_renderer(ready.model), found, ready.model.max_context)
+    plan, held_out = plan_steps(ready, tokens, len(found))
+    begun = start or RunState(settings=settings_of(ready), run="a run")
+    if start is None:
+        begun.write(run_dir.path)
+    return SupervisedLoop(
+        ready,
+        trainer,
+        tokens,
+        plan=plan,
+        held_out=held_out,
+        run_dir=run_dir,
+        start=begun,
+        log=run_dir.write_metrics,
+        progress=Progress(len(plan), io.StringIO()),
+        install=lambda before, after: install(ready, run_dir.export, run_dir.path, before, after),
+    )
+
+
+async def test_it_learns_measures_what_is_held_out_and_puts_the_model_in_its_place(
+    toml: Path,
+) -> None:
+    trainer, folder = Taught(), toml.parent / "run"
+    loop = make_loop(load_sft_config(toml), folder, trainer)
+    summary = await loop.run()
+    assert (summary.steps, summary.tokens) == (9, 27)
+    learned = [number for step in trainer.learned for number in step]
+    assert len(set(learned)) == len(learned) == 90
+    records = read_jsonl(folder / "metrics.jsonl")
+    measured = {record["step"]: record["validation/loss"] for record in records if "validation/loss" in record}
+    assert list(measured) == [0, 4, 8, 9]
+    assert (summary.loss_before, summary.loss_after) == (2.0, 0.2)
+    assert [record["train/loss"] for record in records if "train/loss" in record] == [1 / step for step in range(1, 10)]
+    assert not any("ratio" in name for record in records for name in record)
+    assert summary.out == toml.parent / "base"
+    assert (summary.out / "model.safetensors").read_text() == "9"
+    assert json.loads((summary.out / "sft.json").read_text())["held_out_loss"] == {"before": 2.0, "after": 0.2}
+    load_sft_config(toml)  # which may make another in its place
+
+
+async def test_what_is_stopped_is_saved_and_goes_on_with_the_next_demonstrations(toml: Path) -> None:
+    whole = Taught()
+    await make_loop(load_sft_config(toml), toml.parent / "whole", whole).run()
+    first, folder = Taught(), toml.parent / "run"
+    first.reached[4] = asyncio.Event()
+    config = load_sft_config(toml, [("sft.out", "other")])
+    running = asyncio.ensure_future(make_loop(config, folder, first).run())
+    await first.reached[4].wait()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert not (toml.parent / "other").exists()
+
+    again = load_sft_config(folder / "config.toml")
+    found = find_demonstrations(again)
+    start = resume_from_newest(prepared(again, found, folder), RunDirectory(folder))
+    assert start.state.step == first.version
+    second = Taught(start.state.step)
+    summary = await make_loop(again, folder, second, start.state).run()
+    assert first.learned + second.learned == whole.learned
+    assert (summary.steps, summary.tokens, summary.loss_before) == (9, 27, 2.0)
+    assert (toml.parent / "other" / "model.safetensors").read_text() == "9"
+
+
+def test_a_dry_run_tells_what_would_be_learned(toml: Path) -> None:
+    ready, told = check(load_sft_config(toml), toml.parent / "scratch")
+    assert told.startswith("90 demonstrations to learn in 9 steps, and 10 held out; the first step learns ")
+    assert ready.sft.out == str(toml.parent / "base")
+    short = load_sft_config(toml, [("model.max_context", "9"), ("sampling.max_tokens", "1")])
+    with pytest.raises(DataError, match=r"more than model\.max_context = 9 tokens, such as demonstration \d+ of Sums"):
+        check(short, toml.parent / "scratch")
+    with pytest.raises(ConfigError, match=r"sft\.tiny_model\.parameters = 1,000 is too few"):
+        check(load_sft_config(toml, [("sft.tiny_model.parameters", "1000")]), toml.parent / "scratch")
+
+
+def test_steps_of_so_many_tokens_are_as_long_as_fits(toml: Path) -> None:
+    config = load_sft_config(toml, [("sft.batch_tokens", "100"), ("sft.shuffle", "false")])
+    found = find_demonstrations(config)
+    ready = prepared(config, found, toml.parent / "scratch")
+    tokens = TokenSource(make_renderer(ready.model), found, 64)
+    plan, _ = plan_steps(ready, tokens, len(found))
+    assert ready.training.steps == len(plan)
+    assert all(sum(map(tokens.length, step)) <= 100 for step in plan)
+    assert [number for step in plan for number in step] == sorted(number for step in plan for number in step)
+
+
+def test_what_sft_did_not_make_is_not_replaced(toml: Path) -> None:
+    (toml.parent / "base").mkdir()
+    with pytest.raises(ConfigError, match="base is there already, and not made by titan-rl sft: it is not replaced"):
+        load_sft_config(toml)
+    make_tiny_model(toml.parent / "start", texts=[], level="byte", parameters=60_000)
+    with pytest.raises(ConfigError, match=r"and it is what sft\.start names"):
+        load_sft_config(toml, [("sft.start", "start"), ("sft.out", "start")])
+    assert load_sft_config(toml, [("sft.start", "start"), ("sft.out", "other")]).sft.start == str(toml.parent / "start")
+
+
+def test_what_is_not_there_is_named(toml: Path) -> None:
+    with pytest.raises(ConfigError, match=r"command line: sft\.start = 'none' is not a folder here"):
+        load_sft_config(toml, [("sft.start", "none")])
+    with pytest.raises(ConfigError, match=r"command line: sft\.data = 'none\.jsonl' is not there, here"):
+        load_sft_config(toml, [("sft.data", "none.jsonl")])
+    with pytest.raises(ConfigError, match=r"sft\.data = '\.' is a folder without rollouts\.jsonl"):
+        load_sft_config(toml, [("sft.data", ".")])
+    (toml.parent / "start").mkdir()
+    with pytest.raises(ModelError, match=r"no config\.json"):
+        load_sft_config(toml, [("sft.start", "start")])
+    with pytest.raises(ConfigError, match=r"min_reward = 0\.5 chooses rollouts of a run"):
+        load_sft_config(toml, [("sft.min_reward", "0.5")])
+
+
+def test_a_run_goes_on_with_the_demonstrations_that_it_began_with(toml: Path) -> None:
+    from titan_rl.run.sft.launch import _check_data  # pyright: ignore[reportPrivateUsage]
+    from titan_rl.run.sft.prepare import digest
+
+    config = load_sft_config(toml)
+    file = toml.parent / "supervised.json"
+    _check_data(file, digest(find_demonstrations(config)))
+    _check_data(file, digest(find_demonstrations(config)))
+    fewer = load_sft_config(toml, [("sft.demonstrations", "99")])
+    with pytest.raises(CheckpointError, match="learned other demonstrations than there are now"):
+        _check_data(file, digest(find_demonstrations(fewer)))

@@ -1,0 +1,141 @@
+"""Where demonstrations come from, and what is said of those that cannot be used."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from titan_rl import Demonstration
+from titan_rl.errors import ConfigError, DataError
+from titan_rl.run.sft.sources import best_rollouts, read_chats, task_demonstrations
+
+CHAT = [{"role": "user", "content": "2 + 3?"}, {"role": "assistant", "content": "5"}]
+
+
+class Showing:
+    """Demonstrates its name, numbered."""
+
+    def __init__(self, name: str, most: int = 10_000) -> None:
+        self.name = name
+        self.most = most
+
+    def train_sample(self, seed: int, index: int) -> int: ...
+
+    def validation_samples(self, count: int) -> list[int]: ...
+
+    def make_env(self, sample: int, renderer: object) -> Any: ...
+
+    def rubric(self) -> Any: ...
+
+    def demonstrations(self, count: int) -> Iterable[Any]:
+        for number in range(min(count, self.most)):
+            yield Demonstration([{"role": "user", "content": self.name}, {"role": "assistant", "content": str(number)}])
+
+
+def said(found: list[tuple[str, Demonstration]]) -> list[tuple[str, str]]:
+    return [(one.messages[0]["content"], one.messages[1]["content"]) for _, one in found]
+
+
+def test_tasks_are_mixed_by_weight_at_every_point_each_in_its_own_order() -> None:
+    found = said(task_demonstrations([(Showing("a"), 3.0), (Showing("b"), 1.0)], 400))
+    for at in range(4, 401, 4):
+        assert Counter(name for name, _ in found[:at]) == {"a": at * 3 // 4, "b": at // 4}
+    assert [number for name, number in found if name == "a"] == [str(number) for number in range(300)]
+
+
+def test_a_task_that_has_shown_all_leaves_the_others_to_go_on() -> None:
+    found = said(task_demonstrations([(Showing("a", most=2), 1.0), (Showing("b"), 1.0)], 10))
+    assert Counter(name for name, _ in found) == {"a": 2, "b": 5}
+
+
+def test_a_task_that_shows_nothing_is_told_of() -> None:
+    class Loud(Showing):
+        def demonstrations(self, count: int) -> Iterable[Any]:
+            yield "5"
+
+    with pytest.raises(ConfigError, match=r"int demonstrates nothing: give it a method demonstrations\(count\)"):
+        task_demonstrations([(3, 1.0)], 5)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(DataError, match="Showing gave no demonstration"):
+        task_demonstrations([(Showing("a", most=0), 1.0)], 5)
+    with pytest.raises(
+        DataError,
+        match=r"demonstrations\(5\) of the task failed: .*number 0 is '5'; it must be a",
+    ):
+        task_demonstrations([(Loud("a"), 1.0)], 5)
+
+
+def chats(folder: Path, *rows: Any) -> Path:
+    file = folder / "chats.jsonl"
+    file.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return file
+
+
+def test_chats_are_read_with_their_tools_and_their_lines(tmp_path: Path) -> None:
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
+    file = chats(tmp_path, {"messages": CHAT}, "", {"messages": [CHAT[0], call], "tools": tools})
+    (first, one), (second, other) = read_chats(file, 10)
+    assert (first, second) == (f"{file}:1", f"{file}:3")
+    assert one == Demonstration(CHAT)
+    assert other.tools == tools
+    assert other.messages[1]["content"] == ""
+    assert len(read_chats(file, 1)) == 1
+
+
+@pytest.mark.parametrize(
+    ("row", "complaint"),
+    [
+        ("{", ":2: no JSON"),
+        ([1], ":2: must be an object with messages, not [1]"),
+        ({"prompt": "a"}, ":2: messages must be a list of messages, not null"),
+        ({"messages": ["a"]}, ':2: messages[0] must be an object with role and content, not "a"'),
+        ({"messages": [{"role": "bot", "content": "a"}]}, ':2: messages[0].role is "bot"; it must be one of system,'),
+        ({"messages": [*CHAT, {"role": "user", "content": 5}]}, ":2: messages[2].content must be a string, not 5"),
+        ({"messages": CHAT[:1]}, ":2: messages has none of the assistant"),
+        ({"messages": CHAT, "tools": {"a": 1}}, ':2: tools must be a list of objects, not {"a": 1}'),
+    ],
+)
+def test_a_wrong_row_is_named_by_file_line_and_field(tmp_path: Path, row: Any, complaint: str) -> None:
+    file = chats(tmp_path, {"messages": CHAT}, row)
+    with pytest.raises(DataError) as caught:
+        read_chats(file, 10)
+    assert str(caught.value).startswith(f"{file}{complaint}")
+
+
+def rollout(group: str, reward: float | None, answer: str, **more: Any) -> dict[str, Any]:
+    messages = [CHAT[0], {"role": "assistant", "content": answer}]
+    record = {"rollout_id": f"{group}/0", "group_id": group, "reward": reward, "messages": messages}
+    return {"step": 1, "phase": "train", "status": "completed", **record, **more}
+
+
+def test_the_best_rollouts_of_each_group_are_taken(tmp_path: Path) -> None:
+    rows = [rollout("g0", 0.1, "a"), rollout("g1", 0.2, "b"), rollout("g0", 0.9, "c"), rollout("g0", 0.5, "d")]
+    rows += [
+        rollout("g2", 1.0, "e", status="error_env"),
+        rollout("g3", None, "f"),
+        rollout("v", 1.0, "g", phase="validation"),
+    ]
+    chats(tmp_path, *rows, '{"cut sho').rename(tmp_path / "rollouts.jsonl")
+
+    def answers(**how: Any) -> list[str]:
+        how = {"top_k": 1, "min_reward": None, **how}
+        return [answer for _, answer in said(best_rollouts(tmp_path, 10, **how))]
+
+    assert answers() == ["c", "b"]
+    assert answers(top_k=2) == ["c", "d", "b"]
+    assert answers(top_k=9, min_reward=0.5) == ["c", "d"]
+    with pytest.raises(DataError, match=r"no completed rollout of messages with a reward of sft\.min_reward = 2 or"):
+        answers(min_reward=2.0)
+
+
+def test_rollouts_that_call_tools_are_not_taken_without_their_tools(tmp_path: Path) -> None:
+    row = rollout("g0", 0.1, "a")
+    row["messages"][1]["tool_calls"] = [{"function": {"name": "add"}}]
+    chats(tmp_path, row).rename(tmp_path / "rollouts.jsonl")
+    with pytest.raises(DataError, match="does not say which they were offered"):
+        best_rollouts(tmp_path, 10, top_k=1, min_reward=None)
