@@ -2,7 +2,7 @@
 # make test    lint, types, and every test, those on the real stack included
 # make test-fast    what needs no engine: about a minute
 # make test-deep    what needs no engine, with eight times as many random examples
-# make test-clients    agents and evaluators as they are published, installed from the package index, against the server
+# make test-clients    clients, agents, trainers and servers of others as they are published, from the package index
 #
 #   make train CONFIG=examples/alphabet_sort/cpu.toml ARGS="--training.steps 5"
 #   make train EXTRA=gpu CONFIG=examples/alphabet_sort/qwen3_0_6b.toml
@@ -44,7 +44,7 @@ test-deep: $(STAMP)
 	TITAN_RL_TEST_DEPTH=deep $(PYTEST) --ignore=tests/e2e
 
 test-clients: $(STAMP)
-	TITAN_RL_TEST_CLIENTS=1 $(BIN)/pytest tests/serving/test_clients.py
+	TITAN_RL_TEST_CLIENTS=1 $(BIN)/pytest tests/serving/test_clients.py tests/adapters/test_real_trl.py tests/adapters/test_real_openenv.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check

@@ -8,6 +8,7 @@ from typing import Any
 
 import datasets
 import pytest
+from adapters.fake_openenv import observed, serving
 from adapters.playing import calling, play
 
 from titan_rl import load_config
@@ -75,3 +76,23 @@ async def test_classes_with_tool_methods(tmp_path: Path, monkeypatch: pytest.Mon
     group = await play(task, row, counts, lambda _: "Done.")
     assert group.rollouts[0].messages[0]["content"] == f"Use your tools. Count to {row['target']}."
     assert [rollout.reward for rollout in group.rollouts] == [2.0, 1.0]
+
+
+async def test_openenv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    (functions,), (settings,) = shown("OpenEnv", "python"), shown("OpenEnv")
+    (tmp_path / "guessing.py").write_text(functions)
+    (tmp_path / "run.toml").write_text(settings)
+
+    def answer(message: dict[str, Any]) -> dict[str, Any]:
+        right = message["data"].get("guess") == 7
+        return observed({"hint": "right" if right else "higher"}, reward=float(right), done=right)
+
+    async with serving(answer) as server:
+        task = load_config("run.toml", [*BASE, ("task.url", server.url)]).tasks[0].task
+        replies = iter(["Hm.", "Is it 3?", "7"])
+        (rollout,) = (await play(task, task.train_sample(0, 0), lambda _: next(replies))).rollouts
+    assert rollout.reward_breakdown == {"reward": 1.0, "invalid_actions": 1.0}
+    assert rollout.messages[0]["content"] == "Guess my number.\n\nhigher"
+    assert "say a number" in rollout.messages[2]["content"]

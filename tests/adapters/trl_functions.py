@@ -35,6 +35,11 @@ def never(completions, **kwargs) -> list[None]:
     return [None] * len(completions)
 
 
+async def slowly(prompts, completions, **kwargs) -> list[float]:
+    await asyncio.sleep(0)
+    return [len(prompt) - len(text) / 10 for prompt, text in zip(prompts, completions, strict=True)]
+
+
 def too_few(completions, **kwargs) -> list[float]:
     return [0.0] * (len(completions) - 1)
 

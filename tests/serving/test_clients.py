@@ -11,15 +11,14 @@ import importlib.util
 import json
 import os
 import shutil
-import subprocess
 import sys
-import venv
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from clients import ANSWERS, TOKENIZER, talking
+from own_venv import asked_for, python_with
 from speaking import qwen3, script
 
 from titan_rl.serving.server import serve
@@ -27,30 +26,9 @@ from titan_rl.serving.server import serve
 PROGRAMS = Path(__file__).parent / "programs"
 START = TOKENIZER.convert_tokens_to_ids("<|im_start|>")
 CHATTING = script(TOKENIZER, ANSWERS.__getitem__)
-INSTALL_S = 900
 RUN_S = 300
 
-pytestmark = pytest.mark.skipif(
-    not os.environ.get("TITAN_RL_TEST_CLIENTS"), reason="takes minutes and the package index: make test-clients"
-)
-
-
-def python_with(cache: pytest.Cache, name: str, *requirements: str) -> str:
-    """The interpreter of an environment that has these packages."""
-    folder = Path(str(cache.mkdir("clients"))) / name
-    python = folder / "bin" / "python"
-    done = folder / "done"
-    if not done.exists():
-        venv.create(folder, with_pip=True, clear=True)
-        command = [python, "-m", "pip", "install", "--quiet", *requirements]
-        try:
-            subprocess.run(command, check=True, capture_output=True, timeout=INSTALL_S)
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"{name} cannot be installed here: {error.stderr.decode()[-300:]}")
-        except subprocess.TimeoutExpired:
-            pytest.skip(f"{name} could not be installed within {INSTALL_S} s")
-        done.touch()
-    return str(python)
+pytestmark = asked_for
 
 
 async def told_by(*command: str, url: str) -> Any:

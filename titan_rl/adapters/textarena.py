@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Annotated, Any, cast
 
 from pydantic import Field, PositiveInt, PrivateAttr
 
+from titan_rl.adapters.seeds import train_seed, validation_seed
 from titan_rl.adapters.textarena_game import ArenaGame, least_players, make_game
 from titan_rl.calls.imports import find_function
 from titan_rl.calls.threads import in_thread
@@ -66,10 +66,10 @@ class TextArena(Section):
         ArenaGame(self._make, self._num_players(), seed=0)
 
     def train_sample(self, seed: int, index: int) -> dict[str, int]:
-        return self._sample(2 * _number(f"{seed}/{index}"), index)
+        return self._sample(train_seed(seed, index), index)
 
     def validation_samples(self, count: int) -> list[dict[str, int]]:
-        return [self._sample(2 * _number(f"validation/{index}") + 1, index) for index in range(count)]
+        return [self._sample(validation_seed(index), index) for index in range(count)]
 
     def env(self, sample: Mapping[str, int]) -> MessageEnv:
         """Of a game of one player."""
@@ -174,8 +174,3 @@ def _user(text: str) -> dict[str, str]:
 
 def _action(message: Mapping[str, Any]) -> str:
     return str(message.get("content") or "").strip()
-
-
-def _number(key: str) -> int:
-    """31 bits."""
-    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=4).digest(), "big") >> 1
