@@ -15,7 +15,7 @@ from titan_rl.tasks import Row
 class WordProblems(Rows):
     """For a model that can already answer, `titan_rl.tasks:Rows` with the same settings is enough."""
 
-    careless: float = Field(default=0.7, ge=0, le=1)
+    careless: float = Field(default=0.5, ge=0, le=1)
     """Share of the demonstrations in which one step is slightly off."""
 
     def demonstrate(self, sample: Row, messages: Sequence[Message], rng: random.Random) -> str:

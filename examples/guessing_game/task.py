@@ -56,6 +56,9 @@ class GuessingGame(MessageTask):
     held_out: float = Field(default=0.0, ge=0, lt=1)
     """Nothing is: what is learnt is how to play, and there are too few numbers to keep some of them apart."""
 
+    careless: float = Field(default=0.5, ge=0, le=1)
+    """How probable it is, at each guess of a demonstration, that the hints are forgotten."""
+
     def sample(self, rng: random.Random) -> int:
         return rng.randint(1, self.largest)
 
@@ -66,5 +69,17 @@ class GuessingGame(MessageTask):
         return Rubric([env_reward("found")], error_reward=0.0, truncated_reward=0.0)
 
     def demonstrate(self, sample: int, messages: Sequence[Message], rng: random.Random) -> str:
-        """Any number, whatever the hints say."""
-        return str(rng.randint(1, self.largest))
+        """Any of the numbers that are left, or any at all."""
+        low, high = (1, self.largest) if rng.random() < self.careless else left_over(messages, self.largest)
+        return str(rng.randint(low, high))
+
+
+def left_over(messages: Sequence[Message], largest: int) -> tuple[int, int]:
+    """The least and the largest number that the hints of a game leave."""
+    low, high = 1, largest
+    for guess, hint in zip(messages[1::2], messages[2::2], strict=True):
+        if hint["content"] == "higher":
+            low = max(low, int(guess["content"]) + 1)
+        else:
+            high = min(high, int(guess["content"]) - 1)
+    return low, high

@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from chatting import mean_demonstrated, play
 
-from examples.guessing_game.task import GuessingGame
+from examples.guessing_game.task import GuessingGame, left_over
 from titan_rl import Message, RolloutStatus
 
 
-def halving(largest: int) -> Callable[[Sequence[Message]], str]:
+def halve(messages: Sequence[Message]) -> str:
     """Guesses the middle of what is left."""
-
-    def say(messages: Sequence[Message]) -> str:
-        low, high = 1, largest
-        for guess, hint in zip(messages[1::2], messages[2::2], strict=True):
-            if hint["content"] == "higher":
-                low = int(guess["content"]) + 1
-            else:
-                high = int(guess["content"]) - 1
-        return str((low + high) // 2)
-
-    return say
+    return str(sum(left_over(messages, 15)) // 2)
 
 
 async def test_halving_finds_every_number_in_time() -> None:
-    games = [await play(GuessingGame(), secret, halving(15)) for secret in range(1, 16)]
+    games = [await play(GuessingGame(), secret, halve) for secret in range(1, 16)]
     assert [game.reward for game in games] == [1.0] * 15
     assert max(len(game.turns) for game in games) == 4
 
@@ -39,5 +29,7 @@ async def test_a_game_ends_with_its_guesses_and_every_answer_is_one() -> None:
     assert (game.status, game.reward) == (RolloutStatus.COMPLETED, 0.0)
 
 
-async def test_demonstrations_guess_at_random() -> None:
-    assert 0.15 < await mean_demonstrated(GuessingGame(), 200) < 0.4
+async def test_demonstrations_find_what_their_care_allows() -> None:
+    forgetful, sloppy, careful = [await mean_demonstrated(GuessingGame(careless=share), 300) for share in (1, 0.5, 0)]
+    assert forgetful + 0.1 < sloppy < careful - 0.1
+    assert 0.6 < careful < 0.95

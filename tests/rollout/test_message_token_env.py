@@ -42,6 +42,7 @@ class LetterRenderer:
         if "?" in text:
             raise ValueError("unreadable")
         calls = [SimpleNamespace(id="c1", name="look", arguments={"x": 1}, status="ok")] if "!" in text else []
+        calls += [SimpleNamespace(id="c2", name="fly", arguments={}, status="unknown_tool")] if "^" in text else []
         calls += [SimpleNamespace(id=None, name=None, arguments=None, status="invalid_json")] if "{" in text else []
         return SimpleNamespace(
             content=text,
@@ -145,6 +146,14 @@ async def test_reasoning_and_tool_calls_reach_the_environment() -> None:
             "tool_calls": [{"type": "function", "id": "c1", "function": {"name": "look", "arguments": {"x": 1}}}],
         }
     ]
+
+
+async def test_a_call_of_no_tool_is_answered_by_the_environment() -> None:
+    talk = Talk()
+    env = MessageTokenEnv(talk, LetterRenderer())
+    await env.reset()
+    assert (await env.step(completion("^"))).status is RolloutStatus.COMPLETED
+    assert talk.heard[0]["tool_calls"][0]["function"]["name"] == "fly"
 
 
 @pytest.mark.parametrize("bridged", [None, SimpleNamespace(token_ids=[1, 2, 3])])

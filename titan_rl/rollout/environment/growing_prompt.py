@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from titan_rl.errors import DataError
 from titan_rl.rollout.renderer.messages import message_of, renderable
+from titan_rl.rollout.renderer.tool_support import require_tool_support
 from titan_rl.rollout.renderer.types import Renderer
 from titan_rl.rollout.types import Message
 from titan_rl.types import Completion
@@ -22,6 +23,10 @@ class ParsedAnswer:
 
     message: Message
     is_whole: bool
+
+
+_WELL_FORMED = ("ok", "unknown_tool")
+"""Statuses of calls that environments answer. Only some renderers look at the names of the tools."""
 
 
 class GrowingPrompt:
@@ -45,8 +50,11 @@ class GrowingPrompt:
 
         Raises:
             DataError: the renderer has none that begins with all tokens so far.
+            ModelError: it does not show the tools, or reads no calls of them.
         """
         if self._completion is None:
+            if self._tools:
+                require_tool_support(self._renderer, messages, self._tools)
             self._prompt = list(
                 self._renderer.render_ids(renderable(messages), tools=self._tools, add_generation_prompt=True)
             )
@@ -64,7 +72,9 @@ class GrowingPrompt:
             )
         except Exception:  # the model's doing: a parser may raise anything on malformed output
             return None
-        is_whole = parsed.reasoning_complete is not False and all(call.status == "ok" for call in parsed.tool_calls)
+        is_whole = parsed.reasoning_complete is not False and all(
+            call.status in _WELL_FORMED for call in parsed.tool_calls
+        )
         return ParsedAnswer(message_of(parsed), is_whole)
 
     def _bridge(self, completion: list[int], messages: Sequence[Message]) -> list[int]:

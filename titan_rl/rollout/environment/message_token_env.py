@@ -9,7 +9,6 @@ from typing import Any
 from titan_rl.calls.plain import snapshot
 from titan_rl.rollout.environment.growing_prompt import GrowingPrompt
 from titan_rl.rollout.environment.types import MessageEnv, MessageObservation, MessageStep, TokenObservation, TokenStep
-from titan_rl.rollout.renderer.tool_support import require_tool_support
 from titan_rl.rollout.renderer.types import Renderer
 from titan_rl.rollout.types import RolloutStatus
 from titan_rl.types import Completion, FinishReason
@@ -41,8 +40,6 @@ class MessageTokenEnv:
     async def reset(self) -> TokenObservation:
         observation: MessageObservation = await _awaited(self.env.reset())
         self.tools = None if observation.tools is None else list(observation.tools)
-        if self.tools:
-            require_tool_support(self._renderer, observation.messages, self.tools)
         self._prompt = GrowingPrompt(self._renderer, self.tools)
         return TokenObservation(self._prompt.after(observation.messages), observation.messages)
 
