@@ -36,6 +36,9 @@ from titan_rl.serving.protocols.openai.responses import ResponsesEndpoint
 from titan_rl.serving.protocols.openapi import openapi
 from titan_rl.serving.protocols.tokens import TokenEndpoint
 
+Endpoint = Callable[[Request], ASGIApp]
+"""Reads a request, and gives what answers it."""
+
 
 class PolicyApp:
     """An ASGI application, and what a server needs to end it in order.
@@ -115,15 +118,18 @@ def make_app(
     async def description(request: Request) -> Response:
         return JSONResponse(openapi(tuple(paths), with_keys=keys.required))
 
+    endpoints: dict[str, Endpoint] = {
+        "/inference/v1/generate": TokenEndpoint(policy, exchanges, shown, stops),
+        "/v1/completions": CompletionEndpoint(policy, exchanges, text, tokenizing, stops),
+        "/v1/chat/completions": ChatEndpoint(turns, exchanges, stops),
+        "/v1/responses": ResponsesEndpoint(turns, exchanges, stops),
+        "/v1/messages": MessagesEndpoint(turns, exchanges, stops),
+        "/v1/messages/count_tokens": CountTokensEndpoint(turns, exchanges),
+    }
     routes = [
         *about_routes(policy, metrics),
         Route("/openapi.json", description),
-        _post("/inference/v1/generate", TokenEndpoint(policy, exchanges, shown, stops)),
-        _post("/v1/completions", CompletionEndpoint(policy, exchanges, text, tokenizing, stops)),
-        _post("/v1/chat/completions", ChatEndpoint(turns, exchanges, stops)),
-        _post("/v1/responses", ResponsesEndpoint(turns, exchanges, stops)),
-        _post("/v1/messages", MessagesEndpoint(turns, exchanges, stops)),
-        _post("/v1/messages/count_tokens", CountTokensEndpoint(turns, exchanges)),
+        *(_post(path, endpoint) for path, endpoint in endpoints.items()),
         *(admin_routes(control) if control is not None else ()),
         *(episode_routes(open_episode or _none_to_open) if episodes is not None else ()),
     ]
@@ -135,7 +141,13 @@ def make_app(
 
     router = Router(routes, redirect_slashes=False, default=no_such_path)
     admit = Admission(keys, conversations, episodes)
-    middleware = RequestMiddleware(router, admit, limits, metrics, {route.path for route in routes}, dialects)
+
+    async def answered(scope: Scope, receive: Receive, send: Send) -> None:
+        """What generates has one path each, which need not be looked for among all."""
+        endpoint = endpoints.get(scope["path"]) if scope["method"] == "POST" else None
+        await (router if endpoint is None else endpoint(Request(scope)))(scope, receive, send)
+
+    middleware = RequestMiddleware(answered, admit, limits, metrics, {route.path for route in routes}, dialects)
     return PolicyApp(middleware, keys, exchanges)
 
 
@@ -147,8 +159,8 @@ def _counted(token_ids: Sequence[int]) -> str:
     return f"{len(token_ids)} tokens"
 
 
-def _post(path: str, endpoint: Callable[[Request], Awaitable[ASGIApp]]) -> Route:
+def _post(path: str, endpoint: Endpoint) -> Route:
     async def answer(request: Request) -> Any:
-        return await endpoint(request)
+        return endpoint(request)
 
     return Route(path, answer, methods=["POST"])

@@ -135,7 +135,7 @@ class ReplyReader:
         self._pending = ""  # text that is not told yet
         self._told = _Told()
         self._mode = _Mode.UNKNOWN
-        self._begins_thinking = form.begins_thinking
+        self._begins_thinking: bool | None = None  # until it has to be known
 
     def take(self, chunk: TokenChunk) -> tuple[Delta, int | None]:
         """
@@ -211,6 +211,8 @@ class ReplyReader:
 
     def _find_mode(self) -> None:
         shown = self._pending.strip()
+        if self._begins_thinking is None:
+            self._begins_thinking = self._form.begins_thinking
         thinks = self._begins_thinking or shown.startswith(_THINK)
         if not shown or (not self._begins_thinking and _THINK.startswith(shown)):
             return

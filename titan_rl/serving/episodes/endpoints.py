@@ -72,7 +72,7 @@ def episode_routes(open_episode: Open) -> list[Route]:
     """`POST /episodes` for who may call the server, and the rest of it for the key of the episode in the path."""
 
     async def begin(request: Request) -> Response:
-        body = await read(request, OpenBody)
+        body = read(request, OpenBody)
         opened = await open_episode(body.wait_s)
         told = {
             "id": opened.episode.id,
@@ -94,7 +94,7 @@ def episode_routes(open_episode: Open) -> list[Route]:
         )
 
     async def reward(request: Request) -> Response:
-        body = await read(request, RewardBody)
+        body = read(request, RewardBody)
         try:
             _episode_of(request).reward(body.rewards, body.completion_id, body.index)
         except LookupError as error:
@@ -102,7 +102,7 @@ def episode_routes(open_episode: Open) -> list[Route]:
         return JSONResponse({})
 
     async def end(request: Request) -> Response:
-        body, episode = await read(request, EndBody), _episode_of(request)
+        body, episode = read(request, EndBody), _episode_of(request)
         if not episode.end(RolloutStatus(body.status), body.error):
             raise ApiError(410, f"the episode is over: {episode.status}", code="episode_ended")
         return JSONResponse({})

@@ -40,20 +40,20 @@ def admin_routes(control: Control) -> list[Route]:
     """Each answers 204 when it is done, and 409 where the policy's state does not allow it."""
 
     async def pause(request: Request) -> Response:
-        await control.pause((await read(request, PauseBody)).mode)
+        await control.pause(read(request, PauseBody).mode)
         return Response(status_code=204)
 
     async def resume(request: Request) -> Response:
-        await read(request, Nothing)
+        read(request, Nothing)
         await control.resume()
         return Response(status_code=204)
 
     async def pull(request: Request) -> Response:
-        await control.pull_state_dict((await read(request, PullBody)).version)
+        await control.pull_state_dict(read(request, PullBody).version)
         return Response(status_code=204)
 
     async def abort(request: Request) -> Response:
-        await read(request, Nothing)
+        read(request, Nothing)
         await control.abort()
         return Response(status_code=204)
 

@@ -23,7 +23,8 @@ Admit = Callable[[str, bytes | None], tuple[str, object]]
 
 
 class RequestMiddleware:
-    """The outermost application. It reads a request's body whole, and turns whatever is raised into an answer.
+    """The outermost application. It reads a request's body whole, into its scope, and turns whatever is raised into an
+    answer.
 
     Args:
         admit: given a path and a key, says which path to serve and who asks, or raises an `ApiError`.
@@ -71,7 +72,7 @@ class RequestMiddleware:
             if not _is_of_this_machine(headers.get(b"origin")):
                 raise ApiError(403, "pages of other hosts are not answered")
             # With an "app" in its scope, the router raises where it finds no route.
-            await self._app({**scope, "app": self, "path": path, "caller": caller}, _replay(body, receive), noted)
+            await self._app({**scope, "app": self, "path": path, "caller": caller, "body": body}, receive, noted)
         except ClientDisconnect:
             self._metrics.gone.inc()
         except Exception as error:
@@ -125,16 +126,3 @@ def _is_of_this_machine(origin: bytes | None) -> bool:
         return host == "localhost" or ipaddress.ip_address(host or "").is_loopback
     except ValueError:
         return False
-
-
-def _replay(body: bytes, receive: Receive) -> Receive:
-    told = False
-
-    async def replay() -> Message:
-        nonlocal told
-        if told:
-            return await receive()
-        told = True
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    return replay

@@ -10,7 +10,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 from titan_rl.generation.partial import Partial
-from titan_rl.generation.request import EngineRequest
+from titan_rl.generation.request import EngineRequest, OnChunk
 from titan_rl.serving.http.api_error import ApiError
 from titan_rl.serving.http.metrics import ServerMetrics
 from titan_rl.serving.policy.stream import StreamFn, tokens_between
@@ -128,6 +128,8 @@ class ServedPolicy:
         self, index: int, request: EngineRequest, stream: StreamFn, on_tokens: OnTokens | None
     ) -> Completion:
         began = time.monotonic()
+        if on_tokens is None:
+            return self._done(began, await stream(request, self._first_told(began)))
         partial = Partial(request)
         keep, num_tokens, is_cut = partial.begin(), 0, False
         failure: Exception | None = None
@@ -139,7 +141,7 @@ class ServedPolicy:
             if not num_tokens:
                 self._metrics.first_token_s.observe(time.monotonic() - began)
             try:
-                end = None if on_tokens is None else on_tokens(index, chunk)
+                end = on_tokens(index, chunk)
             except Exception as error:  # no fault of the replica that tells
                 failure, end = error, 0
             if end is not None:
@@ -160,6 +162,20 @@ class ServedPolicy:
         if completion is None or is_cut:
             partial.keep_chunks()
             completion = replace(partial.so_far, finish_reason=FinishReason.STOP)
+        return self._done(began, completion)
+
+    def _first_told(self, began: float) -> OnChunk:
+        is_first = True
+
+        def tell(chunk: TokenChunk) -> None:
+            nonlocal is_first
+            if is_first:
+                is_first = False
+                self._metrics.first_token_s.observe(time.monotonic() - began)
+
+        return tell
+
+    def _done(self, began: float, completion: Completion) -> Completion:
         if completion.finish_reason is FinishReason.ABORT:
             raise ApiError(503, "generation was interrupted for too long; try again", headers={"retry-after": "1"})
         self._metrics.completion_tokens.inc(len(completion.token_ids))

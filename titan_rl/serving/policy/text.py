@@ -56,7 +56,7 @@ class Detokenizer:
         self._decode = decode
         self._window = list(before)
         self._read = len(self._window)  # tokens of the window whose text is given
-        self._given = decode(self._window)  # and that text
+        self._given = decode(self._window) if before else ""  # and that text
 
     def add(self, token_ids: Sequence[int]) -> str:
         """What can be told of the text with these tokens."""

@@ -64,8 +64,8 @@ class TokenEndpoint:
         self._exchanges = exchanges
         self._stop_token_ids = tuple(stop_token_ids)
 
-    async def __call__(self, request: Request) -> Answer:
-        body = await read(request, GenerateBody)
+    def __call__(self, request: Request) -> Answer:
+        body = read(request, GenerateBody)
         asked = body.sampling_params
         caller = caller_of(request)
         self._policy.check_model(body.model)

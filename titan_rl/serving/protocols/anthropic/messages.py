@@ -27,9 +27,9 @@ class MessagesEndpoint:
         self._exchanges = exchanges
         self._stop_token_ids = stop_token_ids
 
-    async def __call__(self, request: Request) -> Answer:
+    def __call__(self, request: Request) -> Answer:
         turns = turns_of(self._turns)
-        body = await read(request, MessagesBody)
+        body = read(request, MessagesBody)
         asked = _asked(
             turns,
             body,
@@ -48,9 +48,9 @@ class CountTokensEndpoint:
         self._turns = turns
         self._exchanges = exchanges
 
-    async def __call__(self, request: Request) -> Answer:
+    def __call__(self, request: Request) -> Answer:
         turns = turns_of(self._turns)
-        body = await read(request, ConversationBody)
+        body = read(request, ConversationBody)
         asked = _asked(turns, body, request)
 
         async def work(_: Emit | None) -> dict[str, int]:

@@ -32,9 +32,9 @@ class ChatEndpoint:
         self._exchanges = exchanges
         self._stop_token_ids = stop_token_ids
 
-    async def __call__(self, request: Request) -> Answer:
+    def __call__(self, request: Request) -> Answer:
         turns = turns_of(self._turns)
-        body = await read(request, ChatBody)
+        body = read(request, ChatBody)
         caller = caller_of(request)
         turns.policy.check_model(body.model)
         num_choices = body.n or 1

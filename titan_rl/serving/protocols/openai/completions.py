@@ -42,11 +42,11 @@ class CompletionEndpoint:
         self._tokenizing = tokenizing
         self._stop_token_ids = stop_token_ids
 
-    async def __call__(self, request: Request) -> Answer:
+    def __call__(self, request: Request) -> Answer:
         text = self._text
         if text is None:
             raise ApiError(400, "this server has no tokenizer; ask /inference/v1/generate")
-        body = await read(request, CompletionBody)
+        body = read(request, CompletionBody)
         caller = caller_of(request)
         self._policy.check_model(body.model)
         given, num_choices = _given(body), body.n or 1

@@ -60,9 +60,9 @@ class ResponsesEndpoint:
         self._stop_token_ids = stop_token_ids
         self._stored = StoredResponses(exchanges.limits.response_bytes)
 
-    async def __call__(self, request: Request) -> Answer:
+    def __call__(self, request: Request) -> Answer:
         turns = turns_of(self._turns)
-        body = await read(request, ResponsesBody)
+        body = read(request, ResponsesBody)
         turns.policy.check_model(body.model)
         caller = caller_of(request)
         said = [*self._stored.find(caller, body.previous_response_id), *messages_from_input(body.input)]
