@@ -19,7 +19,7 @@ from tiny_policy import make_tiny_qwen3, make_trainer, on_policy_samples, sequen
 from transformers import AutoModelForCausalLM
 
 from titan_rl.errors import CheckpointError, DamagedCheckpointError
-from titan_rl.training.export import export_checkpoint
+from titan_rl.training.export import check_export, export_checkpoint
 from titan_rl.training.optimizer.types import NamedParameters, OptimizerSpec
 from titan_rl.training.state import train_state
 from titan_rl.training.trainer import TrainerCore
@@ -254,7 +254,12 @@ def test_a_checkpoint_is_exported_without_what_trained_it(folder: Path, tmp_path
     trainer.save(tmp_path / "step-000001")
     export_checkpoint(folder, tmp_path / "step-000001", tmp_path / "policy")
     (sequence,) = sequences(40)
-    assert make_trainer(tmp_path / "policy").score([sequence]) == trainer.score([sequence])
+    other = make_trainer(tmp_path / "policy")
+    assert other.score([sequence]) == trainer.score([sequence])
+    check_export(tmp_path / "policy", other.named_tensors())
+    trainer.step(on_policy_samples(trainer, 24, 33, 8))
+    with pytest.raises(CheckpointError, match="is not what was written"):
+        check_export(tmp_path / "policy", trainer.named_tensors())
     (tmp_path / "step-000001" / "state.json").write_text("{}")
     with pytest.raises(DamagedCheckpointError):
         export_checkpoint(folder, tmp_path / "step-000001", tmp_path / "damaged")

@@ -1,4 +1,4 @@
-"""The policy of a checkpoint as a Hugging Face folder.
+"""The policy of a checkpoint as a Hugging Face folder: what `titan-rl export` runs in a process of its own.
 
     python -m titan_rl.training.export checkpoints/Qwen3-0.6B runs/latest/checkpoints/step-000040 policy bfloat16
 
@@ -8,9 +8,12 @@ The first argument is the folder of the model that was trained, the last one the
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import cast
 
+import torch
+from safetensors import safe_open
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from titan_rl.errors import CheckpointError
@@ -32,7 +35,7 @@ def export_checkpoint(source: Path, checkpoint: Path, directory: Path, dtype: DT
 
     Raises:
         DamagedCheckpointError: its bytes are not those that were written.
-        CheckpointError: it is of another model, or the folder could not be written.
+        CheckpointError: it is of another model, or the folder could not be written, or does not hold what was written.
         ModelError: the folder of the model lacks a file.
     """
     verify(checkpoint)
@@ -44,6 +47,23 @@ def export_checkpoint(source: Path, checkpoint: Path, directory: Path, dtype: DT
     except ValueError as error:
         raise CheckpointError(f"{checkpoint} is not of the model in {source}: {error}") from error
     export_hf(directory, policy.named_tensors(), source=source, dtype=dtype)
+    check_export(directory, policy.named_tensors())
+
+
+def check_export(directory: Path, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Read an exported folder again.
+
+    Raises:
+        CheckpointError: it does not hold these tensors, bit by bit, and no others.
+    """
+    with safe_open(directory / "model.safetensors", framework="pt") as file:
+        left = set(file.keys())
+        for name, tensor in named_tensors:
+            if name not in left or not torch.equal(file.get_tensor(name), tensor.detach().cpu()):
+                raise CheckpointError(f"{directory}: {name} is not what was written; the disk may be at fault")
+            left.remove(name)
+    if left:
+        raise CheckpointError(f"{directory} has tensors of another model: {', '.join(sorted(left))}")
 
 
 if __name__ == "__main__":

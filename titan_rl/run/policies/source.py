@@ -72,6 +72,15 @@ def _newest_of_run(run: Path) -> PolicySource:
     return PolicySource(f"step {step} of {run}", toml=toml, checkpoint=checkpoint.resolve(), version=step)
 
 
+def newest_checkpoint(run: Path) -> PolicySource | None:
+    """The policy of a run's newest checkpoint; None where it has none."""
+    checkpoint = latest(run / "checkpoints")
+    if checkpoint is None:
+        return None
+    step = step_of(checkpoint)
+    return PolicySource(f"step {step} of {run}", run / "config.toml", None, checkpoint.resolve(), step)
+
+
 def _of_checkpoint(checkpoint: Path) -> PolicySource:
     """It needs the settings of its run, which lie two folders above it."""
     run = checkpoint.resolve().parents[1]

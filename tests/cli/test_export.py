@@ -1,0 +1,75 @@
+"""`titan-rl export`, but for the weights: those are read and written in tests/e2e/test_checkpoint.py."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from titan_rl.cli.main import main
+from titan_rl.errors import CheckpointError
+from titan_rl.run.policies import exported
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "alphabet_sort"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """With two checkpoints, and an export that is newer."""
+    folder = tmp_path / "run"
+    for step in (3, 12):
+        checkpoint = folder / "checkpoints" / f"step-{step:06}"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "run_state.json").write_text("{}")
+    settings = (EXAMPLE / "cpu.toml").read_text().replace('path = "base"', f'path = "{EXAMPLE / "base"}"')
+    (folder / "config.toml").write_text(settings)
+    (folder / "export").mkdir()
+    return folder
+
+
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What would have been written: the dtype, the checkpoint and where to."""
+    calls: list[tuple[Any, ...]] = []
+
+    async def export(model: Any, checkpoint: Path, directory: Path, log: Path) -> None:
+        if checkpoint.name == "step-000003":
+            raise CheckpointError("damaged")
+        calls.append((model.dtype, checkpoint.name, directory))
+
+    monkeypatch.setattr(exported, "export", export)
+    return calls
+
+
+def test_the_newest_checkpoint_is_exported(
+    run: Path, tmp_path: Path, written: list[Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["export", str(run), str(tmp_path / "out"), "--dtype", "bfloat16"]) == 0
+    assert written == [("bfloat16", "step-000012", tmp_path / "out")]
+    told = capfd.readouterr()
+    assert told.out == f"{tmp_path / 'out'}\n"
+    assert f"step 12 of {run} is written and verified" in told.err
+
+
+def test_a_checkpoint_is_exported_by_its_name(
+    run: Path, tmp_path: Path, written: list[Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["export", str(run / "checkpoints" / "step-000003"), str(tmp_path / "out")]) == 1
+    assert "damaged" in capfd.readouterr().err
+    assert main(["export", str(run / "checkpoints" / "step-000012"), str(tmp_path / "out")]) == 0
+    assert written == [("float32", "step-000012", tmp_path / "out")]
+
+
+def test_what_cannot_be_exported_is_refused(
+    run: Path, tmp_path: Path, written: list[Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["export", str(run), str(run / "export")]) == 2
+    assert "nothing is written over" in capfd.readouterr().err
+    shutil.rmtree(run / "checkpoints")
+    assert main(["export", str(run), str(tmp_path / "out")]) == 2
+    assert "has no checkpoint yet" in capfd.readouterr().err
+    assert main(["export", str(EXAMPLE / "base"), str(tmp_path / "out")]) == 2
+    assert "is no run and no checkpoint" in capfd.readouterr().err
+    assert not written

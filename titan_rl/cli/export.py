@@ -1,0 +1,30 @@
+"""`titan-rl export RUN OUT`: the policy of a run or a checkpoint as a Hugging Face folder."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from pathlib import Path
+
+from titan_rl.cli.options import Parser
+from titan_rl.run.observability.standard_streams import say, tell
+from titan_rl.run.policies.exported import export_policy
+
+
+def set_up(parser: Parser) -> None:
+    parser.description = (
+        "Write a policy as a Hugging Face folder, which transformers, vLLM and titan-rl load: the newest checkpoint of "
+        "a run, or the one that is named, of however many ranks. What was written is read again and compared with it."
+    )
+    parser.add_argument("policy", metavar="RUN", help="a run's folder, or that of one of its checkpoints")
+    parser.add_argument("out", metavar="OUT", help="the folder to write, which must not exist")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="of the weights; by default the run's")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    out = Path(arguments.out).absolute()
+    name = asyncio.run(export_policy(arguments.policy, out, arguments.dtype, lambda text: tell(f"titan-rl: {text}")))
+    tell(f"titan-rl: {name} is written and verified")
+    say(f"{out}\n")
+    return 0
