@@ -70,6 +70,17 @@ def test_items_are_those_of_their_index_and_never_held_out() -> None:
     assert len(set(wide)) > 290
 
 
+def test_demonstrations_are_right_as_often_as_is_said_and_none_is_held_out() -> None:
+    task = legs(config=FEW, demonstrated_right=0.25)
+    held_out = {item["question"] for item in task.validation_samples(30)}
+    shown = list(task.demonstrations(200))
+    assert [one.messages for one in shown[:5]] == [one.messages for one in task.demonstrations(5)]
+    assert not any(question in str(one.messages[0]) for one in shown for question in held_out)
+    assert all(str(one.messages[-1]["content"]).startswith("<answer>") for one in shown)
+    with pytest.raises(ConfigError, match="names no right answers"):
+        list(ReasoningGym(dataset="rush_hour").demonstrations(1))
+
+
 def test_what_has_too_few_questions_cannot_be_held_out() -> None:
     one = {"min_animals": 1, "max_animals": 1, "max_instances": 1}
     task = legs(config=one, held_out=0.0001)

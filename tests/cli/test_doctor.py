@@ -1,6 +1,7 @@
 """What the machine lacks for a run."""
 
 import json
+from email.message import Message
 
 import pytest
 
@@ -34,6 +35,26 @@ def test_the_machine_and_the_packages_are_looked_at(monkeypatch: pytest.MonkeyPa
     )
     assert (found["threads"].state, found["threads"].fix) == ("warning", "unset OMP_NUM_THREADS")
     assert all(finding.fix is None for finding in found.values() if finding.state == "ok")
+
+
+def test_extras_that_are_not_installed_keep_nothing_from_starting(monkeypatch: pytest.MonkeyPatch):
+    about = Message()
+    for extra in ("games", "tables", "dev"):
+        about["Provides-Extra"] = extra
+    needs = [
+        'no-such-game==1.0; extra == "games"',
+        'pytest; extra == "games"',
+        'pytest; extra == "tables"',
+        'nowhere; extra == "dev"',
+    ]
+    monkeypatch.setattr("titan_rl.run.machine.checkup.try_out", lambda *_: iter(()))
+    monkeypatch.setattr("titan_rl.run.machine.checkup.metadata", lambda _: about)
+    monkeypatch.setattr("titan_rl.run.machine.checkup.requires", lambda _: needs)
+    found = {finding.subject: finding for finding in check_up() if finding.subject.startswith("[")}
+    assert found == {
+        "[games]": Finding("[games]", "absent", "lacks no-such-game", "pip install 'titan-rl[games]'"),
+        "[tables]": Finding("[tables]", "ok", f"pytest {pytest.__version__}"),
+    }
 
 
 def test_it_says_what_to_do_and_ends_with_1_if_a_run_cannot_start(

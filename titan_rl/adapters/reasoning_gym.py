@@ -62,6 +62,8 @@ class ReasoningGym(PromptTask):
     """What stands in the last <tag> ... </tag> is scored; without one the score is 0."""
     format_weight: NonNegativeFloat = 0.0
     """Weight of the reward `answered`, which is 1 for whatever stands in the tags, beside the score's 1."""
+    demonstrated_right: float = Field(default=0.5, ge=0, le=1)
+    """Share of right answers in what `titan-rl sft` teaches; the others are those of other questions."""
     score_timeout_s: PositiveFloat = 10.0
     """What one call of the scorer may take; an answer that it cannot read, or not in that time, is worth 0."""
 
@@ -88,7 +90,18 @@ class ReasoningGym(PromptTask):
         return [self._nth("validation", index, held_out=True) for index in range(count)]
 
     def sample(self, rng: random.Random) -> Item:
-        return self._nth(f"drawn/{rng.getrandbits(32)}", rng.randrange(SAMPLES_PER_DATASET), held_out=False)
+        return self._dataset(f"drawn/{rng.randrange(16)}")[rng.randrange(ITEMS_PER_DATASET)]
+
+    def demonstrate(self, sample: Item, messages: Sequence[Message], rng: random.Random) -> str:
+        """The right answer between the tags, or that of another question.
+
+        Raises:
+            ConfigError: the data set names no right answers.
+        """
+        shown = sample if rng.random() < self.demonstrated_right else self.sample(rng)
+        if shown["answer"] is None:
+            raise ConfigError(f"task.dataset = {self.dataset!r} names no right answers, so it has no demonstrations")
+        return f"<{self.tag}>{shown['answer']}</{self.tag}>"
 
     def key(self, sample: Item) -> str:
         return sample["question"]
@@ -147,7 +160,7 @@ class ReasoningGym(PromptTask):
         return _make(self.dataset, json.dumps(dict(self.config), sort_keys=True), key)
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=24)
 def _make(name: str, config: str, key: str) -> Any:
     """
     Args:

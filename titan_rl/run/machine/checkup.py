@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import PackageNotFoundError, metadata, requires, version
 from pathlib import Path
 from typing import Literal
 
@@ -24,7 +24,7 @@ LEAST_SHARED_MEMORY = 1 << 30  # bytes; two versions of the weights lie there, a
 LEAST_MEMORY = 6 << 30  # bytes; an engine and a trainer with a tiny model take nearly that
 LEAST_OPEN_FILES = 1024
 
-State = Literal["ok", "warning", "missing"]
+State = Literal["ok", "warning", "missing", "absent"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,8 @@ class Finding:
     """One thing that a run needs or can use.
 
     Attributes:
-        state: "missing" keeps a run from starting; with "warning" it runs, but less well.
+        state: "missing" keeps a run from starting; with "warning" it runs, but less well; what is "absent" only those
+            need who ask for it.
         found: what there is.
         fix: a command, or what else to do; None where nothing has to be done.
     """
@@ -48,6 +49,7 @@ def check_up() -> Iterator[Finding]:
     extra = _extra()
     yield from _machine()
     yield from _packages(extra)
+    yield from _other_extras()
     yield from try_out(
         {**_TRIALS, **(_CUDA if extra == "gpu" else {})}, f"pip install --force-reinstall 'titan-rl[{extra}]'"
     )
@@ -142,6 +144,25 @@ def _packages(extra: str) -> Iterator[Finding]:
             yield Finding(wanted.name, "ok", found)
         else:
             yield Finding(wanted.name, "warning", f"{found}; tested with {wanted.specifier}", install)
+
+
+def _other_extras() -> Iterator[Finding]:
+    """What tasks, commands and adapters need that ask for it."""
+    wanted = [Requirement(line) for line in requires("titan-rl") or ()]
+    for extra in metadata("titan-rl").get_all("Provides-Extra") or ():
+        if extra in ("cpu", "gpu", "dev"):
+            continue
+        its_own = [
+            each
+            for each in wanted
+            if each.marker and each.marker.evaluate({"extra": extra}) and not each.marker.evaluate({"extra": ""})
+        ]
+        missing = [each.name for each in its_own if _installed(each.name) is None]
+        if missing:
+            lacks = f"lacks {', '.join(missing)}"
+            yield Finding(f"[{extra}]", "absent", lacks, f"pip install 'titan-rl[{extra}]'")
+        else:
+            yield Finding(f"[{extra}]", "ok", ", ".join(f"{each.name} {_installed(each.name)}" for each in its_own))
 
 
 def _installed(name: str) -> str | None:

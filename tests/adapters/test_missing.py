@@ -1,0 +1,31 @@
+"""An adapter whose library is not installed says how to install it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from titan_rl.adapters.openenv import OpenEnv
+from titan_rl.adapters.reasoning_gym import ReasoningGym
+from titan_rl.adapters.textarena import TextArena
+from titan_rl.adapters.trl import TRLTask
+from titan_rl.errors import MissingExtraError
+
+TASKS: dict[str, Any] = {
+    "reasoning-gym": (["reasoning_gym", "reasoning_gym.factory"], lambda: ReasoningGym(dataset="maze")),
+    "textarena": (["textarena", "textarena.envs.registration"], lambda: TextArena(game="Nim-v0")),
+    "openenv": (["websockets", "websockets.asyncio.client"], lambda: OpenEnv(url="http://localhost")),
+    "datasets": (["datasets"], lambda: TRLTask(dataset=str(Path(__file__)), reward_funcs=("json:dumps",))),
+}
+
+
+@pytest.mark.parametrize("extra", TASKS)
+def test_the_command_that_installs_it_is_told(extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    modules, make = TASKS[extra]
+    for name in modules:
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(MissingExtraError, match=rf"run: pip install 'titan-rl\[{extra}\]'"):
+        make().check_settings()
