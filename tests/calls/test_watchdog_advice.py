@@ -140,6 +140,10 @@ class Data:
     def drop_reason(self, group: Any) -> str | None:
         self._block("drop_reason")
 
+    def make_env(self, sample: Any, renderer: Any) -> Any: ...
+
+    def rubric(self) -> Any: ...
+
 
 @pytest.mark.parametrize("where", ["train_sample", "validation_samples", "drop_reason"])
 async def test_of_a_tasks_own_functions(where: str) -> None:
@@ -147,7 +151,7 @@ async def test_of_a_tasks_own_functions(where: str) -> None:
     task: Any = Data(block)
     unused = cast("Any", None)
     config = load_config(Path(__file__).parents[2] / "examples/alphabet_sort/cpu.toml", check_files=False)
-    config = config.model_copy(update={"tasks": (TaskSource.model_construct(task=task, name="data"),)})
+    config = config.model_copy(update={"tasks": (TaskSource(task=task, name="data"),)})
     groups = RolloutStage(
         config,
         unused,
@@ -160,7 +164,7 @@ async def test_of_a_tasks_own_functions(where: str) -> None:
     )
     with LoopWatchdog(block.tell, blocked_after_s=0.05):
         groups.train_sample("data", 3)
-        groups.validation_samples("data")
+        groups.validation_samples(config.suites[0])
         drop_reason(task, RolloutGroup("g", None, []))
     assert f"in {where} blocks it" in block.told[0] or "in __call__ blocks it" in block.told[0]
     assert IN_THREADS["task"] in block.told[0]

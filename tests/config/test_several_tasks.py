@@ -14,6 +14,7 @@ from titan_rl.config.run import RunConfig
 from titan_rl.config.tasks import TaskSource, name_of
 from titan_rl.errors import ConfigError
 from titan_rl.rollout.types import Rollout, RolloutGroup
+from titan_rl.scheduling.mix.curricula import ByDifficulty
 
 pytest_plugins = ["user_project"]
 
@@ -169,3 +170,102 @@ def test_weights_may_change_when_a_run_goes_on_and_nothing_else_of_its_tasks(pro
 @pytest.mark.parametrize(("of", "name"), [("AlphabetSort", "alphabet_sort"), ("GSM8K", "gsm8k"), ("QATask", "qa_task")])
 def test_a_task_is_named_after_its_class(of: str, name: str):
     assert name_of(of) == name
+
+
+SUITES = """
+[validation]
+num_prompts = 6
+interval = 4
+
+[[validation.suites]]
+task = "ham"
+num_prompts = 2
+temperature = 0
+samples_per_prompt = 1
+
+[[validation.suites]]
+name = "unseen"
+type = "echo_task:Echo"
+words = ["spam"]
+interval = 8
+rollout = {max_turns = 2}
+"""
+
+
+def test_each_task_is_a_suite_of_the_validation_by_default(project: Path):
+    suites = load(SEVERAL).suites
+    assert [(suite.name, suite.num_prompts, suite.prefix) for suite in suites] == [
+        ("ham", 64, "validation/ham"),
+        ("echo", 64, "validation/echo"),
+    ]
+    (alone,) = load('[task]\ntype = "echo_task:Echo"\n').suites
+    assert (alone.name, alone.prefix) == ("echo", "validation")
+    assert load(SEVERAL, ("validation.num_prompts", "0")).suites == []
+
+
+def test_a_suite_is_of_one_of_the_tasks_or_of_a_task_of_its_own(project: Path):
+    config = load(SEVERAL + SUITES)
+    ham, unseen = config.suites
+    assert ham.source is config.tasks[0]
+    assert (ham.num_prompts, ham.samples_per_prompt, ham.temperature, ham.interval) == (2, 1, 0.0, 4)
+    assert (unseen.num_prompts, unseen.samples_per_prompt, unseen.temperature, unseen.interval) == (6, 4, 1.0, 8)
+    assert words(unseen.source) == "spam"
+    assert config.limits_of(unseen.source).max_turns == 2
+    assert [source.name for source in config.sources] == ["ham", "echo", "unseen"]
+    Path("again.toml").write_text(dump_config(config))
+    assert load_config("again.toml", check_files=False) == config
+    overridden = load(SEVERAL + SUITES, ("validation.suites.unseen.num_prompts", "9"))
+    assert overridden.suites[1].num_prompts == 9
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            ("validation.suites.ham.task", "hum"),
+            "validation.suites.ham.task = 'hum' is none of the run's tasks, ham, echo",
+        ),
+        (
+            ("validation.suites.unseen.num_promts", "2"),
+            "validation.suites.unseen.num_promts = 2 is not a setting; nearest",
+        ),
+        (("validation.suites.unseen.lenght", "2"), "nearest: validation.suites.unseen.length"),
+        (("validation.suites.unseen.name", '"ham"'), "2 of them have name = 'ham'"),
+        (("validation.suites.unseen.name", '"echo"'), "one of the run's has that name"),
+        (("validation.suites.ham.samples_per_prompt", "4"), "validation.suites.ham.temperature = 0 is greedy"),
+        (("validation.suites.unseen.type", "echo_task:Eco"), "validation.suites.unseen.type = 'echo_task:Eco': "),
+        (("validation.suites", "3"), "validation.suites = 3 must be tables"),
+        (("validation.suites.new.num_prompts", "3"), "validation.suites.new.task is missing"),
+    ],
+)
+def test_what_is_wrong_with_a_suite_is_named_with_its_table(project: Path, change: tuple[str, str], message: str):
+    assert message in failure(SEVERAL + SUITES, change)
+
+
+CURRICULUM = '\n[[tasks]]\ntype = "echo_task:Echo"\ncurriculum = {type = "by_difficulty", samples = 9}\n'
+
+
+def test_a_curriculum_is_one_of_the_librarys_or_ones_own(project: Path):
+    Path("own_curriculum.py").write_text(
+        "from titan_rl.scheduling.mix.curricula import InOrder\nclass Own(InOrder):\n    step: int = 2\n"
+    )
+    config = load(CURRICULUM)
+    assert config.tasks[0].curriculum == ByDifficulty(samples=9)
+    own = load(CURRICULUM.replace("by_difficulty", "own_curriculum:Own").replace("samples", "step"))
+    assert own.tasks[0].curriculum.step == 9  # pyright: ignore
+    for each in (config, own):
+        Path("again.toml").write_text(dump_config(each))
+        assert load_config("again.toml", check_files=False) == each
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("tasks.echo.curriculum.type", "by_dificulty"), "one of in_order, by_difficulty, stages, or a string"),
+        (("tasks.echo.curriculum.type", "echo_task:Echo"), "Echo is no curriculum: it lacks begin, finished, given"),
+        (("tasks.echo.curriculum.sampels", "3"), "nearest: tasks.echo.curriculum.samples"),
+        (("tasks.echo.curriculum.too_hard", "2"), "too_hard = 2 must be less than too_easy = 1"),
+    ],
+)
+def test_what_is_wrong_with_a_curriculum_is_named_with_its_table(project: Path, change: tuple[str, str], message: str):
+    assert message in failure(CURRICULUM, change)

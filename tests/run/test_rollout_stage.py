@@ -76,7 +76,7 @@ async def test_sessions_of_retried_rollouts_are_finished_too(tmp_path: Path) -> 
         on_ended=lambda rollout: None,
         on_lost=lambda group: None,
     )
-    group = await asyncio.wait_for(groups.run_validation_group("counting", "validation-0", 4), 10)
+    group = await asyncio.wait_for(groups.run_validation_group(config.suites[0], "validation-0", 4), 10)
     assert any(rollout.metrics["retries"] for rollout in group.rollouts)
     assert any("~" in session_id for session_id in noting.begun)
     assert noting.finished == Counter(noting.begun)

@@ -12,6 +12,7 @@ from typing import Any, Literal, NoReturn, cast, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from titan_rl.config.functions import function_name
+from titan_rl.config.suites import ValidationSuite
 from titan_rl.config.tables import parse_value
 from titan_rl.config.tasks import TaskSource
 from titan_rl.run.observability.standard_streams import say, tell
@@ -92,6 +93,8 @@ class Parser(argparse.ArgumentParser):
                     help="The class of one of [[tasks]].",
                 )
                 self._add_table(TaskSource, "[[tasks]]", "tasks.NAME.")
+            elif name == "suites":
+                self._add_table(ValidationSuite, "[[validation.suites]]", "validation.suites.NAME.")
             elif name == "task":
                 continue
             else:

@@ -34,6 +34,7 @@ RESUMABLE = (
     "scheduling.max_running_rollouts",
     "scheduling.suspend_timeout_s",
     "validation.interval",
+    "validation.suites",
     "checkpoint.",
     "logging.",
     "share_run_dir",

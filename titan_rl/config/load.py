@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from titan_rl.config.concurrency import describe_concurrency
 from titan_rl.config.explain import Origins, explain
 from titan_rl.config.functions import check_functions, named_modules
-from titan_rl.config.load_task import check_task, dump_tasks, load_tasks, task_type
+from titan_rl.config.load_task import check_task, dump_tasks, load_suites, load_tasks, suite_table, task_type
 from titan_rl.config.model_folder import check_chat_template, check_model_folder, check_training_fit, find_model_folder
 from titan_rl.config.run import RunConfig
 from titan_rl.config.search_path import SearchPath
@@ -63,12 +63,13 @@ def read_config(
     tables, origins = read_tables(files, overrides)
     search_path = SearchPath(tables.get("pythonpath"), origins)
     tasks = load_tasks(tables, origins)
+    load_suites(tables, origins)
     try:
         config = RunConfig.model_validate({**tables, "tasks": tasks})
     except ValidationError as error:
         raise ConfigError(explain(error, RunConfig, origins)) from None
     check_functions(config, config.generation, origins)
-    modules = [*(task_type(source.task).partition(":")[0] for source in tasks), *named_modules(config)]
+    modules = [*(task_type(source.task).partition(":")[0] for source in config.sources), *named_modules(config)]
     config = config.model_copy(update={"pythonpath": search_path.needed_for(modules)})
     folder = find_model_folder(config.model.path, origins.folders_for("model.path"))
     if folder is not None:
@@ -81,4 +82,5 @@ def dump_config(config: RunConfig) -> str:
     """The settings as TOML, defaults included, under what they come to. `load_config` of it gives an equal config."""
     figures = "".join(f"# {line}\n" for line in describe_concurrency(config))
     tables = config.model_dump(mode="json", exclude_none=True, exclude={"tasks"})
+    tables["validation"]["suites"] = [suite_table(suite) for suite in config.validation.suites]
     return f"{figures}\n{tomli_w.dumps({**tables, **dump_tasks(config.tasks)})}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from pydantic import ValidationError
 from typing_extensions import get_protocol_members
@@ -13,12 +13,15 @@ from typing_extensions import get_protocol_members
 from titan_rl.calls.imports import find_attribute, import_module
 from titan_rl.calls.user_code import describe
 from titan_rl.config.explain import Origins, explain
+from titan_rl.config.suites import SUITE_FIELDS, ValidationSuite
 from titan_rl.config.tasks import SOURCE_FIELDS, TaskSource, is_alone
 from titan_rl.errors import ConfigError
 from titan_rl.rollout.task import CheckedTask, Task
 from titan_rl.scheduling.mix.curriculum import Curriculum
 from titan_rl.scheduling.mix.registry import BY_NAME as CURRICULA
 from titan_rl.settings import Section
+
+S = TypeVar("S", bound=Section)
 
 
 def load_tasks(tables: dict[str, Any], origins: Origins) -> tuple[TaskSource, ...]:
@@ -27,7 +30,7 @@ def load_tasks(tables: dict[str, Any], origins: Origins) -> tuple[TaskSource, ..
     The classes that `type` names are imported, and the other keys validated as their fields or as a `TaskSource`'s.
 
     Args:
-        tables: of `[[tasks]]` as `tasks_by_name` has them.
+        tables: of `[[tasks]]` as `tables_by_name` has them.
 
     Raises:
         ConfigError: there are no tasks or tables of both kinds; there is no such module or class, it is no task, or its
@@ -48,6 +51,37 @@ def load_tasks(tables: dict[str, Any], origins: Origins) -> tuple[TaskSource, ..
     return tuple(_load_source(name, table, origins) for name, table in cast("dict[str, Any]", several).items())
 
 
+def load_suites(tables: dict[str, Any], origins: Origins) -> None:
+    """Make the suites of `[[validation.suites]]`, in place.
+
+    Args:
+        tables: those of suites as `tables_by_name` has them.
+
+    Raises:
+        ConfigError: as `load_tasks`.
+    """
+    validation: Any = tables.get("validation")
+    if not isinstance(validation, dict) or "suites" not in validation:
+        return
+    suites: Any = cast("dict[str, Any]", validation)["suites"]
+    if not isinstance(suites, dict):
+        raise ConfigError(f"{origins.of('validation.suites')}: validation.suites = {suites!r} must be tables")
+    made = [_load_suite(name, table, origins) for name, table in cast("dict[str, Any]", suites).items()]
+    tables["validation"] = {**validation, "suites": made}
+
+
+def _load_suite(name: str, table: Any, origins: Origins) -> ValidationSuite:
+    prefix = f"validation.suites.{name}"
+    fields = _fields(table, origins, prefix)
+    own = {"name": name} | {key: fields.pop(key) for key in SUITE_FIELDS if key in fields}
+    if "type" in fields:
+        beside = ("sampling", "rollout")
+        of_task = {key: fields.pop(key) for key in beside if key in fields}
+        task = load_task(fields, origins, prefix, beside=(*SUITE_FIELDS, *beside))
+        fields = {"task": _made(TaskSource, {"task": task, "name": own["name"], **of_task}, origins, prefix)}
+    return _made(ValidationSuite, {**own, **fields}, origins, prefix)
+
+
 def _load_source(name: str, table: Any, origins: Origins) -> TaskSource:
     prefix = f"tasks.{name}"
     fields = _fields(table, origins, prefix)
@@ -55,10 +89,14 @@ def _load_source(name: str, table: Any, origins: Origins) -> TaskSource:
     if "curriculum" in own:
         own["curriculum"] = _load(_CURRICULUM, own["curriculum"], origins, f"{prefix}.curriculum")
     task = load_task(fields, origins, prefix, beside=SOURCE_FIELDS)
+    return _made(TaskSource, {"task": task, **own}, origins, prefix)
+
+
+def _made(section: type[S], fields: dict[str, Any], origins: Origins, prefix: str) -> S:
     try:
-        return TaskSource.model_validate({"task": task, **own})
+        return section.model_validate(fields)
     except ValidationError as error:
-        raise ConfigError(explain(error, TaskSource, origins, prefix)) from None
+        raise ConfigError(explain(error, section, origins, prefix)) from None
 
 
 def load_task(table: Any, origins: Origins, prefix: str = "task", beside: Sequence[str] = ()) -> Task:
@@ -84,7 +122,7 @@ def _load(kind: _Kind, table: Any, origins: Origins, prefix: str, beside: Sequen
     if taken := [key for key in found.model_fields if key in beside]:
         raise ConfigError(
             f"{origins.of(f'{prefix}.type')}: {prefix}.type = {name!r}: the class has a field {taken[0]!r}, which is a "
-            "setting of every one of [[tasks]]; give that field another name"
+            f"setting of every one of [[{prefix.rpartition('.')[0]}]]; give that field another name"
         )
     places = {field: origins.folders_for(f"{prefix}.{field}") for field in found.model_fields}
     try:
@@ -105,6 +143,17 @@ def dump_tasks(tasks: Sequence[TaskSource]) -> dict[str, Any]:
     if is_alone(tasks):
         return {"task": task_table(tasks[0], exclude_none=True, with_share=False)}
     return {"tasks": [task_table(source, exclude_none=True) for source in tasks]}
+
+
+def suite_table(suite: ValidationSuite) -> dict[str, Any]:
+    """One of `[[validation.suites]]`."""
+    table = suite.model_dump(mode="json", exclude_none=True)
+    if isinstance(suite.task, str):
+        return table
+    source = task_table(suite.task, exclude_none=True)
+    left_out = {"task", *SOURCE_FIELDS} - {"sampling", "rollout"}
+    own = {key: value for key, value in source.items() if key not in left_out}
+    return {**own, **{key: value for key, value in table.items() if key != "task"}}
 
 
 def task_table(source: TaskSource, *, exclude_none: bool = False, with_share: bool = True) -> dict[str, Any]:

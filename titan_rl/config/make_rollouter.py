@@ -49,6 +49,6 @@ async def open_rollouters(
     renderer = renderer or make_renderer(config.model)
     run = RunContext(config.model.path, renderer, config.model.max_context, folder, tell)
     async with AsyncExitStack() as tasks:
-        for source in config.tasks:
+        for source in config.sources:
             await tasks.enter_async_context(opened(source.task, run))
-        yield {source.name: make_rollouter(config, source, renderer) for source in config.tasks}
+        yield {source.name: make_rollouter(config, source, renderer) for source in config.sources}

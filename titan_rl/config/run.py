@@ -18,6 +18,7 @@ from titan_rl.config.sections import (
     ValidationConfig,
 )
 from titan_rl.config.sft import SFTConfig
+from titan_rl.config.suites import ResolvedSuite, ValidationSuite
 from titan_rl.config.tasks import TaskSource, is_alone
 from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.scheduling.settings import SchedulingConfig
@@ -68,9 +69,36 @@ class RunConfig(Section):
             raise ValueError("\n".join(problems))
         return self
 
+    @property
+    def sources(self) -> list[TaskSource]:
+        """The tasks of the run, and those that suites of its validation have for themselves."""
+        return [source for _, source in self.tables_of_tasks()]
+
     def tables_of_tasks(self) -> list[tuple[str, TaskSource]]:
-        """The dotted name of each task's table with the task."""
-        return [("task" if is_alone(self.tasks) else f"tasks.{source.name}", source) for source in self.tasks]
+        """The dotted name of each task's table with the task, those of suites too."""
+        trained = [("task" if is_alone(self.tasks) else f"tasks.{source.name}", source) for source in self.tasks]
+        own = [(f"validation.suites.{suite.name}", suite.task) for suite in self.validation.suites]
+        return [*trained, *((table, source) for table, source in own if isinstance(source, TaskSource))]
+
+    @property
+    def suites(self) -> list[ResolvedSuite]:
+        """What is validated on; nothing without held-out samples."""
+        common, tasks = self.validation, {source.name: source for source in self.tasks}
+        if not common.num_prompts:
+            return []
+        said = common.suites or [ValidationSuite(name=name, task=name) for name in tasks]
+        return [
+            ResolvedSuite(
+                suite.name,
+                tasks[suite.task] if isinstance(suite.task, str) else suite.task,
+                suite.num_prompts or common.num_prompts,
+                suite.samples_per_prompt or common.samples_per_prompt,
+                common.temperature if suite.temperature is None else suite.temperature,
+                common.interval if suite.interval is None else suite.interval,
+                "validation" if len(said) == 1 else f"validation/{suite.name}",
+            )
+            for suite in said
+        ]
 
     def sampling_of(self, source: TaskSource) -> SamplingConfig:
         """How a task's completions are sampled."""
@@ -146,8 +174,30 @@ def conflicts(config: RunConfig) -> Iterator[str]:
             f"{config.statedict.pull_timeout_s:g}: a generator that loads weights generates nothing meanwhile, and "
             "would be taken to hang; raise the one or lower the other"
         )
-    if config.validation.temperature == 0 and config.validation.samples_per_prompt > 1:
-        yield (
-            f"validation.temperature = 0 is greedy, so all validation.samples_per_prompt = "
-            f"{config.validation.samples_per_prompt} samples would be the same; set samples_per_prompt = 1"
-        )
+    yield from _conflicts_of_suites(config)
+
+
+def _conflicts_of_suites(config: RunConfig) -> Iterator[str]:
+    validation, tasks = config.validation, [source.name for source in config.tasks]
+    for name, count in Counter(suite.name for suite in validation.suites).items():
+        if count > 1:
+            yield f"validation.suites: {count} of them have name = {name!r}; give each a name of its own"
+    for suite in validation.suites:
+        if isinstance(suite.task, str) and suite.task not in tasks:
+            yield (
+                f"validation.suites.{suite.name}.task = {suite.task!r} is none of the run's tasks, {', '.join(tasks)}; "
+                'name one of them, or give the suite type = "module:Class"'
+            )
+            return
+        if isinstance(suite.task, TaskSource) and suite.name in tasks:
+            yield f"validation.suites.{suite.name} has a task of its own, and one of the run's has that name; rename it"
+    for table, temperature, samples in [
+        ("validation", validation.temperature, validation.samples_per_prompt),
+        *((f"validation.suites.{suite.name}", suite.temperature, suite.samples_per_prompt) for suite in config.suites),
+    ]:
+        if temperature == 0 and samples > 1:
+            yield (
+                f"{table}.temperature = 0 is greedy, so all {table}.samples_per_prompt = {samples} samples would be "
+                "the same; set samples_per_prompt = 1"
+            )
+            return

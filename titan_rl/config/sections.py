@@ -8,12 +8,14 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from pydantic import (
+    Field,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
 )
 
+from titan_rl.config.suites import ValidationSuite
 from titan_rl.generation.registry import BY_NAME as ENGINES
 from titan_rl.generation.router.registry import BY_NAME as STRATEGIES
 from titan_rl.settings import FunctionName, Section
@@ -97,6 +99,8 @@ class ValidationConfig(Section):
     """0 is greedy."""
     interval: NonNegativeInt = 0
     """Steps between validations; 0 validates only before and after."""
+    suites: tuple[ValidationSuite, ...] = Field(default=(), strict=False)
+    """By default one of each task of the run."""
 
 
 class CheckpointConfig(Section):

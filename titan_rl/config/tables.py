@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from titan_rl.config.explain import COMMAND_LINE, Origins
-from titan_rl.config.tasks import tasks_by_name
+from titan_rl.config.tasks import tables_by_name
 from titan_rl.errors import ConfigError
 
 Tables = dict[str, Any]
@@ -16,7 +16,7 @@ Tables = dict[str, Any]
 
 def read_tables(paths: Sequence[Path], overrides: Sequence[tuple[str, str]]) -> tuple[Tables, Origins]:
     """What the files say together, each replacing what those before it say, and the overrides all of them. Tables are
-    merged, those of `[[tasks]]` by their names; any other value, a list too, is replaced whole.
+    merged, those of `[[...]]` by their names; any other value, a list too, is replaced whole.
 
     Args:
         overrides: dotted settings and their values.
@@ -56,8 +56,9 @@ def _read_toml(path: Path) -> Tables:
         raise ConfigError(f"{path}: {error.strerror}; name a TOML file that you may read") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
-    if "tasks" in tables:
-        tables["tasks"] = tasks_by_name(tables["tasks"], path)
+    for table, key, name in ((tables, "tasks", "tasks"), (tables.get("validation"), "suites", "validation.suites")):
+        if isinstance(table, dict) and key in table:
+            table[key] = tables_by_name(name, table[key], path)
     return tables
 
 

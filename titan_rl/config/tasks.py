@@ -16,6 +16,9 @@ from titan_rl.scheduling.mix.curriculum import Curriculum
 from titan_rl.scheduling.registry import BY_NAME as FILTERS
 from titan_rl.settings import FunctionName, Section
 
+NAME = r"^[A-Za-z0-9_-]+$"
+"""What a task or a suite may be called: part of a metric's name and of an option's."""
+
 
 class TaskSampling(Section):
     """What a task has instead of `[sampling]`."""
@@ -62,7 +65,7 @@ class TaskSource(Section):
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
     task: SerializeAsAny[Task]
-    name: str = Field(default_factory=_default_name, pattern=r"^[A-Za-z0-9_-]+$", validate_default=True)
+    name: str = Field(default_factory=_default_name, pattern=NAME, validate_default=True)
     """In metrics and on the command line, `--tasks.NAME.weight 2`. By default that of its class, in lower case."""
     weight: float = Field(default=1.0, gt=0)
     """Its share of the groups that are trained on is this in the sum of all weights."""
@@ -81,24 +84,25 @@ def is_alone(tasks: Sequence[TaskSource]) -> bool:
     return len(tasks) == 1 and tasks[0] == TaskSource(task=tasks[0].task)
 
 
-def tasks_by_name(tables: Any, source: object) -> dict[str, Any]:
-    """The tables of `[[tasks]]` by the tasks' names, in their order.
+def tables_by_name(key: str, tables: Any, source: object) -> dict[str, Any]:
+    """The tables of `[[tasks]]` or `[[validation.suites]]` by their names, in their order.
 
     Args:
+        key: which of them.
         source: the file, for messages.
 
     Raises:
         ConfigError: they are no such tables, one has no name, or two have the same.
     """
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in cast("list[Any]", tables)):
-        raise ConfigError(f"{source}: tasks must be tables, each under a line [[tasks]]")
+        raise ConfigError(f"{source}: {key} must be tables, each under a line [[{key}]]")
     named: dict[str, Any] = {}
     for number, table in enumerate(cast("list[dict[str, Any]]", tables), start=1):
-        name = table.get("name", _name_by_type(table.get("type")))
+        name = table.get("name", table.get("task", _name_by_type(table.get("type"))))
         if not isinstance(name, str):
-            raise ConfigError(f'{source}: number {number} of [[tasks]] has no type = "module:Class", nor a name')
+            raise ConfigError(f'{source}: number {number} of [[{key}]] has no type = "module:Class", nor a name')
         if name in named:
-            raise ConfigError(f"{source}: two of [[tasks]] are named {name!r}; give one of them another name = ...")
+            raise ConfigError(f"{source}: two of [[{key}]] are named {name!r}; give one of them another name = ...")
         named[name] = table
     return named
 

@@ -205,7 +205,7 @@ class Controller:
         if self._state.reward_before is None:
             self._state = replace(self._state, reward_before=await self._validation.run(self.version))
         elif self._validation.is_due(self.version) and self.version < self._config.training.steps:
-            await self._validation.run_once(self.version)
+            await self._validation.run_due(self.version)
 
     async def _train(self, background: asyncio.TaskGroup) -> None:
         """The loop over the stages, until all steps are trained, all generators have the last, and nothing is written
@@ -258,7 +258,7 @@ class Controller:
         """VALIDATE."""
         if self._validation.is_due(step):
             await ended(self._syncing)
-            await self._validation.run(step)
+            await self._validation.run_due(step)
 
     async def _save_if_due(self, step: int, background: asyncio.TaskGroup) -> None:
         """SAVE, which begins WRITE where the disk has room."""

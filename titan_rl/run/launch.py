@@ -242,7 +242,7 @@ async def _group_runners(
 ) -> AsyncGenerator[Mapping[str, GroupRunner]]:
     """By the tasks' names: rollout workers, each of which opens the tasks for itself; or rollouters in this process."""
     if planes.workers is not None:
-        yield {source.name: planes.workers.of(source.name) for source in config.tasks}
+        yield {source.name: planes.workers.of(source.name) for source in config.sources}
         return
     async with open_rollouters(config, run_dir.path, tell, renderer) as rollouters:
         yield rollouters

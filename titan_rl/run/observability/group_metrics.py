@@ -86,15 +86,15 @@ def group_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     return metrics
 
 
-def validation_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
-    """`group_metrics` of held-out groups, under names that begin with "validation/".
+def validation_metrics(groups: Sequence[RolloutGroup], prefix: str = "validation") -> dict[str, float]:
+    """`group_metrics` of held-out groups, under names that begin with the prefix.
 
-    The mean reward is of the rollouts that are scored, those of all seats together; `validation/unscored` counts the
+    The mean reward is of the rollouts that are scored, those of all seats together; `<prefix>/unscored` counts the
     others.
     """
-    metrics = {f"validation/{name.removeprefix('rollout/')}": value for name, value in group_metrics(groups).items()}
+    metrics = {f"{prefix}/{name.removeprefix('rollout/')}": value for name, value in group_metrics(groups).items()}
     unscored = sum(not _is_judged(rollout) for group in groups for rollout in group.rollouts)
-    return metrics | {"validation/unscored": float(unscored)}
+    return metrics | {f"{prefix}/unscored": float(unscored)}
 
 
 def _rewards_by_seat(group: RolloutGroup) -> dict[str | None, list[float]]:

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
 
 from titan_rl.config.run import RunConfig
+from titan_rl.config.suites import ResolvedSuite
 from titan_rl.generation.resume import resume_on_abort
 from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.generation.types import PauseMode
@@ -44,7 +45,7 @@ class RolloutStage:
     ) -> None:
         self._config = config
         self._mix = mix
-        self._sources = {source.name: source for source in config.tasks}
+        self._sources = {source.name: source for source in config.sources}
         self._group_runners = group_runners
         self._router = router
         self._journal = journal
@@ -58,11 +59,10 @@ class RolloutStage:
         with calling(f"train_sample({seed}, {number})"):
             return self._sources[task].task.train_sample(seed, number)
 
-    def validation_samples(self, task: str) -> list[Any]:
-        """The held-out samples of a task, the same each time."""
-        count = self._config.validation.num_prompts
-        with calling(f"validation_samples({count})"):
-            return list(self._sources[task].task.validation_samples(count))
+    def validation_samples(self, suite: ResolvedSuite) -> list[Any]:
+        """The held-out samples of a suite, the same each time."""
+        with calling(f"validation_samples({suite.num_prompts})"):
+            return list(suite.source.task.validation_samples(suite.num_prompts))
 
     async def run_training_group(self, lease: Lease) -> RolloutGroup:
         """The group that a lease of the scheduler is for."""
@@ -79,16 +79,16 @@ class RolloutStage:
             on_finished=lease.rollout_finished,
         )
 
-    async def run_validation_group(self, task: str, group_id: str, sample: Any) -> RolloutGroup:
+    async def run_validation_group(self, suite: ResolvedSuite, group_id: str, sample: Any) -> RolloutGroup:
         """The group of a held-out sample. Its seeds are the same each time, so that two validations differ by their
         weights alone."""
         return await self._run_group(
             self._generate,
-            task,
+            suite.source.name,
             sample,
             group_id=group_id,
-            group_size=self._config.validation.samples_per_prompt,
-            sampling=self._sampling(task, self._config.validation.temperature),
+            group_size=suite.samples_per_prompt,
+            sampling=self._sampling(suite.source.name, suite.temperature),
         )
 
     @contextlib.asynccontextmanager

@@ -1,12 +1,15 @@
-"""What the policy earns on held-out samples."""
+"""What the policy earns on held-out samples. Training sees nothing of it: neither a random number nor a sample of the
+run's tasks is taken for it, no curriculum is told, and no step is trained meanwhile."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from statistics import fmean
 from typing import Any
 
 from titan_rl.config.run import RunConfig
+from titan_rl.config.suites import ResolvedSuite
 from titan_rl.errors import RewardError, TrainingError
 from titan_rl.rollout.group.failures import ErrorCounts
 from titan_rl.rollout.task import measured
@@ -15,6 +18,11 @@ from titan_rl.run.directory import RunDirectory
 from titan_rl.run.observability.group_metrics import validation_metrics
 from titan_rl.run.observability.rollout_log import RolloutLog
 from titan_rl.run.stages.rollout_stage import RolloutStage
+
+ALONE = "validation"
+"""Prefix of the metrics of a suite that is the only one."""
+MEAN = "validation/reward_mean"
+"""The metric of all suites together."""
 
 
 class Validation:
@@ -37,8 +45,7 @@ class Validation:
         log: Callable[[int, dict[str, float]], None],
         tell: Callable[[str], None],
     ) -> None:
-        self._settings = config.validation
-        self._sources = config.tasks
+        self._suites = config.suites
         self._max_lost = config.scheduling.max_failed_groups
         self._groups = groups
         self._transcripts = transcripts
@@ -48,72 +55,93 @@ class Validation:
 
     @property
     def is_on(self) -> bool:
-        return self._settings.num_prompts > 0
+        return bool(self._suites)
 
     def is_due(self, step: int) -> bool:
-        return self._settings.interval > 0 and step % self._settings.interval == 0
+        return any(suite.is_due(step) for suite in self._suites)
 
     async def run(self, version: int) -> float | None:
-        """The mean reward, of the rollouts that have one. None if validation is off.
+        """Run all suites.
 
         Args:
             version: that the generators serve.
 
+        Returns:
+            the mean of the suites' mean rewards, which are of the rollouts that have one. None if validation is off.
+
         Raises:
             RewardError: a reward failed on all groups, or on `scheduling.max_failed_groups` in a row.
-            TrainingError: no rollout has a reward.
+            TrainingError: no rollout of a suite has a reward.
         """
-        if not self.is_on:
-            return None
-        tasks_of_run = [source.name for source in self._sources]
-        samples = [(task, sample) for task in tasks_of_run for sample in self._groups.validation_samples(task)]
-        lost = LostInARow(min(self._max_lost, len(samples)))
-        async with asyncio.TaskGroup() as tasks:
-            running = [
-                tasks.create_task(self._run_group(version, index, task, sample, lost))
-                for index, (task, sample) in enumerate(samples)
-            ]
-        return self._report(version, [task.result() for task in running])
+        return await self._run(version, self._suites)
 
     async def run_once(self, version: int) -> float | None:
         """As `run`, unless an earlier process of this run has validated the version."""
-        reward = self._run_dir.metric(version, "validation/reward_mean")
+        reward = self._run_dir.metric(version, MEAN)
         return await self.run(version) if reward is None else reward
 
-    async def _run_group(self, version: int, index: int, task: str, sample: Any, lost: LostInARow) -> RolloutGroup:
-        group = await self._groups.run_validation_group(task, f"validation-{index}", sample)
+    async def run_due(self, step: int) -> None:
+        """Run the suites that are due after a step, unless an earlier process of this run has."""
+        due = [suite for suite in self._suites if suite.is_due(step)]
+        await self._run(step, [suite for suite in due if self._run_dir.metric(step, _mean_of(suite)) is None])
+
+    async def _run(self, version: int, suites: Sequence[ResolvedSuite]) -> float | None:
+        if not suites:
+            return None
+        samples = {suite.name: self._groups.validation_samples(suite) for suite in suites}
+        lost = LostInARow(min(self._max_lost, sum(map(len, samples.values()))))
+        async with asyncio.TaskGroup() as tasks:
+            running = {
+                suite.name: [
+                    tasks.create_task(self._run_group(version, suite, f"{_group_ids(suite)}-{index}", sample, lost))
+                    for index, sample in enumerate(samples[suite.name])
+                ]
+                for suite in suites
+            }
+        figures: dict[str, float] = {}
+        for suite in suites:
+            figures |= self._report(version, suite, [task.result() for task in running[suite.name]])
+        mean = fmean(figures[_mean_of(suite)] for suite in suites)
+        self._log(version, figures | ({MEAN: mean} if len(suites) == len(self._suites) else {}))
+        return mean
+
+    async def _run_group(
+        self, version: int, suite: ResolvedSuite, group_id: str, sample: Any, lost: LostInARow
+    ) -> RolloutGroup:
+        group = await self._groups.run_validation_group(suite, group_id, sample)
         if group.failure is not None:  # told of at once: the validation may fail with it
             self._transcripts.dropped(group, "reward_failed", version, phase="validation")
         lost.count(group)
         return group
 
-    def _report(self, version: int, groups: Sequence[RolloutGroup]) -> float:
+    def _report(self, version: int, suite: ResolvedSuite, groups: Sequence[RolloutGroup]) -> dict[str, float]:
+        """Show what a suite came to; its metrics, by names that begin with its prefix."""
         self._transcripts.finished(groups, "validation", version)
         errors = ErrorCounts()
         for group in groups:
             errors.add_group(group)
-        metrics = validation_metrics(groups)
-        if "validation/reward_mean" not in metrics:
+        metrics = validation_metrics(groups, suite.prefix)
+        if _mean_of(suite) not in metrics:
             raise TrainingError(
                 f"no validation rollout got a reward: {errors.describe() or 'none was judged'}; "
                 f"{self._run_dir.rollouts} and logs/controller.log beside it have more"
             )
-        figures = self._measured(groups)
-        reward = metrics["validation/reward_mean"]
-        self._log(version, metrics | figures)
-        told = "".join(f", {name.removeprefix('validation/')} {value:.3f}" for name, value in figures.items())
+        judged = [group for group in groups if group.failure is None]
+        figures = {f"{suite.prefix}/{name}": value for name, value in measured(suite.source.task, judged).items()}
+        told = "".join(f", {name.removeprefix(f'{suite.prefix}/')} {value:.3f}" for name, value in figures.items())
         left_out = f", without those that failed: {errors.describe()}" if errors.num_errors else ""
-        self._tell(f"validation at step {version}: reward {reward:.3f}{told}{left_out}")
-        return reward
+        which = "" if suite.prefix == ALONE else f" of {suite.name}"
+        self._tell(f"validation{which} at step {version}: reward {metrics[_mean_of(suite)]:.3f}{told}{left_out}")
+        return metrics | figures
 
-    def _measured(self, groups: Sequence[RolloutGroup]) -> dict[str, float]:
-        """What tasks say of their groups: validation/<name>, or validation/<task>/<name> where there are several."""
-        figures: dict[str, float] = {}
-        for source in self._sources:
-            judged = [group for group in groups if group.task == source.name and group.failure is None]
-            prefix = "validation" if len(self._sources) == 1 else f"validation/{source.name}"
-            figures |= {f"{prefix}/{name}": value for name, value in measured(source.task, judged).items()}
-        return figures
+
+def _mean_of(suite: ResolvedSuite) -> str:
+    return f"{suite.prefix}/reward_mean"
+
+
+def _group_ids(suite: ResolvedSuite) -> str:
+    """How the ids of its groups begin. A rollout is sampled by its id."""
+    return suite.prefix.replace("/", "-")
 
 
 class LostInARow:
