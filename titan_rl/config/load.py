@@ -82,5 +82,8 @@ def dump_config(config: RunConfig) -> str:
     """The settings as TOML, defaults included, under what they come to. `load_config` of it gives an equal config."""
     figures = "".join(f"# {line}\n" for line in describe_concurrency(config))
     tables = config.model_dump(mode="json", exclude_none=True, exclude={"tasks"})
-    tables["validation"]["suites"] = [suite_table(suite) for suite in config.validation.suites]
+    if suites := [suite_table(suite) for suite in config.validation.suites]:
+        tables["validation"]["suites"] = suites
+    else:
+        del tables["validation"]["suites"]
     return f"{figures}\n{tomli_w.dumps({**tables, **dump_tasks(config.tasks)})}"
