@@ -27,9 +27,10 @@ QUICK = {
 
 
 class Run:
-    """`titan-rl train` on a config, made small and with one generator; what it starts is marked."""
+    """`titan-rl train`, or another command, on a config, made small with one generator; what it starts is marked."""
 
-    def __init__(self, folder: Path, config: str, settings: dict[str, object]) -> None:
+    def __init__(self, folder: Path, config: str, settings: dict[str, object], command: str = "train") -> None:
+        self._command = command
         self._mark = f"TITAN_RL_TEST_RUN={uuid.uuid4().hex}"
         self.scratch = Path(tempfile.mkdtemp(prefix="t-", dir="/tmp"))  # short: there are sockets in it
         self._runs = folder / "runs"
@@ -48,7 +49,7 @@ class Run:
         environment = os.environ | {"TMPDIR": str(self.scratch), name: value}
         with self._output.open("w") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "titan_rl.cli.main", "train", *arguments],
+                [sys.executable, "-m", "titan_rl.cli.main", self._command, *arguments],
                 cwd=REPOSITORY,
                 env=environment,
                 stdout=output,
@@ -132,12 +133,14 @@ def process_writing_to(log: Path) -> int:
 
 
 @contextlib.contextmanager
-def run_training(folder: Path, *, config: str = "examples/alphabet_sort/cpu.toml", **settings: object) -> Iterator[Run]:
+def run_training(
+    folder: Path, *, config: str = "examples/alphabet_sort/cpu.toml", command: str = "train", **settings: object
+) -> Iterator[Run]:
     """A run that is killed with its children if the test ends before it does.
 
     Settings are named with double underscores for dots: `training__steps=2`.
     """
-    run = Run(folder, config, {key.replace("__", "."): value for key, value in settings.items()})
+    run = Run(folder, config, {key.replace("__", "."): value for key, value in settings.items()}, command)
     try:
         yield run
     finally:

@@ -29,6 +29,7 @@ class RunDirectory:
         checkpoints/     one folder a saved step
         run_state.json   the settings and the data position that the run began with, as checkpoints have theirs
         journal/         what happened since, one file a checkpoint
+        supervised.json  of a run of `titan-rl sft` alone: which demonstrations it learns
         export/          the policy as a Hugging Face folder
         report.html      curves and transcripts, self-contained
 
@@ -144,6 +145,11 @@ class RunDirectory:
     @property
     def journal(self) -> Path:
         return self.path / "journal"
+
+    @property
+    def supervised(self) -> Path:
+        """What only a run of `titan-rl sft` has."""
+        return self.path / "supervised.json"
 
     @property
     def export(self) -> Path:

@@ -104,11 +104,17 @@ def run_training(
         return end
 
 
-def open_run_dir(config: RunConfig, resume: Path | None, name: str | None = None) -> RunDirectory:
+def open_run_dir(
+    config: RunConfig, resume: Path | None, name: str | None = None, *, supervised: bool = False
+) -> RunDirectory:
     """The folder of the run that is resumed, or one that is made.
 
+    Args:
+        supervised: the run is one of `titan-rl sft`.
+
     Raises:
-        ConfigError: it cannot be made or written to, or the disk has not enough room for the run.
+        ConfigError: it cannot be made or written to, it is of a run of the other kind, or the disk has not enough room
+            for the run.
     """
     if resume is None:
         check_room(config, Path(config.run_dir))
@@ -116,7 +122,11 @@ def open_run_dir(config: RunConfig, resume: Path | None, name: str | None = None
     if not os.access(resume, os.W_OK | os.X_OK):
         raise ConfigError(f"--resume {resume}: the run cannot go on in a folder that you may not write to; copy it")
     check_room(config, resume, held=size_of(resume / "checkpoints"))
-    return RunDirectory(resume)
+    run_dir = RunDirectory(resume)
+    if run_dir.supervised.is_file() != supervised:
+        command = "train" if supervised else "sft"
+        raise ConfigError(f"--resume {resume}: that is a run of titan-rl {command}; titan-rl {command} goes on with it")
+    return run_dir
 
 
 Program = Callable[[RunConfig, RunDirectory, Resumption, StopSignals, EndMessages], Coroutine[Any, Any, None]]

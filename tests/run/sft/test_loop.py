@@ -21,6 +21,7 @@ from titan_rl.errors import CheckpointError, ConfigError, DataError, ModelError
 from titan_rl.run.checkpoints.resumption import resume_from_newest
 from titan_rl.run.directory import RunDirectory, read_jsonl
 from titan_rl.run.journal.run_state import RunState
+from titan_rl.run.launch import open_run_dir
 from titan_rl.run.observability.progress import Progress
 from titan_rl.run.sft.install import install
 from titan_rl.run.sft.launch import check, prepared
@@ -225,6 +226,18 @@ def test_what_is_not_there_is_named(toml: Path) -> None:
         load_sft_config(toml, [("sft.start", "start")])
     with pytest.raises(ConfigError, match=r"min_reward = 0\.5 chooses rollouts of a run"):
         load_sft_config(toml, [("sft.min_reward", "0.5")])
+
+
+def test_each_kind_of_run_is_gone_on_with_by_its_own_command(toml: Path) -> None:
+    config = load_sft_config(toml)
+    supervised = open_run_dir(config, None, supervised=True)
+    supervised.supervised.touch()
+    assert open_run_dir(config, supervised.path, supervised=True).path == supervised.path
+    with pytest.raises(ConfigError, match="that is a run of titan-rl sft; titan-rl sft goes on with it"):
+        open_run_dir(config, supervised.path)
+    other = open_run_dir(config, None)
+    with pytest.raises(ConfigError, match="that is a run of titan-rl train; titan-rl train goes on with it"):
+        open_run_dir(config, other.path, supervised=True)
 
 
 def test_a_run_goes_on_with_the_demonstrations_that_it_began_with(toml: Path) -> None:

@@ -86,7 +86,7 @@ PANELS = (
         {"rollout/finished_reward_mean": "all that finished", "rollout/reward_mean": "trained on"},
     ),
     Panel("Groups that teach nothing", "share", {"rollout/zero_variance_groups": "all rewards equal"}),
-    Panel("Loss", "loss", {"train/loss": "loss"}),
+    Panel("Loss", "loss", {"train/loss": "loss", "validation/loss": "held out"}),
     Panel("Gradient norm", "L2 norm", {"train/grad_norm": "norm before clipping"}),
     Panel("Clipped tokens", "share", {"train/clip_fraction": "share"}),
     Panel("Entropy", "nats", {"train/entropy": "entropy"}),

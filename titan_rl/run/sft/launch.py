@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from titan_rl.config.make_renderer import make_renderer
 from titan_rl.config.run import RunConfig
-from titan_rl.errors import CheckpointError, ConfigError, MissingExtraError
+from titan_rl.errors import CheckpointError, MissingExtraError
 from titan_rl.run.checkpoints.resumption import Resumption
 from titan_rl.run.directory import RunDirectory, run_name
 from titan_rl.run.end_messages import EndMessages
@@ -27,9 +27,6 @@ from titan_rl.run.sft.prepare import digest, find_demonstrations, make_start, pl
 from titan_rl.run.sft.sources import Found
 from titan_rl.run.sft.token_source import TokenSource
 from titan_rl.run.stopping import STOPPING
-
-SUPERVISED = "supervised.json"
-"""What only the folder of a supervised run has."""
 
 
 def run_sft(
@@ -52,13 +49,11 @@ def run_sft(
     for module in ("torch", "monarch", "torchtitan", "transformers"):
         if importlib.util.find_spec(module) is None:
             raise MissingExtraError(module, "cpu")
-    if resume is not None and not (resume / SUPERVISED).is_file():
-        raise ConfigError(f"--resume {resume}: that is no run of titan-rl sft; go on with titan-rl train --resume")
     found = find_demonstrations(config)
     with file_modes(share=config.share_run_dir):
-        run_dir = open_run_dir(config, resume, name or f"sft-{run_name(config)}")
+        run_dir = open_run_dir(config, resume, name or f"sft-{run_name(config)}", supervised=True)
         ready = prepared(config, found, run_dir.path)
-        _check_data(run_dir.path / SUPERVISED, digest(found))
+        _check_data(run_dir.supervised, digest(found))
         if resume is None:
             run_dir.write_config(ready)
         return run_in_order(
