@@ -90,6 +90,8 @@ def policy_loss(
     match training.loss:
         case "reinforce":
             return -a * row["policy"], -a
+        case "nll":
+            return -row["policy"], -1.0
         case "cispo":
             weight = min(max(ratio, low), high)
             return -weight * a * row["policy"], -weight * a
@@ -279,5 +281,5 @@ def test_a_loss_of_ones_own_as_the_docs_show_it() -> None:
     assert stats.clipped_M.tolist() == [False, True]
     with pytest.raises(ConfigError, match="has no function thrice"):
         find_loss(f"{__name__}:thrice")
-    with pytest.raises(ValueError, match="must be one of grpo, gspo, cispo, reinforce"):
+    with pytest.raises(ValueError, match="must be one of grpo, gspo, cispo, reinforce, nll"):
         TrainingConfig(loss="ppo")

@@ -97,7 +97,7 @@ class DemonstratingTask(Task, Protocol):
     def demonstrations(self, count: int) -> Iterable[Demonstration]:
         """At most so many conversations, the same at every call, and none of a validation sample.
 
-        They are learned in this order: what comes last is what the model does in the end.
+        With `sft.shuffle = false` they are learned in this order, and what comes last stays in the model most.
         """
         ...
 

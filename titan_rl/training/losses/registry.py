@@ -14,8 +14,8 @@ BY_NAME = {
     "grpo": "titan_rl.training.losses.grpo:grpo_loss",
     "gspo": "titan_rl.training.losses.gspo:gspo_loss",
     "cispo": "titan_rl.training.losses.cispo:cispo_loss",
-    "nll": "titan_rl.training.losses.nll:nll_loss",
     "reinforce": "titan_rl.training.losses.reinforce:reinforce_loss",
+    "nll": "titan_rl.training.losses.nll:nll_loss",
 }
 """The library's own that `training.loss` names."""
 
