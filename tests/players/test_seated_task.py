@@ -114,3 +114,12 @@ async def test_endpoints_answer_while_the_task_is_open(tmp_path: Path) -> None:
         player = players_of(task)["b"]
         assert isinstance(player, MessagePlayer)
         assert player.timeout_s == 9.0
+
+
+async def test_a_dry_run_asks_no_endpoint_and_serves_no_checkpoint(tmp_path: Path) -> None:
+    task = task_of(seats={"a": ECHO, "b": {"url": "http://x/v1", "model": "m"}, "c": {"policy": str(tmp_path)}})
+    run = RunContext("model", None, 64, tmp_path, print, dry=True)  # pyright: ignore[reportArgumentType]
+    async with task.open(run):
+        players = players_of(task)
+    assert isinstance(players["a"], MessagePlayer)
+    assert (players["b"], players["c"]) == ("policy", "policy")

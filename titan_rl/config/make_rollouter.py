@@ -38,16 +38,22 @@ def make_rollouter(config: RunConfig, source: TaskSource, renderer: Renderer | N
 
 @asynccontextmanager
 async def open_rollouters(
-    config: RunConfig, folder: Path, tell: Callable[[str], object], renderer: Renderer | None = None
+    config: RunConfig,
+    folder: Path,
+    tell: Callable[[str], object],
+    renderer: Renderer | None = None,
+    *,
+    dry: bool = False,
 ) -> AsyncGenerator[dict[str, Rollouter]]:
     """`make_rollouter` of each task, by the tasks' names, for the length of the block, with the tasks open.
 
     Args:
         folder: of the run.
         tell: takes what the tasks have to say to a person.
+        dry: the tasks start nothing.
     """
     renderer = renderer or make_renderer(config.model)
-    run = RunContext(config.model.path, renderer, config.model.max_context, folder, tell)
+    run = RunContext(config.model.path, renderer, config.model.max_context, folder, tell, dry)
     async with AsyncExitStack() as tasks:
         for source in config.sources:
             await tasks.enter_async_context(opened(source.task, run))

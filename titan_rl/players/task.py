@@ -70,7 +70,11 @@ class SeatedTask(Section):
 
     @asynccontextmanager
     async def open(self, run: RunContext) -> AsyncGenerator[None]:
-        """Endpoints and checkpoints answer, for the length of the block."""
+        """Endpoints and checkpoints answer, for the length of the block. In a dry run the policy plays for them."""
+        if run.dry:
+            self._opened = {seat: "policy" for seat, setting in self.seats.items() if not isinstance(setting, str)}
+            yield
+            return
         from titan_rl.players.opened import open_players  # it needs what speaks HTTP, which few seats do
 
         async with open_players(self.seats, run) as self._opened:

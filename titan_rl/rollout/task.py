@@ -110,6 +110,7 @@ class RunContext:
         model: the folder of the model.
         folder: the run's own.
         tell: shows a person a line, or writes it to the process's log.
+        dry: a group is played to look at the task, before anything is started: nor is a task to start anything.
     """
 
     model: str
@@ -117,6 +118,7 @@ class RunContext:
     max_context: int
     folder: Path
     tell: Callable[[str], object]
+    dry: bool = False
 
 
 @runtime_checkable

@@ -78,7 +78,7 @@ async def _rehearse(config: RunConfig, folder: Path, tell: Callable[[str], objec
     limits = config.rollout.model_copy(update={"max_retries": 0, "rollout_timeout_s": CALL_LIMIT_S})
     briefly = config.model_copy(update={"rollout": limits})
     try:
-        async with asyncio.timeout(LIMIT_S), open_rollouters(briefly, folder, tell, renderer) as rollouters:
+        async with asyncio.timeout(LIMIT_S), open_rollouters(briefly, folder, tell, renderer, dry=True) as rollouters:
             with LoopWatchdog(tell):
                 return [
                     rehearsal
