@@ -13,7 +13,7 @@ from types import FrameType
 from typing import cast
 
 from titan_rl.calls.user_code import reason, summary
-from titan_rl.cli import completion, doctor, eval, export, init, serve, sft, train
+from titan_rl.cli import completion, doctor, eval, export, init, play, serve, sft, train
 from titan_rl.cli.options import EXIT_USAGE, Parser
 from titan_rl.errors import ConfigError, ModelError, TitanRLError
 from titan_rl.run.observability.standard_streams import OutputError, replace_closed_streams, say, tell
@@ -62,6 +62,7 @@ def _parser() -> Parser:
     train.set_up(commands.add_parser("train", help="train a policy"))
     sft.set_up(commands.add_parser("sft", help="teach a model demonstrations"))
     serve.set_up(commands.add_parser("serve", help="serve a policy"))
+    play.set_up(commands.add_parser("play", help="be the policy, or watch one"))
     eval.set_up(commands.add_parser("eval", help="say how good policies are on held-out prompts"))
     export.set_up(commands.add_parser("export", help="write a run's policy as a Hugging Face folder"))
     doctor.set_up(commands.add_parser("doctor", help="say what this machine lacks for a run"))

@@ -41,12 +41,14 @@ class Parser(argparse.ArgumentParser):
         self.set_defaults(overrides=())
         self._add_table(root, "settings", "")
 
-    def add_options(self, section: type[Section], title: str = "of this command") -> None:
+    def add_options(self, section: type[Section], leave_out: Sequence[str] = ()) -> None:
         """Take the fields of `section` as options of their own, `max_tokens` as --max-tokens, and give `options`: what
         the command line says of them, by their names."""
         self.set_defaults(options={})
-        group = self.add_argument_group(title)
+        group = self.add_argument_group("of this command")
         for name, field in section.model_fields.items():
+            if name in leave_out:
+                continue
             kind = cast(object, field.annotation)
             choices = get_args(kind) if get_origin(kind) is Literal else ()
             group.add_argument(

@@ -74,6 +74,8 @@ class ChatEnv:
             self._record(policy, rollout, reply, turn)
             if reply.finish_reason is FinishReason.LENGTH:
                 return RolloutStatus.TRUNCATED_LENGTH
+            if reply.finish_reason is FinishReason.ABORT:
+                return RolloutStatus.ABORTED
             if any(not isinstance(call["function"]["arguments"], Mapping) for call in answer.get("tool_calls", ())):
                 return RolloutStatus.ERROR_PARSE
             async with self._env_call():

@@ -76,17 +76,23 @@ def _rollouter(config: RunConfig, source: TaskSource, policy: OpenedPolicy, rend
     rollouter = make_rollouter(config, source, renderer)
     rollouter.finish_session = policy.finish_session
     if policy.chat is not None:
-        _play_by_chat(rollouter, policy.chat)
+        play_by_chat(rollouter, policy.chat)
     return rollouter
 
 
-def _play_by_chat(rollouter: Rollouter, chat: ChatFn) -> None:
-    """Have its environments ask a policy of messages."""
+def play_by_chat(
+    rollouter: Rollouter, chat: ChatFn, wrap: Callable[[MessageEnv], MessageEnv] = lambda env: env
+) -> None:
+    """Have a rollouter's environments ask a policy of messages.
+
+    Args:
+        wrap: what the environments of messages are played as.
+    """
     make_env, limits = rollouter.make_env, rollouter.limits
 
     def make_chat_env(sample: Any) -> ChatEnv:
         def make() -> MessageEnv:
-            return message_env_of(make_env(sample))
+            return wrap(message_env_of(make_env(sample)))
 
         env = cast("MessageEnv", ThreadedEnv(make)) if limits.env_in_thread else make()
         return ChatEnv(env, chat, limits)

@@ -1,0 +1,100 @@
+"""`titan-rl play` with what is typed piped in."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+
+import pytest
+from cli.test_eval import Adder, adder, config
+
+from titan_rl.cli.main import main
+
+__all__ = ["adder", "config"]
+
+BASE = Path(__file__).parents[2] / "examples" / "alphabet_sort" / "base"
+
+TOOLS = """
+from titan_rl import MessageObservation, MessageStep, MessageTokenEnv, RolloutStatus, Rubric, env_reward
+from titan_rl.settings import Section
+
+LOOK = {"type": "function", "function": {"name": "look", "description": "See.", "parameters": {
+    "type": "object", "properties": {"at": {"type": "integer"}}}}}
+
+class Env:
+    async def reset(self): return MessageObservation([{"role": "user", "content": "Look at 3."}], [LOOK])
+    async def step(self, message):
+        if not message.get("tool_calls"):
+            return MessageStep([{"role": "user", "content": "Use your tool."}], rewards={"looked": 0.0})
+        right = message["tool_calls"][0]["function"]["arguments"] == {"at": 3}
+        return MessageStep(status=RolloutStatus.COMPLETED, rewards={"looked": float(right)})
+    async def close(self): ...
+
+class Sums(Section):
+    def train_sample(self, seed, index): return index
+    def validation_samples(self, count): return list(range(min(count, 2)))
+    def make_env(self, sample, renderer): return MessageTokenEnv(Env(), renderer)
+    def rubric(self): return Rubric([env_reward("looked")])
+"""
+
+
+def play(typed: str, *arguments: str) -> int:
+    sys.stdin = io.StringIO(typed)
+    try:
+        return main(["play", "sums.toml", *arguments])
+    finally:
+        sys.stdin = sys.__stdin__
+
+
+def test_what_is_typed_becomes_tokens_and_is_parsed_and_scored(config: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert play("/tokens\nAl\n/tokens\n", "--model.path", str(BASE), "--sample", "4", "--validation") == 0
+    out = capfd.readouterr().out
+    assert "--- held-out sample 4 of sums\n[user] 4 + 1\n" in out
+    assert "    prompt: 400:'<|im_start|>'" in out
+    assert "[assistant] Al\n    reward right = 0\n=== completed: reward 0 (right 0); 1 turn, 3 tokens written\n" in out
+
+
+def test_several_samples_are_played_until_there_is_no_more_to_read(
+    config: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert play('/nonsense\n"""\n2\n"""\n2\n', "--sample", "1", "--count", "9") == 0
+    out, err = capfd.readouterr()
+    assert "is not there, so this is played in messages, without tokens" in err
+    assert "there is no /nonsense" in out
+    assert out.count("=== completed") == 2
+    assert "=== completed: reward 1 (right 1)" in out
+    assert out.endswith(
+        "--- training sample 3 of sums\n[user] 3 + 1\n=== aborted: no reward; 1 turn, 0 tokens written\n"
+    )
+    assert play("5\n/quit\n7\n", "--count", "2") == 0
+    assert capfd.readouterr().out.count("=== ") == 2
+
+
+def test_tools_are_shown_and_called(config: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (config.parent / "own_sums.py").write_text(TOOLS)
+    assert play('What?\n/call look {"at"\n/call look {"at": 3}\n') == 0
+    out = capfd.readouterr().out
+    assert "[tool] look(at: integer)  See.\n[user] Look at 3.\n" in out
+    assert "[assistant] What?\n[user] Use your tool.\n    reward looked = 0\n" in out
+    assert "is no JSON" in out
+    assert '[assistant]\n    calls look {"at": 3}\n    reward looked = 1\n=== completed: reward 1' in out
+    assert play("", "--validation", "--sample", "7") == 2
+    assert "sums has 2 held-out samples" in capfd.readouterr().err
+
+
+def test_an_environment_of_tokens_is_played_in_token_ids(config: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (config.parent / "own_sums.py").write_text("from run.test_controller import Counting\nclass Sums(Counting): ...\n")
+    assert play("x\n1\n0\n", "--model.path", str(BASE)) == 0
+    out = capfd.readouterr().out
+    assert "[prompt, 1 tokens] '#'\n    type token ids, such as: 5 9 2\n" in out
+    assert "=== completed: reward 2 (turns 2); 2 turns, 2 tokens written\n" in out
+
+
+def test_a_policy_is_watched(adder: Adder, config: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert play("", "--policy", adder.url, "--sample", "6", "--max-tokens", "3") == 0
+    out = capfd.readouterr().out
+    assert (
+        "[user] 6 + 1\n[assistant] 7\n    reward right = 1\n=== completed: reward 1 (right 1); 1 turn, 1 tokens" in out
+    )
+    assert adder.asked[0]["max_tokens"] == 3

@@ -1,0 +1,64 @@
+"""`titan-rl play CONFIG.toml [--policy RUN]`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+
+from titan_rl.cli.options import Parser
+from titan_rl.config.evaluation import EvalConfig, make_eval_config
+from titan_rl.config.load import load_config
+from titan_rl.config.run import RunConfig
+from titan_rl.errors import ConfigError
+from titan_rl.run.observability.standard_streams import say, tell
+from titan_rl.run.playing.command import Scene, play
+
+
+def set_up(parser: Parser) -> None:
+    parser.usage = (
+        "titan-rl play CONFIG.toml ... [--policy RUN|MODEL|URL] [--sample N] [--count N] [--validation] [--task NAME] "
+        "[--table.setting value ...]"
+    )
+    parser.description = (
+        "Be the policy: see what it sees, type what it would write, and see what the environment makes of it and what "
+        "it is worth. With --policy watch one instead. Replies may also be piped in. A line is a reply; a line of "
+        '""" begins one of several lines, and another ends it; /help lists the commands. An environment of tokens '
+        "without messages is played in token ids."
+    )
+    parser.add_argument("config", metavar="CONFIG.toml", nargs="+", help="the run's settings")
+    parser.add_argument("--policy", metavar="RUN", help="a run, a checkpoint, a model or an endpoint that plays")
+    parser.add_argument("--sample", metavar="N", type=int, default=0, help="the first sample (default: 0)")
+    parser.add_argument("--count", metavar="N", type=int, default=1, help="samples, one after the other (default: 1)")
+    parser.add_argument("--validation", action="store_true", help="held-out samples instead of those to train on")
+    parser.add_argument("--task", metavar="NAME", help="of several tasks; by default the first")
+    parser.add_options(EvalConfig, leave_out=("num_prompts", "samples", "tasks", "success", "in_flight"))
+    parser.add_settings(RunConfig)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if arguments.sample < 0 or arguments.count < 1:
+        raise ConfigError(f"--sample {arguments.sample} --count {arguments.count}: at least 0, and at least 1")
+    settings = make_eval_config(arguments.options)
+    config = load_config(arguments.config, arguments.overrides, check_files=False)
+    scene = Scene(arguments.task, arguments.sample, arguments.count, arguments.validation)
+    is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+
+    def show(text: str) -> None:
+        is_question = is_terminal and text.endswith("> ")
+        say(text if is_question else f"{text}\n")
+
+    asyncio.run(
+        play(
+            config,
+            scene,
+            settings,
+            arguments.policy,
+            say=show,
+            tell=lambda text: tell(f"titan-rl: {text}"),
+            lines=sys.stdin,
+            is_terminal=is_terminal,
+        )
+    )
+    return 0

@@ -1,0 +1,1 @@
+"""`titan-rl play`: a person is the policy, or watches one."""

@@ -1,0 +1,188 @@
+"""The story of `titan-rl play`: samples of a task, played by a person or by a policy that a person watches."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from titan_rl.config.evaluation import EvalConfig
+from titan_rl.config.make_renderer import make_renderer
+from titan_rl.config.make_rollouter import make_rollouter
+from titan_rl.config.model_folder import find_model_folder
+from titan_rl.config.run import RunConfig
+from titan_rl.config.tasks import TaskSource
+from titan_rl.errors import ConfigError
+from titan_rl.rollout.chat_env import NoTokens
+from titan_rl.rollout.environment.seats import SeatedEnv
+from titan_rl.rollout.environment.types import AgentEnv
+from titan_rl.rollout.group.rollouter import Rollouter
+from titan_rl.rollout.renderer import Renderer
+from titan_rl.rollout.renderer.tokenizer import load_tokenizer
+from titan_rl.rollout.task import RunContext, calling, opened
+from titan_rl.run.evaluating.files import EvaluationFiles
+from titan_rl.run.evaluating.suites import play_by_chat
+from titan_rl.run.machine.environment import run_environment
+from titan_rl.run.playing.person import HELP, Person
+from titan_rl.run.playing.screen import Say, Screen
+from titan_rl.run.playing.shown_envs import ShownMessageEnv, ShownTokenEnv
+from titan_rl.run.policies.opened import OpenedPolicy, needs_engine, open_policy, require_engine, speaks_no_tokens
+from titan_rl.types import SamplingParams
+
+PATIENCE_S = 1e6
+"""That a person may take."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """What is played.
+
+    Args:
+        task: its name; None for the first.
+        first: place of the first sample.
+        count: samples.
+        held_out: the samples are those of validation.
+    """
+
+    task: str | None = None
+    first: int = 0
+    count: int = 1
+    held_out: bool = False
+
+
+async def play(
+    config: RunConfig,
+    scene: Scene,
+    settings: EvalConfig,
+    policy: str | None,
+    *,
+    say: Say,
+    tell: Callable[[str], object],
+    lines: TextIO,
+    is_terminal: bool,
+) -> None:
+    """
+    Args:
+        policy: that is watched: a folder or a URL, as for `titan-rl eval`. None: a person types.
+        say: takes what is shown.
+        tell: takes what is told about the command.
+        lines: what the person types.
+        is_terminal: the person is to be asked.
+
+    Raises:
+        ConfigError: there is no such task, sample or policy.
+    """
+    source = _source(config, scene.task)
+    async with contextlib.AsyncExitStack() as resources:
+        screen = Screen(say)
+        if policy is None:
+            has_model = find_model_folder(config.model.path, [Path()]) is not None
+            tokenizer = load_tokenizer(config.model.path) if has_model else None
+            renderer = make_renderer(config.model) if has_model else NoTokens()
+            screen = Screen(say, None if tokenizer is None else tokenizer.decode)
+            rollouter = _patient(make_rollouter(config, source, renderer))
+
+            def encode(text: str) -> Sequence[int]:
+                assert tokenizer is not None
+                return tokenizer.encode(text, add_special_tokens=False)
+
+            player = Person(screen, lines, renderer, encode, is_terminal=is_terminal)
+            generate = player.generate
+            if not has_model:
+                tell(f"model.path = {config.model.path!r} is not there, so this is played in messages, without tokens")
+                generate = speaks_no_tokens
+                play_by_chat(rollouter, player.chat, lambda env: ShownMessageEnv(env, screen))
+            say(HELP)
+        else:
+            player = None
+            opened_policy = await resources.enter_async_context(_watched(policy, config, settings, tell))
+            renderer, generate = opened_policy.renderer or NoTokens(), opened_policy.generate
+            rollouter = make_rollouter(config, source, renderer)
+            rollouter.finish_session = opened_policy.finish_session
+            if opened_policy.chat is not None:
+                play_by_chat(rollouter, opened_policy.chat, lambda env: ShownMessageEnv(env, screen))
+        _show(rollouter, screen, player)
+        folder = resources.enter_context(tempfile.TemporaryDirectory(prefix="titan_rl-play-"))
+        run = RunContext(config.model.path, renderer, config.model.max_context, Path(folder), tell)
+        await resources.enter_async_context(opened(source.task, run))
+        for place in range(scene.first, scene.first + scene.count):
+            say(f"--- {'held-out' if scene.held_out else 'training'} sample {place} of {source.name}")
+            group = await rollouter.run_group(
+                generate,
+                _sample(config, source, place, held_out=scene.held_out),
+                group_id=f"play-{place}",
+                group_size=1,
+                sampling=_sampling(config, source, settings, renderer),
+            )
+            screen.group(group)
+            if player is not None and player.has_quit:
+                return
+
+
+@contextlib.asynccontextmanager
+async def _watched(
+    policy: str, config: RunConfig, settings: EvalConfig, tell: Callable[[str], object]
+) -> AsyncGenerator[OpenedPolicy]:
+    """The policy, and what it needs of the machine."""
+    with contextlib.ExitStack() as resources:
+        if needs_engine([policy]):
+            require_engine(config)
+            resources.enter_context(run_environment(config.pythonpath))
+        logs = Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="titan_rl-play-")))
+        async with open_policy(policy, config, settings, EvaluationFiles(logs.name, logs), tell) as opened_policy:
+            yield opened_policy
+
+
+def _show(rollouter: Rollouter, screen: Screen, player: Person | None) -> None:
+    """Have each environment of tokens show what happens in it. Others play by themselves: what they ask is shown."""
+    make_env = rollouter.make_env
+
+    def make_shown_env(sample: Any) -> Any:
+        env = make_env(sample)
+        if isinstance(env, AgentEnv | SeatedEnv):
+            return env
+        shown = ShownTokenEnv(env, screen)
+        if player is not None:
+            player.tools = lambda: shown.tools
+        return shown
+
+    rollouter.make_env = make_shown_env
+
+
+def _patient(rollouter: Rollouter) -> Rollouter:
+    patience = {"rollout_timeout_s": PATIENCE_S, "generate_timeout_s": PATIENCE_S}
+    rollouter.limits = rollouter.limits.model_copy(update=patience)
+    return rollouter
+
+
+def _source(config: RunConfig, name: str | None) -> TaskSource:
+    if name is None:
+        return config.tasks[0]
+    for source in config.tasks:
+        if source.name == name:
+            return source
+    raise ConfigError(f"--task {name}: the config has {', '.join(source.name for source in config.tasks)}")
+
+
+def _sample(config: RunConfig, source: TaskSource, place: int, *, held_out: bool) -> Any:
+    if not held_out:
+        with calling(f"train_sample({config.seed}, {place})"):
+            return source.task.train_sample(config.seed, place)
+    with calling(f"validation_samples({place + 1})"):
+        samples = list(source.task.validation_samples(place + 1))
+    if place >= len(samples):
+        raise ConfigError(f"--sample {place}: {source.name} has {len(samples)} held-out samples")
+    return samples[place]
+
+
+def _sampling(config: RunConfig, source: TaskSource, settings: EvalConfig, renderer: Renderer) -> SamplingParams:
+    of_task = config.sampling_of(source)
+    return SamplingParams(
+        max_tokens=settings.max_tokens or of_task.max_tokens,
+        temperature=of_task.temperature if settings.temperature is None else settings.temperature,
+        top_p=settings.top_p,
+        stop_token_ids=tuple(renderer.get_stop_token_ids()),
+    )
