@@ -2,10 +2,16 @@
 
 import enum
 import functools
+import inspect
+import json
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import pytest
+from depth import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pydantic import BaseModel, Field
 from typing_extensions import TypedDict
 
@@ -49,6 +55,9 @@ def measure(
         tags: words about it
     """
     return f"{length} {unit.value} {mode} {tags} {place} {notes} {who}"
+
+
+NAMES = list(inspect.signature(measure).parameters)
 
 
 def test_a_schema_comes_of_hints_and_docstring() -> None:
@@ -124,6 +133,20 @@ def test_arguments_are_made_into_what_the_function_declares() -> None:
 def test_wrong_arguments_are_told_by_name(arguments: object, problem: str) -> None:
     with pytest.raises(ArgumentsError, match=problem):
         Tool.of(measure).checked(arguments)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(NAMES) | st.text(), inner, max_size=4),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=examples(400), deadline=None)
+@given(arguments=JSON | st.text() | JSON.map(json.dumps))
+def test_whatever_a_policy_gives_is_taken_or_refused_with_a_reason(arguments: object) -> None:
+    with suppress(ArgumentsError):
+        assert measure(**Tool.of(measure).checked(arguments))
 
 
 def test_parameters_may_have_the_names_of_pydantics_own_methods() -> None:
