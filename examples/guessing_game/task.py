@@ -25,31 +25,41 @@ class GuessingEnv:
     def __init__(self, secret: int, largest: int, guesses: int) -> None:
         self._secret = secret
         self._largest = largest
-        self._left = guesses
+        self._left = self._guesses = guesses
+        self._possible = range(1, largest + 1)  # what the hints leave
+        self._sensible = 0  # guesses that were possible
 
     async def reset(self) -> MessageObservation:
         text = f"I think of a number from 1 to {self._largest}. You have {self._left} guesses."
         return MessageObservation([{"role": "user", "content": text}])
 
     async def step(self, message: Message) -> MessageStep:
+        text = str(message["content"]).strip()
+        guess = int(text) if text.isdecimal() and len(text) < 10 else None
         self._left -= 1
-        guess = str(message["content"]).strip()
-        if guess == str(self._secret):
-            return MessageStep(status=RolloutStatus.COMPLETED, rewards={"found": 1.0})
-        if not self._left:
-            return MessageStep(status=RolloutStatus.COMPLETED, rewards={"found": 0.0})
+        self._sensible += guess in self._possible
+        if guess == self._secret or not self._left:
+            sensible = self._sensible / (self._guesses - self._left)
+            rewards = {"found": float(guess == self._secret), "sensible": sensible}
+            return MessageStep(status=RolloutStatus.COMPLETED, rewards=rewards)
         return MessageStep([{"role": "user", "content": self._hint(guess)}])
 
     async def close(self) -> None: ...
 
-    def _hint(self, guess: str) -> str:
-        if not guess.isdecimal():
+    def _hint(self, guess: int | None) -> str:
+        if guess is None:
             return f"Say a number from 1 to {self._largest}."
-        return "higher" if int(guess) < self._secret else "lower"
+        low, high = self._possible.start, self._possible.stop
+        if guess < self._secret:
+            self._possible = range(max(low, guess + 1), high)
+            return "higher"
+        self._possible = range(low, min(high, guess))
+        return "lower"
 
 
 class GuessingGame(MessageTask):
-    """A game is worth 1 if the number is found in time. With 15 numbers and 4 guesses, halving always finds it."""
+    """A game is worth half a point if the number is found in time, and another for guesses that the hints left open.
+    With 15 numbers and 4 guesses, halving always finds it."""
 
     largest: PositiveInt = 15
     guesses: PositiveInt = 4
@@ -66,7 +76,7 @@ class GuessingGame(MessageTask):
         return GuessingEnv(sample, self.largest, self.guesses)
 
     def rubric(self) -> Rubric:
-        return Rubric([env_reward("found")], error_reward=0.0, truncated_reward=0.0)
+        return Rubric([env_reward("found"), env_reward("sensible")], error_reward=0.0, truncated_reward=0.0)
 
     def demonstrate(self, sample: int, messages: Sequence[Message], rng: random.Random) -> str:
         """Any of the numbers that are left, or any at all."""

@@ -34,7 +34,8 @@ def test_a_chat_template_that_no_renderer_of_the_package_has_renders_itself(fold
 
 
 def test_a_chat_template_that_one_of_the_package_has_is_rendered_by_that(tmp_path: Path) -> None:
-    make_tiny_model(tmp_path, texts=["4"], level="byte", parameters=100_000, max_context=64)
+    texts = [f"<|im_start|>system\n# Tools\n\nYou may look up {number}.<|im_end|>\n" for number in range(20)]
+    make_tiny_model(tmp_path, texts=texts, parameters=100_000, max_context=64)
     renderer = make_renderer(ModelConfig(path=str(tmp_path)))
     assert type(renderer).__name__ == "Qwen3Renderer"
     template = make_renderer(ModelConfig(path=str(tmp_path), renderer="chat_template"))

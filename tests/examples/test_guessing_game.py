@@ -26,10 +26,19 @@ async def test_a_game_ends_with_its_guesses_and_every_answer_is_one() -> None:
     game = await play(GuessingGame(), 9, lambda messages: next(guesses))
     said = [message["content"] for message in game.messages if message["role"] == "user"]
     assert said[1:] == ["Say a number from 1 to 15.", "higher", "lower"]
-    assert (game.status, game.reward) == (RolloutStatus.COMPLETED, 0.0)
+    assert (game.status, game.reward) == (RolloutStatus.COMPLETED, 0.375)
+    assert game.reward_breakdown == {"found": 0.0, "sensible": 0.75}
+
+
+async def test_guesses_against_the_hints_are_not_sensible() -> None:
+    guesses = iter(["8", "4", "12", "9"])
+    assert (await play(GuessingGame(), 9, lambda messages: next(guesses))).reward_breakdown == {
+        "found": 1.0,
+        "sensible": 0.75,
+    }
 
 
 async def test_demonstrations_find_what_their_care_allows() -> None:
     forgetful, sloppy, careful = [await mean_demonstrated(GuessingGame(careless=share), 300) for share in (1, 0.5, 0)]
-    assert forgetful + 0.1 < sloppy < careful - 0.1
-    assert 0.6 < careful < 0.95
+    assert 0.25 < forgetful < sloppy - 0.1
+    assert sloppy + 0.1 < careful < 0.95

@@ -22,8 +22,8 @@ _HUB_FOLDER = re.compile(r"models--.+--(.+)")
 def suitable_renderer(tokenizer: Any) -> Renderer:
     """One of the `renderers` package, which reads calls of tools; `ChatTemplateRenderer` where none is known to suit.
 
-    One suits where the model's folder has the name of a model that it is for, or where it gives the tokens that the
-    model's own chat template gives, for a conversation with a call of a tool.
+    One suits where the model's folder has the name of a model that it is for, or where it renders a conversation with
+    a call of a tool as the model's own chat template does.
 
     Raises:
         ModelError: none suits, and `ChatTemplateRenderer` refuses the tokenizer.
@@ -43,10 +43,11 @@ def suitable_renderer(tokenizer: Any) -> Renderer:
 
 
 def _alike(names: Iterable[str], tokenizer: Any) -> Iterator[Renderer]:
-    """Those that render as the tokenizer's own template does."""
+    """Those that render the text of the tokenizer's own template. Its tokens may be others: a renderer tokenizes what
+    stands around a message by itself."""
     try:
         wanted = [
-            list(tokenizer.apply_chat_template(messages, tools=_TOOLS, add_generation_prompt=True, return_dict=False))
+            tokenizer.apply_chat_template(list(messages), tools=_TOOLS, add_generation_prompt=True, tokenize=False)
             for messages in (_ASKED, _CALLED)
         ]
     except Exception:  # there is none, or it knows no tools
@@ -55,7 +56,7 @@ def _alike(names: Iterable[str], tokenizer: Any) -> Iterator[Renderer]:
         renderer = _made(name, tokenizer)
         try:
             if renderer is not None and wanted == [
-                list(renderer.render_ids(list(messages), tools=list(_TOOLS), add_generation_prompt=True))
+                tokenizer.decode(renderer.render_ids(list(messages), tools=list(_TOOLS), add_generation_prompt=True))
                 for messages in (_ASKED, _CALLED)
             ]:
                 logger.info("model.renderer: %s renders as the chat template does", type(renderer).__name__)
