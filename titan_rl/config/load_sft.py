@@ -87,10 +87,9 @@ def _out(config: RunConfig, origins: Origins) -> Path:
 def _check_out(sft: SFTConfig) -> None:
     out = Path(sft.out)
     if out.exists() and not (out / MADE_BY_SFT).is_file():
-        start = " and it is what sft.start names" if sft.out == sft.start else ""
         raise ConfigError(
-            f"{sft.out} is there already{start}, and not made by titan-rl sft: it is not replaced; set sft.out (or "
-            "model.path) to another folder, or move this one away"
+            f"{sft.out} is there already, and not made by titan-rl sft: it is not replaced. To teach that model, set "
+            "sft.start to it and sft.out to another folder; to make a tiny one, set model.path to another folder"
         )
     if sft.out == sft.start:
         raise ConfigError(f"sft.start = {sft.start!r} would be replaced by what is made of it; set sft.out")

@@ -209,7 +209,7 @@ def test_what_sft_did_not_make_is_not_replaced(toml: Path) -> None:
     with pytest.raises(ConfigError, match="base is there already, and not made by titan-rl sft: it is not replaced"):
         load_sft_config(toml)
     make_tiny_model(toml.parent / "start", texts=[], level="byte", parameters=60_000)
-    with pytest.raises(ConfigError, match=r"and it is what sft\.start names"):
+    with pytest.raises(ConfigError, match=r"To teach that model, set sft\.start to it and sft\.out to another"):
         load_sft_config(toml, [("sft.start", "start"), ("sft.out", "start")])
     assert load_sft_config(toml, [("sft.start", "start"), ("sft.out", "other")]).sft.start == str(toml.parent / "start")
 
