@@ -10,7 +10,7 @@ from dataclasses import MISSING, fields
 from functools import lru_cache
 from typing import Any, cast
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, field_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PrivateAttr, field_validator
 
 from titan_rl.adapters.names import check_name
 from titan_rl.calls.imports import require
@@ -67,6 +67,8 @@ class ReasoningGym(PromptTask):
     score_timeout_s: PositiveFloat = 10.0
     """What one call of the scorer may take; an answer that it cannot read, or not in that time, is worth 0."""
 
+    _held_out: list[Item] = PrivateAttr(default_factory=list[Item])  # those made so far: some take long to make
+
     @field_validator("prompt_template")
     @classmethod
     def _has_a_question(cls, template: str) -> str:
@@ -87,7 +89,9 @@ class ReasoningGym(PromptTask):
         return self._nth(f"train/{seed}", index, held_out=False)
 
     def validation_samples(self, count: int) -> list[Item]:
-        return [self._nth("validation", index, held_out=True) for index in range(count)]
+        while len(self._held_out) < count:
+            self._held_out.append(self._nth("validation", len(self._held_out), held_out=True))
+        return self._held_out[:count]
 
     def sample(self, rng: random.Random) -> Item:
         return self._dataset(f"drawn/{rng.randrange(16)}")[rng.randrange(ITEMS_PER_DATASET)]
