@@ -168,6 +168,7 @@ class Rig:
         steps: int = STEPS,
         interval: int = 3,
         tasks: Sequence[TaskSource] = (TaskSource(task=Counting()),),  # pyright: ignore[reportArgumentType]
+        validation: ValidationConfig = ValidationConfig(num_prompts=1, samples_per_prompt=1),  # noqa: B008  frozen
         **scheduling: Any,
     ) -> None:
         run_dir = RunDirectory(folder)
@@ -179,7 +180,7 @@ class Rig:
             rollout=RolloutConfig(group_size=2),
             scheduling=SchedulingConfig(groups_per_step=GROUPS, **scheduling),
             training=TrainingConfig(steps=steps, row_tokens=16),
-            validation=ValidationConfig(num_prompts=1, samples_per_prompt=1),
+            validation=validation,
             checkpoint=CheckpointConfig(interval=interval),
         )
         checkpoint = latest(run_dir.checkpoints)
@@ -207,7 +208,9 @@ class Rig:
         progress.message = progress.step = lambda *_: None  # pyright: ignore
         self.controller = Controller(
             config,
-            group_runners={source.name: Rollouter(CountDown, source.task.rubric(), max_context=16) for source in tasks},
+            group_runners={
+                source.name: Rollouter(CountDown, source.task.rubric(), max_context=16) for source in config.sources
+            },
             router=self.router,
             trainer=self.trainer,
             stop_token_ids=[],

@@ -10,6 +10,7 @@ import pytest
 
 from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus, Turn
 from titan_rl.run.observability.group_metrics import group_metrics
+from titan_rl.run.observability.group_records import DroppedGroups
 from titan_rl.run.observability.progress import Progress
 from titan_rl.run.observability.report import make_report
 from titan_rl.run.observability.rollout_log import RolloutLog
@@ -72,7 +73,7 @@ def test_a_person_is_told_beside_the_steps():
     for step in range(1, 6):
         groups = [group([0.5, 0.5])]
         batch = GroupBatch(groups, step - 1, {}, lambda: None)
-        reports.trained(step, batch, [], {"staleness_mean": 0.0})
+        reports.trained(step, batch, DroppedGroups(), {"staleness_mean": 0.0})
         reports.add(step, {"time/step_s": 1.0})
         reports.report(step)
     lines = shown.getvalue().splitlines()

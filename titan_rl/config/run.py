@@ -189,7 +189,7 @@ def _conflicts_of_suites(config: RunConfig) -> Iterator[str]:
                 'name one of them, or give the suite type = "module:Class"'
             )
             return
-        if isinstance(suite.task, TaskSource) and suite.name in tasks:
+        if isinstance(suite.task, TaskSource) and suite.task.name in tasks:
             yield f"validation.suites.{suite.name} has a task of its own, and one of the run's has that name; rename it"
     for table, temperature, samples in [
         ("validation", validation.temperature, validation.samples_per_prompt),

@@ -101,7 +101,8 @@ class Controller:
         self._writing: asyncio.Task[None] | None = None  # the newest checkpoint, until it is whole
         self._calls = TrainerCalls()
         self._transcripts = RolloutLog(run_dir.write_rollout, config.logging.transcripts_per_step, self._tell)
-        self._reports = StepReports(log, progress, self._transcripts)
+        tasks = [source.name for source in config.tasks]
+        self._reports = StepReports(log, progress, self._transcripts, tasks if len(tasks) > 1 else ())
         self._mix = TaskMix(
             {source.name: Share(source.weight, source.curriculum) for source in config.tasks},
             journal.note,

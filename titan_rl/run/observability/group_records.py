@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from titan_rl.rollout.types import RolloutGroup
 from titan_rl.run.journal.run_journal import RunJournal
 from titan_rl.run.observability.rollout_log import RolloutLog
 from titan_rl.scheduling.mix.task_mix import TaskMix
+
+
+@dataclass(frozen=True, slots=True)
+class DroppedGroups:
+    """Groups that made room for those of a batch."""
+
+    finished: list[RolloutGroup] = field(default_factory=list[RolloutGroup])
+    reasons: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])  # by task and reason
 
 
 class GroupRecords:
@@ -19,15 +28,17 @@ class GroupRecords:
         self._mix = mix
         self._journal = journal
         self._transcripts = transcripts
-        self._dropped: defaultdict[int, list[RolloutGroup]] = defaultdict(list)  # by the step they made room for
+        self._dropped: defaultdict[int, DroppedGroups] = defaultdict(DroppedGroups)  # by the step they made room for
 
     def finished(self, index: int, group: RolloutGroup) -> None:
         self._mix.finished(index, rewards_of(group))
         self._journal.finished(self._mix.assignment(index), group)
 
     def dropped(self, step: int, index: int, reason: str, group: RolloutGroup | None) -> None:
+        if (task := self._mix.task_of(index)) is not None:
+            self._dropped[step].reasons[task, reason] += 1
         if group is not None:
-            self._dropped[step].append(group)
+            self._dropped[step].finished.append(group)
             self._transcripts.dropped(group, reason, step)
             self._mix.finished(index, rewards_of(group))
         self._mix.dropped(index)
@@ -36,9 +47,9 @@ class GroupRecords:
     def batch(self, version: int, indices: Sequence[int]) -> None:
         self._journal.batch(version, indices)
 
-    def take_dropped(self, step: int) -> list[RolloutGroup]:
-        """The groups that finished and were dropped before the batch of the step was found; once."""
-        return self._dropped.pop(step, [])
+    def take_dropped(self, step: int) -> DroppedGroups:
+        """What was dropped before the batch of the step was found; once."""
+        return self._dropped.pop(step, DroppedGroups())
 
 
 def rewards_of(group: RolloutGroup) -> list[float]:

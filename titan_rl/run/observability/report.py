@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -124,7 +125,7 @@ def make_report(name: str, records: Sequence[Record], rollouts: Sequence[Record]
         rollouts: lines of `rollouts.jsonl`.
         config: the settings as TOML.
     """
-    panels = [_panel(panel, records) for panel in PANELS]
+    panels = [_panel(panel, records) for panel in (*PANELS, *_panels_of_tasks(records))]
     pairs_are_of, pairs = _transcripts(rollouts)
     return Report(
         name=name,
@@ -180,6 +181,19 @@ def _tiles(records: Sequence[Record], config: str) -> Iterator[Tile]:
 
 def _values(records: Iterable[Record], metric: str) -> list[float]:
     return [y for _, y in curve(records, metric) if y is not None]
+
+
+def _panels_of_tasks(records: Sequence[Record]) -> Iterator[Panel]:
+    """Where a run has several, or validates on several suites."""
+    names = {name for record in records for name in record}
+    for title, unit, pattern in [
+        ("Reward by task", "mean reward", r"task/([^/]+)/finished_reward_mean"),
+        ("Share of the groups trained on", "share", r"task/([^/]+)/share"),
+        ("Held-out reward by suite", "mean reward", r"validation/([^/]+)/reward_mean"),
+    ]:
+        found = {name: match[1] for name in sorted(names) if (match := re.fullmatch(pattern, name))}
+        if found:
+            yield Panel(title, unit, found)
 
 
 def _reward(records: Sequence[Record]) -> Chart:

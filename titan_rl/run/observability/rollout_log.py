@@ -67,16 +67,18 @@ class RolloutLog:
         whose reward failed is left out: it has been dropped."""
         for position, group in enumerate(group for group in groups if group.failure is None):
             for rollout in group.rollouts:
+                labels = {"step": step, "phase": phase, "task": group.task}
                 if position < self._groups_per_step:
-                    self._record(rollout, {"step": step, "phase": phase})
+                    self._record(rollout, labels)
                 elif rollout.status.is_error:
-                    self._record_first(rollout, error_kind(rollout), {"step": step, "phase": phase})
+                    self._record_first(rollout, error_kind(rollout), labels)
 
     def dropped(self, group: RolloutGroup, reason: str, step: int, phase: str = "train") -> None:
         """A group that is not trained on, or does not count in a validation."""
         for rollout in group.rollouts:
             kind = error_kind(rollout) if rollout.status.is_error else reason
-            self._record_first(rollout, kind, {"step": step, "phase": phase, "dropped": reason})
+            labels = {"step": step, "phase": phase, "task": group.task, "dropped": reason}
+            self._record_first(rollout, kind, labels)
 
     def figures(self) -> dict[str, float]:
         """transcripts/left_out: of rollouts with an error or of dropped groups, since it was last asked for;

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 
 from titan_rl.rollout.types import RolloutGroup
 from titan_rl.run.observability.group_metrics import group_metrics
+from titan_rl.run.observability.group_records import DroppedGroups
 from titan_rl.run.observability.progress import Progress, StepReport
 from titan_rl.run.observability.rollout_log import RolloutLog
 from titan_rl.run.observability.warning_signs import WarningSigns
@@ -21,28 +23,33 @@ class StepReports:
 
     Args:
         log: called with (step, metrics) for every record.
+        tasks: names of the run's tasks, where it has several.
     """
 
     def __init__(
-        self, log: Callable[[int, dict[str, float]], None], progress: Progress, transcripts: RolloutLog
+        self,
+        log: Callable[[int, dict[str, float]], None],
+        progress: Progress,
+        transcripts: RolloutLog,
+        tasks: Sequence[str] = (),
     ) -> None:
         self._log = log
         self._progress = progress
         self._transcripts = transcripts
+        self._tasks = tasks
         self._warning_signs = WarningSigns()
         self._trained: dict[int, tuple[GroupBatch, dict[str, float]]] = {}  # steps that are not reported
 
-    def trained(
-        self, step: int, batch: GroupBatch, dropped: Sequence[RolloutGroup], metrics: Mapping[str, float]
-    ) -> None:
+    def trained(self, step: int, batch: GroupBatch, dropped: DroppedGroups, metrics: Mapping[str, float]) -> None:
         """A step was made of a batch.
 
         Args:
             dropped: the groups that made room for those of the batch.
             metrics: of the trainer.
         """
-        scheduling = prefixed("scheduling", batch.metrics) | finished_figures(batch.groups, dropped)
-        self._trained[step] = batch, prefixed("train", metrics) | scheduling
+        scheduling = prefixed("scheduling", batch.metrics) | finished_figures(batch.groups, dropped.finished)
+        of_tasks = [prefixed(f"task/{task}", task_metrics(task, batch.groups, dropped)) for task in self._tasks]
+        self._trained[step] = batch, prefixed("train", metrics) | scheduling | dict(ChainMap(*of_tasks))
 
     def add(self, step: int, metrics: Mapping[str, float]) -> None:
         """More of a step that is not reported yet, by full names, `time/step_s` among them."""
@@ -92,6 +99,38 @@ def finished_figures(trained: Sequence[RolloutGroup], dropped: Sequence[RolloutG
         "rollout/finished_errors": float(sum(rollout.status.is_error for rollout in rollouts)),
     }
     return figures | ({"rollout/finished_reward_mean": fmean(rewards)} if rewards else {})
+
+
+def task_metrics(task: str, trained: Sequence[RolloutGroup], dropped: DroppedGroups) -> dict[str, float]:
+    """What a step's groups of one task say of it.
+
+    Returns:
+        num_groups that the step is trained on, and their share of all of them; of these, where there is one:
+        reward_mean, reward_std, zero_variance_groups, completion_tokens_mean, completion_tokens_max, turns_mean.
+        finished_groups, finished_reward_mean, finished_errors: as `finished_figures` has them.
+        dropped/<reason>: groups.
+    """
+    groups = [group for group in trained if group.task == task]
+    figures = group_metrics(groups)
+    figures |= finished_figures(groups, [group for group in dropped.finished if group.task == task])
+    names = (
+        "reward_mean",
+        "reward_std",
+        "zero_variance_groups",
+        "completion_tokens_mean",
+        "completion_tokens_max",
+        "turns_mean",
+        "finished_groups",
+        "finished_reward_mean",
+        "finished_errors",
+    )
+    reasons = {f"dropped/{reason}": float(count) for (of, reason), count in dropped.reasons.items() if of == task}
+    return {
+        "num_groups": float(len(groups)),
+        "share": len(groups) / len(trained),
+        **{name: figures[f"rollout/{name}"] for name in names if f"rollout/{name}" in figures},
+        **reasons,
+    }
 
 
 def prefixed(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:

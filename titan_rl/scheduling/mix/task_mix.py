@@ -96,6 +96,10 @@ class TaskMix:
             return event
         return Assigned(index, group.task, group.sample)
 
+    def task_of(self, index: int) -> str | None:
+        """Of the group at a position; None where it has not begun, or is settled."""
+        return None if (group := self._at.open.get(index)) is None else group.task
+
     def finished(self, index: int, rewards: Sequence[float]) -> None:
         """The group at a position has ended, with these rewards. Its curriculum is told once."""
         if not self._at.open[index].is_told:
