@@ -33,3 +33,16 @@ def test_what_the_user_left_open_is_set_for_the_length_of_the_run(monkeypatch: p
         assert tempfile.gettempdir() != scratch
     assert "OMP_NUM_THREADS" not in os.environ
     assert tempfile.gettempdir() == scratch
+
+
+def test_children_find_the_modules_that_settings_name_where_the_run_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    probe = [sys.executable, "-P", "-c", "import sys; print(*sys.path)"]
+    for before, path in (("/of/the/user", ["/here", "/there", "/of/the/user"]), (None, ["/here", "/there"])):
+        if before is None:
+            monkeypatch.delenv("PYTHONPATH")
+        else:
+            monkeypatch.setenv("PYTHONPATH", before)
+        with run_environment(["/here", "/there"]):
+            shown = subprocess.run(probe, check=True, capture_output=True, text=True).stdout.split()
+        assert shown[: len(path)] == path
+        assert os.environ.get("PYTHONPATH") == before
