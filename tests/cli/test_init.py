@@ -50,10 +50,11 @@ def test_a_package_is_made_whose_tests_pass_and_whose_settings_load(template: st
     assert [message["role"] for message in shown.messages][:2] == ["user", "assistant"]
 
 
-def test_a_hugging_face_folder_is_trained_as_it_is(tmp_path: Path):
+def test_a_hugging_face_folder_is_trained_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "models" / "mine").mkdir(parents=True)
     (tmp_path / "models" / "mine" / "config.json").write_text("{}")
     assert main(["init", "deep/own_task", "--model", "models/mine"]) == 0
+    assert "cd deep/own_task && titan-rl train config.toml --dry-run" in capsys.readouterr().err
     config = load_config("deep/own_task/config.toml", check_files=False)
     assert config.model.path == str(tmp_path / "models" / "mine")
     assert "titan-rl sft" not in Path("deep/own_task/README.md").read_text()

@@ -49,5 +49,6 @@ def run(arguments: argparse.Namespace) -> int:
     for path in write_starter(starter):
         say(f"{path}\n")
     folder = shlex.quote(str(starter.folder))
-    tell(f"titan-rl: to go on:  cd {folder} && titan-rl sft config.toml")
+    first = "sft config.toml" if model is None else "train config.toml --dry-run"
+    tell(f"titan-rl: to go on:  cd {folder} && titan-rl {first}")
     return 0
