@@ -146,9 +146,11 @@ async def test_evaluations_stand_side_by_side() -> None:
     lines = await play(suite([1, 2], rubric=Rubric([Reward(lambda rollout: 4.0, name="turns")])))
     better = Evaluation("step 8", 8, {"counting": result(lines)}, 1.0, is_complete=False)
     shown = table([worse, better])
-    title, _, header, reward, *rest = shown.splitlines()
+    title, *legend, _, header, reward = shown.splitlines()[:6]
+    rest = shown.splitlines()[6:]
+    assert legend == ["A: base", "B: step 8"]
     assert title == "task counting: 2 prompts, 2 of each, right from reward 2 on"
-    assert header.split() == ["A:", "base", "B:", "step", "8", "B", "-", "A"]
+    assert header.split() == ["A", "B", "B", "-", "A"]
     assert reward.split() == [
         *("reward", "1.000", "±", "0.500", "4.000", "±", "0.000", "+3.000", "±", "0.500", "(2", "same", "prompts)")
     ]

@@ -20,9 +20,11 @@ def table(evaluations: Sequence[Evaluation]) -> str:
     Example:
 
         task sums: 64 prompts, 4 of each, right from reward 1 on
+        A: the model base
+        B: step 80 of runs/latest
 
-                     A: the model base  B: step 80 of runs/latest  B - A
-        reward       0.212 ± 0.031      0.847 ± 0.024              +0.635 ± 0.035 (64 same prompts)
+                     A              B              B - A
+        reward       0.212 ± 0.031  0.847 ± 0.024  +0.635 ± 0.035 (64 same prompts)
         pass@1       ...
     """
     names = list(dict.fromkeys(name for evaluation in evaluations for name in evaluation.tasks))
@@ -49,15 +51,20 @@ def _block(name: str, evaluations: Sequence[Evaluation]) -> str:
     rows = [_header(evaluations, differs), *_rows(results, differs)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([_title(name, results), "", *lines, *_notes(evaluations, results)])
+    return "\n".join([_title(name, results), *_legend(evaluations), "", *lines, *_notes(evaluations, results)])
 
 
 def _header(evaluations: Sequence[Evaluation], differs: bool) -> list[str]:
     if not differs:
         return ["", evaluations[0].policy]
     letters = ascii_uppercase[: len(evaluations)]
-    named = [f"{letter}: {evaluation.policy}" for letter, evaluation in zip(letters, evaluations, strict=True)]
-    return ["", *named, *(f"{letter} - A" for letter in letters[1:])]
+    return ["", *letters, *(f"{letter} - A" for letter in letters[1:])]
+
+
+def _legend(evaluations: Sequence[Evaluation]) -> list[str]:
+    if len(evaluations) == 1:
+        return []
+    return [f"{letter}: {one.policy}" for letter, one in zip(ascii_uppercase, evaluations, strict=False)]
 
 
 def _title(name: str, results: Sequence[TaskResult | None]) -> str:
