@@ -16,7 +16,9 @@ from titan_rl import (
     RolloutStatus,
     SeatOutError,
     TokenPlayer,
+    VersionSpan,
 )
+from titan_rl.calls import stopwatch
 from titan_rl.scheduling.filters import too_few_siblings, zero_variance
 from titan_rl.training.data.sample_builder import build_samples
 
@@ -219,6 +221,24 @@ async def test_a_request_that_is_cut_by_time_ends_the_game() -> None:
     rollouts = (await Table(at_once, limits=RolloutConfig(rollout_timeout_s=3.0)).group(Answers(delay_s=50.0))).rollouts
     assert statuses(rollouts) == {"first": "error_timeout", "second": "error_timeout"}  # nobody has said anything
     assert rollouts[0].metrics["seconds"] == pytest.approx(3.0, abs=0.1)
+
+
+async def test_when_time_is_up_all_that_is_being_said_is_kept() -> None:
+    async def cut(prompt: Any, *, request_id: str, session_id: Any = None, sampling: Any) -> Completion:
+        is_up = asyncio.Event()
+        with stopwatch.ending_with(is_up.set):
+            await is_up.wait()
+        if "first" in request_id:
+            return Completion(request_id, [], [], FinishReason.ABORT, ())
+        await asyncio.sleep(1.0)
+        return Completion(request_id, [5], [-0.5], FinishReason.ABORT, [VersionSpan(0, 1)])
+
+    async def at_once(seats: Seats) -> None:
+        await asyncio.gather(*(turn(seat, [1]) for seat in seats.values()))
+
+    rollouts = (await Table(at_once, limits=RolloutConfig(rollout_timeout_s=3.0)).group(cut)).rollouts
+    assert statuses(rollouts) == {"first": "undecided", "second": "truncated_time"}
+    assert rollouts[1].turns[0].completion.finish_reason is FinishReason.LENGTH
 
 
 async def test_a_game_that_asks_nobody_is_late_and_that_is_a_fault() -> None:

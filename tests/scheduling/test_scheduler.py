@@ -244,6 +244,19 @@ async def test_capacity_goes_to_the_next_group_as_soon_as_siblings_finish():
         assert scheduler.rollouts_in_flight == 10
 
 
+async def test_a_game_counts_once_for_all_its_seats():
+    stage = Stage()
+    scheduler = scheduler_of(stage.run_group, group_size=2, groups_per_step=1, max_staleness=5, max_running_rollouts=4)
+    async with running(scheduler):
+        await settle()
+        assert stage.started == [0, 1]
+        for sibling, seat in ((0, "first"), (0, "second"), (1, "first"), (1, "second")):
+            stage.leases[0].rollout_finished(Rollout(f"0/{sibling}/{seat}", "0", sibling, None, seat=seat))
+            await settle()
+            assert stage.started == ([0, 1] if sibling == 0 else [0, 1, 2])
+        assert scheduler.rollouts_in_flight == 4
+
+
 async def test_a_tail_batch_suspends_the_overtaken_until_there_are_enough():
     stage = Stage()
     scheduler = scheduler_of(

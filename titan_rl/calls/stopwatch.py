@@ -52,8 +52,9 @@ class Stopwatch:
         self._num_pauses = 0
         self._num_waits = 0  # the pauses of these in which it is known that the request waits
         self._timer: asyncio.TimerHandle | None = None  # comes early where time stood still, and is set again
-        self._at_limit: Callable[[], object] | None = None
+        self._at_limit: list[Callable[[], object]] = []
         self._enders: list[Callable[[], object]] = []
+        self._has_told = False  # some of them
 
     @property
     def used_s(self) -> float:
@@ -68,29 +69,30 @@ class Stopwatch:
     def is_over(self) -> bool:
         return self.left_s <= ROUNDING_S
 
-    def start(self, at_limit: Callable[[], object] | None = None) -> None:
-        """Time until `stop` is the rollout's own, but for pauses.
+    def start(self) -> None:
+        """Time until `stop` is the rollout's own, but for pauses."""
+        self._starts += 1
+        self._count()
+
+    def stop(self) -> None:
+        self._starts -= 1
+        self._count()
+
+    @contextmanager
+    def running(self, at_limit: Callable[[], object] | None = None) -> Generator[None]:
+        """Between `start` and `stop`. Several may overlap.
 
         Args:
             at_limit: called once if the limit is reached before that.
         """
-        self._starts, self._at_limit = self._starts + 1, at_limit
-        self._count()
-
-    def stop(self) -> None:
-        self._starts, self._at_limit = self._starts - 1, None
-        self._count()
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    @contextmanager
-    def running(self, at_limit: Callable[[], object] | None = None) -> Generator[None]:
-        """Between `start` and `stop`."""
-        self.start(at_limit)
+        if at_limit is not None:
+            self._at_limit.append(at_limit)
+        self.start()
         try:
             yield
         finally:
+            if at_limit is not None and at_limit in self._at_limit:
+                self._at_limit.remove(at_limit)
             self.stop()
 
     def pause(self, *, waits: bool = True) -> StopwatchPause:
@@ -116,11 +118,12 @@ class Stopwatch:
         self._count(-seconds)
 
     def end_requests(self) -> bool:
-        """Have them return what they have; see `ending_with`. Whether there was one that can."""
+        """Have all return what they have; see `ending_with`. Whether there was one that can."""
         enders, self._enders = self._enders, []
         for end in enders:
             end()
-        return bool(enders)
+        self._has_told = self._has_told or bool(enders)
+        return self._has_told
 
     def change(self, by: int, *, waits: bool) -> None:
         """One pause more or less."""
@@ -147,8 +150,11 @@ class Stopwatch:
         if self._waiting_since is not None:
             self.waited_s += now - self._waiting_since
         self._waiting_since = now if self._num_waits else None
-        if self._since is not None and self._at_limit is not None and not self.is_over:
+        if self._since is not None and self._at_limit and not self.is_over:
             self._look_by(now + self.limit_s - self._used_s)
+        elif self._timer is not None and not (self._starts and self._at_limit):
+            self._timer.cancel()
+            self._timer = None
 
     def _look_by(self, when: float) -> None:
         if self._timer is not None:
@@ -159,13 +165,14 @@ class Stopwatch:
 
     def _look(self) -> None:
         self._timer = None
-        if self._since is None or self._at_limit is None:
+        if self._since is None or not self._at_limit:
             return
         if not self.is_over:
             self._look_by(self._loop.time() + self.left_s)
             return
-        at_limit, self._at_limit = self._at_limit, None
-        at_limit()
+        due, self._at_limit = self._at_limit, []
+        for at_limit in due:
+            at_limit()
 
 
 class StopwatchPause:

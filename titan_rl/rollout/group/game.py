@@ -19,6 +19,10 @@ LAST_CALL_S = 1.0
 _LOOK_S = 0.05  # at least between two looks at a watch that stands
 
 
+class _TimeIsUp(RolloutEnded):
+    """Requests that are out return with what they have, which is to be kept."""
+
+
 class Game:
     """The time of one game, and how it ends for all its seats.
 
@@ -74,6 +78,8 @@ class Game:
             self._never.cancel()
             if self._idle is not None:
                 self._idle.cancel()
+        if isinstance(self._stopped_by, _TimeIsUp):
+            raise self.time_is_up()  # some may have said something since
         if self._stopped_by is not None:
             raise self._stopped_by
         return out
@@ -92,7 +98,7 @@ class Game:
             self._asked.discard(task)
             self._expect_a_request()
             if self._stopped_by is not None:
-                self._end_unless_asked()
+                self._end_when_due()
 
     async def stop(self, end: RolloutEnded) -> NoReturn:
         """The game is over, with that. Does not return: the environment's call is cancelled meanwhile."""
@@ -105,17 +111,15 @@ class Game:
         judged as truncated. Only where there is nothing to judge it is an error."""
         has_turns = any(rollout.turns for rollout in self._rollouts)
         status = RolloutStatus.TRUNCATED_TIME if has_turns else RolloutStatus.ERROR_TIMEOUT
-        return RolloutEnded(status, f"its own time is up: rollout_timeout_s is {self.watch.limit_s:g}")
+        return _TimeIsUp(status, f"its own time is up: rollout_timeout_s is {self.watch.limit_s:g}")
 
     def _note(self, end: RolloutEnded) -> None:
-        if self._stopped_by is None or self._stopped_by.status is RolloutStatus.TRUNCATED_TIME:
+        if self._stopped_by is None or isinstance(self._stopped_by, _TimeIsUp):
             self._stopped_by = end
-        self._end_unless_asked()
+        self._end_when_due()
 
-    def _end_unless_asked(self) -> None:
-        """When time is up, requests that are out return with what they have, which is to be kept."""
-        assert self._stopped_by is not None, "something ends it"
-        if self._stopped_by.status is not RolloutStatus.TRUNCATED_TIME or not self._asked:
+    def _end_when_due(self) -> None:
+        if not isinstance(self._stopped_by, _TimeIsUp) or not self._asked:
             self._end()
 
     def _end(self) -> None:
