@@ -29,9 +29,8 @@ def action_of(said: object) -> str:
 
 def question(card: str, history: History) -> Message:
     """What who is to act is asked. The seat's first question names its card."""
-    heard = f"They {history[-1]}. " if history else ""
-    dealt = f"You have the {card}. " if len(history) < len(SEATS) else ""
-    return {"role": "user", "content": f"{dealt}{heard}Pass or bet?"}
+    heard = f"They {history[-1]}." if history else "You begin."
+    return {"role": "user", "content": f"You have the {card}. {heard}" if len(history) < len(SEATS) else heard}
 
 
 def conversation(card: str, history: History) -> list[Message]:
