@@ -135,7 +135,7 @@ async def test_hands_are_played_and_the_policy_is_measured_by_what_it_says(rende
     assert {rollout.status for rollout in group.rollouts} == {RolloutStatus.COMPLETED}
     for first, second in zip(group.by_seat["first"], group.by_seat["second"], strict=True):
         assert first.reward == -(second.reward or 0) != 0
-        assert first.messages[0]["content"].startswith(f"You have the {group.sample.cards[0]}. Pass")
+        assert first.messages[0]["content"].startswith(f"You have the {group.sample.cards[0]}. You begin.")
         assert str(second.messages[-1]["content"]).startswith(f"They had the {group.sample.cards[0]}.")
 
 
