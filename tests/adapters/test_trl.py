@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -14,7 +16,16 @@ from adapters import trl_functions
 from adapters.playing import calling, play
 from byte_tokenizer import byte_tokenizer
 
-from titan_rl import ChatTemplateRenderer, Completion, FinishReason, Rollouter, SamplingParams, VersionSpan
+from titan_rl import (
+    ChatTemplateRenderer,
+    Completion,
+    FinishReason,
+    Reward,
+    Rollouter,
+    Rubric,
+    SamplingParams,
+    VersionSpan,
+)
 from titan_rl.adapters.trl import TRLTask
 from titan_rl.errors import ConfigError
 from titan_rl.rollout.types import Message, RolloutStatus
@@ -239,6 +250,19 @@ class TestEnvironments:
             generate, row, group_id="g", group_size=2, sampling=SamplingParams(max_tokens=2)
         )
         assert [rollout.reward_breakdown for rollout in group.rollouts] == [{"counted": 0.0, "Counter": 1.0}] * 2
+
+    async def test_judging_that_was_cancelled_begins_anew(self, tmp_path: Path) -> None:
+        task = self.task(tmp_path, "counted_later")
+        unjudged = SimpleNamespace(env=task.env, rubric=lambda: Rubric([Reward(lambda rollout: 0.0, name="none")]))
+        group = await play(unjudged, task.train_sample(0, 0), lambda _: calling("add", number=2), max_turns=1)
+        rubric = task.rubric()
+        judging = asyncio.create_task(rubric.score(group))
+        await trl_functions.at_counting.wait()
+        judging.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await judging
+        await rubric.score(group)
+        assert group.rollouts[0].reward_breakdown == {"counted_later": 0.2, "Counter": 0.0}
 
     async def test_rows_choose_among_several(self, tmp_path: Path) -> None:
         counter, plain = named("Counter", "Plain")

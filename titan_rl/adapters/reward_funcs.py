@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from titan_rl.errors import RewardError
 from titan_rl.rollout.rewards.reward import GroupReward
 from titan_rl.rollout.rewards.rubric import Rubric
 from titan_rl.rollout.types import Rollout, RolloutGroup
@@ -79,10 +80,13 @@ class RewardFuncsRubric(Rubric):
             for rollout in rollouts:
                 if rollout.reward_breakdown:
                     self._sum_up(rollout, self._notes.get(rollout.rollout_id, _Notes()))
+        except RewardError:
+            self._done_with(rollouts)
+            raise
         finally:
             for rollout in rollouts:
                 self._notes.pop(rollout.rollout_id, None)
-            self._done_with(rollouts)
+        self._done_with(rollouts)  # not of those whose judging was cancelled: it begins anew
 
     def _sum_up(self, rollout: Rollout, notes: _Notes) -> None:
         values = {name: value for name, value in rollout.reward_breakdown.items() if name not in notes.absent}

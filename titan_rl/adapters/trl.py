@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import random
 import string
 from collections.abc import Callable, Mapping, Sequence
@@ -90,8 +91,12 @@ class TRLTask(MessageTask):
             )
         for factory in self._factories().values():
             try:
-                if not tools_of_class(factory()):
+                instance = factory()
+                if not tools_of_class(instance):
                     raise ValueError("has no public methods for tools")
+                close = getattr(instance, "close", None)
+                if callable(close) and not inspect.iscoroutinefunction(close):
+                    close()
             except Exception as error:
                 raise ConfigError(f"task.environment_factory: {name_of(factory)}: {error}") from error
         self.rubric()
