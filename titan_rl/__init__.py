@@ -87,7 +87,19 @@ from titan_rl.scheduling.lease import Lease
 from titan_rl.scheduling.run_group import RunGroup
 from titan_rl.scheduling.scheduler import GroupScheduler
 from titan_rl.scheduling.settings import SchedulingConfig
-from titan_rl.tasks import ArgumentsError, MessageTask, PromptTask, Rows, Tool, ToolEnv, answer_of, call_of, tools_of
+from titan_rl.tasks import (
+    ArgumentsError,
+    MessageTask,
+    PromptTask,
+    Rows,
+    Tool,
+    ToolEnv,
+    answer_of,
+    answer_rubric,
+    call_of,
+    read_rows,
+    tools_of,
+)
 from titan_rl.training.data.sample import TrainingSample
 from titan_rl.training.data.sample_builder import build_samples
 from titan_rl.types import Completion, FinishReason, GenerateFn, SamplingParams, VersionSpan
@@ -209,6 +221,7 @@ __all__ = [
     "VersionSpan",
     "WeightedReward",
     "answer_of",
+    "answer_rubric",
     "build_samples",
     "call_of",
     "env_reward",
@@ -216,6 +229,7 @@ __all__ = [
     "evaluate_async",
     "load_config",
     "read_evaluation",
+    "read_rows",
     "resume_on_abort",
     "table",
     "tools_of",

@@ -98,6 +98,19 @@ async def test_rows_are_rewarded_by_the_function_and_have_its_tools(tmp_path: Pa
     assert (rollout.reward, rollout.reward_breakdown) == (1.0, {"is_right": 1.0})
 
 
+def test_a_column_is_demonstrated(tmp_path: Path) -> None:
+    answers = {row["question"]: row["answer"] for row in ROWS}
+    task = make(tmp_path, demonstration="answer")
+    task.check_settings()
+    held_out = [row["question"] for row in task.validation_samples(1000)]
+    for shown in task.demonstrations(50):
+        asked, answered = (message["content"] for message in shown.messages)
+        assert answered == answers[asked]
+        assert asked not in held_out
+    with pytest.raises(ConfigError, match="names no column with answers to teach"):
+        list(make(tmp_path).demonstrations(1))
+
+
 def test_files_of_every_kind_have_the_same_rows(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps(ROWS))
     lines = "".join(f'"{row["question"]}",{row["answer"]}\n' for row in ROWS)
@@ -138,6 +151,7 @@ def test_a_file_without_rows_says_where(tmp_path: Path, name: str, content: str,
         ),
         ({"prompt": "{text}!"}, "has no column 'text'"),
         ({"prompt": "{question"}, "gives no prompt"),
+        ({"demonstration": "steps"}, "not all rows of .* have such a column"),
         ({"held_out": 1e-9}, "and 0 held out; give more rows, another share, or a task.validation_path"),
     ],
 )
