@@ -8,9 +8,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from examples.kuhn_poker.exploitability import INFORMATION_SETS, exploitability
 from examples.kuhn_poker.hand import REWARD, Deal, KuhnHand, action_of, conversation
 from examples.kuhn_poker.policy import bet_probability
-from examples.kuhn_poker.rules import ACTIONS, CARDS, DEALS, SEATS, History, is_over, to_act
-from titan_rl import RolloutGroup, Rubric, SeatedMessageEnv, SeatedTask, env_reward
+from examples.kuhn_poker.rules import CARDS, DEALS, SEATS, History, is_over, to_act
+from titan_rl import Message, RolloutGroup, Rubric, SeatedMessageEnv, SeatedTask, env_reward
 from titan_rl.rollout.task import Demonstration
+
+CALLS = {"jack": 0.1, "queen": 0.5, "king": 0.9}
+"""How often a beginner calls a bet."""
 
 
 class KuhnPoker(SeatedTask):
@@ -35,13 +38,15 @@ class KuhnPoker(SeatedTask):
         return Rubric([env_reward(REWARD)], truncated_reward=-2.0, error_reward=-2.0)
 
     def demonstrations(self, count: int) -> Iterable[Demonstration]:
-        """Hands that are played by the flip of a coin."""
+        """Hands of beginners, who open by the flip of a coin, and call the more often the better their card."""
         for number in range(count):
-            coin = random.Random(number)
-            card, history = coin.choice(CARDS), ()
-            seat = coin.choice(SEATS)
+            chance = random.Random(number)
+            cards, seat, history = chance.choice(DEALS), chance.choice(SEATS), ()
+            messages: list[Message] = []
             while not is_over(history):
-                action = coin.choice(ACTIONS)
+                card = cards[SEATS.index(to_act(history))]
+                bets = CALLS[card] if history[-1:] == ("bet",) else 0.5
+                action = "bet" if chance.random() < bets else "pass"
                 if to_act(history) == seat:
                     messages = [*conversation(card, history), {"role": "assistant", "content": action}]
                 history = (*history, action)
