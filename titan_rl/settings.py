@@ -42,8 +42,13 @@ class FunctionName:
         return value
 
 
+INNER = ""
+"""Stands for all settings of a table within a table."""
+
+
 def _found(path: str, info: ValidationInfo) -> str:
-    folders: list[Path] = info.context["folders"][info.field_name] if info.context else [Path()]
+    places: dict[str, list[Path]] = info.context["folders"] if info.context else {INNER: [Path()]}
+    folders = places.get(info.field_name or INNER, places[INNER])
     for folder in folders:
         if (found := folder / Path(path).expanduser()).exists():
             return str(found.resolve())

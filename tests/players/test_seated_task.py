@@ -9,7 +9,17 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from titan_rl import ConfigError, Message, MessagePlayer, MessageSeat, Player, Rubric, SeatedTask, env_reward
+from titan_rl import (
+    ConfigError,
+    Message,
+    MessagePlayer,
+    MessageSeat,
+    Player,
+    Rubric,
+    SeatedTask,
+    env_reward,
+    load_config,
+)
 from titan_rl.players.settings import Endpoint, FrozenPolicy
 from titan_rl.rollout.task import RunContext
 
@@ -103,6 +113,15 @@ def test_what_is_no_player_is_refused(setting: Any, said: str) -> None:
 def test_settings_that_cannot_go_well_are_refused_when_they_are_read(seats: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         task_of(seats=seats).check_settings()
+
+
+def test_a_checkpoint_is_looked_for_beside_the_file_that_names_it(tmp_path: Path) -> None:
+    (tmp_path / "old").mkdir()
+    toml = f'[model]\npath = "m"\nmax_context = 512\n[task]\ntype = "{__name__}:Trio"\nseats.b = {{ policy = "old" }}\n'
+    (tmp_path / "config.toml").write_text(toml)
+    (source,) = load_config(tmp_path / "config.toml", check_files=False).sources
+    assert isinstance(source.task, Trio)
+    assert source.task.seats == {"b": FrozenPolicy(policy=str(tmp_path / "old"))}
 
 
 async def test_endpoints_answer_while_the_task_is_open(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from titan_rl.errors import ConfigError
 from titan_rl.rollout.task import CheckedTask, Task
 from titan_rl.scheduling.mix.curriculum import Curriculum
 from titan_rl.scheduling.mix.registry import BY_NAME as CURRICULA
-from titan_rl.settings import Section
+from titan_rl.settings import INNER, Section
 
 S = TypeVar("S", bound=Section)
 
@@ -125,6 +125,7 @@ def _load(kind: _Kind, table: Any, origins: Origins, prefix: str, beside: Sequen
             f"setting of every one of [[{prefix.rpartition('.')[0]}]]; give that field another name"
         )
     places = {field: origins.folders_for(f"{prefix}.{field}") for field in found.model_fields}
+    places[INNER] = origins.folders_for(prefix)
     try:
         # As JSON, because TOML has lists where a field may be a tuple, and strings where it is an enum.
         return found.model_validate_json(json.dumps(fields, default=str), context={"folders": places})
