@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from test_readme_examples import CountDown, count_down
 
-from titan_rl import Completion, DataError, GenerationError, Reward, RewardError, Rollouter, Rubric, SamplingParams
+from titan_rl import (
+    Completion,
+    DataError,
+    GenerationError,
+    Reward,
+    RewardError,
+    Rollouter,
+    RolloutGroup,
+    Rubric,
+    SamplingParams,
+)
 from titan_rl.evaluation.evaluation import Evaluation, read_evaluation
 from titan_rl.evaluation.playing import Suite, digest, finished_lines, play_suites
 from titan_rl.evaluation.results import TaskResult, task_result
@@ -20,12 +31,18 @@ Line = dict[str, Any]
 
 def suite(prompts: list[int], samples: int = 2, rubric: Rubric | None = None, name: str = "counting") -> Suite:
     rubric = rubric or Rubric([Reward(lambda rollout: len(rollout.turns) - rollout.sibling, name="turns")])
-    return Suite(name, prompts, samples, SamplingParams(max_tokens=1), Rollouter(CountDown, rubric, max_context=16))
+    rollouter = Rollouter(CountDown, rubric, max_context=16)
+    return Suite(name, prompts, samples, SamplingParams(max_tokens=1), rollouter, group_ids=name)
 
 
 async def play(*suites: Suite, generate: Any = count_down, done: Any = (), in_flight: int = 8) -> list[Line]:
     lines: list[Line] = [*done]
-    await play_suites(suites, generate, version=3, in_flight=in_flight, max_lost=2, done=done, on_prompt=lines.extend)
+
+    def note(group: RolloutGroup, played: Sequence[Line]) -> None:
+        assert [rollout.group_id for rollout in group.rollouts] == [line["group_id"] for line in played]
+        lines.extend(played)
+
+    await play_suites(suites, generate, version=3, in_flight=in_flight, max_lost=2, done=done, on_prompt=note)
     return lines
 
 

@@ -161,6 +161,24 @@ def test_a_function_is_evaluated_and_compared(tmp_path: Path) -> None:
         titan_rl.evaluate(config(tmp_path), count_down, nums=3)
 
 
+def test_an_evaluation_repeats_the_validation_of_a_run_and_what_its_task_measures(tmp_path: Path) -> None:
+    class Measured(Counting):
+        def measure(self, groups: Any) -> dict[str, float]:
+            return {"games": float(len(groups))}
+
+    async def guesses(prompt_token_ids: Any, *, request_id: str, session_id: Any = None, sampling: Any) -> Completion:
+        answer = await count_down(prompt_token_ids, request_id=request_id, sampling=sampling)
+        token = answer.token_ids[0] if sampling.seed % 3 else 9
+        return Completion(request_id, [token], answer.logprobs, FinishReason.STOP, answer.version_spans)
+
+    given: dict[str, Any] = {"task": Measured(), "renderer": LetterRenderer()}
+    summary = titan_rl.train(config(tmp_path), trainer=FakeTrainer(), generate=guesses, **given)
+    evaluation = titan_rl.evaluate(config(tmp_path), guesses, **given)
+    assert evaluation.reward == summary.reward_after != 4.5
+    assert evaluation.task.measures == {"games": 2.0}
+    assert "games" in titan_rl.table([evaluation])
+
+
 async def test_an_engine_of_the_running_loop_is_evaluated_in_it(tmp_path: Path) -> None:
     loop = EngineLoop(lambda: ScriptedEngine(max_context=16))
     await loop.start()
@@ -182,7 +200,7 @@ def test_a_function_of_messages_plays_tasks_of_messages(tmp_path: Path) -> None:
 
 def test_ctrl_c_stops_an_evaluation_that_keeps_what_is_done(tmp_path: Path) -> None:
     async def stops(prompt_token_ids: Any, *, request_id: str, session_id: Any = None, sampling: Any) -> Completion:
-        if request_id.startswith("counting-1"):
+        if request_id.startswith("validation-1"):
             raise KeyboardInterrupt
         return await count_down(prompt_token_ids, request_id=request_id, sampling=sampling)
 

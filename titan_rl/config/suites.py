@@ -54,3 +54,8 @@ class ResolvedSuite:
 
     def is_due(self, step: int) -> bool:
         return self.interval > 0 and step % self.interval == 0
+
+    @property
+    def group_ids(self) -> str:
+        """How the ids of its groups begin. A rollout is sampled by its id."""
+        return self.prefix.replace("/", "-")

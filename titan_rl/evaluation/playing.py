@@ -28,9 +28,11 @@ class Suite:
     """Held-out prompts of one task, and how they are played.
 
     Args:
-        name: of the task.
+        name: of the task, or of what a run's validation calls it.
         prompts: samples of the task, in their order.
         runner: plays and scores a group of rollouts of one prompt.
+        group_ids: how the ids of groups begin. A rollout is sampled by its id, so that the same ids give the same.
+        measure: figures of all groups together, where the task has some.
     """
 
     name: str
@@ -38,6 +40,8 @@ class Suite:
     samples_per_prompt: int
     sampling: SamplingParams
     runner: GroupRunner
+    group_ids: str = "validation"
+    measure: Callable[[Sequence[RolloutGroup]], dict[str, float]] | None = None
 
 
 async def play_suites(
@@ -48,7 +52,7 @@ async def play_suites(
     in_flight: int,
     max_lost: int,
     done: Iterable[Mapping[str, Any]],
-    on_prompt: Callable[[Sequence[Record]], None],
+    on_prompt: Callable[[RolloutGroup, Sequence[Record]], None],
 ) -> None:
     """Play every prompt that is not done yet.
 
@@ -57,7 +61,7 @@ async def play_suites(
         in_flight: rollouts at once, but for one prompt at least.
         max_lost: prompts in a row, or all of them, of which no sample says anything of the policy.
         done: lines of prompts that an earlier evaluation has finished: `finished_lines`.
-        on_prompt: called with the lines of each prompt that is done, whole.
+        on_prompt: called with the group and the lines of each prompt that is done.
 
     Raises:
         RewardError, GenerationError: so many prompts in a row were lost, to a reward or to faults of environment and
@@ -77,11 +81,11 @@ async def play_suites(
             group = await suite.runner.run_group(
                 generate,
                 prompt,
-                group_id=f"{suite.name}-{place}",
+                group_id=f"{suite.group_ids}-{place}",
                 group_size=suite.samples_per_prompt,
                 sampling=suite.sampling,
             )
-            on_prompt([*_lines(suite, place, group, version)])
+            on_prompt(group, [*_lines(suite, place, group, version)])
             lost.count(group)
 
     largest = max((suite.samples_per_prompt for suite in suites), default=1)

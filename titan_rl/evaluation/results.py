@@ -30,6 +30,7 @@ class TaskResult:
         breakdown: the mean of each reward of the rubric, unweighted.
         completion_tokens: the mean of a sample, where the policy says how many it wrote.
         errors: what samples were lost to, and how many to each, the most frequent first.
+        measures: what the task says of all groups together, of an evaluation that went from beginning to end.
     """
 
     samples_per_prompt: int
@@ -44,6 +45,7 @@ class TaskResult:
     turns: float
     completion_tokens: float | None
     errors: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])
+    measures: dict[str, float] = field(default_factory=dict[str, float])
 
     @property
     def num_samples(self) -> int:
@@ -73,7 +75,13 @@ def prompt_key(record: Record) -> str:
     return f"{record['prompt']}:{record['prompt_digest']}" + ("" if seat is None else f":{seat}")
 
 
-def task_result(records: Iterable[Record], *, samples_per_prompt: int, success: float) -> TaskResult:
+def task_result(
+    records: Iterable[Record],
+    *,
+    samples_per_prompt: int,
+    success: float,
+    measures: Mapping[str, float] | None = None,
+) -> TaskResult:
     """
     Args:
         records: transcripts, each with its "prompt" and "prompt_digest".
@@ -96,6 +104,7 @@ def task_result(records: Iterable[Record], *, samples_per_prompt: int, success: 
         turns=fmean(len(record["turns"]) for record in records) if records else 0.0,
         completion_tokens=fmean(tokens) if tokens else None,
         errors=_errors(records),
+        measures=dict(measures or {}),
     )
 
 

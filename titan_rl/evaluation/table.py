@@ -92,6 +92,8 @@ def _rows(results: Sequence[TaskResult | None], differs: bool) -> Iterator[list[
         yield [f"pass@{k}", *(_estimate(result and result.pass_at.get(k)) for result in results), *blank]
     for name in dict.fromkeys(name for result in given for name in result.breakdown):
         yield [f"reward {name}", *(_number(result and result.breakdown.get(name)) for result in results), *blank]
+    for name in dict.fromkeys(name for result in given for name in result.measures):
+        yield [name, *(_number(result and result.measures.get(name)) for result in results), *blank]
     yield ["turns", *(_number(result and result.turns, 2) for result in results), *blank]
     yield ["tokens", *(_number(result and result.completion_tokens, 1) for result in results), *blank]
     yield ["unscored", *(_count(result, result and result.num_unscored) for result in results), *blank]

@@ -12,6 +12,7 @@ from titan_rl.config.run import RunConfig
 from titan_rl.evaluation.evaluation import Evaluation
 from titan_rl.evaluation.playing import Suite, play_suites
 from titan_rl.evaluation.results import task_result
+from titan_rl.rollout.types import RolloutGroup
 from titan_rl.run.evaluating.folder import EvaluationFolder
 from titan_rl.run.evaluating.suites import open_suites
 from titan_rl.run.policies.opened import OpenedPolicy
@@ -42,11 +43,13 @@ class EvaluationRun:
         self._folder = None if folder is None else EvaluationFolder(folder)
         self._tell = tell
         self._lines: list[Mapping[str, Any]] = []
+        self._groups: dict[str, list[RolloutGroup]] = {}  # of tasks that measure them, by how their ids begin
         self._suites: list[Suite] = []
         self._is_complete = False
         self._began = time.monotonic()
         self._told = self._began
         self._seconds = 0.0
+        self._measures: dict[str, dict[str, float]] = {}
 
     async def run(self) -> Evaluation:
         """Play what is not done yet.
@@ -71,6 +74,7 @@ class EvaluationRun:
                     done=tuple(self._lines),
                     on_prompt=self._note,
                 )
+                self._measure()
                 self._is_complete = True
             except BaseExceptionGroup as group:
                 error = first_cause(group)
@@ -89,6 +93,7 @@ class EvaluationRun:
                 [line for line in self._lines if line["task"] == suite.name],
                 samples_per_prompt=suite.samples_per_prompt,
                 success=self._settings.success,
+                measures=self._measures.get(suite.name),
             )
             for suite in self._suites
         }
@@ -99,7 +104,17 @@ class EvaluationRun:
     def _place(self) -> Path:
         return Path() if self._folder is None else self._folder.path
 
-    def _note(self, lines: Sequence[dict[str, Any]]) -> None:
+    def _measure(self) -> None:
+        """Nothing, where some of the groups were played by an evaluation that was stopped."""
+        for suite in self._suites:
+            groups = self._groups.get(suite.group_ids, [])
+            if suite.measure is not None and len(groups) == len(suite.prompts):
+                self._measures[suite.name] = suite.measure([group for group in groups if group.failure is None])
+
+    def _note(self, group: RolloutGroup, lines: Sequence[dict[str, Any]]) -> None:
+        ids = group.group_id.rpartition("-")[0]
+        if any(suite.group_ids == ids and suite.measure is not None for suite in self._suites):
+            self._groups.setdefault(ids, []).append(group)
         if self._folder is not None:
             self._folder.append(lines)
         self._lines += ({name: value for name, value in line.items() if name != "messages"} for line in lines)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncGenerator, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 from titan_rl.config.evaluation import EvalConfig
 from titan_rl.config.make_rollouter import make_rollouter
 from titan_rl.config.run import RunConfig
+from titan_rl.config.suites import ResolvedSuite
 from titan_rl.config.tasks import TaskSource
 from titan_rl.errors import ConfigError
 from titan_rl.evaluation.playing import Suite
@@ -19,9 +21,12 @@ from titan_rl.rollout.environment.threaded import ThreadedEnv
 from titan_rl.rollout.environment.types import MessageEnv
 from titan_rl.rollout.group.rollouter import Rollouter
 from titan_rl.rollout.renderer import Renderer
-from titan_rl.rollout.task import RunContext, calling, opened
+from titan_rl.rollout.task import MeasuredTask, RunContext, calling, measured, opened
 from titan_rl.run.policies.opened import OpenedPolicy
 from titan_rl.types import SamplingParams
+
+USUAL_PROMPTS = 64
+"""Of each task, where no setting says how many."""
 
 
 @contextlib.asynccontextmanager
@@ -37,39 +42,56 @@ async def open_suites(
         ConfigError: a task that is asked for is not there, or greedy samples of one prompt would all be the same.
         DataError: a task's held-out samples cannot be had.
     """
-    validation = config.validation
-    count = settings.num_prompts or validation.num_prompts or 64
-    temperature = validation.temperature if settings.temperature is None else settings.temperature
-    samples = settings.samples or (1 if temperature == 0 else validation.samples_per_prompt)
-    if temperature == 0 and samples > 1:
-        raise ConfigError(f"--temperature 0 is greedy, so that all --samples {samples} would be the same; give 1")
     renderer = policy.renderer or NoTokens()
     async with contextlib.AsyncExitStack() as tasks:
         suites: list[Suite] = []
-        for source in _chosen(config, settings):
-            task = source.task
-            run = RunContext(config.model.path, renderer, config.model.max_context, folder, tell)
-            await tasks.enter_async_context(opened(task, run))
-            with calling(f"validation_samples({count})"):
-                prompts = list(task.validation_samples(count))
-            sampling = SamplingParams(
-                max_tokens=settings.max_tokens or config.sampling_of(source).max_tokens,
-                temperature=temperature,
-                top_p=settings.top_p,
-                stop_token_ids=tuple(renderer.get_stop_token_ids()),
-            )
-            rollouter = _rollouter(config, source, policy, renderer)
-            suites.append(Suite(source.name, prompts, samples, sampling, rollouter))
+        opened_tasks: set[str] = set()
+        for suite in _chosen(config, settings):
+            task = suite.source.task
+            if suite.source.name not in opened_tasks:
+                opened_tasks.add(suite.source.name)
+                run = RunContext(config.model.path, renderer, config.model.max_context, folder, tell)
+                await tasks.enter_async_context(opened(task, run))
+            suites.append(_suite(config, settings, suite, policy, renderer))
         yield suites
 
 
-def _chosen(config: RunConfig, settings: EvalConfig) -> list[TaskSource]:
-    sources = {source.name: source for source in config.tasks}
+def _chosen(config: RunConfig, settings: EvalConfig) -> list[ResolvedSuite]:
+    suites = {suite.name: suite for suite in config.suites or _of_all_tasks(config)}
     if settings.tasks is None:
-        return [*sources.values()]
-    if missing := [name for name in settings.tasks if name not in sources]:
-        raise ConfigError(f"--tasks {','.join(missing)}: the config has no such task; it has {', '.join(sources)}")
-    return [sources[name] for name in settings.tasks]
+        return [*suites.values()]
+    if missing := [name for name in settings.tasks if name not in suites]:
+        raise ConfigError(f"--tasks {','.join(missing)}: the config has no such task; it has {', '.join(suites)}")
+    return [suites[name] for name in settings.tasks]
+
+
+def _of_all_tasks(config: RunConfig) -> list[ResolvedSuite]:
+    """Of a config that validates never."""
+    validation = config.validation.model_copy(update={"num_prompts": USUAL_PROMPTS})
+    return config.model_copy(update={"validation": validation}).suites
+
+
+def _suite(
+    config: RunConfig, settings: EvalConfig, suite: ResolvedSuite, policy: OpenedPolicy, renderer: Renderer
+) -> Suite:
+    """What a run validates on, with what the settings have instead."""
+    source, task = suite.source, suite.source.task
+    count = settings.num_prompts or suite.num_prompts
+    temperature = suite.temperature if settings.temperature is None else settings.temperature
+    samples = settings.samples or (1 if temperature == 0 else suite.samples_per_prompt)
+    if temperature == 0 and samples > 1:
+        raise ConfigError(f"--temperature 0 is greedy, so that all --samples {samples} would be the same; give 1")
+    with calling(f"validation_samples({count})"):
+        prompts = list(task.validation_samples(count))
+    sampling = SamplingParams(
+        max_tokens=settings.max_tokens or config.sampling_of(source).max_tokens,
+        temperature=temperature,
+        top_p=settings.top_p,
+        stop_token_ids=tuple(renderer.get_stop_token_ids()),
+    )
+    rollouter = _rollouter(config, source, policy, renderer)
+    measure = partial(measured, task) if isinstance(task, MeasuredTask) else None
+    return Suite(suite.name, prompts, samples, sampling, rollouter, suite.group_ids, measure)
 
 
 def _rollouter(config: RunConfig, source: TaskSource, policy: OpenedPolicy, renderer: Renderer) -> Rollouter:

@@ -93,7 +93,7 @@ class Validation:
         async with asyncio.TaskGroup() as tasks:
             running = {
                 suite.name: [
-                    tasks.create_task(self._run_group(version, suite, f"{_group_ids(suite)}-{index}", sample, lost))
+                    tasks.create_task(self._run_group(version, suite, f"{suite.group_ids}-{index}", sample, lost))
                     for index, sample in enumerate(samples[suite.name])
                 ]
                 for suite in suites
@@ -137,11 +137,6 @@ class Validation:
 
 def _mean_of(suite: ResolvedSuite) -> str:
     return f"{suite.prefix}/reward_mean"
-
-
-def _group_ids(suite: ResolvedSuite) -> str:
-    """How the ids of its groups begin. A rollout is sampled by its id."""
-    return suite.prefix.replace("/", "-")
 
 
 class LostInARow:
