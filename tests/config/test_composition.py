@@ -123,3 +123,20 @@ def test_train_takes_several_files(project: Path, capsys: pytest.CaptureFixture[
     Path("more.toml").write_text("[training]\nsteps = 66\n")
     assert main(["train", "config.toml", "more.toml", "--dry-run"]) == 0
     assert "steps = 66" in capsys.readouterr().out
+
+
+def test_tables_of_tasks_are_merged_by_their_names(project: Path):
+    Path("two.toml").write_text(
+        '[model]\npath = "policy"\n[[tasks]]\nname = "a"\ntype = "echo_task:Echo"\nlength = 7\n'
+        '[[tasks]]\nname = "b"\ntype = "echo_task:Echo"\n'
+    )
+    Path("more.toml").write_text(
+        '[[tasks]]\nname = "a"\nweight = 3.0\n[[tasks]]\nname = "c"\ntype = "echo_task:Echo"\n'
+    )
+    config = load_config(["two.toml", "more.toml"], [("tasks.b.weight", "2.0")])
+    assert [(source.name, source.weight) for source in config.tasks] == [("a", 3.0), ("b", 2.0), ("c", 1.0)]
+    assert config.tasks[0].task.length == 7
+    Path("wrong.toml").write_text('[[tasks]]\nname = "a"\nlenght = 3\n')
+    assert "wrong.toml: tasks.a.lenght = 3 is not a setting; nearest: tasks.a.length" in failure(
+        ["two.toml", "wrong.toml"]
+    )
