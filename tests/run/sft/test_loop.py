@@ -178,6 +178,8 @@ async def test_what_is_stopped_is_saved_and_goes_on_with_the_next_demonstrations
     second = Taught(start.state.step)
     summary = await make_loop(again, folder, second, start.state).run()
     assert first.learned + second.learned == whole.learned
+    trained = [record["step"] for record in read_jsonl(folder / "metrics.jsonl") if "train/loss" in record]
+    assert trained == list(range(1, 10))
     assert (summary.steps, summary.tokens, summary.loss_before) == (9, 27, 2.0)
     assert (toml.parent / "other" / "model.safetensors").read_text() == "9"
 

@@ -115,6 +115,7 @@ class SupervisedLoop:
         self._install = install
         self._calls = TrainerCalls()
         self._writing: asyncio.Task[None] | None = None  # the newest checkpoint, until it is whole
+        self._measured: float | None = None  # held-out loss, as it was measured last
         self._num_too_long = 0
         self._saver = CheckpointSaver(
             config.checkpoint,
@@ -162,18 +163,17 @@ class SupervisedLoop:
 
     async def _learn(self, held_out: Sequence[TrainingSample], background: asyncio.TaskGroup) -> None:
         coming: asyncio.Task[list[TrainingSample]] | None = None
-        measured = None
         for step in range(self.step + 1, len(self._plan) + 1):
             began = time.monotonic()
             samples = await (coming or self._samples(step, background))
             waited = time.monotonic() - began
             coming = self._samples(step + 1, background) if step < len(self._plan) else None
-            metrics = await self._calls.finish(self._train_on(samples))
-            is_due = self._config.sft.interval and step % self._config.sft.interval == 0
-            if is_due and step < len(self._plan):
-                measured = await self._measure(held_out)
-            self._report(samples, metrics, measured, waited_s=waited, seconds=time.monotonic() - began)
-            if step < len(self._plan) and self._saver.is_due(step):
+            await self._calls.finish(self._train_on(samples, waited_s=waited))
+            if step == len(self._plan):  # the end has a measurement and a checkpoint of its own
+                break
+            if self._config.sft.interval and step % self._config.sft.interval == 0:
+                await self._measure(held_out)
+            if self._saver.is_due(step):
                 await self._written()
                 if await self._calls.finish(self._saver.begin(step)):
                     self._writing = background.create_task(self._saver.finish(), name=f"checkpoint-{step}")
@@ -183,28 +183,20 @@ class SupervisedLoop:
         numbers = self._plan[step - 1]
         return background.create_task(in_thread(self._tokens.samples, numbers), name=f"tokens-{step}")
 
-    async def _train_on(self, samples: Sequence[TrainingSample]) -> Mapping[str, float]:
+    async def _train_on(self, samples: Sequence[TrainingSample], *, waited_s: float) -> None:
+        """A step, and what is told of it: also of one that the run was stopped in, for it is saved."""
+        began = time.monotonic()
         result = await self._trainer.step(samples)
-        tokens = self._state.tokens + int(result.metrics["num_tokens"])
+        metrics, seconds = result.metrics, waited_s + time.monotonic() - began
+        tokens = self._state.tokens + int(metrics["num_tokens"])
         self._state = replace(self._state, step=result.version, tokens=tokens)
-        return result.metrics
-
-    def _report(
-        self,
-        samples: Sequence[TrainingSample],
-        metrics: Mapping[str, float],
-        measured: float | None,
-        *,
-        waited_s: float,
-        seconds: float,
-    ) -> None:
         speed = sum(len(sample.token_ids) for sample in samples) / seconds
         self._log(
             self.step,
             {f"train/{name}": metrics[name] for name in LOGGED if name in metrics}
             | {"throughput/tokens_per_s": speed, "time/step_s": seconds, "time/wait_for_tokens_s": waited_s},
         )
-        self._progress.step(SupervisedStep(self.step, metrics["loss"], measured, speed, seconds))
+        self._progress.step(SupervisedStep(self.step, metrics["loss"], self._measured, speed, seconds))
         if len(self._tokens.too_long) > self._num_too_long:
             self._num_too_long = len(self._tokens.too_long)
             self._progress.message(
@@ -218,6 +210,7 @@ class SupervisedLoop:
             return None
         loss = await self._trainer.measure(held_out)
         self._log(self.step, {"validation/loss": loss})
+        self._measured = loss
         return loss
 
     async def _copy(self, version: int) -> None:
