@@ -10,8 +10,9 @@ import datasets
 import pytest
 from adapters.fake_openenv import observed, serving
 from adapters.playing import calling, play
+from byte_tokenizer import byte_tokenizer
 
-from titan_rl import load_config
+from titan_rl import ChatTemplateRenderer, load_config
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "adapters.md").read_text()
@@ -44,9 +45,10 @@ async def test_textarena(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     group = await play(task, task.train_sample(0, 0), lambda _: "[21]")
     assert group.rollouts[0].reward_breakdown["invalid_moves"] == 1.0
     task = load_config("together.toml", BASE).tasks[0].task
-    game = task.players(task.train_sample(0, 1))
-    assert game["player_1"] == "policy"
-    assert game["player_0"].reply([{"role": "user", "content": "Available Moves: '[3]', '[4]'"}]) == "[3]"
+    games = [task.make_env(task.train_sample(0, index), ChatTemplateRenderer(byte_tokenizer())) for index in range(9)]
+    scripts = [game.players(0)[seat] for game in games for seat in task.seat_names if game.players(0)[seat] != "policy"]
+    assert len(scripts) == 9
+    assert scripts[0].reply([{"role": "user", "content": "Available Moves: '[3]', '[4]'"}]) == "[3]"
 
 
 def trl_task(section: str, module: str, data: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:

@@ -16,7 +16,7 @@ from titan_rl.errors import MissingExtraError
 
 TASKS: dict[str, Any] = {
     "reasoning-gym": (["reasoning_gym", "reasoning_gym.factory"], lambda: ReasoningGym(dataset="maze")),
-    "textarena": (["textarena", "textarena.envs.registration"], lambda: TextArena(game="Nim-v0")),
+    "textarena": (["textarena", "textarena.envs.registration"], lambda: TextArena(env_id="Nim-v0")),
     "openenv": (["websockets", "websockets.asyncio.client"], lambda: OpenEnv(url="http://localhost")),
     "datasets": (["datasets"], lambda: TRLTask(dataset=str(Path(__file__)), reward_funcs=("json:dumps",))),
 }

@@ -57,11 +57,11 @@ def halving() -> Callable[[Sequence[Message]], str]:
 
 @pytest.mark.parametrize("name", [name for name in GAMES.values() if name.partition("-")[0] not in NOT_HERE])
 def test_a_game_begins_and_takes_a_move(name: str) -> None:
-    task = TextArena(game=name)
+    task = TextArena(env_id=name)
     task.check_settings()
     sample = task.train_sample(0, 0)
-    assert list(task.players(sample)) == [f"player_{number}" for number in range(len(task.players(sample)))]
-    game = ArenaGame(lambda: make_game(name, {}, ()), len(task.players(sample)), seed=sample["seed"])
+    assert task.seat_names == tuple(f"player_{number}" for number in range(len(task.seat_names)))
+    game = ArenaGame(lambda: make_game(name, {}, ()), len(task.seat_names), seed=sample["seed"])
     player, seen = game.observe()
     assert seen
     game.move(player, "[0]")
@@ -85,7 +85,7 @@ async def play_in_tokens(task: TextArena, sample: Any, policy: Callable[[str], s
 
 @pytest.mark.parametrize("game", ["GuessTheNumber-v0-raw", "GuessTheNumber-v0"])
 async def test_a_game_of_one_player_is_played_to_its_end(game: str) -> None:
-    task = TextArena(game=game)
+    task = TextArena(env_id=game)
     task.check_settings()
     group = await play(task, task.train_sample(0, 0), halving(), lambda _: "[21]")
     won, lost = group.rollouts
@@ -102,13 +102,13 @@ async def test_a_game_of_one_player_is_played_to_its_end(game: str) -> None:
 
 
 async def test_a_game_that_does_not_end_is_lost() -> None:
-    task = TextArena(game="GuessTheNumber-v0-raw", lost_reward=-0.5)
+    task = TextArena(env_id="GuessTheNumber-v0-raw", lost_reward=-0.5)
     group = await play(task, task.train_sample(0, 0), halving(), max_turns=1)
     assert (group.rollouts[0].status, group.rollouts[0].reward) == (RolloutStatus.TRUNCATED_TURNS, -0.5)
 
 
 async def test_siblings_have_the_same_game_whatever_runs_beside_it() -> None:
-    task = TextArena(game="GuessTheNumber-v0-raw")
+    task = TextArena(env_id="GuessTheNumber-v0-raw")
     sample = task.train_sample(0, 1)
     random.seed(5)
     expected = random.Random(5).random()
@@ -120,7 +120,7 @@ async def test_siblings_have_the_same_game_whatever_runs_beside_it() -> None:
 
 
 async def test_the_policy_plays_all_seats() -> None:
-    task = TextArena(game="TicTacToe-v0-raw")
+    task = TextArena(env_id="TicTacToe-v0-raw")
     task.check_settings()
     group = await play_in_tokens(task, task.train_sample(0, 0), lambda text: re.findall(r"'(\[\d\])'", text)[-1])
     assert len(group.rollouts) == 4  # two siblings, two seats
@@ -136,26 +136,27 @@ async def test_the_policy_plays_all_seats() -> None:
 
 
 async def test_a_function_plays_the_other_seats() -> None:
-    task = TextArena(game="TicTacToe-v0-raw", opponents="adapters.playing:free_square")
+    task = TextArena(env_id="TicTacToe-v0-raw", seats={"player_1": "adapters.playing:free_square"}, rotate="sample")
     seats = []
-    for index in range(2):
+    for index in range(6):
         group = await play_in_tokens(
             task, task.train_sample(0, index), lambda text: re.findall(r"'(\[\d\])'", text)[-1]
         )
         seats += [rollout.seat for rollout in group.rollouts]
         assert all(rollout.status is RolloutStatus.COMPLETED for rollout in group.rollouts)
-    assert seats == ["player_0"] * 2 + ["player_1"] * 2
+    assert len(seats) == 12  # one of each game's two
+    assert set(seats) == {"player_0", "player_1"}
 
 
 async def test_wrappers_are_put_around_a_game() -> None:
-    task = TextArena(game="GuessTheNumber-v0-raw", wrappers=("ActionFormattingWrapper",))
+    task = TextArena(env_id="GuessTheNumber-v0-raw", wrappers=("ActionFormattingWrapper",))
     bare = halving()
     group = await play(task, task.train_sample(0, 0), lambda messages: bare(messages).strip("[]"))
     assert group.rollouts[0].reward == 1.0
 
 
 def test_validation_has_other_seeds() -> None:
-    task = TextArena(game="GuessTheNumber-v0-raw")
+    task = TextArena(env_id="GuessTheNumber-v0-raw")
     trained = {task.train_sample(seed, index)["seed"] for seed in range(2) for index in range(100)}
     held_out = {sample["seed"] for sample in task.validation_samples(100)}
     assert len(trained) == 200
@@ -167,15 +168,18 @@ def test_validation_has_other_seeds() -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"game": "TicTacTo-v0"}, r"task.game = 'TicTacTo-v0' is none of the \d+ games of textarena; .*TicTacToe-v0"),
+        (
+            {"env_id": "TicTacTo-v0"},
+            r"task.env_id = 'TicTacTo-v0' is none of the \d+ games of textarena; .*TicTacToe-v0",
+        ),
         ({"options": {"nothing": 3}}, "cannot be made: TypeError"),
         ({"wrappers": ("ActionFormatting",)}, "none of .* wrappers of textarena.*ActionFormattingWrapper"),
-        ({"opponents": "adapters.playing:free_square"}, "has one player; leave it out"),
+        ({"seats": {"player_1": "adapters.playing:free_square"}}, "task.seats has player_1; the seats are player_0"),
         ({"num_players": 3}, "3 players with seed 0 cannot begin"),
-        ({"game": "Debate-v0"}, "OPENROUTER_API_KEY"),
+        ({"env_id": "Debate-v0"}, "OPENROUTER_API_KEY"),
     ],
 )
 def test_what_cannot_go_well_is_told(settings: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OPENROUTER_API_KEY", raising=False)
     with pytest.raises(ConfigError, match=said):
-        TextArena(**{"game": "GuessTheNumber-v0", **settings}).check_settings()
+        TextArena(**{"env_id": "GuessTheNumber-v0", **settings}).check_settings()

@@ -4,42 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Annotated, Any, cast
+from typing import Any, cast
 
 from pydantic import Field, PositiveInt, PrivateAttr
 
 from titan_rl.adapters.seeds import train_seed, validation_seed
 from titan_rl.adapters.textarena_game import ArenaGame, least_players, make_game
-from titan_rl.calls.imports import find_function
 from titan_rl.calls.threads import in_thread
-from titan_rl.errors import ConfigError
-from titan_rl.rollout.environment.message_game import MessageGame
+from titan_rl.players.task import SeatedTask
 from titan_rl.rollout.environment.message_token_env import MessageTokenEnv
-from titan_rl.rollout.environment.seats import MessagePlayer, MessageSeat, Player, SeatedEnv, SeatedMessageEnv
+from titan_rl.rollout.environment.seats import MessageSeat, SeatedEnv, SeatedMessageEnv
 from titan_rl.rollout.environment.threaded import ThreadedEnv
 from titan_rl.rollout.environment.types import MessageEnv, MessageObservation, MessageStep, TokenEnv
 from titan_rl.rollout.renderer.types import Renderer
 from titan_rl.rollout.rewards.reward import env_reward
 from titan_rl.rollout.rewards.rubric import Rubric
 from titan_rl.rollout.types import RolloutStatus
-from titan_rl.settings import FunctionName, Section
 
 
-class TextArena(Section):
-    """A game of textarena. One of several players is played by the policy on all seats, or against a function of yours.
+class TextArena(SeatedTask):
+    """A game of textarena. One of several players has the seats `player_0`, `player_1` and so on, each played by whom
+    `seats` names.
 
     Example:
 
         [task]
         type = "titan_rl.adapters.textarena:TextArena"
-        game = "TicTacToe-v0-raw"
-        opponents = "policy"
+        env_id = "TicTacToe-v0-raw"
+        rotate = "sample"
 
-    Samples are a game's seed, and the policy's seat where others are not the policy's. Training has even seeds and
-    validation odd ones.
+        [task.seats]
+        player_1 = "players:first_free"
+
+    Samples are a game's seed; training has even seeds, and validation odd ones.
     """
 
-    game: str
+    env_id: str
     """Its name in textarena. Those that end in -raw tell each player what has happened since its last move; others say
     what their wrappers make of the whole game."""
     options: Mapping[str, Any] = Field(default_factory=dict[str, Any])
@@ -48,50 +48,48 @@ class TextArena(Section):
     """More of textarena.wrappers, the outermost last, such as ActionFormattingWrapper."""
     num_players: PositiveInt | None = None
     """By default the least that the game takes."""
-    opponents: Annotated[str, FunctionName(("policy",))] = "policy"
-    """Who plays the other seats: the policy too, or a function from a seat's messages so far to what it says."""
     lost_reward: float = -1.0
     """Of a rollout that is cut off before its game has ended, and of an answer that cannot be parsed."""
 
     _least_players: list[int] = PrivateAttr(default_factory=list[int])  # once it is known
 
+    @property
+    def seat_names(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """
+        Raises:
+            ConfigError: the game begins with no number of players.
+        """
+        if not self._least_players:
+            self._least_players.append(self.num_players or least_players(self.env_id, self._make))
+        return tuple(map(_seat, range(self._least_players[0])))
+
     def check_settings(self) -> None:
         """
         Raises:
-            ConfigError: there is no such game, or it cannot be played.
+            ConfigError: there is no such game, it cannot be played, or a seat is not there.
             MissingExtraError: textarena is not installed.
         """
-        if self.opponents != "policy" and self._num_players() == 1:
-            raise ConfigError(f"task.opponents = {self.opponents!r}, and {self.game} has one player; leave it out")
-        ArenaGame(self._make, self._num_players(), seed=0)
+        self._begin({"seed": 0})()
+        super().check_settings()
 
     def train_sample(self, seed: int, index: int) -> dict[str, int]:
-        return self._sample(train_seed(seed, index), index)
+        return {"seed": train_seed(seed, index)}
 
     def validation_samples(self, count: int) -> list[dict[str, int]]:
-        return [self._sample(validation_seed(index), index) for index in range(count)]
+        return [{"seed": validation_seed(index)} for index in range(count)]
 
     def env(self, sample: Mapping[str, int]) -> MessageEnv:
         """Of a game of one player."""
         return cast("MessageEnv", ThreadedEnv(partial(_Alone, self._begin(sample))))
 
-    def seated_env(self, sample: Mapping[str, int]) -> SeatedMessageEnv:
-        """Of a game of several."""
+    def game(self, sample: Mapping[str, int]) -> SeatedMessageEnv:
+        """Of several."""
         return _Together(self._begin(sample))
 
-    def players(self, sample: Mapping[str, int]) -> Mapping[str, Player]:
-        """Who plays each seat. A subclass may have others, such as a frozen checkpoint."""
-        seats = [_seat(number) for number in range(self._num_players())]
-        if self.opponents == "policy":
-            return dict.fromkeys(seats, "policy")
-        known: dict[str, Callable[..., Any]] = {}
-        other = MessagePlayer(find_function("task.opponents", self.opponents, known))
-        return {seat: "policy" if number == sample["seat"] else other for number, seat in enumerate(seats)}
-
-    def make_env(self, sample: Mapping[str, int], renderer: Renderer) -> TokenEnv | SeatedEnv:
-        if self._num_players() == 1:
+    def make_env(self, sample: Mapping[str, int], renderer: Renderer) -> TokenEnv | SeatedEnv:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if len(self.seat_names) == 1:
             return MessageTokenEnv(self.env(sample), renderer)
-        return MessageGame(self.seated_env(sample), renderer, self.players(sample))
+        return super().make_env(sample, renderer)
 
     def rubric(self) -> Rubric:
         """The game's own reward; how often a player made an invalid move, and whether that ended the game, are
@@ -102,25 +100,11 @@ class TextArena(Section):
             error_reward=self.lost_reward,
         )
 
-    def _sample(self, seed: int, index: int) -> dict[str, int]:
-        return {"seed": seed, "seat": index % self._num_players()}
-
     def _begin(self, sample: Mapping[str, int]) -> Callable[[], ArenaGame]:
-        return partial(ArenaGame, self._make, self._num_players(), seed=sample["seed"])
-
-    def _num_players(self) -> int:
-        """
-        Raises:
-            ConfigError: the game begins with no number of players.
-        """
-        if self.num_players is not None:
-            return self.num_players
-        if not self._least_players:
-            self._least_players.append(least_players(self.game, self._make))
-        return self._least_players[0]
+        return partial(ArenaGame, self._make, len(self.seat_names), seed=sample["seed"])
 
     def _make(self) -> Any:
-        return make_game(self.game, dict(self.options), self.wrappers)
+        return make_game(self.env_id, dict(self.options), self.wrappers)
 
 
 class _Alone:

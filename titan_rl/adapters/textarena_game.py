@@ -100,7 +100,7 @@ def make_game(name: str, options: dict[str, Any], wrappers: Sequence[str]) -> An
     """
     arena = require("textarena", "textarena")
     check_name(
-        "task.game", name, require("textarena.envs.registration", "textarena").ENV_REGISTRY, "games of textarena"
+        "task.env_id", name, require("textarena.envs.registration", "textarena").ENV_REGISTRY, "games of textarena"
     )
     listed = cast("dict[str, Any]", vars(arena.wrappers))
     known: dict[str, Any] = {kind: found for kind, found in listed.items() if inspect.isclass(found)}
@@ -111,7 +111,7 @@ def make_game(name: str, options: dict[str, Any], wrappers: Sequence[str]) -> An
         for wrapper in wrappers:
             game = known[wrapper](game)
     except (Exception, SyntaxError) as error:  # some games are of newer Pythons, or want word lists or keys
-        raise ConfigError(f"task.game = {name!r} cannot be made: {summary(error)}") from error
+        raise ConfigError(f"task.env_id = {name!r} cannot be made: {summary(error)}") from error
     return game
 
 
@@ -131,4 +131,4 @@ def least_players(game: str, make: Callable[[], Any]) -> int:
             failure = error
         else:
             return number
-    raise ConfigError(f"task.game = {game!r}: {failure}; set task.num_players")
+    raise ConfigError(f"task.env_id = {game!r}: {failure}; set task.num_players")
