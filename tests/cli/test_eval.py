@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import sys
 import threading
 from collections.abc import Iterator
@@ -60,6 +62,8 @@ class Adder(ThreadingHTTPServer):
         self.asked: list[dict[str, Any]] = []
         self.keys: set[str | None] = set()
         self.fails_at: set[str] = set()
+        self.interrupts_at: str | None = None
+        self.released = threading.Event()
         self.url = f"http://127.0.0.1:{self.server_address[1]}/v1"
 
 
@@ -74,6 +78,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.asked.append(body)
         self.server.keys.add(self.headers["authorization"])
         question = body["messages"][0]["content"].split()[0]
+        if question == self.server.interrupts_at:
+            os.kill(os.getpid(), signal.SIGINT)
+            self.server.interrupts_at = None
+            self.server.released.wait(20)
         if question in self.server.fails_at:
             self._answer(400, {"error": {"message": "no sums today"}})
             return
@@ -170,6 +178,32 @@ def test_a_stopped_evaluation_goes_on_and_two_stand_side_by_side(
     assert re.search(r"reward +0\.750 ± 0\.250 +0\.667 ± 0\.333 +\+0\.000 ± 0\.000 \(3 same prompts\)", compared)
     assert main(["eval", "--compare", "--json", str(first), str(second)]) == 0
     assert json.loads(capfd.readouterr().out)["differences"][0]["num_paired"] == 3
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """A command that was interrupted leaves the signal as it is for its own end."""
+    handler = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, handler)
+
+
+def test_ctrl_c_shows_what_is_done_and_the_rest_is_played_later(
+    adder: Adder, config: Path, ctrl_c: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    adder.interrupts_at = "2"
+    options = (adder.url, "--out", "out", "--samples", "1", "--in-flight", "1")
+    assert evaluate(config, *options) == 130
+    adder.released.set()
+    out, err = capfd.readouterr()
+    assert re.search(r"reward +1\.000 ± 0\.000\n", out)
+    assert "stopped before its end; these are the prompts that were done" in out
+    assert "SIGINT: stopping: what is done so far is shown" in err
+    assert "stopped; the same command goes on with --out out" in err
+    adder.asked.clear()
+    assert evaluate(config, *options) == 0
+    assert [body["messages"][0]["content"] for body in adder.asked] == ["2 + 1", "3 + 1"]
+    assert "2 samples are there already" in capfd.readouterr().err
 
 
 def test_an_endpoint_that_always_fails_ends_the_command_with_what_it_said(
