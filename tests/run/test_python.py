@@ -126,6 +126,7 @@ async def nothing(*args: Any) -> None: ...
         ({"overrides": {"trainin.steps": 3}}, "there is no table 'trainin'"),
         ({"task": object()}, "must be a titan_rl.settings.Section"),
         ({"overrides": {"rollout.num_workers": 1}}, "set it to 0"),
+        ({"trainer": None}, "model.path = 'none' is not a folder"),
     ],
 )
 def test_what_is_wrong_is_said_before_a_run_begins(tmp_path: Path, changes: dict[str, Any], says: str) -> None:

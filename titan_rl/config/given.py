@@ -14,6 +14,7 @@ from titan_rl.config.explain import Origins, explain
 from titan_rl.config.functions import check_functions, named_modules
 from titan_rl.config.load import load_config
 from titan_rl.config.load_task import task_type
+from titan_rl.config.model_folder import check_chat_template, check_model_folder, check_training_fit, find_model_folder
 from titan_rl.config.run import RunConfig
 from titan_rl.config.search_path import SearchPath
 from titan_rl.config.tasks import TaskSource
@@ -53,6 +54,8 @@ def given_config(
     """
     if not isinstance(config, RunConfig):
         config = load_config(config, check_files=check_files)
+    elif check_files:
+        config = _with_checked_files(config)
     changes = dict(overrides or {})
     for setting, function in functions.items():
         if function is not None:
@@ -60,6 +63,18 @@ def given_config(
     if task is not None:
         changes["tasks"] = _sources(task)
     return _changed(config, changes) if changes else config
+
+
+def _with_checked_files(config: RunConfig) -> RunConfig:
+    """What `load_config` does for one that comes from TOML."""
+    places = [Path()]
+    folder = find_model_folder(config.model.path, places)
+    if folder is not None:
+        config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder)})})
+    check_model_folder(config.model, config.generation, places)
+    check_chat_template(config.model)
+    check_training_fit(config)
+    return config
 
 
 def name_function(setting: str, function: Callable[..., Any]) -> str:
