@@ -84,6 +84,7 @@ from titan_rl.rollout.types import Message, Rollout, RolloutGroup, RolloutStatus
 from titan_rl.scheduling.backlog import Backlog
 from titan_rl.scheduling.batch import GroupBatch
 from titan_rl.scheduling.lease import Lease
+from titan_rl.scheduling.mix.curriculum import Curriculum
 from titan_rl.scheduling.run_group import RunGroup
 from titan_rl.scheduling.scheduler import GroupScheduler
 from titan_rl.scheduling.settings import SchedulingConfig
@@ -136,6 +137,7 @@ __all__ = [
     "CheckpointError",
     "Completion",
     "ConfigError",
+    "Curriculum",
     "DamagedCheckpointError",
     "DataError",
     "DemonstratingTask",

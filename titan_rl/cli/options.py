@@ -99,6 +99,13 @@ class Parser(argparse.ArgumentParser):
                 self._add_table(ValidationSuite, "[[validation.suites]]", "validation.suites.NAME.")
             elif name == "task":
                 continue
+            elif name == "curriculum":
+                group.add_argument(
+                    f"--{key}.type",
+                    action=_Override,
+                    metavar="VALUE",
+                    help=f"{field.description} It has more settings.",
+                )
             else:
                 function = function_name(section, name)
                 choices = get_args(kind) if get_origin(kind) is Literal else function.names if function else ()

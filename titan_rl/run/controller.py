@@ -49,13 +49,13 @@ from titan_rl.run.observability.group_records import GroupRecords
 from titan_rl.run.observability.progress import Progress, RunSummary
 from titan_rl.run.observability.rollout_log import RolloutLog
 from titan_rl.run.observability.step_reports import StepReports, prefixed
+from titan_rl.run.stages.mix import make_mix
 from titan_rl.run.stages.rollout_stage import RolloutStage, train_index
 from titan_rl.run.stages.trainer_calls import TrainerCalls
 from titan_rl.run.stages.validation import Validation
 from titan_rl.run.stages.weight_sync import WeightSync
 from titan_rl.scheduling.batch import GroupBatch
 from titan_rl.scheduling.filters import GroupFilter
-from titan_rl.scheduling.mix.task_mix import Share, TaskMix
 from titan_rl.scheduling.scheduler import GroupScheduler
 from titan_rl.training.data.sample import TrainingSample
 from titan_rl.training.data.sample_builder import build_samples
@@ -103,13 +103,7 @@ class Controller:
         self._transcripts = RolloutLog(run_dir.write_rollout, config.logging.transcripts_per_step, self._tell)
         tasks = [source.name for source in config.tasks]
         self._reports = StepReports(log, progress, self._transcripts, tasks if len(tasks) > 1 else ())
-        self._mix = TaskMix(
-            {source.name: Share(source.weight, source.curriculum) for source in config.tasks},
-            journal.note,
-            state=start.tasks,
-            events=journal.events,
-            is_settled=start.position.is_settled,
-        )
+        self._mix = make_mix(config, journal, start)
         self._groups = RolloutStage(
             config,
             self._mix,
