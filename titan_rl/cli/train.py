@@ -71,4 +71,6 @@ def _rehearse(config: RunConfig) -> int:
     for rehearsal in rehearsals:
         for line in describe(rehearsal, config.model.max_context):
             tell(line)
+    for name in {source.name for source in config.tasks} - {rehearsal.task for rehearsal in rehearsals}:
+        tell(f"{name}: not played: the programs of agents are not started")
     return 1 if any(rehearsal.problems for rehearsal in rehearsals) else 0

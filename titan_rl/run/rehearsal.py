@@ -60,7 +60,7 @@ def rehearse(config: RunConfig, tell: Callable[[str], object]) -> list[Rehearsal
     are not started.
 
     Args:
-        tell: takes what a task has to say, and which call stands still.
+        tell: takes which call stands still.
 
     Raises:
         ConfigError, ModelError: the renderer cannot be made.
@@ -78,8 +78,9 @@ async def _rehearse(config: RunConfig, folder: Path, tell: Callable[[str], objec
     limits = config.rollout.model_copy(update={"max_retries": 0, "rollout_timeout_s": CALL_LIMIT_S})
     briefly = config.model_copy(update={"rollout": limits})
     try:
-        async with asyncio.timeout(LIMIT_S), open_rollouters(briefly, folder, tell, renderer, dry=True) as rollouters:
-            with LoopWatchdog(tell):
+        opened = open_rollouters(briefly, folder, _say_nothing, renderer, dry=True)
+        async with asyncio.timeout(LIMIT_S), opened as rollouters:
+            with LoopWatchdog(tell, blocked_after_s=CALL_LIMIT_S):
                 return [
                     rehearsal
                     for source in briefly.tasks
@@ -118,6 +119,10 @@ async def _play(config: RunConfig, source: TaskSource, rollouter: Rollouter, ren
         group,
         tuple(dict.fromkeys(_problems(group, shown, sampling.max_tokens))),
     )
+
+
+def _say_nothing(text: str) -> None:
+    """What a task has to say to a person is of a run that begins."""
 
 
 class _WithoutAgents:
