@@ -30,7 +30,7 @@ from titan_rl.run.playing.person import HELP, Person
 from titan_rl.run.playing.screen import Say, Screen
 from titan_rl.run.playing.shown_envs import ShownMessageEnv, ShownTokenEnv
 from titan_rl.run.policies.opened import OpenedPolicy, needs_engine, open_policy, require_engine, speaks_no_tokens
-from titan_rl.types import SamplingParams
+from titan_rl.types import GenerateFn, SamplingParams
 
 PATIENCE_S = 1e6
 """That a person may take."""
@@ -77,49 +77,78 @@ async def play(
     """
     source = _source(config, scene.task)
     async with contextlib.AsyncExitStack() as resources:
-        screen = Screen(say)
         if policy is None:
-            has_model = find_model_folder(config.model.path, [Path()]) is not None
-            tokenizer = load_tokenizer(config.model.path) if has_model else None
-            renderer = make_renderer(config.model) if has_model else NoTokens()
-            screen = Screen(say, None if tokenizer is None else tokenizer.decode)
-            rollouter = _patient(make_rollouter(config, source, renderer))
-
-            def encode(text: str) -> Sequence[int]:
-                assert tokenizer is not None
-                return tokenizer.encode(text, add_special_tokens=False)
-
-            player = Person(screen, lines, renderer, encode, is_terminal=is_terminal)
-            generate = player.generate
-            if not has_model:
-                tell(f"model.path = {config.model.path!r} is not there, so this is played in messages, without tokens")
-                generate = speaks_no_tokens
-                play_by_chat(rollouter, player.chat, lambda env: ShownMessageEnv(env, screen))
-            say(HELP)
+            game = _played_by_person(config, source, say, tell, lines, is_terminal=is_terminal)
         else:
-            player = None
-            opened_policy = await resources.enter_async_context(_watched(policy, config, settings, tell))
-            renderer, generate = opened_policy.renderer or NoTokens(), opened_policy.generate
-            rollouter = make_rollouter(config, source, renderer)
-            rollouter.finish_session = opened_policy.finish_session
-            if opened_policy.chat is not None:
-                play_by_chat(rollouter, opened_policy.chat, lambda env: ShownMessageEnv(env, screen))
-        _show(rollouter, screen, player)
+            watched = await resources.enter_async_context(_watched(policy, config, settings, tell))
+            game = _played_by_policy(config, source, say, watched)
         folder = resources.enter_context(tempfile.TemporaryDirectory(prefix="titan_rl-play-"))
-        run = RunContext(config.model.path, renderer, config.model.max_context, Path(folder), tell)
+        run = RunContext(config.model.path, game.renderer, config.model.max_context, Path(folder), tell)
         await resources.enter_async_context(opened(source.task, run))
         for place in range(scene.first, scene.first + scene.count):
             say(f"--- {'held-out' if scene.held_out else 'training'} sample {place} of {source.name}")
-            group = await rollouter.run_group(
-                generate,
+            group = await game.rollouter.run_group(
+                game.generate,
                 _sample(config, source, place, held_out=scene.held_out),
                 group_id=f"play-{place}",
                 group_size=1,
-                sampling=_sampling(config, source, settings, renderer),
+                sampling=_sampling(config, source, settings, game.renderer),
             )
-            screen.group(group)
-            if player is not None and player.has_quit:
+            game.screen.group(group)
+            if game.player is not None and game.player.has_quit:
                 return
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """A task with who plays it, and where that is shown."""
+
+    rollouter: Rollouter
+    generate: GenerateFn
+    renderer: Renderer
+    screen: Screen
+    player: Person | None = None
+
+
+def _played_by_person(
+    config: RunConfig,
+    source: TaskSource,
+    say: Say,
+    tell: Callable[[str], object],
+    lines: TextIO,
+    *,
+    is_terminal: bool,
+) -> Played:
+    """In tokens where the model's tokenizer is there, else in messages."""
+    has_model = find_model_folder(config.model.path, [Path()]) is not None
+    tokenizer = load_tokenizer(config.model.path) if has_model else None
+    renderer = make_renderer(config.model) if has_model else NoTokens()
+    screen = Screen(say, None if tokenizer is None else tokenizer.decode)
+    rollouter = _patient(make_rollouter(config, source, renderer))
+
+    def encode(text: str) -> Sequence[int]:
+        assert tokenizer is not None
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    say(HELP)
+    player = Person(screen, lines, renderer, encode, is_terminal=is_terminal)
+    if has_model:
+        _show(rollouter, screen, player)
+        return Played(rollouter, player.generate, renderer, screen, player)
+    tell(f"model.path = {config.model.path!r} is not there, so this is played in messages, without tokens")
+    play_by_chat(rollouter, player.chat, lambda env: ShownMessageEnv(env, screen))
+    return Played(rollouter, speaks_no_tokens, renderer, screen, player)
+
+
+def _played_by_policy(config: RunConfig, source: TaskSource, say: Say, policy: OpenedPolicy) -> Played:
+    screen, renderer = Screen(say), policy.renderer or NoTokens()
+    rollouter = make_rollouter(config, source, renderer)
+    rollouter.finish_session = policy.finish_session
+    if policy.chat is None:
+        _show(rollouter, screen, None)
+    else:
+        play_by_chat(rollouter, policy.chat, lambda env: ShownMessageEnv(env, screen))
+    return Played(rollouter, policy.generate, renderer, screen)
 
 
 @contextlib.asynccontextmanager
@@ -137,7 +166,8 @@ async def _watched(
 
 
 def _show(rollouter: Rollouter, screen: Screen, player: Person | None) -> None:
-    """Have each environment of tokens show what happens in it. Others play by themselves: what they ask is shown."""
+    """Have each environment of tokens show what happens in it. Of others, which play by themselves, a person is shown
+    what they ask."""
     make_env = rollouter.make_env
 
     def make_shown_env(sample: Any) -> Any:
