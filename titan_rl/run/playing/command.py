@@ -100,7 +100,7 @@ async def play(
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
+class Cast:
     """A task with who plays it, and where that is shown."""
 
     rollouter: Rollouter
@@ -118,7 +118,7 @@ def _played_by_person(
     lines: TextIO,
     *,
     is_terminal: bool,
-) -> Played:
+) -> Cast:
     """In tokens where the model's tokenizer is there, else in messages."""
     has_model = find_model_folder(config.model.path, [Path()]) is not None
     tokenizer = load_tokenizer(config.model.path) if has_model else None
@@ -134,13 +134,13 @@ def _played_by_person(
     player = Person(screen, lines, renderer, encode, is_terminal=is_terminal)
     if has_model:
         _show(rollouter, screen, player)
-        return Played(rollouter, player.generate, renderer, screen, player)
+        return Cast(rollouter, player.generate, renderer, screen, player)
     tell(f"model.path = {config.model.path!r} is not there, so this is played in messages, without tokens")
     play_by_chat(rollouter, player.chat, lambda env: ShownMessageEnv(env, screen))
-    return Played(rollouter, speaks_no_tokens, renderer, screen, player)
+    return Cast(rollouter, speaks_no_tokens, renderer, screen, player)
 
 
-def _played_by_policy(config: RunConfig, source: TaskSource, say: Say, policy: OpenedPolicy) -> Played:
+def _played_by_policy(config: RunConfig, source: TaskSource, say: Say, policy: OpenedPolicy) -> Cast:
     screen, renderer = Screen(say), policy.renderer or NoTokens()
     rollouter = make_rollouter(config, source, renderer)
     rollouter.finish_session = policy.finish_session
@@ -148,7 +148,7 @@ def _played_by_policy(config: RunConfig, source: TaskSource, say: Say, policy: O
         _show(rollouter, screen, None)
     else:
         play_by_chat(rollouter, policy.chat, lambda env: ShownMessageEnv(env, screen))
-    return Played(rollouter, policy.generate, renderer, screen)
+    return Cast(rollouter, policy.generate, renderer, screen)
 
 
 @contextlib.asynccontextmanager
