@@ -80,5 +80,7 @@ def clean_up_after_dead_runs(root: Path) -> None:
 
 
 def _remove_monarch_logs(scratch: Path) -> None:
-    for log in Path("/tmp").glob(f"*/monarch_log_{scratch.name}*"):  # there wherever TMPDIR points
-        log.unlink(missing_ok=True)
+    for folder in Path("/tmp").iterdir():  # there wherever TMPDIR points
+        with contextlib.suppress(OSError):  # others remove folders of their own meanwhile
+            for log in folder.glob(f"monarch_log_{scratch.name}*"):
+                log.unlink(missing_ok=True)
