@@ -16,6 +16,7 @@ from e2e.runs import QUICK, Run, run_training
 from e2e.slow_loss import GATE
 
 from titan_rl.run.journal.run_state import RunState
+from titan_rl.scheduling.mix.shares import Shares
 from titan_rl.training.state.checkpoint import latest
 
 GROUPS = QUICK["scheduling.groups_per_step"]
@@ -46,11 +47,21 @@ def trained_groups(folder: Path) -> dict[int, list[str]]:
     return found
 
 
+def tasks_of_groups(folder: Path) -> dict[str, str]:
+    lines = (folder / "rollouts.jsonl").read_text().splitlines()
+    return {record["group_id"]: record["task"] for record in map(json.loads, lines)}
+
+
 def assert_trained_once_and_in_order(folder: Path, steps: int) -> None:
     expected = {
         step: [f"train-{index}" for index in range((step - 1) * GROUPS, step * GROUPS)] for step in range(1, steps + 1)
     }
     assert trained_groups(folder) == expected
+    turns = Shares({"long": 3.0, "short": 1.0})
+    tasks = tasks_of_groups(folder)
+    for index in range(steps * GROUPS):
+        assert tasks[f"train-{index}"] == turns.next(), f"the turn of group {index}"
+        turns.take(turns.next())
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records if "train/loss" in record] == list(range(1, steps + 1))
 
@@ -89,7 +100,8 @@ def test_a_run_stopped_within_a_step_and_one_killed_go_on_where_the_trainer_says
     gate = tmp_path / "gate"
     gate.mkdir()
     monkeypatch.setenv(GATE, str(gate))
-    with run_training(tmp_path, training__steps=6, checkpoint__interval=2, **SETTINGS) as run:
+    two_tasks = "tests/e2e/two_tasks.toml"
+    with run_training(tmp_path, config=two_tasks, training__steps=6, checkpoint__interval=2, **SETTINGS) as run:
         run.wait_for_step(2)
         (gate / "hold").touch()
         log = run.folder / "logs" / "controller.log"
@@ -135,7 +147,9 @@ def test_a_run_stopped_within_a_step_and_one_killed_go_on_where_the_trainer_says
         assert run.wait() == 0, run.output
         assert "continuing from" in run.output
         assert_trained_once_and_in_order(run.folder, last)
-        assert [record["step"] for record in run.metrics() if "validation/reward_mean" in record] == [0, last]
+        for suite in ("", "long/", "short/"):
+            name = f"validation/{suite}reward_mean"
+            assert [record["step"] for record in run.metrics() if name in record] == [0, last]
         assert run.leftovers() == []
 
         run.resume("--training.steps", str(last))
