@@ -76,7 +76,16 @@ def cluster_of(folder: Path, supervisor: Any, told: list[str], **settings: Any) 
         tasks=[TaskSource(task=Counting())],  # pyright: ignore[reportArgumentType]
         **settings,
     )
-    return RunProcesses(config, RunDirectory(folder), PublishedWeights(), supervisor, None, told.append)
+    return RunProcesses(
+        config,
+        RunDirectory(folder),
+        PublishedWeights(),
+        supervisor,
+        None,
+        told.append,
+        trains=True,
+        generates=True,
+    )
 
 
 @pytest.mark.parametrize(

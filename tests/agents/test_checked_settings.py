@@ -66,13 +66,13 @@ def test_what_could_not_go_well_is_refused(config: str, setting: str, value: str
 
 
 def test_a_task_that_fails_at_its_check_is_named_with_the_line(config: str) -> None:
-    Path("own_task.py").write_text(
+    Path("unlucky.py").write_text(
         "from titan_rl.agents import AgentTask\n"
         "class Own(AgentTask):\n"
         "    def train_sample(self, seed, index): return {}['city']\n"
     )
-    with pytest.raises(ConfigError, match=r"could not be checked: KeyError: 'city' \(own_task.py:3 in train_sample\)"):
-        load_config(config, [("task.type", "own_task:Own")])
+    with pytest.raises(ConfigError, match=r"could not be checked: KeyError: 'city' \(unlucky.py:3 in train_sample\)"):
+        load_config(config, [("task.type", "unlucky:Own")])
 
 
 def test_a_model_without_a_chat_template_needs_another_renderer(config: str) -> None:

@@ -17,7 +17,9 @@ from titan_rl.rollout.group.transcript import transcript
 from titan_rl.run.directory import RunDirectory, read_jsonl
 from titan_rl.run.journal.records import DropRecord, GroupRecord, decode, encode, group_record
 from titan_rl.run.observability.report import write_report
+from titan_rl.scheduling.mix.events import Assigned
 
+PLAYED = Assigned(7, "task", 0)
 TEXT = st.text(st.characters(exclude_categories=()))  # lone surrogates included
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(10**40), 10**40) | st.floats(allow_nan=False) | TEXT | st.binary(),
@@ -90,15 +92,15 @@ def rollout_with(message: dict[str, Any], text: str = "") -> Rollout:
 @example(message={"content": "\ud83d\ude00"}, text="\ud83d\ude00")
 def test_the_journal_gives_back_what_was_said(message: dict[str, Any], text: str) -> None:
     rollout = rollout_with(message, text)
-    record = group_record(7, RolloutGroup("g", None, [rollout]))
-    assert decode(encode(record)) == GroupRecord(7, [rollout])
+    record = group_record(PLAYED, RolloutGroup("g", None, [rollout]))
+    assert decode(encode(record)) == GroupRecord(7, "task", 0, [rollout])
     assert decode(encode(DropRecord(3, text))) == DropRecord(3, text)
 
 
 @settings(deadline=None, max_examples=examples(400))
 @given(message=st.dictionaries(TEXT, ANYTHING, max_size=2))
 def test_what_has_no_form_on_disk_is_stored_as_its_text(message: dict[str, Any]) -> None:
-    read = decode(encode(group_record(0, RolloutGroup("g", None, [rollout_with(message)]))))
+    read = decode(encode(group_record(PLAYED, RolloutGroup("g", None, [rollout_with(message)]))))
     assert isinstance(read, GroupRecord)
     assert same(read.rollouts[0].messages[0], plain(message))
 
@@ -140,7 +142,7 @@ def utf16(value: Any) -> bytes:
 @pytest.mark.parametrize("name", ODD)
 def test_every_odd_value_is_stored(run_dir: RunDirectory, name: str) -> None:
     message = {"role": "user", "content": ODD[name]}
-    read = decode(encode(group_record(0, RolloutGroup("g", None, [rollout_with(message)]))))
+    read = decode(encode(group_record(PLAYED, RolloutGroup("g", None, [rollout_with(message)]))))
     assert isinstance(read, GroupRecord)
     assert same(read.rollouts[0].messages[0], plain(message))
     run_dir.write_rollout(transcript(rollout_with(message)))
@@ -149,7 +151,7 @@ def test_every_odd_value_is_stored(run_dir: RunDirectory, name: str) -> None:
 
 def test_what_is_nested_too_deep_ends_in_a_text(run_dir: RunDirectory) -> None:
     rollout = rollout_with({"role": "user", "content": nested(5000)})
-    assert isinstance(decode(encode(group_record(0, RolloutGroup("g", None, [rollout])))), GroupRecord)
+    assert isinstance(decode(encode(group_record(PLAYED, RolloutGroup("g", None, [rollout])))), GroupRecord)
     run_dir.write_rollout(transcript(rollout))
     assert read_jsonl(run_dir.rollouts)[-1]["messages"][0]["role"] == "user"
     assert snapshot(rollout.messages) == rollout.messages

@@ -16,17 +16,24 @@ if importlib.util.find_spec("vllm") is None:  # which the command asks for; here
 __all__ = ["project"]
 
 PROGRAM = """
-import os, signal, sys, types
+import importlib.machinery, os, signal, sys
 
-class RunProcesses(types.ModuleType):
-    def __getattr__(self, name):
-        if name == "start_processes":
+class StartProcesses:
+    # In the place of titan_rl.actors.run_processes.
+
+    def find_spec(self, name, path, target=None):
+        if name == "titan_rl.actors.run_processes":
             os.kill(os.getpid(), signal.SIGINT)  # while it is imported
-            return lambda *args: sys.exit("started")
-        raise AttributeError(name)
+            return importlib.machinery.ModuleSpec(name, self)
+
+    def create_module(self, spec):
+        return None
+
+    def exec_module(self, module):
+        module.start_processes = lambda *args, **parts: sys.exit("started")
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored
-sys.modules["titan_rl.actors.run_processes"] = RunProcesses("titan_rl.actors.run_processes")
+sys.meta_path.insert(0, StartProcesses())
 from titan_rl.cli.main import main
 sys.exit(main(["train", "config.toml"]))
 """

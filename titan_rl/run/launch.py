@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import logging
 import os
 import threading
@@ -204,7 +205,9 @@ async def _run(
     signals: StopSignals,
     messages: EndMessages,
 ) -> RunSummary:
-    await asyncio.sleep(0)  # a signal that came until now stops the run here
+    if parts.needs_processes:
+        importlib.import_module("titan_rl.actors.run_processes")  # takes seconds
+    await asyncio.sleep(0)  # a signal that came until now stops the run here, before it says or starts anything
     renderer = parts.renderer or make_renderer(config.model)
     with open_outputs(config, run_dir, parts.sinks) as (progress, sinks), contextlib.ExitStack() as resources:
         signals.tell = progress.end_with

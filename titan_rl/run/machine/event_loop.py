@@ -27,11 +27,7 @@ def run_to_its_end(program: Coroutine[Any, Any, T]) -> T:
         SystemExit, KeyboardInterrupt: the first of them, once the program has ended.
         BaseException: what the program raises.
     """
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return _run(program)
-    return _in_thread(program)
+    return _run(program) if asyncio._get_running_loop() is None else _in_thread(program)
 
 
 def _in_thread(program: Coroutine[Any, Any, T]) -> T:
