@@ -12,9 +12,7 @@ from titan_rl.config.model_folder import check_chat_template, check_model_folder
 from titan_rl.config.run import RunConfig
 from titan_rl.config.sft import SFTConfig
 from titan_rl.errors import ConfigError
-
-MADE_BY_SFT = "sft.json"
-"""A file that `titan-rl sft` leaves in each folder that it writes. Others it does not replace."""
+from titan_rl.training.settings import MADE_BY_SFT
 
 
 def load_sft_config(paths: str | Path | Sequence[str | Path], overrides: Sequence[tuple[str, str]] = ()) -> RunConfig:

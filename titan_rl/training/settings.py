@@ -30,6 +30,9 @@ from titan_rl.training.choices import (
 from titan_rl.training.losses.registry import BY_NAME as LOSSES
 from titan_rl.training.optimizer.registry import BY_NAME as OPTIMIZERS
 
+MADE_BY_SFT = "sft.json"
+"""A file that `titan-rl sft` leaves in each model's folder that it writes. Others it does not replace."""
+
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 

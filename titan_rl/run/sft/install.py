@@ -6,8 +6,8 @@ import json
 import shutil
 from pathlib import Path
 
-from titan_rl.config.load_sft import MADE_BY_SFT
 from titan_rl.config.run import RunConfig
+from titan_rl.training.settings import MADE_BY_SFT
 from titan_rl.training.state.checkpoint import atomic_directory
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from titan_rl.training.settings import MADE_BY_SFT
 from titan_rl.training.state.checkpoint import atomic_directory
 from titan_rl.training.state.tensor_file import write_tensors
 
@@ -21,7 +22,8 @@ def export_hf(directory: Path, named_tensors: Iterable[tuple[str, torch.Tensor]]
 
     Args:
         named_tensors: Hugging Face names.
-        source: the folder the model came from; every file of it that holds no weights is copied.
+        source: the folder the model came from; every file of it that holds no weights is copied, but for the note
+            `MADE_BY_SFT`: what is exported is not `titan-rl sft`'s to replace.
         dtype: recorded in config.json, so that readers load the weights as they are: "float32".
 
     Raises:
@@ -30,7 +32,7 @@ def export_hf(directory: Path, named_tensors: Iterable[tuple[str, torch.Tensor]]
     """
     with atomic_directory(directory) as temporary:
         for file in source.iterdir():
-            if file.is_file() and not file.name.endswith(_WEIGHTS):
+            if file.is_file() and file.name != MADE_BY_SFT and not file.name.endswith(_WEIGHTS):
                 shutil.copyfile(file, temporary / file.name)
         config: dict[str, Any] = json.loads((source / "config.json").read_text())
         config.pop("torch_dtype", None)
