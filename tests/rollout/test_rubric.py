@@ -55,7 +55,12 @@ def test_duplicate_names_are_refused() -> None:
     Rubric([Reward(half), Reward(half, name="other")])
 
 
-@pytest.mark.parametrize("rewards", [[], [Reward(half, 0.0)], [Reward(half, 1.0), Reward(sibling_number, -1.0)]])
+def test_a_rubric_without_rewards_is_refused() -> None:
+    with pytest.raises(ValueError, match="has no rewards; give it at least one"):
+        Rubric([])
+
+
+@pytest.mark.parametrize("rewards", [[Reward(half, 0.0)], [Reward(half, 1.0), Reward(sibling_number, -1.0)]])
 def test_weights_that_do_not_sum_to_more_than_zero_are_refused(rewards: list[Reward]) -> None:
     with pytest.raises(ValueError, match="must be positive"):
         Rubric(rewards)

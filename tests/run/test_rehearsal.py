@@ -45,6 +45,15 @@ class GivesText(Say):
 
 def text_reward(rollout): return "good"
 
+class RaisesRubric(Say):
+    def rubric(self): raise ValueError("no words")
+
+class NoRubric(Say):
+    def rubric(self): return None
+
+class NoRewards(Say):
+    def rubric(self): return Rubric([])
+
 class NoSample(Say):
     def train_sample(self, seed, index): return [][index]
 
@@ -62,6 +71,17 @@ class Shows(Say):
     def demonstrations(self, count):
         said = {"role": "assistant", "content": self.answer}
         yield Demonstration([{"role": "user", "content": "Say 7."}, said])
+
+class NotARenderer:
+    def __init__(self, tokenizer): ...
+
+def no_renderer(tokenizer): ...
+
+def endless(tokenizer):
+    from titan_rl.rollout.renderer import ChatTemplateRenderer
+    renderer = ChatTemplateRenderer(tokenizer)
+    renderer.get_stop_token_ids = lambda: []
+    return renderer
 
 class Filters(Say):
     def drop_reason(self, group): return group.absent
@@ -107,7 +127,19 @@ def test_the_policy_says_what_a_demonstration_says(dry_run, monkeypatch: pytest.
         ("Raises", "error: a rollout ends with error_env: KeyError: 'answer' (say_task.py:22 in step)"),
         ("GivesText", "error: a reward failed: "),
         ("Long", "error: a rollout ends with truncated_prompt: the prompt of turn 0 has "),
-        ("NoSample", "train_sample(0, 0) of the task failed: IndexError: list index out of range (say_task.py:"),
+        (
+            "NoSample",
+            "train_sample(0, 0) of task 'no_sample' failed: IndexError: list index out of range (say_task.py:",
+        ),
+        ("RaisesRubric", "titan-rl: rubric() of task 'raises_rubric' failed: ValueError: no words (say_task.py:"),
+        (
+            "NoRubric",
+            "titan-rl: rubric() of task 'no_rubric' failed: TypeError: it gave None; it must give a titan_rl.Rubric",
+        ),
+        (
+            "NoRewards",
+            "titan-rl: rubric() of task 'no_rewards' failed: ValueError: the rubric has no rewards; give it at",
+        ),
         ("Filters", "drop_reason of group 'filters-0' of the task failed: AttributeError"),
     ],
 )
@@ -125,6 +157,22 @@ def test_an_environment_that_hangs_is_left_to_itself(dry_run, monkeypatch: pytes
     assert code == 1
     assert "error: a rollout ends with error_timeout" in told
     assert time.monotonic() - began < 30
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("NotARenderer", "has no bridge_to_next_turn, get_stop_token_ids, parse_response, render_ids"),
+        ("no_renderer", "it gave None, which has no "),
+        ("endless", "its get_stop_token_ids() gave no token that ends a completion"),
+    ],
+)
+def test_what_is_no_renderer_is_told_in_a_line(dry_run, name: str, says: str):
+    code, told = dry_run("Say", "--model.renderer", f"say_task:{name}")
+    assert code == 2
+    line = next(line for line in told.splitlines() if line.startswith("titan-rl: model.renderer = "))
+    assert f"'say_task:{name}'" in line
+    assert says in line
 
 
 def test_several_tasks_are_played_each(dry_run, project: Path, capsys: pytest.CaptureFixture[str]):

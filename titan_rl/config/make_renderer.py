@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from typing_extensions import get_protocol_members
+
 from titan_rl.calls.user_code import describe
 from titan_rl.errors import ConfigError, ModelError
 from titan_rl.rollout.renderer import Renderer
@@ -15,12 +19,20 @@ def make_renderer(model: ModelConfig) -> Renderer:
 
     Raises:
         ModelError: the folder has no tokenizer, or no chat template that the library's own can extend.
-        ConfigError: there is no such renderer, or it refuses the tokenizer.
+        ConfigError: there is no such renderer, it refuses the tokenizer, or what it gives is none.
     """
     make = find_renderer(model.renderer)
     tokenizer = load_tokenizer(model.path)
     try:
-        return make(tokenizer)
+        renderer: Any = make(tokenizer)
+        lacking = [
+            name for name in sorted(get_protocol_members(Renderer)) if not callable(getattr(renderer, name, None))
+        ]
+        if lacking:
+            raise TypeError(f"it gave {renderer!r}, which has no {', '.join(lacking)}")
+        if not renderer.get_stop_token_ids():
+            raise ValueError("its get_stop_token_ids() gave no token that ends a completion")
+        return renderer
     except ModelError:
         raise
     except Exception as error:

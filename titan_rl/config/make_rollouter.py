@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from titan_rl.config.make_renderer import make_renderer
 from titan_rl.rollout.group.rollouter import Rollouter
 from titan_rl.rollout.renderer import Renderer
 from titan_rl.rollout.rewards.registry import find_advantage
-from titan_rl.rollout.task import RunContext, opened
+from titan_rl.rollout.rewards.rubric import Rubric
+from titan_rl.rollout.task import RunContext, calling, opened
 
 if TYPE_CHECKING:
     from titan_rl.config.run import RunConfig
@@ -23,12 +24,19 @@ def make_rollouter(config: RunConfig, source: TaskSource, renderer: Renderer | N
 
     Args:
         renderer: by default the one that `model.renderer` names.
+
+    Raises:
+        DataError: the task has no rubric to give.
     """
     task = source.task
     renderer = renderer or make_renderer(config.model)
+    with calling("rubric()", source.name):
+        rubric: Any = task.rubric()
+        if not isinstance(rubric, Rubric):
+            raise TypeError(f"it gave {rubric!r}; it must give a titan_rl.Rubric")
     return Rollouter(
         lambda sample: task.make_env(sample, renderer),
-        task.rubric(),
+        rubric,
         advantage=find_advantage(config.advantage_of(source)),
         limits=config.limits_of(source),
         max_context=config.model.max_context,

@@ -141,8 +141,11 @@ async def opened(task: Task, run: RunContext) -> AsyncGenerator[None]:
 
 
 @contextmanager
-def calling(call: str) -> Generator[None]:
+def calling(call: str, task: str | None = None) -> Generator[None]:
     """Around a call of a task's method that a run cannot do without.
+
+    Args:
+        task: its name, for the message.
 
     Example:
 
@@ -157,7 +160,8 @@ def calling(call: str) -> Generator[None]:
     except BaseException as error:  # nothing is awaited in the block, so that a CancelledError is the method's own
         if is_ctrl_c(error):
             raise
-        raise DataError(f"{call} of the task failed: {describe(error)}") from error
+        owner = "the task" if task is None else f"task {task!r}"
+        raise DataError(f"{call} of {owner} failed: {describe(error)}") from error
 
 
 def measured(task: Task, groups: Sequence[RolloutGroup]) -> dict[str, float]:

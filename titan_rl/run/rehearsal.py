@@ -94,11 +94,11 @@ async def _play(config: RunConfig, source: TaskSource, rollouter: Rollouter, ren
     """None of a task of agents."""
     task, sampling = source.task, config.sampling_of(source)
     stop_token_ids = renderer.get_stop_token_ids()
-    with calling(f"train_sample({config.seed}, 0)"):
+    with calling(f"train_sample({config.seed}, 0)", source.name):
         sample = task.train_sample(config.seed, 0)
-    with calling("validation_samples(1)"):
+    with calling("validation_samples(1)", source.name):
         list(task.validation_samples(1))
-    shown = _shown(task, renderer)
+    shown = _shown(source, renderer)
     rollouter.make_env = agents = _WithoutAgents(rollouter.make_env)
     group = await rollouter.run_group(
         MockPolicy(shown, stop_token_ids[0]),
@@ -156,12 +156,13 @@ class _Unplayed:
         await self._agent.close()
 
 
-def _shown(task: Any, renderer: Renderer) -> list[list[int]]:
+def _shown(source: TaskSource, renderer: Renderer) -> list[list[int]]:
     """The answers of the first demonstration, if there is one.  # [num_turns][num_tokens]"""
+    task: Any = source.task
     if not isinstance(task, DemonstratingTask):
         return []
     try:
-        with calling("demonstrations(1)"):
+        with calling("demonstrations(1)", source.name):
             demonstrations = list(islice(task.demonstrations(1), 1))
     except DataError as error:
         if isinstance(error.__cause__, ConfigError):  # it could show something, and does not

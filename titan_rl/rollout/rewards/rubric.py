@@ -41,7 +41,7 @@ class Rubric:
         timeout_s: seconds one call of a function may take, where its reward has no limit of its own.
 
     Raises:
-        ValueError: two rewards share a name, or the weights do not add up to more than zero.
+        ValueError: there are no rewards, two share a name, or the weights do not add up to more than zero.
     """
 
     def __init__(
@@ -53,6 +53,8 @@ class Rubric:
         timeout_s: float = 300.0,
     ) -> None:
         names = [reward.name for reward in rewards]
+        if not names:
+            raise ValueError("the rubric has no rewards; give it at least one, such as Reward(function)")
         if duplicates := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"rewards {duplicates} appear more than once in the rubric; give each its own name=")
         self._weight_sum = sum(reward.weight for reward in rewards)
