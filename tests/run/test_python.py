@@ -135,6 +135,20 @@ def test_what_is_wrong_is_said_before_a_run_begins(tmp_path: Path, changes: dict
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_setting_of_a_task_of_the_program_itself_is_overridden(tmp_path: Path) -> None:
+    class From(Counting):
+        start: int = 2
+
+        def validation_samples(self, count: int) -> list[int]:
+            return [self.start] * count
+
+    given: dict[str, Any] = {"task": From(), "renderer": LetterRenderer()}
+    few, many = (
+        titan_rl.evaluate(config(tmp_path), count_down, overrides={"task.start": start}, **given) for start in (1, 5)
+    )
+    assert many.task.turns == few.task.turns + 4
+
+
 def test_a_function_of_a_module_is_named_by_it(tmp_path: Path) -> None:
     titan_rl.train(config(tmp_path), advantage=ones, **parts())
     told = (tmp_path / "latest" / "config.toml").read_text()

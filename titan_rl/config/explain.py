@@ -12,11 +12,13 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 COMMAND_LINE = "command line"
+ARGUMENTS = "arguments"
+"""Of a call of Python."""
 
 
 @dataclass
 class Origins:
-    """Where each setting came from: which file, or the command line.
+    """Where each setting came from: which file, the command line, or the arguments of a call.
 
     Args:
         files: TOML files, later ones replacing what earlier ones say.
@@ -43,11 +45,8 @@ class Origins:
         return " and ".join(map(str, self.files)) or "the defaults"
 
     def of_all(self) -> str:
-        return f"{self.of_files()} and the command line" if self.has_overrides else self.of_files()
-
-    @property
-    def has_overrides(self) -> bool:
-        return COMMAND_LINE in self._sources.values()
+        others = [f"the {other}" for other in (COMMAND_LINE, ARGUMENTS) if other in self._sources.values()]
+        return " and ".join([self.of_files(), *others])
 
     def folders_for(self, key: str) -> list[Path]:
         """Where a relative path of a setting may lie, the likeliest first: the current folder, and that of the file

@@ -10,13 +10,14 @@ from typing import Any
 from pydantic import ValidationError
 
 from titan_rl.calls.imports import find_attribute
-from titan_rl.config.explain import Origins, explain
+from titan_rl.config.explain import ARGUMENTS, Origins, explain
 from titan_rl.config.functions import check_functions, named_modules
 from titan_rl.config.load import load_config
-from titan_rl.config.load_task import task_type
+from titan_rl.config.load_task import task_type, with_settings
 from titan_rl.config.model_folder import check_chat_template, check_model_folder, check_training_fit, find_model_folder
 from titan_rl.config.run import RunConfig
 from titan_rl.config.search_path import SearchPath
+from titan_rl.config.tables import dotted
 from titan_rl.config.tasks import TaskSource
 from titan_rl.errors import ConfigError
 from titan_rl.rollout.task import Task
@@ -45,24 +46,24 @@ def given_config(
     Args:
         task: in the place of those of the config.
         functions: by the setting that names one, such as "training.loss": a function of a module, or its name.
-        overrides: other settings by their dotted names.
+        overrides: other settings by their dotted names, those of tasks too, as on the command line.
         check_files: look into the model folder and the tasks' files too.
 
     Raises:
         ConfigError: a setting is wrong, or a function is none that other processes could import.
         ModelError: the model folder lacks a file.
     """
-    if not isinstance(config, RunConfig):
-        config = load_config(config, check_files=check_files)
-    elif check_files:
-        config = _with_checked_files(config)
-    changes = dict(overrides or {})
+    changes = dict(dotted(overrides or {}))
     for setting, function in functions.items():
         if function is not None:
             changes[setting] = function if isinstance(function, str) else name_function(setting, function)
-    if task is not None:
-        changes["tasks"] = _sources(task)
-    return _changed(config, changes) if changes else config
+    if isinstance(config, RunConfig):
+        config = _changed(config, task, changes)
+        return _with_checked_files(config) if check_files else config
+    of_tasks = {} if task is None else {key: value for key, value in changes.items() if _is_of_tasks(key)}
+    of_files = {key: value for key, value in changes.items() if key not in of_tasks}
+    config = load_config(config, given=of_files, check_files=check_files)
+    return _changed(config, task, of_tasks)
 
 
 def _with_checked_files(config: RunConfig) -> RunConfig:
@@ -109,13 +110,25 @@ def _sources(task: TaskLike) -> tuple[TaskSource, ...]:
     return (TaskSource(task=task),)
 
 
-def _changed(config: RunConfig, changes: Mapping[str, object]) -> RunConfig:
+def _is_of_tasks(setting: str) -> bool:
+    return setting.startswith(("task.", "tasks."))
+
+
+def _changed(config: RunConfig, task: TaskLike | None, changes: Mapping[str, object]) -> RunConfig:
     """
     Raises:
         ConfigError: a setting is wrong.
     """
+    if task is None and not changes:
+        return config
+    origins = Origins(())
     tables: dict[str, Any] = {name: getattr(config, name) for name in type(config).model_fields}
+    of_tasks = {setting: value for setting, value in changes.items() if _is_of_tasks(setting)}
+    tables["tasks"] = with_settings(config.tasks if task is None else _sources(task), of_tasks, origins)
     for setting, value in changes.items():
+        if setting in of_tasks:
+            continue
+        origins.note(setting, ARGUMENTS)
         table, _, field = setting.rpartition(".")
         if not table:
             tables[setting] = value
@@ -125,7 +138,6 @@ def _changed(config: RunConfig, changes: Mapping[str, object]) -> RunConfig:
             tables[table][field] = value
         else:
             raise ConfigError(f"{setting} = {value!r}: there is no table {table!r}")
-    origins = Origins(())
     try:
         changed = RunConfig.model_validate(tables)
     except ValidationError as error:

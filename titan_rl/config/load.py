@@ -5,7 +5,7 @@ Everything that can be known to be wrong is found here, before any process start
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import tomli_w
@@ -18,12 +18,16 @@ from titan_rl.config.load_task import check_task, dump_tasks, load_suites, load_
 from titan_rl.config.model_folder import check_chat_template, check_model_folder, check_training_fit, find_model_folder
 from titan_rl.config.run import RunConfig
 from titan_rl.config.search_path import SearchPath
-from titan_rl.config.tables import read_tables
+from titan_rl.config.tables import give, read_tables
 from titan_rl.errors import ConfigError
 
 
 def load_config(
-    paths: str | Path | Sequence[str | Path], overrides: Sequence[tuple[str, str]] = (), *, check_files: bool = True
+    paths: str | Path | Sequence[str | Path],
+    overrides: Sequence[tuple[str, str]] = (),
+    *,
+    given: Mapping[str, object] | None = None,
+    check_files: bool = True,
 ) -> RunConfig:
     """Read the settings of a run.
 
@@ -36,6 +40,7 @@ def load_config(
             values are replaced.
         overrides: dotted settings and their values, each replacing what the files say. A value is read as TOML where
             it is TOML, else as a string: `("training.lr", "1e-3")`, `("model.dtype", "bfloat16")`.
+        given: as `overrides`, with values of Python.
         check_files: look into the model folder and the task's files too.
 
     Raises:
@@ -45,7 +50,7 @@ def load_config(
     Example:
         config = load_config("examples/alphabet_sort/cpu.toml", [("training.steps", "5")])
     """
-    config, origins = read_config(paths, overrides)
+    config, origins = read_config(paths, overrides, given)
     if check_files:
         check_model_folder(config.model, config.generation, origins.folders_for("model.path"))
         check_chat_template(config.model)
@@ -56,11 +61,14 @@ def load_config(
 
 
 def read_config(
-    paths: str | Path | Sequence[str | Path], overrides: Sequence[tuple[str, str]]
+    paths: str | Path | Sequence[str | Path],
+    overrides: Sequence[tuple[str, str]],
+    given: Mapping[str, object] | None = None,
 ) -> tuple[RunConfig, Origins]:
     """As `load_config`, without a look into files, and where each setting came from."""
     files = [Path(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]
     tables, origins = read_tables(files, overrides)
+    give(tables, given or {}, origins)
     search_path = SearchPath(tables.get("pythonpath"), origins)
     tasks = load_tasks(tables, origins)
     load_suites(tables, origins)

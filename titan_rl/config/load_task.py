@@ -14,6 +14,7 @@ from titan_rl.calls.imports import find_attribute, import_module
 from titan_rl.calls.user_code import describe
 from titan_rl.config.explain import Origins, explain
 from titan_rl.config.suites import SUITE_FIELDS, ValidationSuite
+from titan_rl.config.tables import give
 from titan_rl.config.tasks import SOURCE_FIELDS, TaskSource, is_alone
 from titan_rl.errors import ConfigError
 from titan_rl.rollout.task import CheckedTask, Task
@@ -49,6 +50,37 @@ def load_tasks(tables: dict[str, Any], origins: Origins) -> tuple[TaskSource, ..
     if not isinstance(several, dict):
         raise ConfigError(f"{origins.of('tasks')}: tasks = {several!r} must be tables, each under a line [[tasks]]")
     return tuple(_load_source(name, table, origins) for name, table in cast("dict[str, Any]", several).items())
+
+
+def with_settings(
+    sources: tuple[TaskSource, ...], given: Mapping[str, object], origins: Origins
+) -> tuple[TaskSource, ...]:
+    """Tasks with some of their settings replaced; the others stay the objects they are.
+
+    Args:
+        given: values of Python by their dotted names, "task.words" or "tasks.NAME.weight".
+
+    Raises:
+        ConfigError: as `load_tasks`.
+    """
+    if not given:
+        return sources
+    alone = is_alone(sources)
+    named = {source.name: _table_of_objects(source, with_share=not alone) for source in sources}
+    tables: dict[str, Any] = {"task": named[sources[0].name]} if alone else {"tasks": named}
+    give(tables, given, origins)
+    before = {source.name: source for source in sources}
+    touched = {key.split(".")[1] for key in given if key.startswith("tasks.")}
+    loaded = load_tasks(tables, origins)
+    return loaded if alone else tuple(s if s.name in touched else before.get(s.name, s) for s in loaded)
+
+
+def _table_of_objects(source: TaskSource, *, with_share: bool) -> dict[str, Any]:
+    """As `task_table`, with classes that need not be found by name."""
+    table = task_table(source, with_share=with_share) | {"type": type(source.task)}
+    if with_share:
+        table["curriculum"]["type"] = type(source.curriculum)
+    return table
 
 
 def load_suites(tables: dict[str, Any], origins: Origins) -> None:
@@ -215,6 +247,8 @@ _CURRICULUM = _Kind("curriculum", "curricula", Curriculum, CURRICULA)
 
 
 def _find_class(kind: _Kind, name: object) -> type[Section]:
+    if isinstance(name, type) and issubclass(name, Section):
+        return name  # of an object of Python
     if isinstance(name, str) and name in kind.own:
         return kind.own[name]
     if not isinstance(name, str) or name.count(":") != 1:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import cast
 
 from titan_rl.calls.imports import search_in
-from titan_rl.config.explain import COMMAND_LINE, Origins
+from titan_rl.config.explain import ARGUMENTS, COMMAND_LINE, Origins
 
 
 class SearchPath:
@@ -21,7 +21,8 @@ class SearchPath:
     """
 
     def __init__(self, given: object, origins: Origins) -> None:
-        base = origins.folders_for("pythonpath")[-1] if origins.of("pythonpath") != COMMAND_LINE else Path()
+        is_of_file = origins.of("pythonpath") not in (COMMAND_LINE, ARGUMENTS)
+        base = origins.folders_for("pythonpath")[-1] if is_of_file else Path()
         folders = cast("Iterable[object]", given) if isinstance(given, list | tuple) else ()
         self._given = [str((base / folder).resolve()) for folder in folders if isinstance(folder, str)]
         self._others = [os.getcwd(), *(str(_import_root(toml)) for toml in origins.files)]

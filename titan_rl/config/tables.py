@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from titan_rl.config.explain import COMMAND_LINE, Origins
+from titan_rl.config.explain import ARGUMENTS, COMMAND_LINE, Origins
 from titan_rl.config.tasks import tables_by_name
 from titan_rl.errors import ConfigError
 
@@ -38,8 +38,32 @@ def override(tables: Tables, overrides: Sequence[tuple[str, str]], origins: Orig
         ConfigError: one is below a setting that is no table.
     """
     for key, text in overrides:
-        _override(tables, key, text)
+        _override(tables, key, parse_value(text), f"{COMMAND_LINE}: --{key}")
         origins.note(key, COMMAND_LINE)
+
+
+def give(tables: Tables, given: Mapping[str, object], origins: Origins) -> None:
+    """As `override`, with values of Python.
+
+    Raises:
+        ConfigError: one is below a setting that is no table.
+    """
+    for key, value in given.items():
+        _override(tables, key, value, f"{ARGUMENTS}: {key}")
+        origins.note(key, ARGUMENTS)
+
+
+def dotted(settings: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Settings by their dotted names, those in tables too.
+
+    >>> dict(dotted({"seed": 1, "training": {"steps": 3}}))
+    {'seed': 1, 'training.steps': 3}
+    """
+    for name, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            yield from dotted(cast("Mapping[str, object]", value), f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def _read_toml(path: Path) -> Tables:
@@ -75,16 +99,16 @@ def _merge(tables: Tables, more: Tables, origins: Origins, source: str, prefix: 
             origins.note(key, source)
 
 
-def _override(tables: Tables, key: str, text: str) -> None:
+def _override(tables: Tables, key: str, value: object, about: str) -> None:
     """Set the dotted `key` in place, making the tables on its way."""
     *parents, name = key.split(".")
     table = tables
     for depth, parent in enumerate(parents, start=1):
         child = table.setdefault(parent, {})
         if not isinstance(child, dict):
-            raise ConfigError(f"command line: --{key}: {'.'.join(parents[:depth])} is a setting, not a table")
+            raise ConfigError(f"{about}: {'.'.join(parents[:depth])} is a setting, not a table")
         table = cast("Tables", child)
-    table[name] = parse_value(text)
+    table[name] = value
 
 
 def parse_value(text: str) -> Any:

@@ -72,7 +72,7 @@ def train(
 
     Args:
         config: a TOML file, several of them, or a `RunConfig`.
-        overrides: settings by their dotted names.
+        overrides: settings by their dotted names, those of tasks too: "task.largest", "tasks.sums.weight".
         task: an object, or several as `TaskSource`s with their shares.
         loss, advantage, optimizer, engine, transport: functions of a module, or their names, as settings name them.
         renderer: of the environments in this process; `rollout.num_workers` is 0 then.
@@ -148,7 +148,7 @@ def evaluate(
             `ChatFn`, which is one with a parameter `messages`.
         task: in the place of those of the config.
         renderer: of a `GenerateFn`; by default that of the config's model.
-        overrides: settings by their dotted names.
+        overrides: settings by their dotted names, those of tasks too.
         out: a folder that keeps transcripts and results, and in which one that was stopped goes on.
         options: those of `EvalConfig`: num_prompts, samples, temperature, max_tokens, top_p, tasks, success, in_flight,
             and of endpoints model, api, key_env, body.
