@@ -77,10 +77,9 @@ def with_settings(
 
 def _table_of_objects(source: TaskSource, *, with_share: bool) -> dict[str, Any]:
     """As `task_table`, with classes that need not be found by name."""
-    table = task_table(source, with_share=with_share) | {"type": type(source.task)}
-    if with_share:
-        table["curriculum"]["type"] = type(source.curriculum)
-    return table
+    table = task_table(source, with_share=with_share)
+    own = {"curriculum": {**table["curriculum"], "type": type(source.curriculum)}} if with_share else {}
+    return {**table, **own, "type": type(source.task)}
 
 
 def load_suites(tables: dict[str, Any], origins: Origins) -> None:
