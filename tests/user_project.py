@@ -59,6 +59,16 @@ ARCHITECTURE = {
 }
 
 
+def write_tensors(path: Path, *names: str) -> None:
+    """A safetensors file of tensors of one float32 each."""
+    header = {
+        name: {"dtype": "F32", "shape": [1], "data_offsets": [4 * index, 4 * index + 4]}
+        for index, name in enumerate(names)
+    }
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(4 * len(names)))
+
+
 @functools.cache
 def _tokenizer_files() -> dict[str, str]:
     """Of a tokenizer of bytes, as a tiny model has it."""
@@ -75,7 +85,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     policy = tmp_path / "policy"
     policy.mkdir()
     (policy / "config.json").write_text(json.dumps(ARCHITECTURE))
-    (policy / "model.safetensors").touch()
+    write_tensors(policy / "model.safetensors")
     for name, text in _tokenizer_files().items():
         (policy / name).write_text(text)
     monkeypatch.chdir(tmp_path)

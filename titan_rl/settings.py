@@ -27,10 +27,17 @@ class FunctionName:
 
     Nothing is imported to check the setting itself; `load_config` then imports what is the user's.
 
-    Example: `loss: Annotated[str, FunctionName(("grpo", "gspo"))] = "grpo"`
+    Args:
+        arguments: what it is called with, by position. `load_config` refuses a function that does not take these, or is
+            async. Nothing is said of it where there are none.
+        may_be_class: it makes what the setting is about, so that a class does as well.
+
+    Example: `loss: Annotated[str, FunctionName(("grpo", "gspo"), ("tokens", "clip"), may_be_class=False)] = "grpo"`
     """
 
     names: tuple[str, ...]
+    arguments: tuple[str, ...] = ()
+    may_be_class: bool = True
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_after_validator_function(self._check, handler(source))

@@ -166,62 +166,6 @@ def test_settings_that_exclude_each_other_are_refused(project: Path, overrides: 
     assert all(name in message for name in names)
 
 
-OWN_FUNCTIONS = """
-import math
-from pathlib import Path
-def mine(*args): ...
-class Fancy:
-    def __init__(self, *args): ...
-_hidden = mine
-number = 3
-"""
-
-
-@pytest.mark.parametrize(
-    "key",
-    [
-        "training.loss",
-        "training.advantage",
-        "training.optimizer",
-        "routing.strategy",
-        "generation.engine",
-        "model.renderer",
-        "statedict.transport",
-    ],
-)
-def test_a_function_of_the_users_is_imported_when_the_config_is_read(project: Path, key: str):
-    table, _, setting = key.partition(".")
-    module = f"own_{setting}"
-    Path(f"{module}.py").write_text(OWN_FUNCTIONS)
-    config = load_config("config.toml", [(key, f"{module}:mine")])
-    assert getattr(getattr(config, table), setting) == f"{module}:mine"
-    named = f"command line: {key} = "
-    for value, reason in {
-        f"{module}:mein": f"{module} has no function mein; it has: mine, Fancy",
-        f"{module}:number": f"{module} has no function number; it has: mine, Fancy",
-        "no_such_module:mine": "there is no module no_such_module",
-    }.items():
-        message = failure((key, value))
-        assert message.startswith(f"{named}{value!r}: {reason}")
-    Path("broken_functions.py").write_text("1 / 0")
-    assert "importing broken_functions failed: ZeroDivisionError" in failure((key, "broken_functions:mine"))
-    Path("leaving_functions.py").write_text("raise SystemExit(3)")
-    assert "importing leaving_functions failed: SystemExit: 3" in failure((key, "leaving_functions:mine"))
-    Path("fussy_functions.py").write_text("def __getattr__(name): raise RuntimeError('no')")
-    assert "fussy_functions.mine cannot be had: RuntimeError: no" in failure((key, "fussy_functions:mine"))
-    assert f"{named}'quux' must be one of " in failure((key, "quux"))
-
-
-def test_each_of_a_list_of_functions_is_imported(project: Path):
-    Path("own_filters.py").write_text(OWN_FUNCTIONS)
-    key, names = "scheduling.filters", ("zero_variance", "own_filters:mine")
-    assert load_config("config.toml", [(key, str(list(names)))]).scheduling.filters == names
-    assert "command line: scheduling.filters[1] = 'own_filters:mein': own_filters has no function mein" in failure(
-        (key, '["zero_variance", "own_filters:mein"]')
-    )
-    assert "scheduling.filters[0] = 'dull' must be one of zero_variance, or your own" in failure((key, '["dull"]'))
-
-
 def test_a_missing_file_lists_those_that_are_there(project: Path):
     assert failure(path="confg.toml") == "confg.toml: no such file; that folder has config.toml"
 

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from user_project import write_tensors
 
 from titan_rl.config.load import load_config
 from titan_rl.errors import ConfigError, ModelError
@@ -54,10 +55,33 @@ def test_a_missing_file_is_named(project: Path, removed: str, message: str):
 def test_a_missing_shard_is_named(project: Path):
     index = {"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}
     Path("policy/model.safetensors.index.json").write_text(json.dumps(index))
-    Path("policy/one.safetensors").touch()
+    write_tensors(Path("policy/one.safetensors"), "a")
 
     with pytest.raises(ModelError, match=r"lacks two.safetensors"):
         load_config("config.toml")
+    write_tensors(Path("policy/two.safetensors"), "c")
+    with pytest.raises(ModelError, match=r"two.safetensors lacks b, which model.safetensors.index.json names"):
+        load_config("config.toml")
+    write_tensors(Path("policy/two.safetensors"), "b")
+    load_config("config.toml")
+
+
+def test_weights_that_are_cut_off_are_named_with_their_sizes(project: Path):
+    path = Path("policy/model.safetensors")
+    write_tensors(path, "a", "b")
+    whole = path.read_bytes()
+    load_config("config.toml")
+    for content, says in (
+        (whole[:-1], rf"has {len(whole) - 1} bytes, and {len(whole)} by its header: it is damaged; fetch it again"),
+        (whole + b"x", rf"has {len(whole) + 1} bytes, and {len(whole)} by its header"),
+        (whole[:20], "is no safetensors file, or is cut off: its first 8 bytes give no length"),
+        (b"", "is no safetensors file, or is cut off: "),
+        (b"version https://git-lfs.github.com/spec/v1\n", "is no safetensors file, or is cut off: "),
+        (whole[:8] + whole[9:], "is no safetensors file, or is cut off: "),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(ModelError, match=f"policy/model.safetensors {says}"):
+            load_config("config.toml")
 
 
 @pytest.mark.parametrize("content", ["{", "[]"])

@@ -177,9 +177,12 @@ async def test_another_failure_is_not_taken_for_a_full_disk(disk: Disk):
 def a_config(tmp_path: Path, keep: int) -> RunConfig:
     model = tmp_path / "model"
     model.mkdir()
-    header = {"__metadata__": {"format": "pt"}, "w": {"dtype": "BF16", "shape": [1000, 500], "data_offsets": [0, 1]}}
+    header = {
+        "__metadata__": {"format": "pt"},
+        "w": {"dtype": "BF16", "shape": [1000, 500], "data_offsets": [0, 10**6]},
+    }
     text = json.dumps(header).encode()
-    (model / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
+    (model / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(10**6))
     return RunConfig.model_construct(
         run_dir="runs",
         model=RunConfig.model_fields["model"].annotation(path=str(model)),  # pyright: ignore

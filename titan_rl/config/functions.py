@@ -2,32 +2,63 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
-from typing import cast, get_args
+from typing import Any, cast, get_args
 
 from titan_rl.calls.imports import find_function
 from titan_rl.config.explain import Origins
 from titan_rl.config.run import RunConfig
-from titan_rl.config.sections import GenerationConfig
+from titan_rl.config.sections import GenerationConfig, RoutingConfig
 from titan_rl.config.tasks import TaskSource
 from titan_rl.errors import ConfigError
-from titan_rl.generation.registry import find_engine
+from titan_rl.generation.registry import EngineKind, find_engine
+from titan_rl.generation.router.registry import make_strategy
 from titan_rl.settings import FunctionName, Section
+from titan_rl.weights.transports.registry import TransportKind
 
 
-def check_functions(config: Section, generation: GenerationConfig, origins: Origins) -> None:
-    """Import what settings name as "module:function". The library's own are known by their names alone.
+def check_functions(config: Section, generation: GenerationConfig, routing: RoutingConfig, origins: Origins) -> None:
+    """Import what settings name as "module:function", and make the strategy, which every process can. The library's own
+    are known by their names alone.
 
     Raises:
-        ConfigError: one is not there, or the engine cannot do what is asked of it. Names the setting, its value, where
-            it came from and the fix.
+        ConfigError: one is not there or takes other arguments, the strategy cannot be made, or the engine cannot do
+            what is asked of it. Names the setting, its value, where it came from and the fix.
     """
     for key, name, known in _named(config):
         try:
-            find_function(key, name, dict.fromkeys(known.names))
+            found: Any = find_function(key, name, dict.fromkeys(known.names))
+            if name not in known.names and (problem := _problem(found, known)) is not None:
+                raise ConfigError(f"{key} = {name!r} {problem}")
         except ConfigError as error:
             raise ConfigError(f"{origins.of(key)}: {error}") from error.__cause__
+    try:
+        make_strategy(routing.strategy, routing.max_sessions)
+    except ConfigError as error:
+        raise ConfigError(f"{origins.of('routing.strategy')}: {error}") from error.__cause__
     _check_engine(generation, origins)
+
+
+def _problem(found: Any, known: FunctionName) -> str | None:
+    """What keeps a function of the user's from being called as it will be."""
+    if not known.arguments:
+        return None
+    call = f"is called with ({', '.join(known.arguments)})"
+    if isinstance(found, type) and not known.may_be_class:
+        return f"is a class; name a function, which {call}"
+    function = found.make if isinstance(found, EngineKind | TransportKind) else found
+    if inspect.iscoroutinefunction(function):
+        return "is async, and nothing awaits it; make it a plain function"
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of one that is not written in Python
+        return None
+    try:
+        signature.bind(*known.arguments)
+    except TypeError as error:
+        return f"{call}, and takes {signature}: {error}"
+    return None
 
 
 def named_modules(config: Section) -> set[str]:

@@ -143,6 +143,6 @@ def _changed(config: RunConfig, task: TaskLike | None, changes: Mapping[str, obj
     except ValidationError as error:
         raise ConfigError(explain(error, RunConfig, origins)) from None
     search_path = SearchPath(changed.pythonpath, origins)
-    check_functions(changed, changed.generation, origins)
+    check_functions(changed, changed.generation, changed.routing, origins)
     modules = [*(task_type(source.task).partition(":")[0] for source in changed.tasks), *named_modules(changed)]
     return changed.model_copy(update={"pythonpath": search_path.needed_for(modules)})

@@ -76,7 +76,7 @@ def read_config(
         config = RunConfig.model_validate({**tables, "tasks": tasks})
     except ValidationError as error:
         raise ConfigError(explain(error, RunConfig, origins)) from None
-    check_functions(config, config.generation, origins)
+    check_functions(config, config.generation, config.routing, origins)
     modules = [*(task_type(source.task).partition(":")[0] for source in config.sources), *named_modules(config)]
     config = config.model_copy(update={"pythonpath": search_path.needed_for(modules)})
     folder = find_model_folder(config.model.path, origins.folders_for("model.path"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Sequence
@@ -61,24 +62,53 @@ def count_parameters(folder: Path) -> int:
     """Of the model in a folder, by the headers of its safetensors files; 0 where there are none that can be read."""
     count = 0
     for path in folder.glob("*.safetensors"):
-        try:
-            with path.open("rb") as file:
-                header: dict[str, Any] = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-            count += sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
-        except (OSError, ValueError, KeyError, TypeError, MemoryError, OverflowError):
-            continue  # loading the model says what is wrong with it
+        with contextlib.suppress(ModelError):  # loading the model says what is wrong with it
+            count += sum(math.prod(shape) for shape, _ in _read_header(path).values())
     return count
+
+
+def _read_header(path: Path) -> dict[str, tuple[list[int], int]]:
+    """Of a safetensors file: the shape of each tensor, and where its bytes end in the file.
+
+    Raises:
+        ModelError: it cannot be read, is no such file, or is cut off.
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            start = 8 + int.from_bytes(file.read(8), "little")
+            if not 8 < start <= size:
+                raise ValueError("its first 8 bytes give no length of a header")
+            entries = json.loads(file.read(start - 8))
+        entries.pop("__metadata__", None)
+        header = {name: (entry["shape"], start + entry["data_offsets"][1]) for name, entry in entries.items()}
+        end = max((end for _, end in header.values()), default=start)
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ModelError(f"{path} is no safetensors file, or is cut off: {error}; fetch it again") from None
+    if size != end:
+        raise ModelError(f"{path} has {size} bytes, and {end} by its header: it is damaged; fetch it again")
+    return header
 
 
 def _check_weights(folder: Path) -> None:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        shards = sorted(set(_read_json(folder, index.name).get("weight_map", {}).values()))
+        places: dict[str, str] = _read_json(folder, index.name).get("weight_map", {})
+        shards = sorted(set(places.values()))
         missing = [name for name in shards if not (folder / name).is_file()]
         if missing:
             raise ModelError(f"{folder} lacks {', '.join(missing)}, which {index.name} names")
-    elif not any(folder.glob("*.safetensors")):
+        headers = {name: _read_header(folder / name) for name in shards}
+        if absent := next((tensor for tensor, shard in places.items() if tensor not in headers[shard]), None):
+            raise ModelError(f"{folder / places[absent]} lacks {absent}, which {index.name} names")
+        return
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
         raise ModelError(f"{folder} has no weights: no *.safetensors file is there")
+    for path in files:
+        _read_header(path)
 
 
 def _check_vocabulary(folder: Path, architecture: dict[str, Any]) -> None:

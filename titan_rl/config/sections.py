@@ -25,7 +25,7 @@ from titan_rl.weights.transports.registry import BY_NAME as TRANSPORTS
 class GenerationConfig(Section):
     """The generator actors and their engines."""
 
-    engine: Annotated[str, FunctionName(tuple(ENGINES))] = "vllm"
+    engine: Annotated[str, FunctionName(tuple(ENGINES), ("spec",))] = "vllm"
     """What continues prompts in each of them."""
     num_generators: PositiveInt = 2
     """Generator actors, one engine each."""
@@ -58,7 +58,7 @@ class GenerationConfig(Section):
 class RoutingConfig(Section):
     """How a request finds its replica."""
 
-    strategy: Annotated[str, FunctionName(tuple(STRATEGIES))] = "sticky"
+    strategy: Annotated[str, FunctionName(tuple(STRATEGIES), ("max_sessions",))] = "sticky"
     """sticky keeps a rollout on the replica that holds its KV cache; group_affinity also starts its siblings there."""
     max_sessions: PositiveInt = 65536
     """Sessions remembered; the one longest unused is forgotten first."""
@@ -76,7 +76,7 @@ class SamplingConfig(Section):
 class StateDictConfig(Section):
     """How every published version travels to the generators, and how they verify it."""
 
-    transport: Annotated[str, FunctionName(tuple(TRANSPORTS))] = "shared_memory"
+    transport: Annotated[str, FunctionName(tuple(TRANSPORTS), ("spec",))] = "shared_memory"
     """With shared_memory generators are on the trainer's host; with rdma they may be elsewhere, too, and read over the
     network there. With cuda_ipc all are on GPUs of one host, and read from the trainer's GPU memory, which has two more
     copies then."""

@@ -75,7 +75,7 @@ def load_serve_config(toml: Path | None, overrides: Sequence[tuple[str, str]], *
     except ValidationError as error:
         raise ConfigError(explain(error, ServeConfig, origins)) from None
     search_path = SearchPath(config.pythonpath, origins)
-    check_functions(config, config.generation, origins)
+    check_functions(config, config.generation, config.routing, origins)
     config = config.model_copy(update={"pythonpath": search_path.needed_for(named_modules(config))})
     places = origins.folders_for("model.path")
     if (folder := find_model_folder(config.model.path, places)) is not None:

@@ -71,9 +71,11 @@ class TaskSource(Section):
     """Its share of the groups that are trained on is this in the sum of all weights."""
     sampling: TaskSampling = TaskSampling()
     rollout: TaskLimits = TaskLimits()
-    advantage: Annotated[str, FunctionName(tuple(ADVANTAGES))] | None = None
+    advantage: Annotated[str, FunctionName(tuple(ADVANTAGES), ("rewards",), may_be_class=False)] | None = None
     """How its rewards are compared; by default as training.advantage says."""
-    filters: tuple[Annotated[str, FunctionName(tuple(FILTERS))], ...] | None = Field(default=None, strict=False)
+    filters: tuple[Annotated[str, FunctionName(tuple(FILTERS), ("group",), may_be_class=False)], ...] | None = Field(
+        default=None, strict=False
+    )
     """Its finished groups that are not trained on; by default those that scheduling.filters names."""
     curriculum: SerializeAsAny[Curriculum] = InOrder()
     """Which of its samples comes next: a table whose type is in_order, by_difficulty, stages or "module:Class"."""

@@ -37,7 +37,9 @@ class SchedulingConfig(Section):
     default as many as the groups have."""
     suspend_timeout_s: PositiveFloat = 3600.0
     """Longest time that a rollout waits while its group or all generation is interrupted."""
-    filters: tuple[Annotated[str, FunctionName(tuple(BY_NAME))], ...] = Field(default=(), strict=False)
+    filters: tuple[Annotated[str, FunctionName(tuple(BY_NAME), ("group",), may_be_class=False)], ...] = Field(
+        default=(), strict=False
+    )
     """Finished groups that are not trained on, beside those with fewer than two siblings left."""
     max_refills: PositiveInt = 4
     """A step whose groups are all filtered is refilled this often before the run stops."""

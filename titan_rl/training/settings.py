@@ -45,7 +45,7 @@ class ModelConfig(Section):
     """Of the weights, in the trainer and in the engines."""
     max_context: PositiveInt = 512
     """Most tokens of prompt and completion together."""
-    renderer: Annotated[str, FunctionName(tuple(RENDERERS))] = "auto"
+    renderer: Annotated[str, FunctionName(tuple(RENDERERS), ("tokenizer",))] = "auto"
     """Between messages and tokens. auto takes one of the `renderers` package, which read calls of tools, where one
     suits the model, and else chat_template, which reads none. What you name, such as `renderers:Qwen3Renderer`, is
     called with the tokenizer."""
@@ -64,7 +64,7 @@ class TrainingConfig(Section):
     """Learning rate at the last step relative to `lr`; the decay from one to the other is `lr_decay`."""
     lr_decay: LearningRateDecay = "constant"
     """Shape of the learning rate after the warm-up, over the run's own steps."""
-    optimizer: Annotated[str, FunctionName(tuple(OPTIMIZERS))] = "adamw"
+    optimizer: Annotated[str, FunctionName(tuple(OPTIMIZERS), ("named_parameters", "spec"))] = "adamw"
     """Of the parameters; muon takes adamw for what is no matrix."""
     betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), strict=False)  # TOML has lists, no tuples
     """Decay rates of the first and second moment; for sgd and muon the first is the momentum."""
@@ -76,7 +76,7 @@ class TrainingConfig(Section):
     """Gradients with a larger norm are scaled down to it."""
     minibatches: PositiveInt = 1
     """Optimizer steps that one batch is split into, siblings together."""
-    loss: Annotated[str, FunctionName(tuple(LOSSES))] = "grpo"
+    loss: Annotated[str, FunctionName(tuple(LOSSES), ("tokens", "clip"), may_be_class=False)] = "grpo"
     """Of the policy."""
     average: Average = "token"
     """All tokens of the batch count alike, all sequences do, or a sequence's sum is divided by model.max_context."""
@@ -88,7 +88,7 @@ class TrainingConfig(Section):
     """The policy ratio is clipped below 1 - clip_low."""
     clip_high: PositiveFloat = 0.28
     """The policy ratio is clipped above 1 + clip_high."""
-    advantage: Annotated[str, FunctionName(tuple(ADVANTAGES))] = "standardized"
+    advantage: Annotated[str, FunctionName(tuple(ADVANTAGES), ("rewards",), may_be_class=False)] = "standardized"
     """What makes advantages of the rewards of a group."""
     share_prompts: bool = True
     """What the siblings of a group have in common is passed through the model once, not once for each."""
