@@ -18,6 +18,7 @@ from titan_rl.run.checkpoints.saver import CheckpointSaver
 from titan_rl.run.machine import disk_space
 from titan_rl.run.machine.disk_space import check_room, checkpoint_bytes
 from titan_rl.training.state.checkpoint import step_directory
+from titan_rl.training.state.checksums import write_checksums, write_summed
 
 Usage = namedtuple("Usage", "total used free")
 SIZE = 100_000_000
@@ -49,15 +50,18 @@ class Disk:
             version=version,
         )
 
-    async def _copy(self, version: int) -> None:
+    async def _copy(self, version: int) -> dict[str, Any]:
         await asyncio.sleep(self.copy_s)
         self._copied = version
+        return {}
 
     async def finish_save(self) -> None:
         await asyncio.sleep(self.write_s)
         if self.failure is not None:
             raise self.failure
-        step_directory(self.root, self._copied).mkdir(parents=True)
+        folder = step_directory(self.root, self._copied)
+        folder.mkdir(parents=True)
+        write_checksums(folder, {"run_state.json": write_summed(folder / "run_state.json", "{}")})
         self.saved.append((self._copied, asyncio.get_running_loop().time()))
 
 

@@ -29,6 +29,7 @@ from titan_rl.scheduling.settings import SchedulingConfig
 from titan_rl.training.protocol import StepResult
 from titan_rl.training.settings import ModelConfig, TrainingConfig
 from titan_rl.training.state.checkpoint import atomic_directory, latest, step_directory
+from titan_rl.training.state.checksums import write_checksums, write_summed
 from titan_rl.weights.published_weights import PublishedWeights
 from titan_rl.weights.types import Manifest
 
@@ -96,8 +97,8 @@ class SavingTrainer(FakeTrainer):
         for _ in range(4):  # the run goes on meanwhile
             await self.take_time()
         with atomic_directory(path) as folder:
-            (folder / "weights.json").write_text(weights)
-            (folder / "run_state.json").write_text(run_state)
+            files = {"weights.json": weights, "run_state.json": run_state}
+            write_checksums(folder, {name: write_summed(folder / name, text) for name, text in files.items()})
         await self.take_time()
 
     def kill(self) -> None:

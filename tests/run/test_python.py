@@ -21,6 +21,7 @@ from titan_rl.config.tasks import TaskSource
 from titan_rl.rollout.environment.chat import ChatReply
 from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.scheduling.settings import SchedulingConfig
+from titan_rl.training.protocol import StepResult
 from titan_rl.training.settings import ModelConfig, TrainingConfig
 
 
@@ -115,6 +116,53 @@ def test_a_replica_of_ones_own_pulls_what_is_trained(tmp_path: Path) -> None:
 
 
 async def nothing(*args: Any) -> None: ...
+
+
+class OwnTrainer(FakeTrainer):
+    """Has no metrics, and keeps a number of its own: no more than the protocol asks for."""
+
+    def __init__(self, stop_after: int = 99) -> None:
+        super().__init__()
+        self.begun_from: Path | None = None
+        self._stop_after = stop_after
+
+    async def step(self, samples: Any) -> StepResult:
+        if self.version == self._stop_after:
+            raise RuntimeError("the machine is wanted for something else")
+        return StepResult((await super().step(samples)).version, {})
+
+    async def begin_save(self, root: Path, run_state: dict[str, Any]) -> int:
+        state = root / f"step-{self.version}" / "optimizer" / "state.txt"
+        state.parent.mkdir(parents=True)
+        state.write_text("mine")
+        return await super().begin_save(root, run_state)
+
+    async def load(self, checkpoint: Path) -> int:
+        self.begun_from = checkpoint
+        self.version = int(checkpoint.name.removeprefix("step-"))
+        return self.version
+
+
+def test_a_trainer_of_ones_own_goes_on_from_what_it_saved(tmp_path: Path) -> None:
+    long = config(tmp_path, training=TrainingConfig(steps=4, row_tokens=32))
+    given = {"generate": count_down, "renderer": LetterRenderer()}
+    with pytest.raises(RuntimeError, match="wanted for something else"):
+        titan_rl.train(long, trainer=OwnTrainer(stop_after=2), **given)
+    stopped = (tmp_path / "latest").resolve()
+    trainer = OwnTrainer()
+    assert titan_rl.train(long, trainer=trainer, resume=stopped, **given).steps == 4
+    assert trainer.begun_from == stopped / "checkpoints" / "step-2"
+    assert len(trainer.trained) == 2
+
+
+def test_what_a_trainer_of_ones_own_saved_is_compared_with_what_is_found(tmp_path: Path) -> None:
+    given = {"generate": count_down, "renderer": LetterRenderer()}
+    titan_rl.train(config(tmp_path), trainer=OwnTrainer(), **given)
+    (tmp_path / "latest/checkpoints/step-2/optimizer/state.txt").write_text("none")
+    with pytest.raises(titan_rl.TitanRLError, match=r"state\.txt is damaged"):
+        titan_rl.train(
+            config(tmp_path), trainer=OwnTrainer(), resume=tmp_path / "latest", overrides={"training.steps": 3}, **given
+        )
 
 
 @pytest.mark.parametrize(

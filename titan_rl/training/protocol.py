@@ -18,7 +18,8 @@ class StepResult:
 
     `metrics` holds loss and grad_norm (means over its minibatches), lr, num_tokens (trained), num_samples,
     num_dropped_samples (longer than a row), padding_fraction, wait_for_copy_s (until the optimizer could change weights
-    that were being published), and what `titan_rl.training.objective.token_stats.token_metrics` documents.
+    that were being published), and what `titan_rl.training.objective.token_stats.token_metrics` documents. Another
+    trainer may leave out any of them: they are logged and shown where they are there.
     """
 
     version: int  # of the weights after the step
@@ -61,11 +62,12 @@ class Trainer(Protocol):
         ...
 
     async def begin_save(self, root: Path, run_state: dict[str, Any]) -> int:
-        """Copy what a checkpoint `root/step-<version>` holds. It is written, whole or not at all, while training goes
-        on.
+        """Copy what `load` needs. It is written to the folder `root/step-<version>` while training goes on. Whoever
+        writes it under another name and renames that leaves none behind that is not whole.
 
         Args:
-            run_state: `dataclasses.asdict` of a `RunState`, which the checkpoint holds as `run_state.json`.
+            run_state: `dataclasses.asdict` of a `RunState`, which the checkpoint holds as `run_state.json`. Where the
+                folder has no such file, or no `checksums.json`, the run adds it after `finish_save`.
 
         Returns:
             the version that is saved.

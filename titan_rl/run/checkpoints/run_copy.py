@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from titan_rl.errors import CheckpointError
 from titan_rl.generation.router.router import GeneratorRouter
@@ -37,10 +38,13 @@ class RunCopy:
         self._scheduler = scheduler
         self._router = router
 
-    async def make(self, state: RunState) -> None:
+    async def make(self, state: RunState) -> dict[str, Any]:
         """
         Args:
             state: of the run at the trainer's version; its place in the data comes from the journal.
+
+        Returns:
+            what the checkpoint holds as `run_state.json`.
 
         Raises:
             DataError: the state of a curriculum cannot be saved.
@@ -49,6 +53,8 @@ class RunCopy:
         tasks = self._mix.state()  # before anything is awaited: what happens from here on is in the new segment
         position = await self._journal.checkpoint(state.step, self._scheduler.next_index, self._router.tokens_so_far())
         placed = replace(state, next_index=position.next_index, unsettled=position.unsettled, tasks=tasks)
-        saved = await self._trainer.begin_save(self._root, asdict(placed))
+        run_state = asdict(placed)
+        saved = await self._trainer.begin_save(self._root, run_state)
         if saved != state.step:
             raise CheckpointError(f"the trainer saves version {saved}, and the journal is that of version {state.step}")
+        return run_state

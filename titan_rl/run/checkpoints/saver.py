@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
+from typing import Any
 
+from titan_rl.calls.threads import in_thread
 from titan_rl.config.sections import CheckpointConfig
 from titan_rl.errors import NoSpaceError
+from titan_rl.run.checkpoints.completion import complete, is_complete
 from titan_rl.run.machine.disk_space import free_bytes, gigabytes, no_space, require_room, size_of
 from titan_rl.training.protocol import Trainer
 from titan_rl.training.state.checkpoint import keep_last, list_checkpoints, step_directory, step_of, temporary_of
@@ -26,7 +29,8 @@ class CheckpointSaver:
         root: the folder of checkpoints.
         trainer: writes what was copied.
         estimate: bytes of a checkpoint, where there is none to look at.
-        copy: fix the state of a version, which training may change after.
+        copy: fix the state of a version, which training may change after. Gives the `run_state` that the trainer was
+            given.
         forget_before: told of the oldest version that is kept.
         tell: shows the user a message.
         version: that is saved already.
@@ -39,7 +43,7 @@ class CheckpointSaver:
         trainer: Trainer,
         *,
         estimate: int,
-        copy: Callable[[int], Awaitable[None]],
+        copy: Callable[[int], Awaitable[Mapping[str, Any]]],
         forget_before: Callable[[int], None],
         tell: Callable[[str], None],
         version: int,
@@ -52,6 +56,7 @@ class CheckpointSaver:
         self._forget_before = forget_before
         self._tell = tell
         self._begun = self._whole = version
+        self._run_state: Mapping[str, Any] = {}  # of the version begun last
         self._wait_s = config.interval_s  # from the end of one checkpoint to the next by time
         self._began_at: float | None = None
         self._ended_at: float | None = None
@@ -114,7 +119,7 @@ class CheckpointSaver:
     async def _begin(self, version: int) -> None:
         require_room(self._root, self._size())
         self._began_at = asyncio.get_running_loop().time()
-        await self._copy(version)
+        self._run_state = await self._copy(version)
         self._begun = version
 
     async def _begin_and_finish(self, version: int) -> None:
@@ -125,6 +130,8 @@ class CheckpointSaver:
     async def _finish(self) -> None:
         try:
             await self._trainer.finish_save()
+            if not is_complete(self._root, self._begun):
+                await in_thread(complete, self._root, self._begun, self._run_state)
         except NoSpaceError as error:  # another process took the room meanwhile
             raise NoSpaceError(no_space(self._root, self._size(), free_bytes(self._root))) from error
         finally:

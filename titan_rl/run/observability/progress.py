@@ -60,7 +60,7 @@ class StepReport:
     reward: float  # mean over the rollouts that it was trained on and those that were dropped
     reward_trained: float  # mean over those that the step was trained on
     tokens_per_second: float  # completion tokens
-    staleness: float  # mean over the trained tokens
+    staleness: float | None  # mean over the trained tokens, where the trainer says it
     seconds: float
 
     @property
@@ -70,7 +70,8 @@ class StepReport:
 
     @property
     def figures(self) -> Mapping[str, str]:
-        return {"tokens/s": f"{self.tokens_per_second:6.0f}", "staleness": f"{self.staleness:.1f}"}
+        staleness = {} if self.staleness is None else {"staleness": f"{self.staleness:.1f}"}
+        return {"tokens/s": f"{self.tokens_per_second:6.0f}", **staleness}
 
 
 class ShownSummary(Protocol):

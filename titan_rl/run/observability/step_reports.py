@@ -77,7 +77,7 @@ class StepReports:
                 reward=metrics.get("rollout/finished_reward_mean", trained),
                 reward_trained=trained,
                 tokens_per_second=metrics["throughput/tokens_per_s"],
-                staleness=metrics["train/staleness_mean"],
+                staleness=metrics.get("train/staleness_mean"),
                 seconds=metrics["time/step_s"],
             )
         )

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from titan_rl.calls.threads import in_thread
 from titan_rl.calls.user_code import reason
@@ -213,8 +214,10 @@ class SupervisedLoop:
         self._measured = loss
         return loss
 
-    async def _copy(self, version: int) -> None:
-        await self._trainer.begin_save(self._run_dir.checkpoints, asdict(self._state))
+    async def _copy(self, version: int) -> dict[str, Any]:
+        run_state = asdict(self._state)
+        await self._trainer.begin_save(self._run_dir.checkpoints, run_state)
+        return run_state
 
     async def _written(self) -> None:
         if self._writing is not None:

@@ -12,7 +12,8 @@ import zlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from io import FileIO
+from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
 from titan_rl.errors import DamagedCheckpointError
@@ -73,7 +74,28 @@ def write_summed(path: Path, text: str) -> FileChecksum:
 
 
 def write_checksums(folder: Path, checksums: Mapping[str, FileChecksum]) -> None:
-    (folder / NAME).write_text(json.dumps({name: asdict(each) for name, each in checksums.items()}, indent=1))
+    (folder / NAME).write_text(_listed(checksums))
+
+
+def _listed(checksums: Mapping[str, FileChecksum]) -> str:
+    return json.dumps({name: asdict(each) for name, each in checksums.items()}, indent=1)
+
+
+def write_checksums_of(folder: Path) -> None:
+    """Read every file of a folder, sum it, and have all on the disk. The list appears when it is whole.
+
+    Raises:
+        OSError: a file cannot be read, or the list cannot be written.
+    """
+    found: dict[str, FileChecksum] = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        with path.open("rb", buffering=0) as file:
+            crc32, size = _summed(file)
+            os.fsync(file.fileno())
+        found[path.relative_to(folder).as_posix()] = FileChecksum(size, crc32)
+    temporary = folder / f".{NAME}.tmp"
+    temporary.write_text(_listed(found))
+    temporary.rename(folder / NAME)
 
 
 def read_checksums(folder: Path) -> dict[str, FileChecksum]:
@@ -90,8 +112,8 @@ def read_checksums(folder: Path) -> dict[str, FileChecksum]:
         raise DamagedCheckpointError(f"{folder} has no {NAME}: it is no whole checkpoint") from None
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise DamagedCheckpointError(f"{path} is damaged: {error!r}") from error
-    if strange := next((name for name in checksums if Path(name).name != name), None):
-        raise DamagedCheckpointError(f"{path} is damaged: {strange!r} is not the name of a file")
+    if strange := next((name for name in checksums if not _is_inside(name)), None):
+        raise DamagedCheckpointError(f"{path} is damaged: {strange!r} is not the name of a file in it")
     return checksums
 
 
@@ -112,13 +134,9 @@ def verify(folder: Path, *, share: int = 0, of: int = 1) -> None:
 
 
 def _complaint(path: Path, expected: FileChecksum) -> str | None:
-    crc32, size = 0, 0
-    block = memoryview(bytearray(min(BLOCK, expected.bytes + 1)))
     try:
         with path.open("rb", buffering=0) as file:
-            while count := file.readinto(block):
-                crc32 = zlib.crc32(block[:count], crc32)
-                size += count
+            crc32, size = _summed(file, min(BLOCK, expected.bytes + 1))
     except OSError as error:
         return f"{path} cannot be read: {error.strerror}"
     if size != expected.bytes:
@@ -126,3 +144,22 @@ def _complaint(path: Path, expected: FileChecksum) -> str | None:
     if crc32 != expected.crc32:
         return f"{path} is damaged: its checksum is {crc32:#010x}, and {expected.crc32:#010x} was written"
     return None
+
+
+def _summed(file: FileIO, block_bytes: int = BLOCK) -> tuple[int, int]:
+    """
+    Returns:
+        crc32 and number of bytes.
+    """
+    crc32, size = 0, 0
+    block = memoryview(bytearray(block_bytes))
+    while count := file.readinto(block):
+        crc32 = zlib.crc32(block[:count], crc32)
+        size += count
+    return crc32, size
+
+
+def _is_inside(name: str) -> bool:
+    """Whether it is the path of a file in the folder, or in one of its folders."""
+    parts = PurePosixPath(name).parts
+    return bool(parts) and not name.startswith("/") and ".." not in parts
