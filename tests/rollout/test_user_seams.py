@@ -57,6 +57,10 @@ BAD_ANSWERS: dict[str, tuple[Callable[[], Any], str]] = {
         )
         for version in (None, "a", 1.5, float("nan"), 10**30, -1)
     },
+    "more than it was asked for": (
+        lambda: replace(GOOD, token_ids=[5] * 99, logprobs=[0.0] * 99, version_spans=(VersionSpan(3, 99),)),
+        "generate gave 99 tokens; it was asked for sampling.max_tokens = ",
+    ),
     "a reason as text": (
         lambda: replace(GOOD, finish_reason="stop"),
         "it must be a FinishReason",

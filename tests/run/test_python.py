@@ -175,6 +175,10 @@ def test_what_a_trainer_of_ones_own_saved_is_compared_with_what_is_found(tmp_pat
         ({"task": object()}, "must be a titan_rl.settings.Section"),
         ({"overrides": {"rollout.num_workers": 1}}, "set it to 0"),
         ({"trainer": None}, "model.path = 'none' is not a folder"),
+        ({"trainer": 4}, "trainer = 4 is no Trainer: it lacks begin_publish, begin_save, "),
+        ({"generate": 3}, "generate = 3 must be an async function"),
+        ({"replicas": [5], "generate": None}, "replicas.0. = 5 is no Replica: it lacks abort, "),
+        ({"replicas": [5]}, "give generate or replicas, not both"),
     ],
 )
 def test_what_is_wrong_is_said_before_a_run_begins(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
@@ -222,6 +226,12 @@ def test_a_function_is_evaluated_and_compared(tmp_path: Path) -> None:
     assert "-3.000 ± 0.000 (3 same prompts)" in titan_rl.table([good, bad])
     with pytest.raises(ConfigError, match="nums is no option; there are num_prompts"):
         titan_rl.evaluate(config(tmp_path), count_down, nums=3)
+
+
+def test_what_is_no_policy_is_said(tmp_path: Path) -> None:
+    given: Any = 3
+    with pytest.raises(ConfigError, match="policy = 3 must be the folder of a run"):
+        titan_rl.evaluate(config(tmp_path), given)
 
 
 def test_an_evaluation_repeats_the_validation_of_a_run_and_what_its_task_measures(tmp_path: Path) -> None:

@@ -30,15 +30,22 @@ def token_ids_of(given: Any, what: str) -> list[int]:
     return tokens
 
 
-def completion_of(given: Any) -> Completion:
+def completion_of(given: Any, max_tokens: int) -> Completion:
     """What a `GenerateFn` gave, as the rollout's own copy. Routed experts, which may be large, are not copied.
+
+    Args:
+        max_tokens: that it was asked for.
 
     Raises:
         TypeError: it is no completion, or its tokens or metrics are no numbers.
-        ValueError: a logprob or a metric is not finite.
+        ValueError: a logprob or a metric is not finite, or there are more tokens than were asked for.
     """
     if not isinstance(given, Completion):
         raise TypeError(f"generate gave {type(given).__name__}; it must give a Completion")
+    if len(given.token_ids) > max_tokens:
+        raise ValueError(
+            f"generate gave {len(given.token_ids)} tokens; it was asked for sampling.max_tokens = {max_tokens} at most"
+        )
     logprobs = list(map(float, given.logprobs))
     if not math.isfinite(sum(logprobs)):
         wrong = next(logprob for logprob in logprobs if not math.isfinite(logprob))

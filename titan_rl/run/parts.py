@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from typing_extensions import get_protocol_members
+
 from titan_rl.config.run import RunConfig
 from titan_rl.errors import ConfigError, MissingExtraError
 from titan_rl.generation.registry import find_engine
@@ -25,6 +27,9 @@ from titan_rl.run.observability.metric_sink import MetricSink
 from titan_rl.scheduling.filters import GroupFilter
 from titan_rl.training.protocol import Trainer
 from titan_rl.weights.published_weights import PublishedWeights
+
+SELDOM_ASKED = frozenset({"load", "measure"})
+"""Of a trainer: for a run that is resumed, and for a supervised one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +64,10 @@ class Parts:
             ConfigError: they do not go together with the settings.
             MissingExtraError: what has to be started is not installed.
         """
+        if self.trainer is not None:
+            _check_members("trainer", self.trainer, Trainer, unless=SELDOM_ASKED)
+        for place, replica in enumerate(self.replicas or ()):
+            _check_members(f"replicas[{place}]", replica, Replica)
         workers = config.rollout.num_workers
         if workers and (self.renderer is not None or not self.needs_processes):
             raise ConfigError(
@@ -168,3 +177,9 @@ def describe_processes(config: RunConfig, parts: Parts) -> str:
         if count
     ]
     return " and ".join(filter(None, [", ".join(named[:-1]), *named[-1:]]))
+
+
+def _check_members(name: str, given: object, kind: type, unless: frozenset[str] = frozenset()) -> None:
+    lacking = [member for member in sorted(get_protocol_members(kind) - unless) if not hasattr(given, member)]
+    if lacking:
+        raise ConfigError(f"{name} = {given!r} is no {kind.__name__}: it lacks {', '.join(lacking)}")

@@ -18,6 +18,7 @@ from titan_rl.config.evaluation import EvalConfig, make_eval_config
 from titan_rl.config.given import ConfigLike, TaskLike, given_config
 from titan_rl.config.make_renderer import make_renderer
 from titan_rl.config.run import RunConfig
+from titan_rl.errors import ConfigError
 from titan_rl.evaluation.evaluation import Evaluation
 from titan_rl.generation.function_replica import FunctionReplica
 from titan_rl.generation.router.replica import Replica
@@ -98,7 +99,9 @@ def train(
 
     if generate is not None:
         if replicas is not None:
-            raise ValueError("give generate or replicas, not both")
+            raise ConfigError("give generate or replicas, not both")
+        if not callable(generate):
+            raise ConfigError(f"generate = {generate!r} must be an async function, a GenerateFn")
         replicas = [FunctionReplica(generate)]
     parts = Parts(
         trainer=trainer,
@@ -173,6 +176,11 @@ async def evaluate_async(
     **options: Any,
 ) -> Evaluation:
     """As `evaluate`, in the running event loop."""
+    if not isinstance(policy, str | Path) and not callable(policy):
+        raise ConfigError(
+            f"policy = {policy!r} must be the folder of a run, a checkpoint or a model, the URL of an endpoint, or an "
+            "async function: a GenerateFn, or a ChatFn"
+        )
     settings = make_eval_config(options)
     made = given_config(config, task=task, functions={}, overrides=overrides, check_files=False)
     if not isinstance(policy, str | Path):

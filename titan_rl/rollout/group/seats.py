@@ -200,19 +200,15 @@ class _OtherSeat(_Seat):
         room = self._max_context - len(prompt)
 
         async def answer() -> Completion:
-            completion = completion_of(
-                await player.generate(
-                    prompt,
-                    request_id=f"{self._session_id}/{self._num_turns}",
-                    session_id=self._session_id,
-                    sampling=replace(
-                        self._sampling.within(room),
-                        temperature=self._sampling.temperature if player.temperature is None else player.temperature,
-                        seed=turn_seed(self._sampling.seed or 0, self._session_id, self._num_turns),
-                        return_routed_experts=False,
-                    ),
-                )
+            sampling = replace(
+                self._sampling.within(room),
+                temperature=self._sampling.temperature if player.temperature is None else player.temperature,
+                seed=turn_seed(self._sampling.seed or 0, self._session_id, self._num_turns),
+                return_routed_experts=False,
             )
+            request_id = f"{self._session_id}/{self._num_turns}"
+            asked = player.generate(prompt, request_id=request_id, session_id=self._session_id, sampling=sampling)
+            completion = completion_of(await asked, sampling.max_tokens)
             if completion.finish_reason is FinishReason.ABORT:
                 raise RuntimeError("its completion was aborted")
             return completion

@@ -52,7 +52,7 @@ async def generate_within(
         if not call.expired():
             raise
         return Completion(request_id, [], [], FinishReason.ABORT, ())
-    completion = completion_of(answer)
+    completion = completion_of(answer, sampling.max_tokens)
     if completion.finish_reason is not FinishReason.ABORT:
         counted_s = watch.used_s - used_s
         waited_s = max(completion.metrics.get("interrupted_s", 0.0), watch.waited_s - waited_s)

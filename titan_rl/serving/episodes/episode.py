@@ -175,10 +175,10 @@ class Episode:
         Raises:
             EpisodeEndedError: the episode is over; the client must not be given this completion.
             RequestError: there is a turn of this answer.
-            ValueError: a logprob is not finite.
+            ValueError: a logprob is not finite, or there are more tokens than were asked for.
         """
         self._require_open()
-        own = completion_of(completion)
+        own = completion_of(completion, sampling.max_tokens)
         self._rewards.add_turn(answer or (completion.request_id, 0))
         self._sampled.append(sampling)
         return self.tree.add(prompt, own, message)
