@@ -79,17 +79,21 @@ class DropLimits:
             )
         if self._too_many_drops:
             reasons = ", ".join(f"{reason} ({count})" for reason, count in self._drops.most_common())
-            unparsed = (
-                f"{self._num_unparsed} of their rollouts have an answer that could not be parsed, and no reward; "
-                "give the Rubric an error_reward to train on them, or "
-                if self._num_unparsed
-                else ""
-            )
-            equal = f"try: {EQUAL_REWARDS_ADVICE}; or " if self._drops.most_common(1)[0][0] == "zero_variance" else ""
             raise TrainingError(
-                f"{self._drops.total()} groups in a row could not be trained on: {reasons}; "
-                f"{equal}{unparsed}raise scheduling.max_refills = {self._max_refills} if this is expected"
+                f"{self._drops.total()} groups in a row could not be trained on: {reasons}; {self._drop_advice()}"
             )
+
+    def _drop_advice(self) -> str:
+        most = self._drops.most_common(1)[0][0]
+        unparsed = (
+            f"{self._num_unparsed} of their rollouts have an answer that could not be parsed, and no reward; "
+            "give the Rubric an error_reward, the least that a wrong answer earns, to train on them"
+        )
+        if self._num_unparsed and most == "too_few_siblings":
+            return unparsed  # more groups would be no better
+        equal = f"try: {EQUAL_REWARDS_ADVICE}; or " if most == "zero_variance" else ""
+        unparsed = f"{unparsed}; or " if self._num_unparsed else ""
+        return f"{equal}{unparsed}raise scheduling.max_refills = {self._max_refills} if this is expected"
 
     @property
     def _too_many_drops(self) -> bool:
