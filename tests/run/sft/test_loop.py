@@ -113,7 +113,9 @@ class Taught:
         (path / "model.safetensors").write_text(str(self.version))
 
 
-def make_loop(config: RunConfig, folder: Path, trainer: Taught, start: RunState | None = None) -> SupervisedLoop:
+def make_loop(
+    config: RunConfig, folder: Path, trainer: Taught, start: RunState | None = None, shown: io.StringIO | None = None
+) -> SupervisedLoop:
     found = find_demonstrations(config)
     ready = prepared(config, found, folder)
     run_dir = RunDirectory(folder)
@@ -132,7 +134,7 @@ def make_loop(config: RunConfig, folder: Path, trainer: Taught, start: RunState 
         run_dir=run_dir,
         start=begun,
         log=run_dir.write_metrics,
-        progress=Progress(len(plan), io.StringIO()),
+        progress=Progress(len(plan), shown or io.StringIO()),
         install=lambda before, after: install(ready, run_dir.export, run_dir.path, before, after),
     )
 
@@ -141,7 +143,8 @@ async def test_it_learns_measures_what_is_held_out_and_puts_the_model_in_its_pla
     toml: Path,
 ) -> None:
     trainer, folder = Taught(), toml.parent / "run"
-    loop = make_loop(load_sft_config(toml), folder, trainer)
+    shown = io.StringIO()
+    loop = make_loop(load_sft_config(toml), folder, trainer, shown=shown)
     summary = await loop.run()
     assert (summary.steps, summary.tokens) == (9, 27)
     learned = [number for step in trainer.learned for number in step]
@@ -149,6 +152,8 @@ async def test_it_learns_measures_what_is_held_out_and_puts_the_model_in_its_pla
     records = read_jsonl(folder / "metrics.jsonl")
     measured = {record["step"]: record["validation/loss"] for record in records if "validation/loss" in record}
     assert list(measured) == [0, 4, 8, 9]
+    told = [line for line in shown.getvalue().splitlines() if "held" in line]
+    assert told == [f"held-out loss {loss:.3f} after step {step}" for step, loss in measured.items()]
     assert (summary.loss_before, summary.loss_after) == (2.0, 0.2)
     assert [record["train/loss"] for record in records if "train/loss" in record] == [1 / step for step in range(1, 10)]
     assert not any("ratio" in name for record in records for name in record)

@@ -37,13 +37,12 @@ class SupervisedStep:
 
     step: int  # from 1
     loss: float
-    held_out_loss: float | None  # as it was measured last
     tokens_per_second: float  # of whole conversations
     seconds: float
 
     @property
     def curve(self) -> tuple[str, float, str]:
-        return "loss", self.loss, "" if self.held_out_loss is None else f" (held out {self.held_out_loss:.3f})"
+        return "loss", self.loss, ""
 
     @property
     def figures(self) -> Mapping[str, str]:
@@ -116,7 +115,6 @@ class SupervisedLoop:
         self._install = install
         self._calls = TrainerCalls()
         self._writing: asyncio.Task[None] | None = None  # the newest checkpoint, until it is whole
-        self._measured: float | None = None  # held-out loss, as it was measured last
         self._num_too_long = 0
         self._saver = CheckpointSaver(
             config.checkpoint,
@@ -197,7 +195,7 @@ class SupervisedLoop:
             {f"train/{name}": metrics[name] for name in LOGGED if name in metrics}
             | {"throughput/tokens_per_s": speed, "time/step_s": seconds, "time/wait_for_tokens_s": waited_s},
         )
-        self._progress.step(SupervisedStep(self.step, metrics["loss"], self._measured, speed, seconds))
+        self._progress.step(SupervisedStep(self.step, metrics["loss"], speed, seconds))
         if len(self._tokens.too_long) > self._num_too_long:
             self._num_too_long = len(self._tokens.too_long)
             self._progress.message(
@@ -206,12 +204,12 @@ class SupervisedLoop:
             )
 
     async def _measure(self, held_out: Sequence[TrainingSample]) -> float | None:
-        """The loss of what is held out, which is logged."""
+        """The loss of what is held out, which is logged and told."""
         if not held_out:
             return None
         loss = await self._trainer.measure(held_out)
         self._log(self.step, {"validation/loss": loss})
-        self._measured = loss
+        self._progress.message(f"held-out loss {loss:.3f} after step {self.step}")
         return loss
 
     async def _copy(self, version: int) -> dict[str, Any]:
