@@ -72,6 +72,14 @@ def test_each_task_has_a_name_a_weight_and_what_it_says_instead_of_the_run(proje
     assert [config.advantage_of(source) for source in config.tasks] == ["group_mean", "standardized"]
 
 
+def test_an_option_of_tasks_for_the_one_task_says_what_its_options_are(project: Path):
+    told = failure('[task]\ntype = "echo_task:Echo"\n', ("tasks.echo.weight", "2"))
+    assert told.startswith(
+        "command line: --tasks.echo.weight: there is one [task]; its own settings are options --task."
+    )
+    assert "[[tasks]]: name it so in the file" in told
+
+
 def test_filters_of_a_task_are_for_its_groups_alone(project: Path):
     check = make_filters(load(SEVERAL))[-1]
 
@@ -117,7 +125,10 @@ def test_the_command_line_names_a_task(project: Path):
         (("tasks.ham.advantage", "no_module:f"), "tasks.ham.advantage"),
         (("tasks.ham.name", '"echo"'), "2 of them have name = 'echo'"),
         (("tasks.ham.name", '"h m"'), "tasks.ham.name = 'h m'"),
-        (("tasks.hum.weight", "2"), "tasks.hum.type = None"),
+        (
+            ("tasks.hem.weight", "2"),
+            'command line: tasks.hem has no type = "module:Class"; nearest: tasks.ham; those with one are ham, echo',
+        ),
         (("tasks.ham.type", "echo_task:Eco"), "tasks.ham.type = 'echo_task:Eco': echo_task has no Eco"),
         (("tasks.ham.sampling.max_tokens", "9999"), "tasks.ham.sampling.max_tokens = 9999 leaves no room"),
         (("task.type", "echo_task:Echo"), "there is [task], and there are [[tasks]]"),

@@ -54,6 +54,16 @@ class NoRubric(Say):
 class NoRewards(Say):
     def rubric(self): return Rubric([])
 
+class NothingHeldOut(Say):
+    def validation_samples(self, count): return []
+
+class Opens(Say):
+    messages: list[dict[str, str]] = []
+    def env(self, sample):
+        class Opening(Env):
+            async def reset(env): return MessageObservation(self.messages)
+        return Opening(sample)
+
 class NoSample(Say):
     def train_sample(self, seed, index): return [][index]
 
@@ -157,6 +167,39 @@ def test_an_environment_that_hangs_is_left_to_itself(dry_run, monkeypatch: pytes
     assert code == 1
     assert "error: a rollout ends with error_timeout" in told
     assert time.monotonic() - began < 30
+
+
+def test_held_out_samples_are_there_where_they_are_wanted(dry_run):
+    code, told = dry_run("NothingHeldOut")
+    assert code == 1
+    assert "titan-rl: validation_samples(1) of task 'nothing_held_out' failed: ValueError: it gave no sample" in told
+    assert dry_run("NothingHeldOut", "--validation.num_prompts", "0")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("messages", "says"),
+    [
+        ('[{role = "usr", content = "Hi"}]', "message 0 of the first prompt is not shown to the model: .* role 'usr'"),
+        ('[{role = "user", content = "Hi"}, {role = "", content = "Go"}]', "message 1 of the .* not shown .* role ''"),
+        ('[{role = "user", content = "Hi"}, {role = "user"}]', "message 1 of the first prompt has no content: "),
+        ('[{role = "user", content = ""}]', "the first prompt has no text"),
+        ('[{role = "system", content = "Be"}, {role = "user", content = "Hi"}]', ""),
+    ],
+)
+def test_a_message_that_the_model_does_not_see_is_told(dry_run, messages: str, says: str):
+    code, told = dry_run("Opens", "--task.messages", messages, "--task.held_out", "0")
+    assert code == (1 if says else 0)
+    assert re.search(f"opens: error: {says}", told) if says else "error" not in told
+
+
+@pytest.mark.parametrize("run_dir", ["say_task.py", "say_task.py/deep", "/proc/nowhere/runs"])
+def test_a_folder_that_no_run_can_be_made_in_is_told(dry_run, run_dir: str):
+    before = sorted(Path().iterdir())
+    code, told = dry_run("Say", "--run_dir", run_dir)
+    assert code == 2
+    assert f"titan-rl: run_dir = {run_dir!r}: no run can be made there: " in told
+    assert dry_run("Say", "--run_dir", "deep/runs")[0] == 0
+    assert {path.name for path in Path().iterdir()} - {path.name for path in before} <= {"say.toml", "__pycache__"}
 
 
 @pytest.mark.parametrize(

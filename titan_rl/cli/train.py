@@ -14,6 +14,7 @@ from titan_rl.config.concurrency import throttles
 from titan_rl.config.load import dump_config, load_config
 from titan_rl.config.run import RunConfig
 from titan_rl.errors import ConfigError, MissingExtraError
+from titan_rl.run.directory import check_run_dir
 from titan_rl.run.observability.standard_streams import say, tell
 from titan_rl.run.rehearsal import describe, rehearse
 from titan_rl.run.run_name import run_name
@@ -48,6 +49,8 @@ def run(arguments: argparse.Namespace) -> int:
     for warning in throttles(config):
         tell(f"titan-rl: warning: {warning}")
     if arguments.dry_run:
+        if resume is None:
+            check_run_dir(config)
         say(dump_config(config))
         return _rehearse(config)
     # Not before the settings are known to be right: what starts processes also imports what they need.

@@ -12,7 +12,7 @@ from typing_extensions import get_protocol_members
 
 from titan_rl.calls.imports import find_attribute, import_module
 from titan_rl.calls.user_code import describe
-from titan_rl.config.explain import Origins, explain
+from titan_rl.config.explain import COMMAND_LINE, Origins, explain, nearest
 from titan_rl.config.suites import SUITE_FIELDS, ValidationSuite
 from titan_rl.config.tables import give
 from titan_rl.config.tasks import SOURCE_FIELDS, TaskSource, is_alone
@@ -44,12 +44,29 @@ def load_tasks(tables: dict[str, Any], origins: Origins) -> tuple[TaskSource, ..
             "are tables [[tasks]]"
         )
     if one is not None and several is not None:
+        if origins.of("tasks") == COMMAND_LINE and isinstance(several, dict):
+            of_tasks = cast("dict[str, Any]", several).items()
+            options = [f"--tasks.{name}.{key}" for name, table in of_tasks for key in _fields(table, origins, name)]
+            raise ConfigError(
+                f"command line: {', '.join(options) or '--tasks'}: there is one [task]; its own settings are options "
+                "--task.NAME, and weights and the like are for tables [[tasks]]: name it so in the file"
+            )
         raise ConfigError(f"{origins.of_all()}: there is [task], and there are [[tasks]]; make that one of them, too")
     if several is None:
         return (TaskSource(task=load_task(one, origins)),)
     if not isinstance(several, dict):
         raise ConfigError(f"{origins.of('tasks')}: tasks = {several!r} must be tables, each under a line [[tasks]]")
-    return tuple(_load_source(name, table, origins) for name, table in cast("dict[str, Any]", several).items())
+    tables_of = cast("dict[str, Any]", several)
+    typed = [name for name, table in tables_of.items() if not isinstance(table, dict) or "type" in table]
+    for name in tables_of:
+        if name not in typed:
+            near = nearest(name, typed)
+            meant = f"nearest: tasks.{near}; " if near else ""
+            there = f"those with one are {', '.join(typed)}" if typed else "none has one"
+            raise ConfigError(
+                f'{origins.of(f"tasks.{name}")}: tasks.{name} has no type = "module:Class"; {meant}{there}'
+            )
+    return tuple(_load_source(name, table, origins) for name, table in tables_of.items())
 
 
 def with_settings(

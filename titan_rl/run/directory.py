@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import json
 import os
+import tempfile
 import time
 from collections.abc import Callable, Generator, Mapping
 from functools import cached_property
@@ -17,6 +18,24 @@ from titan_rl.config.run import RunConfig
 from titan_rl.errors import CheckpointError, ConfigError
 from titan_rl.run.json_lines import JsonLines, cut_records
 from titan_rl.run.run_name import run_name
+
+
+def check_run_dir(config: RunConfig) -> None:
+    """Find out whether a run's folder could be made, and leave nothing behind.
+
+    Raises:
+        ConfigError: it could not.
+    """
+    path = Path(config.run_dir).absolute()
+    try:
+        there = next(folder for folder in (path, *path.parents) if folder.exists())
+        with tempfile.TemporaryDirectory(dir=there):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"run_dir = {config.run_dir!r}: no run can be made there: {error.strerror}; name a folder that you may "
+            "write to, on a disk with room"
+        ) from None
 
 
 class RunDirectory:

@@ -8,7 +8,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby, islice
+from itertools import groupby, islice, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from titan_rl.config.make_rollouter import open_rollouters
 from titan_rl.config.run import RunConfig
 from titan_rl.config.tasks import TaskSource
 from titan_rl.errors import ConfigError, DataError
+from titan_rl.rollout.environment.message_token_env import MessageTokenEnv
 from titan_rl.rollout.environment.seats import SeatedEnv
 from titan_rl.rollout.environment.types import AgentEnv, TokenEnv, TokenObservation, TokenStep
 from titan_rl.rollout.group.rollouter import Rollouter
@@ -27,7 +28,7 @@ from titan_rl.rollout.mock_policy import MockPolicy
 from titan_rl.rollout.renderer import Renderer
 from titan_rl.rollout.renderer.tokenizer import load_tokenizer
 from titan_rl.rollout.task import DemonstratingTask, calling
-from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus
+from titan_rl.rollout.types import Message, Rollout, RolloutGroup, RolloutStatus
 from titan_rl.scheduling.filters import first_reason
 from titan_rl.training.data.demonstrations import encode
 from titan_rl.types import Completion, SamplingParams
@@ -81,6 +82,7 @@ async def _rehearse(config: RunConfig, folder: Path, tell: Callable[[str], objec
         opened = open_rollouters(briefly, folder, _say_nothing, renderer, dry=True)
         async with asyncio.timeout(LIMIT_S), opened as rollouters:
             with LoopWatchdog(tell, blocked_after_s=CALL_LIMIT_S):
+                _check_held_out(config)
                 return [
                     rehearsal
                     for source in briefly.tasks
@@ -90,14 +92,22 @@ async def _rehearse(config: RunConfig, folder: Path, tell: Callable[[str], objec
         raise DataError(f"a group of each task takes longer than {LIMIT_S:g} s without a model") from None
 
 
+def _check_held_out(config: RunConfig) -> None:
+    for suite in config.suites:
+        with calling("validation_samples(1)", suite.source.name):
+            if not list(suite.source.task.validation_samples(1)):
+                raise ValueError(
+                    f"it gave no sample, and {suite.num_prompts} are to be validated on; give some, or set "
+                    "validation.num_prompts = 0"
+                )
+
+
 async def _play(config: RunConfig, source: TaskSource, rollouter: Rollouter, renderer: Renderer) -> Rehearsal | None:
     """None of a task of agents."""
     task, sampling = source.task, config.sampling_of(source)
     stop_token_ids = renderer.get_stop_token_ids()
     with calling(f"train_sample({config.seed}, 0)", source.name):
         sample = task.train_sample(config.seed, 0)
-    with calling("validation_samples(1)", source.name):
-        list(task.validation_samples(1))
     shown = _shown(source, renderer)
     rollouter.make_env = agents = _WithoutAgents(rollouter.make_env)
     group = await rollouter.run_group(
@@ -117,7 +127,10 @@ async def _play(config: RunConfig, source: TaskSource, rollouter: Rollouter, ren
         None if first is None else load_tokenizer(config.model.path).decode(list(first)),
         len(first or ()),
         group,
-        tuple(dict.fromkeys(_problems(group, shown, sampling.max_tokens))),
+        (
+            *dict.fromkeys(_problems(group, shown, sampling.max_tokens)),
+            *(_unread(group.rollouts[0].messages, renderer) if agents.speak else ()),
+        ),
     )
 
 
@@ -131,9 +144,11 @@ class _WithoutAgents:
     def __init__(self, make_env: Callable[[Any], AnyEnv]) -> None:
         self._make_env = make_env
         self.found = False
+        self.speak = False  # messages, which the renderer makes tokens of
 
     def __call__(self, sample: Any) -> AnyEnv:
         env = self._make_env(sample)
+        self.speak = isinstance(env, MessageTokenEnv)
         if not isinstance(env, AgentEnv):
             return env
         self.found = True
@@ -189,6 +204,30 @@ def _problems(group: RolloutGroup, shown: Sequence[Sequence[int]], max_tokens: i
         yield f"a demonstration's answer has {longest} tokens, and sampling.max_tokens = {max_tokens} cuts it off"
     if group.rollouts[0].status is RolloutStatus.ERROR_PARSE:
         yield "what a demonstration says cannot be read back (error_parse): model.renderer does not fit the task"
+
+
+def _unread(messages: Sequence[Message], renderer: Renderer) -> Iterator[str]:
+    """What the model is not shown of the messages before its first answer."""
+    opening = list(takewhile(lambda message: message.get("role") != "assistant", messages))
+    if opening and not any(message.get("content") for message in opening):
+        yield "the first prompt has no text"
+        return
+    for place, message in enumerate(opening):
+        content = message.get("content")
+        if content is None:
+            yield f"message {place} of the first prompt has no content: {dict(message)!r}"
+        if not isinstance(content, str) or not content.strip():
+            continue
+        longer = [*opening[:place], {**message, "content": f"{content}\n{content}"}, *opening[place + 1 :]]
+        try:
+            is_shown = list(renderer.render_ids(opening)) != list(renderer.render_ids(longer))
+        except Exception:  # the template refuses what is no whole conversation
+            continue
+        if not is_shown:
+            yield (
+                f"message {place} of the first prompt is not shown to the model: the renderer leaves out what has the "
+                f"role {message.get('role')!r}"
+            )
 
 
 def describe(rehearsal: Rehearsal, max_context: int) -> Iterator[str]:
