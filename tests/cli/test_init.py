@@ -66,6 +66,7 @@ def test_a_hugging_face_folder_is_trained_as_it_is(tmp_path: Path, capsys: pytes
     ("argv", "says"),
     [
         (["my-task"], "'my-task' cannot be the name of a Python package; my_task could"),
+        (["café"], "'café' cannot be the name of a Python package; cafe could"),
         (["class"], "'class' cannot be the name of a Python package; my_task could"),
         (["a/b/2x"], "'2x' cannot be the name of a Python package; my_task could"),
         (["random"], "'random' is another module"),

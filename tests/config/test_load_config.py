@@ -110,6 +110,9 @@ def test_what_is_written_back_loads_to_an_equal_config(project: Path):
         ("training", "3", "command line: training = 3 must be a table"),
         ("task", "3", "command line: task = 3 must be a table"),
         ("seed.x", "3", "--seed.x: seed is a setting, not a table"),
+        ("name", "..", "command line: name = '..' must be letters, digits and -_.+=, 80 at most, and not . or .."),
+        ("name", "a/b", "command line: name = 'a/b' must be letters, digits"),
+        ("name", "x" * 300, f"command line: name = '{'x' * 119}... must be letters, digits"),
         ("seed", "-3", "seed = -3 must be greater than or equal to 0"),
     ],
 )

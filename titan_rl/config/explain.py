@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 COMMAND_LINE = "command line"
+LONGEST_SHOWN = 120  # characters of a value
 ARGUMENTS = "arguments"
 """Of a call of Python."""
 
@@ -131,7 +132,9 @@ def _lines(
             most = details.get("ctx", {})["max_length"]
             yield f"{origins.of(key)}: {key} = {details['input']!r} has more than {most} items"
         case _:
-            yield f"{origins.of(key)}: {key} = {details['input']!r} {message}"
+            value = repr(details["input"])
+            shown = value if len(value) <= LONGEST_SHOWN else f"{value[:LONGEST_SHOWN]}..."
+            yield f"{origins.of(key)}: {key} = {shown} {message}"
 
 
 def _instead(key: str, root: type[BaseModel], prefix: str, beside: Sequence[str]) -> str:

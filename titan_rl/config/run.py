@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
-from typing import Self
+from typing import Annotated, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from titan_rl.config.sections import (
     CheckpointConfig,
@@ -26,6 +28,12 @@ from titan_rl.settings import Section
 from titan_rl.training.settings import CorrectionConfig, ModelConfig, TrainingConfig
 
 
+def _folder_name(name: str) -> str:
+    if not re.fullmatch(r"[\w.+=-]{0,80}", name) or name in (".", ".."):
+        raise PydanticCustomError("name", "must be letters, digits and -_.+=, 80 at most, and not . or ..")
+    return name
+
+
 class RunConfig(Section):
     """The settings of one run: two of its own and one table for each part.
 
@@ -38,7 +46,7 @@ class RunConfig(Section):
 
     seed: int = Field(default=0, ge=0, lt=2**32)
     """Of the data order, the sampling and the trainer."""
-    name: str = Field(default="", max_length=80, pattern=r"^[\w.+=-]*$")
+    name: Annotated[str, AfterValidator(_folder_name)] = ""
     """Of the run's folder, behind the time. By default the task, and what the command line sets."""
     run_dir: str = "runs"
     """Folder in which each run makes a folder of its own."""

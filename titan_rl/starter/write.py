@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import keyword
 import sys
+import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,7 +87,8 @@ def write_starter(starter: Starter) -> list[Path]:
 def _check_name(starter: Starter) -> None:
     name = starter.name
     if not (name.isidentifier() and name.isascii()) or keyword.iskeyword(name) or not name.strip("_"):
-        plain = "".join(letter if letter.isalnum() and letter.isascii() else "_" for letter in name).strip("_")
+        letters = unicodedata.normalize("NFKD", name).encode("ascii", "ignore").decode()  # "cafe" of "café"
+        plain = "".join(letter if letter.isalnum() else "_" for letter in letters).strip("_")
         fix = plain if plain.isidentifier() and not keyword.iskeyword(plain) else "my_task"
         raise ConfigError(f"{name!r} cannot be the name of a Python package; {fix} could")
     if name in TAKEN or name in sys.stdlib_module_names or _is_installed(name):
