@@ -10,7 +10,7 @@ import pytest
 from titan_rl import Rollout, RolloutGroup
 from titan_rl.config.explain import Origins
 from titan_rl.config.load import load_config
-from titan_rl.config.load_task import load_task
+from titan_rl.config.load_task import check_task, load_task
 from titan_rl.errors import ConfigError
 from titan_rl.tasks import Rows, ToolEnv
 from titan_rl.tasks.rows_file import read_rows
@@ -158,6 +158,20 @@ def test_a_file_without_rows_says_where(tmp_path: Path, name: str, content: str,
 def test_what_cannot_be_a_task_is_found_when_settings_are_read(tmp_path: Path, settings: Any, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         make(tmp_path, **settings).check_settings()
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"prompt": "text"}, r"run\.toml: tasks\.sums\.prompt = 'text': row 0"),
+        ({"path": "nowhere.jsonl"}, r"run\.toml: tasks\.sums: .*nowhere.jsonl cannot be read"),
+    ],
+)
+def test_of_several_tasks_the_one_with_wrong_rows_is_named(
+    tmp_path: Path, settings: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        check_task(make(tmp_path, **settings), Origins((Path("run.toml"),)), "tasks.sums")
 
 
 def test_a_toml_file_alone_makes_a_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
@@ -221,7 +222,7 @@ def task_table(source: TaskSource, *, exclude_none: bool = False, with_share: bo
 
 
 def check_task(task: Task, origins: Origins, prefix: str = "task") -> None:
-    """Have a task look at its settings, where it is one that does.
+    """Have a task look at its settings, where it is one that does. It calls them `task.x`, not knowing its table.
 
     Args:
         prefix: the name of its table.
@@ -234,7 +235,9 @@ def check_task(task: Task, origins: Origins, prefix: str = "task") -> None:
     try:
         task.check_settings()
     except ConfigError as error:
-        raise ConfigError(f"{origins.of_all()}: {error}") from error.__cause__
+        problem = re.sub(r"(?<![\w.])task\.(?=\w)", f"{prefix}.", str(error))
+        named = problem if f"{prefix}." in problem else f"{prefix}: {problem}"
+        raise ConfigError(f"{origins.of_all()}: {named}") from error.__cause__
     except Exception as error:
         raise ConfigError(f"{origins.of_all()}: [{prefix}] could not be checked: {describe(error)}") from error
 
