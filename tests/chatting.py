@@ -25,12 +25,13 @@ async def play(task: MessageTask, sample: Any, say: Callable[[Sequence[Message]]
     return group.rollouts[0]
 
 
-async def mean_demonstrated(task: MessageTask, count: int) -> float:
+async def mean_demonstrated(task: MessageTask, count: int, *, carelessly: bool = False) -> float:
     """The mean reward of what the task itself demonstrates."""
     rng, rewards = random.Random(0), list[float]()
+    demonstrate = task.demonstrate_carelessly if carelessly else task.demonstrate
     for index in range(count):
         sample = task.train_sample(0, index)
-        rollout = await play(task, sample, lambda messages, sample=sample: task.demonstrate(sample, messages, rng))
+        rollout = await play(task, sample, lambda messages, sample=sample: demonstrate(sample, messages, rng))
         assert rollout.reward is not None, rollout.error
         rewards.append(rollout.reward)
     return sum(rewards) / count

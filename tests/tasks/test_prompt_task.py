@@ -153,6 +153,16 @@ async def test_demonstrations_are_played_and_the_same_at_every_call() -> None:
         assert demonstration.tools == [tool.schema for tool in tools_of(task.tools(sample))]
 
 
+def test_the_last_sixth_of_the_demonstrations_is_careless() -> None:
+    class Careless(Shown):
+        def demonstrate_carelessly(self, sample: int, messages: Sequence[Message], rng: random.Random) -> str | Message:
+            return "unknown"
+
+    shown = list(Careless().demonstrations(60))
+    assert shown[:50] == list(Shown().demonstrations(60))[:50]
+    assert [demonstration.messages[-1]["content"] for demonstration in shown[50:]] == ["unknown"] * 10
+
+
 def test_a_task_that_shows_nothing_says_what_to_define() -> None:
     with pytest.raises(ConfigError, match="Lookup shows nothing to learn from; define demonstrate"):
         list(Lookup().demonstrations(1))

@@ -24,6 +24,9 @@ from titan_rl.tasks.demonstrating import Player, demonstrated
 MOST_DRAWS = 1000
 """For one sample on the wanted side of the partition."""
 
+CARELESS = 1 / 6
+"""Share of the demonstrations that are careless, where a task has such: the last ones."""
+
 
 class MessageTask(Section):
     """A `Task` that says how a sample is drawn, and what is played with it: the rest follows.
@@ -66,12 +69,18 @@ class MessageTask(Section):
     def demonstrate(self, sample: Any, messages: Sequence[Message], rng: random.Random) -> str | Message:
         """What a demonstration's assistant says next: text, or a whole message, with calls of tools for instance (see
         `call_of`). `titan-rl sft` teaches that. For reinforcement learning to have something left to do, it should be
-        right only sometimes.
+        right only sometimes; or always, and `demonstrate_carelessly` only sometimes.
 
         Args:
             messages: the conversation so far.
         """
         raise NotImplementedError
+
+    def demonstrate_carelessly(self, sample: Any, messages: Sequence[Message], rng: random.Random) -> str | Message:
+        """The same for the last `CARELESS` of all demonstrations. With `sft.shuffle = false` a model learns a skill by
+        the others, and then to use it rarely, so that reinforcement learning soon brings it out. By default they are
+        as the others."""
+        return self.demonstrate(sample, messages, rng)
 
     def demonstrations(self, count: int) -> Iterator[Demonstration]:
         """By playing environments of training samples with `demonstrate`.
@@ -84,12 +93,14 @@ class MessageTask(Section):
                 f"{type(self).__name__} shows nothing to learn from; define demonstrate(self, sample, messages, rng), "
                 "which says what the assistant answers"
             )
-        yield from demonstrated(map(self._demonstration, range(count)))
+        careful = count - int(CARELESS * count)
+        yield from demonstrated(self._demonstration(number, careless=number >= careful) for number in range(count))
 
-    def _demonstration(self, number: int) -> tuple[MessageEnv, Player]:
+    def _demonstration(self, number: int, *, careless: bool) -> tuple[MessageEnv, Player]:
         sample = self._draw(f"demonstration/{number}", held_out=False)
         rng = random.Random(f"demonstrated/{number}")
-        return self.env(sample), lambda messages: self.demonstrate(sample, messages, rng)
+        say = self.demonstrate_carelessly if careless else self.demonstrate
+        return self.env(sample), lambda messages: say(sample, messages, rng)
 
     def train_sample(self, seed: int, index: int) -> Any:
         return self._draw(f"train/{seed}/{index}", held_out=False)
