@@ -59,6 +59,6 @@ async def test_every_problem_is_answered_by_its_own_row() -> None:
     assert all(is_right(row, row["answer"]) for row in rows)
 
 
-async def test_demonstrations_are_right_as_often_as_is_set() -> None:
-    assert 0.2 < await mean_demonstrated(task(careless=0.7), 200) < 0.4
-    assert await mean_demonstrated(task(careless=0.0), 20) == 1.0
+async def test_demonstrations_are_right_and_careless_ones_as_often_as_is_set() -> None:
+    assert await mean_demonstrated(task(), 20) == 1.0
+    assert 0.2 < await mean_demonstrated(task(careless=0.7), 200, carelessly=True) < 0.4
