@@ -322,7 +322,7 @@ async def hangs(messages: Any) -> str:
     ("reply", "status", "error"),
     [
         (raises, "error_env", "the player of seat 'second': KeyError: 'move'"),
-        (hangs, "error_timeout", "the player of seat 'second': OutOfTimeError: it took longer than 60 s"),
+        (hangs, "error_timeout", "the player of seat 'second': OutOfTimeError: it took longer than 7 s"),
         (lambda messages: 7, "error_env", "it said 7; a reply is text or a message"),
     ],
 )
@@ -331,7 +331,8 @@ async def test_what_another_player_does_wrong_is_a_fault(reply: Any, status: str
         await turn(seats["first"], [1])
         await seats["second"].reply([])
 
-    (rollout,) = (await Table(play, {"first": "policy", "second": MessagePlayer(reply)}).group(Answers())).rollouts
+    table = Table(play, {"first": "policy", "second": MessagePlayer(reply)}, limits=RolloutConfig(env_timeout_s=7.0))
+    (rollout,) = (await table.group(Answers())).rollouts
     assert rollout.status == status
     assert error in str(rollout.error)
     assert rollout.status.is_fault

@@ -165,6 +165,17 @@ def test_what_a_trainer_of_ones_own_saved_is_compared_with_what_is_found(tmp_pat
         )
 
 
+def test_a_task_looks_at_its_settings_in_a_config_of_python_too(tmp_path: Path) -> None:
+    class Checked(Counting):
+        def check_settings(self) -> None:
+            raise ConfigError("task.seats has blakc")
+
+    for given in (config(tmp_path / "runs", tasks=(TaskSource(task=Checked()),)), config(tmp_path / "runs")):
+        with pytest.raises(ConfigError, match=r"task\.seats has blakc"):
+            titan_rl.train(given, task=Checked() if given.tasks[0].task == Counting() else None, **parts())
+    assert not (tmp_path / "runs").exists()
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [

@@ -273,12 +273,18 @@ class Negative(InOrder):
         return -1
 
 
+class Huge(InOrder):
+    def next_sample(self, state: CurriculumState) -> int:
+        return 2**70
+
+
 @pytest.mark.parametrize(
     ("curriculum", "message"),
     [
         (Careless(), r"state.*task.*comes back from JSON as .*names must be strings"),
         (Raising(), "curriculum.next_sample, 'task' of the task failed: LookupError: no more"),
         (Negative(), "it gave -1; it must give the number of a sample"),
+        (Huge(), "it gave 1180591620717411303424; it must give the number of a sample"),
     ],
 )
 def test_what_a_curriculum_does_wrong_is_said(curriculum: Curriculum, message: str):

@@ -192,12 +192,12 @@ def strange_default(a: Any = object()) -> None: ...  # noqa: B008
     ("function", "problem"),
     [
         (untyped, "'untyped': parameter 'a' has no type; declare one"),
-        (opaque, "'opaque' has a parameter that JSON schema cannot describe.*Opaque"),
+        (opaque, "'opaque': JSON schema cannot describe parameter 'a'.*Opaque"),
         (starred, "'starred': parameter .args: int cannot be given by its name"),
         (keywords, "'keywords': parameter ..kwargs: int cannot be given by its name"),
         (positional, "'positional': parameter a: int cannot be given by its name"),
         (unknown_hint, "'unknown_hint': its type hints cannot be read: NameError"),
-        (strange_default, "'strange_default' has a parameter that JSON schema cannot describe"),
+        (strange_default, "'strange_default': JSON schema cannot describe parameter 'a'"),
         (lambda: 1, "has no name that a call could say"),
     ],
 )

@@ -13,7 +13,7 @@ from titan_rl.calls.imports import find_attribute
 from titan_rl.config.explain import ARGUMENTS, Origins, explain
 from titan_rl.config.functions import check_functions, named_modules
 from titan_rl.config.load import load_config
-from titan_rl.config.load_task import task_type, with_settings
+from titan_rl.config.load_task import check_task, task_type, with_settings
 from titan_rl.config.model_folder import check_chat_template, check_model_folder, check_training_fit, find_model_folder
 from titan_rl.config.run import RunConfig
 from titan_rl.config.search_path import SearchPath
@@ -58,12 +58,18 @@ def given_config(
         if function is not None:
             changes[setting] = function if isinstance(function, str) else name_function(setting, function)
     if isinstance(config, RunConfig):
-        config = _changed(config, task, changes)
+        config = _with_checked_tasks(_changed(config, task, changes))
         return _with_checked_files(config) if check_files else config
     of_tasks = {} if task is None else {key: value for key, value in changes.items() if _is_of_tasks(key)}
     of_files = {key: value for key, value in changes.items() if key not in of_tasks}
     config = load_config(config, given=of_files, check_files=check_files)
-    return _changed(config, task, of_tasks)
+    return config if task is None else _with_checked_tasks(_changed(config, task, of_tasks))
+
+
+def _with_checked_tasks(config: RunConfig) -> RunConfig:
+    for table, source in config.tables_of_tasks():
+        check_task(source.task, Origins(()), table)
+    return config
 
 
 def _with_checked_files(config: RunConfig) -> RunConfig:

@@ -182,15 +182,27 @@ def _described(function: Callable[..., Any], is_method: bool) -> Tool:
         annotation = _annotation(name, parameter.name, hints, told.get(parameter.name))
         default = ... if parameter.default is inspect.Parameter.empty else parameter.default
         fields[f"field{number}"] = (annotation, Field(default, alias=parameter.name))
-    try:
-        arguments = create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
-        parameters = arguments.model_json_schema(schema_generator=_Schema)
-    except (PydanticSchemaGenerationError, PydanticInvalidForJsonSchema, PydanticUserError, _NoSchemaError) as error:
-        wrong = str(error).partition("\n")[0]
-        raise ValueError(f"tool {name!r} has a parameter that JSON schema cannot describe: {wrong}") from error
+    for field, (annotation, default) in fields.items():
+        try:
+            _model(name, {field: (annotation, default)})
+        except _UNDESCRIBED as error:
+            wrong = str(error).partition("\n")[0]
+            raise ValueError(
+                f"tool {name!r}: JSON schema cannot describe parameter {default.alias!r}: {wrong}"
+            ) from error
+    arguments, parameters = _model(name, fields)
     parameters.pop("title", None)
     parameters.pop("additionalProperties", None)
     return Tool(name, (docs.description or "").strip(), parameters, function, arguments)
+
+
+def _model(name: str, fields: Mapping[str, Any]) -> tuple[type[BaseModel], dict[str, Any]]:
+    """
+    Returns:
+        what checks the arguments, and their JSON schema.
+    """
+    arguments = create_model(name, __config__=ConfigDict(extra="forbid"), **dict(fields))
+    return arguments, arguments.model_json_schema(schema_generator=_Schema)
 
 
 def _parameters(function: Callable[..., Any], name: str, is_method: bool) -> list[inspect.Parameter]:
@@ -232,3 +244,6 @@ class _Schema(GenerateJsonSchema):
 
     def emit_warning(self, kind: JsonSchemaWarningKind, detail: str) -> None:
         raise _NoSchemaError(detail)
+
+
+_UNDESCRIBED = (PydanticSchemaGenerationError, PydanticInvalidForJsonSchema, PydanticUserError, _NoSchemaError)

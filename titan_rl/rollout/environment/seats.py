@@ -33,13 +33,13 @@ class MessagePlayer:
 
     Args:
         reply: is given the seat's conversation so far, the opening and its own answers included.
-        timeout_s: of one answer.
+        timeout_s: of one answer. None is that of the environment's calls, `rollout.env_timeout_s`.
 
     Example: `MessagePlayer(lambda messages: "pass")`
     """
 
     reply: Callable[[Sequence[Message]], Reply | Awaitable[Reply]]
-    timeout_s: float = 60.0
+    timeout_s: float | None = None
 
 
 Player = Literal["policy"] | TokenPlayer | MessagePlayer

@@ -38,7 +38,7 @@ class Game:
     def __init__(self, rollouts: Sequence[Rollout], watch: Stopwatch, *, env_timeout_s: float) -> None:
         self.watch = watch
         self._rollouts = rollouts
-        self._env_timeout_s = env_timeout_s
+        self.env_timeout_s = env_timeout_s
         self._loop = asyncio.get_running_loop()
         self._scope = asyncio.timeout(None)
         self._is_going = False
@@ -132,10 +132,10 @@ class Game:
             self._idle.cancel()
         self._idle = None
         if not self._asked and self._is_going:
-            self._idle = self._loop.call_later(self._env_timeout_s, self._is_late)
+            self._idle = self._loop.call_later(self.env_timeout_s, self._is_late)
 
     def _is_late(self) -> None:
-        error = f"TimeoutError: the environment asked no seat for {self._env_timeout_s:g} s (env_timeout_s)"
+        error = f"TimeoutError: the environment asked no seat for {self.env_timeout_s:g} s (env_timeout_s)"
         self._note(RolloutEnded(RolloutStatus.ERROR_TIMEOUT, error))
 
     async def _look(self) -> None:

@@ -234,7 +234,7 @@ class _OtherSeat(_Seat):
                 raise TypeError(f"it said {said!r}; a reply is text or a message")
             return snapshot(said)
 
-        return await self._answer(answer, player.timeout_s)
+        return await self._answer(answer, self._game.env_timeout_s if player.timeout_s is None else player.timeout_s)
 
     async def _answer(self, work: Callable[[], Awaitable[T]], timeout_s: float) -> T:
         with self._asked():

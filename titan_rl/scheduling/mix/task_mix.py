@@ -186,8 +186,8 @@ class TaskMix:
     def _next_sample(self, task: str) -> int:
         with calling(f"curriculum.next_sample, {task!r}"):
             sample: Any = self._tasks[task].curriculum.next_sample(self._at.curricula[task])
-            if not isinstance(sample, int) or sample < 0:
-                raise TypeError(f"it gave {sample!r}; it must give the number of a sample, at least 0")
+            if not isinstance(sample, int) or not 0 <= sample < 2**63:  # the journal keeps it in 64 bits
+                raise TypeError(f"it gave {sample!r}; it must give the number of a sample, from 0 to 2**63 - 1")
         return sample
 
 
