@@ -180,6 +180,11 @@ def test_a_stopped_evaluation_goes_on_and_two_stand_side_by_side(
     assert json.loads(capfd.readouterr().out)["differences"][0]["num_paired"] == 3
 
 
+def test_a_folder_to_compare_that_is_not_there_is_a_wrong_argument(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", "--compare", "nope"]) == 2
+    assert "--compare nope: there is no such folder" in capfd.readouterr().err
+
+
 @pytest.fixture
 def ctrl_c() -> Iterator[None]:
     """A command that was interrupted leaves the signal as it is for its own end."""

@@ -73,3 +73,12 @@ def test_what_cannot_be_exported_is_refused(
     assert main(["export", str(EXAMPLE / "base"), str(tmp_path / "out")]) == 2
     assert "is no run and no checkpoint" in capfd.readouterr().err
     assert not written
+
+
+def test_an_output_that_cannot_be_made_is_a_wrong_argument(
+    run: Path, tmp_path: Path, written: list[Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert main(["export", str(run), str(tmp_path / "file" / "out")]) == 2
+    assert f"nothing can be written in {tmp_path / 'file'}" in capfd.readouterr().err
+    assert written == []

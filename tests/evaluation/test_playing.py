@@ -82,6 +82,18 @@ async def test_what_fails_is_counted_and_in_no_mean() -> None:
     assert count == 2
 
 
+async def test_answers_that_cannot_be_parsed_are_told_of_below_the_table() -> None:
+    lines = await play(suite([1, 2, 3]))
+    assert "parsed" not in table([Evaluation("policy", 0, {"counting": result(lines)}, 1.0)])
+    unread = [{**line, "status": "error_parse", "reward": None} if line["prompt"] == 0 else line for line in lines]
+    found = result(unread)
+    assert (found.num_unparsed, found.num_unscored, found.errors) == (2, 2, [])
+    told = table([Evaluation("policy", 0, {"counting": found}, 1.0)])
+    assert "policy: 2 of 6 answers could not be parsed" in told
+    scored = [{**line, "reward": 0.0} if line["reward"] is None else line for line in unread]
+    assert result(scored).num_unparsed == 0
+
+
 async def test_a_rubric_that_fails_leaves_its_prompt_without_a_reward() -> None:
     def broken(rollout: Any) -> float:
         if rollout.sample == 2:

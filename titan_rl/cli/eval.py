@@ -45,6 +45,8 @@ def set_up(parser: Parser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     if arguments.compare:
+        if missing := [folder for folder in arguments.given if not Path(folder).exists()]:
+            raise ConfigError(f"--compare {missing[0]}: there is no such folder; name that of an evaluation")
         _show([read_evaluation(folder) for folder in arguments.given], arguments)
         return 0
     configs, policies = split(arguments.given)

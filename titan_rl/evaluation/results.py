@@ -27,6 +27,7 @@ class TaskResult:
         pass_at: by k, see `mean_pass_at_k`.
         statuses: samples by `RolloutStatus`, those without a reward included.
         num_unscored: samples without a reward.
+        num_unparsed: those of them whose answer could not be parsed, which is the policy's doing.
         breakdown: the mean of each reward of the rubric, unweighted.
         completion_tokens: the mean of a sample, where the policy says how many it wrote.
         errors: what samples were lost to, and how many to each, the most frequent first.
@@ -41,6 +42,7 @@ class TaskResult:
     pass_at: dict[int, Estimate]
     statuses: dict[str, int]
     num_unscored: int
+    num_unparsed: int
     breakdown: dict[str, float]
     turns: float
     completion_tokens: float | None
@@ -100,6 +102,7 @@ def task_result(
         pass_at=_given({k: mean_pass_at_k(rewards, k, success) for k in _powers_of_two(samples_per_prompt)}),
         statuses=_statuses(records),
         num_unscored=sum(_reward(record) is None for record in records),
+        num_unparsed=sum(_is_unparsed(record) for record in records),
         breakdown=_breakdown(records),
         turns=fmean(len(record["turns"]) for record in records) if records else 0.0,
         completion_tokens=fmean(tokens) if tokens else None,
@@ -115,6 +118,10 @@ def is_fault(record: Record) -> bool:
 
 def _reward(record: Record) -> float | None:
     return None if is_fault(record) else record["reward"]
+
+
+def _is_unparsed(record: Record) -> bool:
+    return record["status"] == RolloutStatus.ERROR_PARSE and not is_fault(record) and record["reward"] is None
 
 
 def _given(estimates: Mapping[int, Estimate | None]) -> dict[int, Estimate]:

@@ -107,6 +107,11 @@ def _notes(evaluations: Sequence[Evaluation], results: Sequence[TaskResult | Non
             continue
         if not evaluation.is_complete:
             yield f"{evaluation.policy}: stopped before its end; these are the prompts that were done"
+        if result.num_unparsed:
+            yield (
+                f"{evaluation.policy}: {result.num_unparsed} of {result.num_samples} answers could not be parsed, "
+                "which is the policy's doing; in no mean and no pass@k without an error_reward of the rubric"
+            )
         for text, count in result.errors[:3]:
             yield f"{evaluation.policy}: {count} samples were lost to {text}"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -56,3 +57,6 @@ def _saved(given: str) -> PolicySource:
 def _check_free(out: Path) -> None:
     if out.exists():
         raise ConfigError(f"{out} exists, and nothing is written over; name a folder that does not")
+    above = next(folder for folder in out.parents if folder.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        raise ConfigError(f"{out} cannot be made: nothing can be written in {above}; name another folder")
