@@ -25,9 +25,8 @@ def test_the_folder_is_looked_for_here_then_beside_the_file(project: Path):
 
 
 def test_a_missing_folder_says_how_to_fetch_one(project: Path):
-    with pytest.raises(
-        ConfigError, match=r"model.path = 'weights/mine' is not a folder .* hf download .* weights/mine"
-    ):
+    says = r"model.path = 'weights/mine' is not a folder here\. .*titan-rl sft --resume RUN.* hf download"
+    with pytest.raises(ConfigError, match=says):
         load_config("config.toml", [("model.path", "weights/mine")])
 
 

@@ -33,6 +33,16 @@ def test_output_to_a_full_disk_ends_nothing():
     show_a_run(os.open("/dev/full", os.O_WRONLY))
 
 
+def test_errors_that_are_not_few_stand_beside_the_reward():
+    said = io.StringIO()
+    with Progress(10, said) as progress:
+        progress.step(StepReport(1, 0.75, 0.5, 100.0, 0.0, 1.0, errors=0.65))
+        progress.step(StepReport(2, 0.5, 0.5, 100.0, 0.0, 1.0, errors=0.01))
+    first, second = said.getvalue().splitlines()
+    assert "reward 0.750 (trained on 0.500; 65% ended in an error)" in first
+    assert "error" not in second
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True

@@ -8,7 +8,13 @@ from pathlib import Path
 from titan_rl.config.explain import COMMAND_LINE, Origins
 from titan_rl.config.load import read_config
 from titan_rl.config.load_task import check_task
-from titan_rl.config.model_folder import check_chat_template, check_model_folder, check_training_fit, find_model_folder
+from titan_rl.config.model_folder import (
+    check_chat_template,
+    check_model_folder,
+    check_training_fit,
+    find_model_folder,
+    told_places,
+)
 from titan_rl.config.run import RunConfig
 from titan_rl.config.sft import SFTConfig
 from titan_rl.errors import ConfigError
@@ -49,8 +55,8 @@ def _start(config: RunConfig, origins: Origins) -> str:
     places = origins.folders_for("sft.start")
     if (folder := find_model_folder(start, places)) is None:
         raise ConfigError(
-            f"{origins.of('sft.start')}: sft.start = {start!r} is not a folder {_in(places)}; leave it out to have a "
-            "tiny model made, or name a Hugging Face folder"
+            f"{origins.of('sft.start')}: sft.start = {start!r} is not a folder {told_places(places)}; leave it out "
+            "to have a tiny model made, or name a Hugging Face folder"
         )
     return str(folder)
 
@@ -62,8 +68,8 @@ def _data(sft: SFTConfig, origins: Origins) -> str:
     found = next((path for place in places if (path := place / Path(sft.data).expanduser()).exists()), None)
     if found is None:
         raise ConfigError(
-            f"{origins.of('sft.data')}: sft.data = {sft.data!r} is not there, {_in(places)}; name a file of chats in "
-            "JSON lines, or the folder of a run"
+            f"{origins.of('sft.data')}: sft.data = {sft.data!r} is not there, {told_places(places)}; name a file "
+            "of chats in JSON lines, or the folder of a run"
         )
     if found.is_dir() and not (found / "rollouts.jsonl").is_file():
         raise ConfigError(
@@ -91,7 +97,3 @@ def _check_out(sft: SFTConfig) -> None:
         )
     if sft.out == sft.start:
         raise ConfigError(f"sft.start = {sft.start!r} would be replaced by what is made of it; set sft.out")
-
-
-def _in(places: Sequence[Path]) -> str:
-    return " or in ".join(["here", *map(str, places[1:])])

@@ -32,6 +32,12 @@ def find_model_folder(path: str, places: Sequence[Path]) -> Path | None:
     return next((folder.resolve() for folder in folders if folder.is_dir()), None)
 
 
+def told_places(places: Sequence[Path]) -> str:
+    """For a message, the current folder being the first. Example: `here or in /home/ada/sums`."""
+    others = dict.fromkeys(str(place) for place in places[1:] if place.resolve() != Path.cwd())
+    return " or in ".join(["here", *others])
+
+
 def check_model_folder(model: ModelConfig, generation: GenerationConfig, places: Sequence[Path]) -> None:
     """Check that the policy's folder can be loaded, and that generators with these settings can run it.
 
@@ -46,9 +52,9 @@ def check_model_folder(model: ModelConfig, generation: GenerationConfig, places:
     folder = find_model_folder(path, places)
     if folder is None:
         raise ConfigError(
-            f"model.path = {path!r} is not a folder {' or in '.join(['here', *map(str, places[1:])])}; "
-            "titan-rl sft makes a model of a task's demonstrations; from the Hugging Face hub: "
-            f"hf download ORGANIZATION/NAME --local-dir {path}"
+            f"model.path = {path!r} is not a folder {told_places(places)}. titan-rl sft makes it of the task's "
+            "demonstrations, where it has some; titan-rl sft --resume RUN goes on with one that was stopped. Or name "
+            "the folder of a model that is there, such as after hf download ORGANIZATION/NAME --local-dir FOLDER"
         )
     architecture = _read_json(folder, "config.json")
     _check_weights(folder)

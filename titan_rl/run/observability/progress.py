@@ -27,6 +27,7 @@ from titan_rl.run.observability.standard_streams import silence
 logger = logging.getLogger(__name__)
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
+_TOLD_ERRORS = 0.05  # share of the rollouts
 _ETA_STEPS = 10  # the time left is estimated from this many last steps
 
 
@@ -62,11 +63,13 @@ class StepReport:
     tokens_per_second: float  # completion tokens
     staleness: float | None  # mean over the trained tokens, where the trainer says it
     seconds: float
+    errors: float = 0.0  # share of all those rollouts that ended in an error
 
     @property
     def curve(self) -> tuple[str, float, str]:
-        differs = abs(self.reward - self.reward_trained) >= 0.0005
-        return "reward", self.reward, f" (trained on {self.reward_trained:.3f})" if differs else ""
+        notes = [f"trained on {self.reward_trained:.3f}"] if abs(self.reward - self.reward_trained) >= 0.0005 else []
+        notes += [f"{self.errors:.0%} ended in an error"] if self.errors >= _TOLD_ERRORS else []
+        return "reward", self.reward, f" ({'; '.join(notes)})" if notes else ""
 
     @property
     def figures(self) -> Mapping[str, str]:

@@ -79,6 +79,7 @@ class StepReports:
                 tokens_per_second=metrics["throughput/tokens_per_s"],
                 staleness=metrics.get("train/staleness_mean"),
                 seconds=metrics["time/step_s"],
+                errors=metrics["rollout/finished_errors"] / metrics["rollout/finished_rollouts"],
             )
         )
 
@@ -88,14 +89,15 @@ def finished_figures(trained: Sequence[RolloutGroup], dropped: Sequence[RolloutG
     says what the filters leave. Each group counts once, in the step that it is trained in or that it made room for.
 
     Returns:
-        rollout/finished_groups; rollout/finished_reward_mean, of all rollouts with a reward, absent where there is
-        none; rollout/finished_errors, rollouts that ended in an error.
+        rollout/finished_groups and rollout/finished_rollouts; rollout/finished_reward_mean, of all rollouts with a
+        reward, absent where there is none; rollout/finished_errors, rollouts that ended in an error.
     """
     groups = [*trained, *dropped]
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
     figures = {
         "rollout/finished_groups": float(len(groups)),
+        "rollout/finished_rollouts": float(len(rollouts)),
         "rollout/finished_errors": float(sum(rollout.status.is_error for rollout in rollouts)),
     }
     return figures | ({"rollout/finished_reward_mean": fmean(rewards)} if rewards else {})
