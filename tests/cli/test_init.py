@@ -46,7 +46,7 @@ def test_a_package_is_made_whose_tests_pass_and_whose_settings_load(template: st
     (source,) = config.tasks
     assert type(source.task).__module__ == f"{name}.task"
     assert source.task.rubric().error_reward == 0.0  # else what cannot be parsed would go unpunished
-    assert config.model.renderer == ("auto" if template == "tools" else "chat_template")
+    assert config.model.renderer == ("chat_template" if template == "multi-turn" else "auto")
     assert config.pythonpath == (str(Path(name).resolve()),)
     (shown,) = source.task.demonstrations(1)  # type: ignore[attr-defined]
     assert [message["role"] for message in shown.messages][:2] == ["user", "assistant"]
