@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -46,3 +47,34 @@ def test_children_find_the_modules_that_settings_name_where_the_run_did(monkeypa
             shown = subprocess.run(probe, check=True, capture_output=True, text=True).stdout.split()
         assert shown[: len(path)] == path
         assert os.environ.get("PYTHONPATH") == before
+
+
+HOLDING = """
+import os, sys, tempfile
+from titan_rl.run.machine.environment import process_scratch, run_environment
+
+with run_environment():
+    first = tempfile.gettempdir()
+    open(os.path.join(first, "file"), "w").close()
+kept = process_scratch()
+with run_environment():
+    assert tempfile.gettempdir() != first and not os.path.exists(first)
+    assert process_scratch() == kept and os.listdir(kept) == [os.path.basename(tempfile.gettempdir())]
+print(kept, flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_runs_of_a_process_share_a_folder_that_goes_with_the_process(killed: bool) -> None:
+    holding = subprocess.Popen(
+        [sys.executable, "-c", HOLDING], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert holding.stdout is not None
+    kept = Path(holding.stdout.readline().strip())
+    assert kept.is_dir()
+    if killed:
+        holding.kill()
+    # Its guard has standard output, too, and closes it once it is done.
+    holding.communicate("\n" if not killed else None, timeout=60)
+    assert not kept.exists()

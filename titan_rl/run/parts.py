@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import tempfile
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 from typing_extensions import get_protocol_members
@@ -23,6 +21,7 @@ from titan_rl.generation.router.strategies import Strategy
 from titan_rl.rollout.group.runner import GroupRunner
 from titan_rl.rollout.renderer import Renderer
 from titan_rl.run.directory import RunDirectory
+from titan_rl.run.machine.environment import process_scratch
 from titan_rl.run.observability.metric_sink import MetricSink
 from titan_rl.scheduling.filters import GroupFilter
 from titan_rl.training.protocol import Trainer
@@ -145,12 +144,12 @@ async def _in_this_process(
 async def _with_processes(
     config: RunConfig, parts: Parts, run_dir: RunDirectory, tell: Callable[[str], None]
 ) -> AsyncGenerator[Planes]:
-    # Monarch writes to the terminal and opens sockets in TMPDIR when it is first used.
+    # Monarch writes to the terminal when it is first used.
     from titan_rl.actors.generate_service import listening
     from titan_rl.actors.processes.transport import listen_below
     from titan_rl.actors.run_processes import start_processes
 
-    listen_below(Path(tempfile.gettempdir()))
+    listen_below(process_scratch())
     starting = start_processes(
         config, run_dir, parts.published, tell, trains=parts.trainer is None, generates=parts.replicas is None
     )

@@ -24,7 +24,7 @@ from titan_rl.errors import MissingExtraError, ModelError
 from titan_rl.generation.registry import find_engine
 from titan_rl.rollout.renderer import Renderer
 from titan_rl.rollout.renderer.tokenizer import load_tokenizer
-from titan_rl.run.machine.environment import file_modes, run_environment, scratch_root
+from titan_rl.run.machine.environment import file_modes, process_scratch, run_environment, scratch_root
 from titan_rl.run.machine.event_loop import run_to_its_end
 from titan_rl.run.machine.guard import guarded
 from titan_rl.run.machine.log_file import log_to
@@ -88,13 +88,13 @@ def _files() -> Generator[ServerFiles]:
 
 
 async def _serve(config: ServeConfig, source: PolicySource, keys: Keys, files: ServerFiles) -> None:
-    # Monarch writes to the terminal and opens sockets in TMPDIR when it is first used.
+    # Monarch writes to the terminal when it is first used.
     from titan_rl.actors.generator_processes import start_generators
     from titan_rl.actors.processes.garbage import settled_heap
     from titan_rl.actors.processes.transport import listen_below
 
     await asyncio.sleep(0)  # a signal that came during those imports stops it here
-    listen_below(Path(tempfile.gettempdir()))
+    listen_below(process_scratch())
     model, server = config.model, config.server
     if source.checkpoint is not None:
         tell(f"titan-rl: reading {source.name}")

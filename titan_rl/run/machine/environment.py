@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import os
 import tempfile
 from collections.abc import Generator, Sequence
 from pathlib import Path
 
+from titan_rl.run.machine.guard import keep_clean
 from titan_rl.weights.shard_files.owned_folder import OwnedFolder, clean_dead_folders
 from titan_rl.weights.shard_files.shard_folder import clean_dead_shards
 
@@ -23,34 +26,54 @@ LONGEST_TMPDIR = 28  # Monarch makes sockets below it, whose paths end at 107 ch
 
 @contextlib.contextmanager
 def run_environment(pythonpath: Sequence[str] = ()) -> Generator[None]:
-    """Environment variables for this process and its children, where the user has not set them, and a scratch folder
-    that goes with the run.
+    """Environment variables for this process and its children, where the user has not set them, and a folder for
+    temporary files that goes with the run.
 
     Args:
         pythonpath: folders in which the children find modules, before those of the user's own PYTHONPATH.
     """
-    root = scratch_root()
-    clean_up_after_dead_runs(root)
-    folder = OwnedFolder(SCRATCH, root)
-    scratch = folder.path
+    clean_up_after_dead_runs(scratch_root())
+    kept = process_scratch()
     ours = {name: value for name, value in ENVIRONMENT.items() if name not in os.environ}
     if pythonpath:
         ours["PYTHONPATH"] = os.pathsep.join([*pythonpath, *filter(None, [os.environ.get("PYTHONPATH")])])
-    variables = ours | {"TMPDIR": str(scratch), "MONARCH_LOG_SUFFIX": scratch.name}
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    tempfile.tempdir = None  # so that it is read from the environment again
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-        tempfile.tempdir = None
-        _remove_monarch_logs(scratch)
-        folder.remove()
+    with tempfile.TemporaryDirectory(prefix="", dir=kept, ignore_cleanup_errors=True) as folder:
+        variables = ours | {"TMPDIR": folder, "MONARCH_LOG_SUFFIX": kept.name}
+        before = {name: os.environ.get(name) for name in variables}
+        os.environ.update(variables)
+        tempfile.tempdir = None  # so that it is read from the environment again
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
+            tempfile.tempdir = None
+
+
+def process_scratch() -> Path:
+    """The folder for what lasts as long as this process: Monarch listens where it first did, whichever run that was.
+    It is removed when the process ends, however it does."""
+    return _scratch_of(os.getpid())
+
+
+@functools.cache
+def _scratch_of(pid: int) -> Path:
+    folder = OwnedFolder(SCRATCH, scratch_root())
+    guard = keep_clean(folder.path.parent, folder.path.name)
+
+    def remove() -> None:
+        if os.getpid() == pid:  # not one that was forked from it
+            _remove_monarch_logs(folder.path)
+            folder.remove()
+            if guard is not None:
+                guard.kill()
+                guard.wait()
+
+    atexit.register(remove)
+    return folder.path
 
 
 @contextlib.contextmanager

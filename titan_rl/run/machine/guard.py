@@ -24,6 +24,7 @@ ONE_STOP_S = 0.3
 """Signals closer together are one: `timeout` sends its own to the process and to its group."""
 GRACE_S = 1.5  # for a process that reacts
 CLEANING_S = 20.0
+HAS_DESCRIPTORS = hasattr(os, "pidfd_open")
 
 
 @contextlib.contextmanager
@@ -36,22 +37,13 @@ def guarded(root: Path, run_id: str, advice: str) -> Generator[None]:
         run_id: in the names of the run's weights in shared memory.
         advice: what the user is told when the process has to be killed.
     """
-    if not hasattr(os, "pidfd_open"):
+    if not HAS_DESCRIPTORS:
         yield
         return
     read, write = os.pipe()
     os.set_blocking(write, False)
-    # Of a session of its own, so that Ctrl-C in the terminal does not reach it. -P: the file's folder is no place for
-    # modules.
-    process = os.pidfd_open(os.getpid())
-    guard = subprocess.Popen(
-        [sys.executable, "-P", __file__, str(process), str(root), run_id, advice],
-        stdin=read,
-        pass_fds=[process],
-        start_new_session=True,
-    )
+    guard = _start(read, root, run_id, advice)
     os.close(read)
-    os.close(process)
     before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
     try:
         yield
@@ -60,6 +52,31 @@ def guarded(root: Path, run_id: str, advice: str) -> Generator[None]:
         os.close(write)
         guard.kill()
         guard.wait()
+
+
+def keep_clean(root: Path, name: str) -> subprocess.Popen[bytes] | None:
+    """A guard that hears of no signals, and cleans up in `root` when this process has ended. It is to be killed by who
+    has cleaned up. None where the system lacks process descriptors.
+
+    Args:
+        name: told to whoever lists processes.
+    """
+    return _start(subprocess.DEVNULL, root, name, "") if HAS_DESCRIPTORS else None
+
+
+def _start(signals: int, root: Path, run_id: str, advice: str) -> subprocess.Popen[bytes]:
+    process = os.pidfd_open(os.getpid())
+    try:
+        # Of a session of its own, so that Ctrl-C in the terminal does not reach it. -P: the file's folder is no place
+        # for modules.
+        return subprocess.Popen(
+            [sys.executable, "-P", __file__, str(process), str(root), run_id, advice],
+            stdin=signals,
+            pass_fds=[process],
+            start_new_session=True,
+        )
+    finally:
+        os.close(process)
 
 
 def watch(process: int, root: Path, run_id: str, advice: str) -> None:

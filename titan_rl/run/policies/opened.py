@@ -24,6 +24,7 @@ from titan_rl.errors import ConfigError, GenerationError, MissingExtraError, Req
 from titan_rl.generation.registry import find_engine
 from titan_rl.rollout.environment.chat import ChatFn
 from titan_rl.rollout.renderer import Renderer
+from titan_rl.run.machine.environment import process_scratch
 from titan_rl.run.policies.source import PolicySource, export, find_policy
 from titan_rl.serving.chat_client import HttpChatFn
 from titan_rl.serving.client import HttpGenerateFn
@@ -149,7 +150,7 @@ async def _only_model(url: str, key: str | None, transport: httpx.AsyncBaseTrans
 async def _started(
     given: str, config: RunConfig, files: PolicyFiles, tell: Callable[[str], object]
 ) -> AsyncGenerator[OpenedPolicy]:
-    # Monarch writes to the terminal and opens sockets in TMPDIR when it is first used.
+    # Monarch writes to the terminal when it is first used.
     from titan_rl.actors.generator_processes import start_generators
     from titan_rl.actors.processes.transport import listen_below
 
@@ -162,7 +163,7 @@ async def _started(
         check_model_folder(model, config.generation, [Path()])
         check_chat_template(model)
         renderer = make_renderer(model)
-        listen_below(Path(tempfile.gettempdir()))
+        listen_below(process_scratch())
         count = config.generation.num_generators
         tell(f"starting {count} generator{'' if count == 1 else 's'} for {source.name}; logs: {files.logs}")
         serve = ServeConfig(

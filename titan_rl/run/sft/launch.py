@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import importlib.util
 import json
-import tempfile
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -18,7 +17,7 @@ from titan_rl.run.checkpoints.resumption import Resumption
 from titan_rl.run.directory import RunDirectory, run_name
 from titan_rl.run.end_messages import EndMessages
 from titan_rl.run.launch import open_run_dir, run_in_order
-from titan_rl.run.machine.environment import file_modes
+from titan_rl.run.machine.environment import file_modes, process_scratch
 from titan_rl.run.machine.stop_signals import StopSignals
 from titan_rl.run.observability.outputs import open_outputs
 from titan_rl.run.sft.install import install
@@ -137,7 +136,7 @@ async def _run(
     *,
     found: list[Found],
 ) -> None:
-    # Monarch writes to the terminal and opens sockets in TMPDIR when it is first used.
+    # Monarch writes to the terminal when it is first used.
     from titan_rl.actors.processes.transport import listen_below
     from titan_rl.actors.trainer_processes import start_trainer
 
@@ -153,7 +152,7 @@ async def _run(
             f"{len(found) - len(held_out):,} demonstrations to learn in {len(plan):,} steps, and {len(held_out)} held "
             "out; starting a trainer"
         )
-        listen_below(Path(tempfile.gettempdir()))
+        listen_below(process_scratch())
         async with start_trainer(config, run_dir) as trainer:
             if start.checkpoint is not None:
                 start.loaded(await trainer.load(start.checkpoint))
