@@ -177,7 +177,11 @@ def test_a_stopped_evaluation_goes_on_and_two_stand_side_by_side(
     assert "A: adder at" in compared
     assert re.search(r"reward +0\.750 ± 0\.250 +0\.667 ± 0\.333 +\+0\.000 ± 0\.000 \(3 same prompts\)", compared)
     assert main(["eval", "--compare", "--json", str(first), str(second)]) == 0
-    assert json.loads(capfd.readouterr().out)["differences"][0]["num_paired"] == 3
+    told = capfd.readouterr().out
+    assert json.loads(told)["differences"][0]["num_paired"] == 3
+    assert main(["eval", "--compare", "--json", "first", "second"]) == 0
+    assert capfd.readouterr().out == told
+    assert main(["eval", "--compare", "--json", str(first.parent), str(second.parent / "results.json")]) == 1
 
 
 def test_a_folder_to_compare_that_is_not_there_is_a_wrong_argument(capfd: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ from titan_rl.config.evaluation import EvalConfig, make_eval_config
 from titan_rl.config.load import load_config
 from titan_rl.config.run import RunConfig
 from titan_rl.errors import ConfigError
-from titan_rl.evaluation.evaluation import Evaluation, read_evaluation
+from titan_rl.evaluation.evaluation import Evaluation, evaluation_folders, read_evaluation
 from titan_rl.evaluation.table import as_json, table
 from titan_rl.run.observability.standard_streams import say, tell
 from titan_rl.run.run_name import run_name
@@ -33,7 +33,11 @@ def set_up(parser: Parser) -> None:
         "side, with the differences from the first."
     )
     parser.add_argument("given", metavar="POLICY", nargs="+", help="CONFIG.toml files first, then policies")
-    parser.add_argument("--compare", action="store_true", help="show evaluations that were kept, by their folders")
+    parser.add_argument(
+        "--compare",
+        action="store_true",
+        help="show evaluations that were kept, by the folders of --out",
+    )
     parser.add_argument(
         "--out", metavar="FOLDER", help="keep results and transcripts here; one that was stopped here goes on"
     )
@@ -47,7 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.compare:
         if missing := [folder for folder in arguments.given if not Path(folder).exists()]:
             raise ConfigError(f"--compare {missing[0]}: there is no such folder; name that of an evaluation")
-        _show([read_evaluation(folder) for folder in arguments.given], arguments)
+        folders = [folder for given in arguments.given for folder in evaluation_folders(given)]
+        _show([read_evaluation(folder) for folder in folders], arguments)
         return 0
     configs, policies = split(arguments.given)
     settings = make_eval_config(arguments.options)

@@ -76,12 +76,16 @@ class Evaluation:
 def read_evaluation(path: str | Path) -> Evaluation:
     """
     Args:
-        path: the folder of an evaluation, or its `results.json`.
+        path: the folder of an evaluation, or its `results.json`; or the folder given as `out`, which has the folder of
+            an evaluation for each policy, if that is one.
 
     Raises:
-        DataError: there is none, or it cannot be understood.
+        DataError: there is none, it cannot be understood, or there are several.
     """
-    file = Path(path) / RESULTS if Path(path).is_dir() else Path(path)
+    several = evaluation_folders(path)
+    if len(several) > 1:
+        raise DataError(f"{path} has {len(several)} evaluations, name one: {', '.join(map(str, several))}")
+    file = several[0] / RESULTS if several[0].is_dir() else several[0]
     try:
         told = json.loads(file.read_text(encoding="utf-8"))
         tasks = {name: TaskResult.from_json(result) for name, result in told["tasks"].items()}
@@ -92,3 +96,9 @@ def read_evaluation(path: str | Path) -> Evaluation:
         raise DataError(f"{file}: {error.strerror}; name the folder of an evaluation, which has a {RESULTS}") from None
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise DataError(f"{file} is no evaluation's {RESULTS}: {error!r}") from error
+
+
+def evaluation_folders(path: str | Path) -> list[Path]:
+    """Those of the evaluations in a folder of several, by their names; else what is given."""
+    within = [] if (Path(path) / RESULTS).exists() else sorted(Path(path).glob(f"*/{RESULTS}"))
+    return [results.parent for results in within] or [Path(path)]
