@@ -100,3 +100,12 @@ def test_what_cannot_be_published_is_told_and_does_not_stop_the_step(
         with pytest.raises(StateDictError, match="no room"):
             publisher.finish()
         publisher.close()
+
+
+def test_a_version_without_probes_is_published(tmp_path: Path) -> None:
+    trainer = make_trainer(make_tiny_qwen3(tmp_path))
+    with SharedMemoryTransport("test-publishing-unverified") as transport:
+        publisher = WeightPublisher(trainer, transport, num_probes=0)
+        publisher.begin()
+        assert publisher.finish().probes == ()
+        publisher.close()

@@ -36,6 +36,8 @@ def score(policy: Policy, world: World, sequences: Sequence[Sequence[int]], *, m
 @torch.no_grad()
 def draw(policy: Policy, num_sequences: int, length: int, seed: int) -> list[list[int]]:
     """See `TrainerCore.draw`."""
+    if not num_sequences:
+        return []
     generator = torch.Generator().manual_seed(seed)
     sequences = torch.randint(policy.vocab_size, (num_sequences, 1), generator=generator).tolist()
     for size in range(1, length):
