@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, cast
 
-from titan_rl.config.load_task import task_table
+from titan_rl.config.dump_tasks import task_table
 from titan_rl.config.run import RunConfig
 from titan_rl.config.tasks import is_alone
 from titan_rl.errors import ConfigError

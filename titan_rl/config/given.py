@@ -10,10 +10,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from titan_rl.calls.imports import find_attribute
+from titan_rl.config.class_kinds import type_of
 from titan_rl.config.explain import ARGUMENTS, Origins, explain
 from titan_rl.config.functions import check_functions, named_modules
 from titan_rl.config.load import load_config
-from titan_rl.config.load_task import check_task, task_type, with_settings
+from titan_rl.config.load_task import check_task, with_settings
 from titan_rl.config.model_folder import check_chat_template, check_model_folder, check_training_fit, find_model_folder
 from titan_rl.config.run import RunConfig
 from titan_rl.config.search_path import SearchPath
@@ -150,5 +151,5 @@ def _changed(config: RunConfig, task: TaskLike | None, changes: Mapping[str, obj
         raise ConfigError(explain(error, RunConfig, origins)) from None
     search_path = SearchPath(changed.pythonpath, origins)
     check_functions(changed, changed.generation, changed.routing, origins)
-    modules = [*(task_type(source.task).partition(":")[0] for source in changed.tasks), *named_modules(changed)]
+    modules = [*(type_of(source.task).partition(":")[0] for source in changed.tasks), *named_modules(changed)]
     return changed.model_copy(update={"pythonpath": search_path.needed_for(modules)})

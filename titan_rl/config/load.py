@@ -11,10 +11,12 @@ from pathlib import Path
 import tomli_w
 from pydantic import ValidationError
 
+from titan_rl.config.class_kinds import type_of
 from titan_rl.config.concurrency import describe_concurrency
+from titan_rl.config.dump_tasks import dump_tasks, suite_table
 from titan_rl.config.explain import Origins, explain
 from titan_rl.config.functions import check_functions, named_modules
-from titan_rl.config.load_task import check_task, dump_tasks, load_suites, load_tasks, suite_table, task_type
+from titan_rl.config.load_task import check_task, load_suites, load_tasks
 from titan_rl.config.model_folder import check_chat_template, check_model_folder, check_training_fit, find_model_folder
 from titan_rl.config.run import RunConfig
 from titan_rl.config.search_path import SearchPath
@@ -77,7 +79,7 @@ def read_config(
     except ValidationError as error:
         raise ConfigError(explain(error, RunConfig, origins)) from None
     check_functions(config, config.generation, config.routing, origins)
-    modules = [*(task_type(source.task).partition(":")[0] for source in config.sources), *named_modules(config)]
+    modules = [*(type_of(source.task).partition(":")[0] for source in config.sources), *named_modules(config)]
     config = config.model_copy(update={"pythonpath": search_path.needed_for(modules)})
     folder = find_model_folder(config.model.path, origins.folders_for("model.path"))
     if folder is not None:

@@ -5,22 +5,19 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 from pydantic import ValidationError
-from typing_extensions import get_protocol_members
 
-from titan_rl.calls.imports import find_attribute, import_module
 from titan_rl.calls.user_code import describe
+from titan_rl.config.class_kinds import CURRICULUM, TASK, ClassKind, find_class
+from titan_rl.config.dump_tasks import task_table
 from titan_rl.config.explain import COMMAND_LINE, Origins, explain, nearest
 from titan_rl.config.suites import SUITE_FIELDS, ValidationSuite
 from titan_rl.config.tables import give
 from titan_rl.config.tasks import SOURCE_FIELDS, TaskSource, is_alone
 from titan_rl.errors import ConfigError
 from titan_rl.rollout.task import CheckedTask, Task
-from titan_rl.scheduling.mix.curriculum import Curriculum
-from titan_rl.scheduling.mix.registry import BY_NAME as CURRICULA
 from titan_rl.settings import INNER, Section
 
 S = TypeVar("S", bound=Section)
@@ -136,7 +133,7 @@ def _load_source(name: str, table: Any, origins: Origins) -> TaskSource:
     fields = _fields(table, origins, prefix)
     own = {"name": name} | {key: fields.pop(key) for key in SOURCE_FIELDS if key in fields}
     if "curriculum" in own:
-        own["curriculum"] = _load(_CURRICULUM, own["curriculum"], origins, f"{prefix}.curriculum")
+        own["curriculum"] = _load(CURRICULUM, own["curriculum"], origins, f"{prefix}.curriculum")
     task = load_task(fields, origins, prefix, beside=SOURCE_FIELDS)
     return _made(TaskSource, {"task": task, **own}, origins, prefix)
 
@@ -158,14 +155,14 @@ def load_task(table: Any, origins: Origins, prefix: str = "task", beside: Sequen
     Raises:
         ConfigError: there is no such module or class, it is no task, or its settings are wrong.
     """
-    return cast("Task", _load(_TASK, table, origins, prefix, beside))
+    return cast("Task", _load(TASK, table, origins, prefix, beside))
 
 
-def _load(kind: _Kind, table: Any, origins: Origins, prefix: str, beside: Sequence[str] = ()) -> Section:
+def _load(kind: ClassKind, table: Any, origins: Origins, prefix: str, beside: Sequence[str] = ()) -> Section:
     fields = _fields(table, origins, prefix)
     name = fields.pop("type", None)
     try:
-        found = _find_class(kind, name)
+        found = find_class(kind, name)
     except ConfigError as error:
         raise ConfigError(f"{origins.of(f'{prefix}.type')}: {prefix}.type = {name!r}: {error}") from error.__cause__
     if taken := [key for key in found.model_fields if key in beside]:
@@ -188,39 +185,6 @@ def _fields(table: Any, origins: Origins, prefix: str) -> dict[str, Any]:
     return dict(cast("dict[str, Any]", table))
 
 
-def dump_tasks(tasks: Sequence[TaskSource]) -> dict[str, Any]:
-    """As TOML has them: `load_tasks` of it gives equal ones."""
-    if is_alone(tasks):
-        return {"task": task_table(tasks[0], exclude_none=True, with_share=False)}
-    return {"tasks": [task_table(source, exclude_none=True) for source in tasks]}
-
-
-def suite_table(suite: ValidationSuite) -> dict[str, Any]:
-    """One of `[[validation.suites]]`."""
-    table = suite.model_dump(mode="json", exclude_none=True)
-    if isinstance(suite.task, str):
-        return table
-    source = task_table(suite.task, exclude_none=True)
-    left_out = {"task", *SOURCE_FIELDS} - {"sampling", "rollout"}
-    own = {key: value for key, value in source.items() if key not in left_out}
-    return {**own, **{key: value for key, value in table.items() if key != "task"}}
-
-
-def task_table(source: TaskSource, *, exclude_none: bool = False, with_share: bool = True) -> dict[str, Any]:
-    """One of `[[tasks]]`.
-
-    Args:
-        exclude_none: leave out what is None, for which TOML has no word.
-        with_share: also what is said of it beside the task itself.
-    """
-    table = source.model_dump(mode="json", exclude_none=exclude_none)
-    fields = table.pop("task")
-    own: dict[type[object], str] = {known: name for name, known in CURRICULA.items()}
-    kind = own.get(type(source.curriculum)) or _type_of(source.curriculum)
-    table["curriculum"] = {"type": kind, **table["curriculum"]}
-    return {"type": task_type(source.task), **fields, **(table if with_share else {})}
-
-
 def check_task(task: Task, origins: Origins, prefix: str = "task") -> None:
     """Have a task look at its settings, where it is one that does. It calls them `task.x`, not knowing its table.
 
@@ -240,64 +204,3 @@ def check_task(task: Task, origins: Origins, prefix: str = "task") -> None:
         raise ConfigError(f"{origins.of_all()}: {named}") from error.__cause__
     except Exception as error:
         raise ConfigError(f"{origins.of_all()}: [{prefix}] could not be checked: {describe(error)}") from error
-
-
-def task_type(task: Task) -> str:
-    """The value of `task.type` that names the task's class: `examples.alphabet_sort.task:AlphabetSort`."""
-    return _type_of(task)
-
-
-def _type_of(made: object) -> str:
-    return f"{type(made).__module__}:{type(made).__qualname__}"
-
-
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    """What a `type` may name."""
-
-    noun: str
-    plural: str
-    protocol: type
-    own: Mapping[str, type[Section]] = field(default_factory=dict[str, type[Section]])  # the library's, by name
-
-
-_TASK = _Kind("task", "tasks", Task)
-_CURRICULUM = _Kind("curriculum", "curricula", Curriculum, CURRICULA)
-
-
-def _find_class(kind: _Kind, name: object) -> type[Section]:
-    if isinstance(name, type) and issubclass(name, Section):
-        return name  # of an object of Python
-    if isinstance(name, str) and name in kind.own:
-        return kind.own[name]
-    if not isinstance(name, str) or name.count(":") != 1:
-        known = f"one of {', '.join(kind.own)}, or " if kind.own else ""
-        raise ConfigError(f'must be {known}a string "module:Class"')
-    module_name, _, class_name = name.partition(":")
-    module = import_module(module_name)
-    found: object = find_attribute(module, class_name)
-    if isinstance(found, type) and issubclass(found, Section):
-        missing = _missing_members(kind, found)
-        if not missing:
-            return found
-        problem = f"{class_name} is no {kind.noun}: it lacks {', '.join(missing)}"
-    elif found is None:
-        problem = f"{module_name} has no {class_name}"
-    else:
-        problem = f"{class_name} is no subclass of titan_rl.settings.Section"
-    there = [key for key, value in vars(module).items() if _is_a(kind, value) and _is_of(value, module_name)]
-    raise ConfigError(f"{problem}; {kind.plural} in {module_name}: {', '.join(there) or 'none'}")
-
-
-def _is_a(kind: _Kind, found: object) -> bool:
-    return isinstance(found, type) and issubclass(found, Section) and not _missing_members(kind, found)
-
-
-def _is_of(found: object, module_name: str) -> bool:
-    """Whether a class is defined there, or below a package of that name, and not merely imported."""
-    return f"{found.__module__}.".startswith(f"{module_name}.")
-
-
-def _missing_members(kind: _Kind, found: type) -> list[str]:
-    lacking = {name for name in get_protocol_members(kind.protocol) if not hasattr(found, name)}
-    return sorted(lacking | getattr(found, "__abstractmethods__", frozenset[str]()))

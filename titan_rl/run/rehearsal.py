@@ -156,7 +156,7 @@ class _WithoutAgents:
 
 
 class _Unplayed:
-    """A `TokenEnv` that ends at once, in the place of an agent."""
+    """A `TokenEnv` in the place of an agent, whose rollout fails before anything is begun."""
 
     def __init__(self, agent: AgentEnv) -> None:
         self._agent = agent
