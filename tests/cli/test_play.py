@@ -72,6 +72,19 @@ def test_several_samples_are_played_until_there_is_no_more_to_read(
     assert capfd.readouterr().out.count("=== ") == 2
 
 
+def test_an_unfinished_block_is_no_reply_and_bytes_that_are_no_text_are_shown_as_such(
+    config: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert play('"""\n1\n4\n') == 0
+    out = capfd.readouterr().out
+    assert "the input ends within" in out
+    assert "=== aborted" in out
+    assert play("\udcff\n", "--model.path", str(BASE)) == 0
+    out = capfd.readouterr().out
+    assert "[assistant] \\udcff\n" in out
+    assert "=== completed" in out
+
+
 def test_tools_are_shown_and_called(config: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (config.parent / "own_sums.py").write_text(TOOLS)
     assert play('What?\n/call look {"at"\n/call look {"at": 3}\n') == 0

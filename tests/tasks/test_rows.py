@@ -112,10 +112,12 @@ def test_a_column_is_demonstrated(tmp_path: Path) -> None:
 
 
 def test_files_of_every_kind_have_the_same_rows(tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text(json.dumps(ROWS))
+    (tmp_path / "a.json").write_text(f"\ufeff{json.dumps(ROWS)}", encoding="utf-8")
     lines = "".join(f'"{row["question"]}",{row["answer"]}\n' for row in ROWS)
     (tmp_path / "a.csv").write_text(f"\ufeffquestion,answer\n{lines}", encoding="utf-8")
     assert read_rows(write(tmp_path)) == read_rows(tmp_path / "a.json") == read_rows(tmp_path / "a.csv") == ROWS
+    (tmp_path / "b.jsonl").write_text("\ufeff" + "\n".join(map(json.dumps, ROWS)), encoding="utf-8")
+    assert read_rows(tmp_path / "b.jsonl") == ROWS
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "a.parquet")

@@ -39,14 +39,14 @@ def read_rows(path: str | Path) -> list[Row]:
 
 
 def _jsonl(path: Path) -> Iterator[Row]:
-    with path.open(encoding="utf-8") as file:
+    with path.open(encoding="utf-8-sig") as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
                 yield _row(_parsed(line, f"{path}:{number}"), f"{path}:{number}")
 
 
 def _json(path: Path) -> Iterator[Row]:
-    rows = _parsed(path.read_text(encoding="utf-8"), str(path))
+    rows = _parsed(path.read_text(encoding="utf-8-sig"), str(path))
     if not isinstance(rows, list):
         raise ConfigError(f"{path} is no JSON list of objects")
     for number, row in enumerate(cast("list[Any]", rows)):

@@ -40,8 +40,8 @@ class ToolEnv:
     - an exception of `faults` is the author's mistake, and ends the rollout as an error of its environment.
 
     The calls of one message are made in their order, one after the other, so that those that change something do it
-    the same way again. Each step has the rewards "tool_calls" and "tool_errors", how many there were of each:
-    `env_reward("tool_errors", weight=0)` in a rubric records them.
+    the same way again. Where there are tools each step has the rewards "tool_calls" and "tool_errors", how many there
+    were of each: `env_reward("tool_errors", weight=0)` in a rubric records them.
 
     Example: a bank account for each rollout, whose methods are the tools:
 
@@ -92,7 +92,8 @@ class ToolEnv:
         calls: Sequence[Mapping[str, Any]] = (message.get("tool_calls") or ()) if self.tools else ()
         if not calls:
             ended = await self.answered(message)
-            return MessageStep(ended.messages, ended.status, {"tool_calls": 0.0, "tool_errors": 0.0, **ended.rewards})
+            none = {"tool_calls": 0.0, "tool_errors": 0.0} if self.tools else {}
+            return MessageStep(ended.messages, ended.status, {**none, **ended.rewards})
         answers = [await self._answer(call) for call in calls]
         errors = sum(failed for _, failed in answers)
         counts = {"tool_calls": float(len(calls)), "tool_errors": float(errors)}

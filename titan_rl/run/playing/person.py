@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TextIO
 
+from titan_rl.calls.plain import printable
 from titan_rl.calls.threads import in_thread
 from titan_rl.rollout.environment.chat import ChatReply
 from titan_rl.rollout.renderer import Renderer
@@ -179,10 +180,13 @@ class Person:
         lines: list[str] = []
         while (line := await self._line("... ")) is not None and line.strip() != QUOTES:
             lines.append(line)
+        if line is None:
+            self._screen.say(f"    the input ends within {QUOTES}: that is no reply")
+            return None
         return "\n".join(lines)
 
     async def _line(self, prompt: str) -> str | None:
         if self._is_terminal:
             self._screen.say(prompt)
         line = await in_thread(self._lines.readline)
-        return line.rstrip("\r\n") if line else None
+        return printable(line).rstrip("\r\n") if line else None

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from titan_rl.calls.plain import printable
 from titan_rl.rollout.group.failures import error_text
-from titan_rl.rollout.types import Message, Rollout, RolloutGroup
+from titan_rl.rollout.types import Message, Rollout, RolloutGroup, RolloutStatus
 from titan_rl.types import Completion
 
 Say = Callable[[str], object]
@@ -65,6 +65,8 @@ class Screen:
     def group(self, group: RolloutGroup) -> None:
         for rollout in group.rollouts:
             self.say(shown_end(rollout))
+            if rollout.status is RolloutStatus.ERROR_PARSE and rollout.turns:
+                self.say(f"    what could not be parsed: {self.text(rollout.turns[-1].completion.token_ids)}")
         if group.failure is not None:
             self.say(f"the rubric failed: {group.failure}")
 
