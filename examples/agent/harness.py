@@ -1,6 +1,6 @@
 """Plays a run's episodes with the agent, many at once in one process.
 
-    python -m examples.agent.harness runs/latest/agents-4711.json
+    python -m examples.agent.harness runs/latest/agents-laptop-4711.json
 
 Starting an interpreter with the agent's libraries takes longer than to answer a question, so this process answers
 all of them. It asks the run for a sample, plays it with the base URL and the key that come with it, and says when it is

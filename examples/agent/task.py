@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import socket
 import sys
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import asynccontextmanager
@@ -47,7 +48,12 @@ class CompanyQuestions(AgentTask):
                 yield
                 return
             harness = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "examples.agent.harness", str(run.folder / f"agents-{os.getpid()}.json")),
+                *(
+                    sys.executable,
+                    "-m",
+                    "examples.agent.harness",
+                    str(run.folder / f"agents-{socket.gethostname()}-{os.getpid()}.json"),
+                ),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C is for the run

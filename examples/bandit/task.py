@@ -12,7 +12,17 @@ from typing import Any
 
 from pydantic import Field, PositiveInt
 
-from titan_rl import Completion, Renderer, RolloutStatus, Rubric, TokenEnv, TokenObservation, TokenStep, env_reward
+from titan_rl import (
+    ChatTemplateRenderer,
+    Completion,
+    Renderer,
+    RolloutStatus,
+    Rubric,
+    TokenEnv,
+    TokenObservation,
+    TokenStep,
+    env_reward,
+)
 from titan_rl.settings import Section
 
 
@@ -51,10 +61,11 @@ class BanditEnv:
     async def close(self) -> None: ...
 
 
-class EveryTokenEnds:
-    """In the place of a renderer, `model.renderer`: there is no text to render, and any token ends an answer."""
+class EveryTokenEnds(ChatTemplateRenderer):
+    """`model.renderer` of a policy that writes no text: any token ends an answer."""
 
     def __init__(self, tokenizer: Any) -> None:
+        super().__init__(tokenizer)
         self._size = len(tokenizer)
 
     def get_stop_token_ids(self) -> list[int]:

@@ -1,0 +1,61 @@
+"""Makes of a page in docs/ what Sphinx reads: what is made from the code takes the place of its marker.
+
+A marker is a comment, which a page that is read in the repository does not show: `<!-- made from: settings -->`.
+In the API's pages the line of names behind `<!-- described -->` is what is described.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import api
+import command_line
+import settings
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+MADE = {"settings": settings.markdown, "command line": command_line.markdown}
+
+
+def setup(app: Any) -> None:
+    """Sphinx takes this module for an extension."""
+    app.connect("source-read", read)
+
+
+def read(app: object, name: str, source: list[str]) -> None:
+    """Sphinx' event "source-read": `source` has the text of the page `name`, and is changed in place."""
+    page = DOCS / f"{name}.md"
+    text = inside(source[0], page.parent)
+    text = re.sub(r"<!-- made from: ([\w. ]+) -->", lambda match: made(match[1]), text)
+    text = re.sub(r"<!-- described -->\n(.+)", lambda match: api.markdown(re.findall(r"`(\w+)`", match[1])), text)
+    source[0] = text
+
+
+def made(source: str) -> str:
+    """What stands for a marker: what the code has of that name, or a page beside docs/."""
+    return inside((ROOT / source).read_text(), ROOT) if source.endswith(".md") else MADE[source]()
+
+
+def inside(text: str, folder: Path) -> str:
+    """The text of a page of `folder`, with links as the site has them: from docs/ on, and none to what is not in it."""
+
+    def link(match: re.Match[str]) -> str:
+        bang, label, target = match.groups()
+        path, hash, anchor = target.partition("#")
+        if not path or ":" in path:
+            return match[0]
+        full = (folder / path).resolve()
+        if full == ROOT / "README.md":
+            full = DOCS / "index.md"
+        if full.is_relative_to(DOCS) and full.is_file():
+            seen_from = DOCS if folder == ROOT else folder
+            return f"{bang}[{label}]({os.path.relpath(full, seen_from)}{hash}{anchor})"
+        return label if "`" in label else f"`{label}`"
+
+    parts = re.split(r"(^```.*?^```$|`[^`\n]*`(?!\]))", text, flags=re.MULTILINE | re.DOTALL)
+    return "".join(
+        re.sub(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)", link, part) if not part.startswith("`") else part for part in parts
+    )
