@@ -2,6 +2,11 @@
 # make test    lint, types, and every test, those on the real stack included
 # make test-fast    what needs no engine: about a minute
 # make test-deep    what needs no engine, with eight times as many random examples
+# make docs    the docs as a site, build/docs/index.html; a warning fails it
+# make test-docs    the tutorial's commands, in their order: three minutes
+# make coverage    which lines and branches those tests run, subprocesses included; build/coverage/html has each file
+# make test-gpu    what only a GPU shows, in ten minutes, with the packages of GPU_PYTHON; says what it skips and why
+# make test-hosts    what needs several hosts, network namespaces of this machine, as root: four minutes
 # make test-clients    clients, agents, trainers and servers of others as they are published, from the package index
 #
 #   make train CONFIG=examples/alphabet_sort/cpu.toml ARGS="--training.steps 5"
@@ -25,7 +30,7 @@ export OMP_NUM_THREADS ?= 1
 # Tests start many processes: what they import is compiled once.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-all test-fast test-deep test-clients lint types format install clean distclean
+.PHONY: docs train test test-all test-fast test-deep test-docs test-hosts test-gpu test-clients lint types format install clean distclean
 
 train: $(STAMP)
 	$(BIN)/titan-rl train $(CONFIG) $(ARGS)
@@ -43,8 +48,26 @@ test-fast: $(STAMP)
 test-deep: $(STAMP)
 	TITAN_RL_TEST_DEPTH=deep $(PYTEST) --ignore=tests/e2e
 
+test-hosts: $(STAMP)
+	TITAN_RL_TEST_HOSTS=1 $(BIN)/pytest tests/hosts
+
 test-clients: $(STAMP)
-	TITAN_RL_TEST_CLIENTS=1 $(BIN)/pytest tests/serving/test_clients.py tests/adapters/test_real_trl.py tests/adapters/test_real_openenv.py
+	TITAN_RL_TEST_CLIENTS=1 $(BIN)/pytest tests/serving/test_clients.py tests/adapters/test_real_trl.py tests/adapters/test_real_openenv.py tests/sinks tests/test_wheel.py
+
+# Of whatever Python has torch for CUDA: the tiers are those of what is installed there.
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
+test-gpu:
+	$(GPU_PYTHON) scripts/test_gpu.py
+
+test-docs: $(STAMP)
+	TITAN_RL_TEST_DOCS=1 $(BIN)/pytest tests/docs/test_tutorial.py
+
+docs: $(STAMP)
+	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going --conf-dir docs/site --doctree-dir build/doctrees docs build/docs
+
+coverage: $(STAMP)
+	@mkdir -p build/coverage
+	$(PYTEST) --ignore=tests/e2e --cov --cov-report=term --cov-report=html
 
 lint: $(STAMP)
 	$(BIN)/ruff check

@@ -6,10 +6,13 @@ On the cpu path torch is asked for by its CPU build, `torch==X+cpu`: from the pa
 then from PyTorch's own index of CPU wheels beside them. So a CUDA build of several GB is never even a candidate.
 """
 
+import contextlib
 import platform
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Generator
 from pathlib import Path
 
 if sys.version_info < (3, 11):  # noqa: UP036, this script is what tells
@@ -22,6 +25,7 @@ TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 # vLLM asks for them, text models do not. Where only CUDA builds are offered they fail to load beside a CPU torch,
 # and take down whatever imports them: transformers, for one.
 UNNEEDED = ("torchvision", "torchaudio", "torchcodec")
+SHOWN_AFTER_S, TOLD_EVERY_S = 2.0, 20.0
 
 
 def main(extra: str = "cpu", folder: str = ".venv") -> None:
@@ -40,13 +44,16 @@ def main(extra: str = "cpu", folder: str = ".venv") -> None:
 
     index = install_cpu_torch(python) if extra == "cpu" else []
     say(f"installing titan_rl[{extra},dev]: some minutes, 4 GB on disk")
-    failed = pip_install(python, "--editable", f"{ROOT}[{extra},dev]", *index)
+    with going_on(f"installing titan_rl[{extra},dev]"):
+        failed = pip_install(python, "--editable", f"{ROOT}[{extra},dev]", *index)
     if failed:
         sys.exit(f"{failed}\npip failed, see above; the versions it was asked for are in pyproject.toml")
     compile_packages(venv)
     if extra == "cpu":
         remove_broken(python)
-    if not runs(python, "import vllm, monarch.actor, torchtitan; from transformers import Qwen3ForCausalLM"):
+    with going_on("importing what was installed"):
+        works = runs(python, "import vllm, monarch.actor, torchtitan; from transformers import Qwen3ForCausalLM")
+    if not works:
         sys.exit("the installed packages do not import together; remove .venv and try again")
     stamp(venv, extra).touch()
     say(f"done in {time.monotonic() - started:.0f} s")
@@ -66,7 +73,8 @@ def install_cpu_torch(python: Path) -> list[str]:
     failed = ""
     for index in ([], ["--extra-index-url", TORCH_CPU_INDEX]):
         say(f"installing {requirement} from {index[-1] if index else 'the configured package sources'}")
-        failed = pip_install(python, requirement, *index)
+        with going_on(f"installing {requirement}"):
+            failed = pip_install(python, requirement, *index)
         if not failed:
             return index
     sys.exit(f"{failed}\nno CPU build of torch could be installed, see above; is there a network?")
@@ -84,7 +92,8 @@ def compile_packages(venv: Path) -> None:
     (packages,) = venv.glob("lib/python*/site-packages")
     say("compiling what was installed")
     command = [venv / "bin" / "python", "-m", "compileall", "-qq", "--workers", "0", "-x", "/tests/", packages]
-    subprocess.run(command)
+    with going_on("compiling"):
+        subprocess.run(command)
 
 
 def pip_install(python: Path, *arguments: str) -> str:
@@ -97,6 +106,33 @@ def pip_install(python: Path, *arguments: str) -> str:
 def runs(python: Path, statement: str) -> bool:
     """Whether `statement` runs without an error. A package that is not there does not."""
     return python.exists() and not subprocess.run([python, "-c", statement], capture_output=True).returncode
+
+
+@contextlib.contextmanager
+def going_on(what: str) -> Generator[None]:
+    """Show within the block that it goes on: on a terminal by a line that counts seconds, elsewhere by one now and
+    then."""
+    over, began, on_terminal = threading.Event(), time.monotonic(), sys.stdout.isatty()
+
+    def show() -> None:
+        told = 0.0
+        while not over.wait(0.2):
+            seconds = time.monotonic() - began
+            if on_terminal and seconds >= SHOWN_AFTER_S:
+                print(f"\r\x1b[Kinstall: {what}, {seconds:.0f} s", end="", flush=True)
+            elif not on_terminal and seconds - told >= TOLD_EVERY_S:
+                told = seconds
+                say(f"still {what}, {seconds:.0f} s")
+        if on_terminal:
+            print("\r\x1b[K", end="", flush=True)
+
+    shown = threading.Thread(target=show)
+    shown.start()
+    try:
+        yield
+    finally:
+        over.set()
+        shown.join()
 
 
 def say(what: str) -> None:

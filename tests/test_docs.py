@@ -1,15 +1,18 @@
-"""What the docs name is there: files by their paths, and imports of their examples."""
+"""What the docs name is there: files by paths, imports of examples, pages and headings that are linked to."""
 
 from __future__ import annotations
 
 import importlib.util
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from titan_rl.viewer.warning_signs import SIGNS
+
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 CODE = [str(path.relative_to(ROOT)) for path in ROOT.glob("[!.]*/**/*.py")]  # not what is installed in .venv
 HEAVY = ("titan_rl.training.trainer", "titan_rl.generation.vllm_engine")
 
@@ -30,7 +33,53 @@ def test_what_a_page_imports_is_there(page: Path) -> None:
             assert all(hasattr(imported, name.strip()) for name in names.split(",")), (module, names)
 
 
+LINK = re.compile(r"\]\((?!https?:|mailto:)([^)#\s]*)(?:#([^)\s]+))?\)")
+
+
+def links(page: Path) -> Iterator[tuple[Path, str]]:
+    """The files that a page links to, with the heading in them."""
+    for path, anchor in LINK.findall(page.read_text()):
+        yield (page.parent / path).resolve() if path else page, anchor
+
+
+def anchors(page: Path) -> set[str]:
+    """Of a page's headings, as GitHub and the site make them."""
+    without_code = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", without_code, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_what_a_page_links_to_is_there(page: Path) -> None:
-    links = re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text())
-    assert not [link for link in links if not (page.parent / link).exists()]
+    for target, anchor in links(page):
+        assert target.exists(), target
+        assert not anchor or anchor in anchors(target), f"{target.name}#{anchor}"
+
+
+@pytest.mark.parametrize(
+    ("question", "answer"),
+    [
+        ("how do I train my own task", "tutorial.md#training"),
+        ("which kinds of task are there", "how_to/tasks.md#one-prompt-and-one-answer"),
+        ("why does my run not learn", "how_to/not_learning.md#by-symptom"),
+        ("what does this metric mean", "metrics.md#reward"),
+        ("what happens when a generator dies", "concepts/deaths.md#when-a-generator-dies"),
+        ("how do I use several machines", "hosts.md#ssh"),
+        ("who can run programs on my workers", "hosts.md#who-can-reach-a-worker"),
+        ("what does this setting do", "reference/settings.md#settings"),
+    ],
+)
+def test_a_question_is_answered_within_two_clicks_from_the_readme(question: str, answer: str) -> None:
+    path, _, anchor = answer.partition("#")
+    page = ROOT / "docs" / path
+    first = {target for target, _ in links(ROOT / "README.md") if target.suffix == ".md"}
+    second = {target for one in first for target, _ in links(one)}
+    assert page in first | second, question
+    assert anchor in anchors(page)
+
+
+def test_every_warning_of_a_run_is_explained() -> None:
+    page = (ROOT / "docs" / "how_to" / "not_learning.md").read_text()
+    for sign in SIGNS:
+        begins = re.split(r"[.:](?: |$)", sign.text)[0]
+        assert f"| {begins} | `{sign.metric}` | {sign.least:g} |" in page

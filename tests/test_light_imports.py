@@ -24,6 +24,7 @@ LIGHT = (
     "serving",
     "testing",
     "simulate",
+    "viewer",
 )
 
 IMPORT_ALL = f"""

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from titan_rl import EngineLoop, GeneratorRouter, LocalReplica, Rollout, RolloutGroup, SamplingParams
-from titan_rl.actors.processes.gpus import GPUAssignment
+from titan_rl.actors.hosts.placement import check_transport
+from titan_rl.config.hosts import Roles
 from titan_rl.config.load import load_config
 from titan_rl.errors import ConfigError, DataError
 from titan_rl.generation.registry import EngineSpec, find_engine, make_engine
@@ -142,9 +143,10 @@ def test_what_an_engine_cannot_do_is_not_asked_of_it() -> None:
 
 
 def test_a_transport_that_needs_gpus_says_so() -> None:
-    config = load(("statedict.transport", "own_parts:on_gpus"))
-    with pytest.raises(ConfigError, match=r"statedict.transport is 'own_parts:on_gpus' and this host has no GPU"):
-        GPUAssignment.of(config, ())  # type: ignore[arg-type]
+    name = load(("statedict.transport", "own_parts:on_gpus")).statedict.transport
+    roles = Roles(("here",), ("here",), ("here",))
+    with pytest.raises(ConfigError, match=r"statedict.transport is 'own_parts:on_gpus' and here has no GPU"):
+        check_transport(name, find_transport(name), roles, {"here": ()})
     assert not find_transport("own_parts:Transport").needs_gpus
     assert [name for name in ("shared_memory", "rdma", "cuda_ipc") if find_transport(name).needs_gpus] == ["cuda_ipc"]
 

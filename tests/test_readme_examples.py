@@ -1,4 +1,4 @@
-"""What a user writes first. README.md shows the examples word for word; this file runs them."""
+"""What a user writes first. README.md and docs/how_to/mocks.md show the examples word for word; this file runs them."""
 
 import inspect
 import re
@@ -24,6 +24,7 @@ from titan_rl import (
 )
 
 README = Path(__file__).parents[1] / "README.md"
+MOCKS = README.parent / "docs" / "how_to" / "mocks.md"
 
 
 class CountDown:
@@ -60,16 +61,17 @@ async def test_a_custom_env_and_a_mock_generate_play_a_group() -> None:
     assert group.rollouts[0].status is RolloutStatus.COMPLETED
 
 
-@pytest.mark.skipif(not README.exists(), reason="an installed package has no README")
-def test_the_readme_shows_these_examples() -> None:
-    readme = README.read_text()
+@pytest.mark.skipif(not MOCKS.exists(), reason="an installed package has no docs")
+def test_a_page_shows_these_examples() -> None:
+    page = MOCKS.read_text()
     for example in (CountDown, count_down, test_a_custom_env_and_a_mock_generate_play_a_group):
-        assert inspect.getsource(example).strip() in readme
+        assert inspect.getsource(example).strip() in page
 
 
-@pytest.mark.skipif(not README.exists(), reason="an installed package has no README")
-def test_the_readmes_examples_import_what_they_use() -> None:
-    env, test, task = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+@pytest.mark.skipif(not MOCKS.exists(), reason="an installed package has no docs")
+def test_the_examples_import_what_they_use() -> None:
+    *_, env, test = re.findall(r"```python\n(.*?)```", MOCKS.read_text(), re.DOTALL)
+    (task,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     for block in (env, env + test, task):
         checked = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F401,F821", "-"]
         done = subprocess.run(checked, input=block, capture_output=True, text=True, timeout=60)

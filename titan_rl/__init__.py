@@ -28,12 +28,14 @@ from titan_rl.errors import (
     NoReplicaError,
     NoSpaceError,
     PromptTooLongError,
+    ProviderError,
     RequestError,
     RewardError,
     StateDictError,
     StrayCancellationError,
     TitanRLError,
     TrainingError,
+    UnavailableWeightsError,
     VerificationError,
 )
 from titan_rl.generation.engine import Engine, TokenDelta
@@ -82,7 +84,7 @@ from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.rollout.task import DemonstratingTask, Demonstration, Task
 from titan_rl.rollout.types import Message, Rollout, RolloutGroup, RolloutStatus, Turn
 from titan_rl.scheduling.backlog import Backlog
-from titan_rl.scheduling.batch import GroupBatch
+from titan_rl.scheduling.batches.batch import GroupBatch
 from titan_rl.scheduling.lease import Lease
 from titan_rl.scheduling.mix.curriculum import Curriculum
 from titan_rl.scheduling.run_group import RunGroup
@@ -179,6 +181,7 @@ __all__ = [
     "Player",
     "PromptTask",
     "PromptTooLongError",
+    "ProviderError",
     "Renderer",
     "Replica",
     "RequestError",
@@ -219,6 +222,7 @@ __all__ = [
     "TrainingError",
     "TrainingSample",
     "Turn",
+    "UnavailableWeightsError",
     "VerificationError",
     "VersionSpan",
     "WeightedReward",

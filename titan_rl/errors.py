@@ -14,18 +14,25 @@ TitanRLError
     EngineStalledError  nothing has come from the engine for too long
     NoReplicaError      no replica serves
   StateDictError        weights could not be published or pulled
+    UnavailableWeightsError  nothing of a version could be had, and nothing was changed
     VerificationError   pulled weights do not reproduce the trainer's logprobs
   TrainingError         the trainer cannot go on (non-finite loss, failed step)
   CheckpointError       a checkpoint could not be written or read
     DamagedCheckpointError  its bytes are not those that were written
     NoSpaceError        the disk is full
   ActorDiedError        an actor's process is gone or does not answer
+  ProviderError         hosts could not be had from a provider
   StrayCancellationError  something awaited was cancelled by nobody who waits for it
 """
 
 from __future__ import annotations
 
 import errno
+import json
+from importlib.metadata import PackageNotFoundError, distribution
+from shlex import quote
+from typing import Any
+from urllib.parse import unquote
 
 
 class TitanRLError(Exception):
@@ -40,8 +47,30 @@ class MissingExtraError(TitanRLError, ImportError):
     """An optional dependency is not installed. The message names the extra that brings it."""
 
     def __init__(self, module: str, extra: str) -> None:
-        super().__init__(f"{module} is not installed; run: pip install 'titan-rl[{extra}]'", name=module)
+        super().__init__(f"{module} is not installed; run: {install_command(extra)}", name=module)
         self.extra = extra
+
+
+def install_command(extra: str, options: str = "") -> str:
+    """The shell command that adds an extra to this installation, from where it was installed: a clone, a wheel, a
+    repository, or a package index.
+
+    Args:
+        options: of `pip install`, such as "--force-reinstall".
+    """
+    try:
+        origin: dict[str, Any] = json.loads(distribution("titan-rl").read_text("direct_url.json") or "{}")
+    except PackageNotFoundError:
+        origin = {}
+    url, folder = origin.get("url", ""), origin.get("dir_info")
+    if folder is not None:
+        path = quote(f"{unquote(url.removeprefix('file://'))}[{extra}]")
+        what = f"-e {path}" if folder.get("editable") else path
+    elif "vcs_info" in origin:
+        what = quote(f"titan-rl[{extra}] @ {origin['vcs_info']['vcs']}+{url}@{origin['vcs_info']['commit_id']}")
+    else:
+        what = f"'titan-rl[{extra}]{f' @ {url}' if url else ''}'"
+    return " ".join(["pip install", *options.split(), what])
 
 
 class ModelError(TitanRLError):
@@ -107,6 +136,10 @@ class StateDictError(TitanRLError):
     """Weights could not be published, found or read. The old weights stay loaded."""
 
 
+class UnavailableWeightsError(StateDictError):
+    """A version is not to be had, or not any more. Nothing of it was loaded: what was served is served on."""
+
+
 class VerificationError(StateDictError):
     """Pulled weights do not reproduce the logprobs that the trainer published with them."""
 
@@ -134,6 +167,10 @@ def means_no_space(error: BaseException) -> bool:
 
 class ActorDiedError(TitanRLError):
     """An actor's process is gone, or did not answer within its time limit."""
+
+
+class ProviderError(TitanRLError):
+    """A provider could not start its workers, or would not take a job. The message quotes what it said."""
 
 
 class StrayCancellationError(TitanRLError):

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Protocol, runtime_checkable
 
+from titan_rl.arrays import NumberArray, version_array
+
 
 def require_member(owner: object, field_name: str, kind: type[StrEnum]) -> None:
     """A string that looks like a member would pass for it in `==` and not in `is`.
@@ -26,6 +28,10 @@ def require_member(owner: object, field_name: str, kind: type[StrEnum]) -> None:
             f"{type(owner).__name__}.{field_name} is {value!r}; it must be a {kind.__name__}, "
             f"such as {kind.__name__}.{name}"
         )
+
+
+MOST_TOP_LOGPROBS = 20
+"""Of one token. What the clients of OpenAI may ask for, and vLLM gives."""
 
 
 class FinishReason(StrEnum):
@@ -51,6 +57,7 @@ class SamplingParams:
         seed: makes the draw reproducible for the same prompt and weights.
         stop_token_ids: tokens that end the completion; the stop token is part of it.
         return_routed_experts: ask a mixture-of-experts model for the experts each token took.
+        top_logprobs: ask for so many of the likeliest tokens at each position, at most 20. What is sampled is the same.
 
     Raises:
         ValueError: names the field, the value and what is allowed.
@@ -65,6 +72,7 @@ class SamplingParams:
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     return_routed_experts: bool = False
+    top_logprobs: int = 0
 
     def __post_init__(self) -> None:
         def require(ok: bool, name: str, allowed: str) -> None:
@@ -76,6 +84,7 @@ class SamplingParams:
         require(0 < self.top_p <= 1, "top_p", "in (0, 1]")
         require(self.top_k == -1 or self.top_k >= 1, "top_k", "-1 (off) or at least 1")
         require(0 <= self.min_p <= 1, "min_p", "in [0, 1]")
+        require(0 <= self.top_logprobs <= MOST_TOP_LOGPROBS, "top_logprobs", f"from 0 to {MOST_TOP_LOGPROBS}")
         require(0 <= self.min_tokens <= self.max_tokens, "min_tokens", "between 0 and max_tokens")
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
 
@@ -103,6 +112,11 @@ class SamplingParams:
         )
 
 
+TopLogprobs = Sequence[Sequence[tuple[int, float]]]
+"""The likeliest tokens at each position of a completion, the likeliest first, each with its logprob under the
+distribution that the token there was sampled from; none that this leaves out.  # [num_tokens, at most top_logprobs]"""
+
+
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
     """`num_tokens` consecutive tokens that policy version `version` produced."""
@@ -115,7 +129,8 @@ class VersionSpan:
 class Completion:
     """The tokens generated for one request, each with its behaviour logprob and policy version.
 
-    `len(token_ids) == len(logprobs) == sum(span.num_tokens for span in version_spans)`.
+    `len(token_ids) == len(logprobs) == sum(span.num_tokens for span in version_spans)`. Who makes one gives whatever
+    sequences it has; those that come from an engine, and those of a `Rollout`, are packed: see `titan_rl.arrays`.
 
     Example: five tokens, the last two sampled after weights 7 replaced weights 6:
 
@@ -134,6 +149,7 @@ class Completion:
     routed_experts: Any = None  # [num_tokens, num_layers, top_k] of the forward that produced each token, or None
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     ended: FinishReason | None = None  # of one that says ABORT: how it ended by itself, if it did before it heard
+    top_logprobs: TopLogprobs | None = None  # [num_tokens, ...] where they were asked for
 
     def __post_init__(self) -> None:
         if not isinstance(self.request_id, str):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -144,9 +160,9 @@ class Completion:
         require_aligned(self)
 
     @property
-    def versions(self) -> list[int]:
+    def versions(self) -> NumberArray[int]:
         """The policy version of each token.  # [num_tokens]"""
-        return [span.version for span in self.version_spans for _ in range(span.num_tokens)]
+        return version_array((span.version, span.num_tokens) for span in self.version_spans)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +179,7 @@ class TokenChunk:
     logprobs: Sequence[float]  # [num_tokens]
     version_spans: Sequence[VersionSpan]
     routed_experts: Any = None  # [num_tokens, num_layers, top_k], or None
+    top_logprobs: TopLogprobs | None = None  # [num_tokens, ...], or None
 
     def __post_init__(self) -> None:
         require_aligned(self)
@@ -171,19 +188,23 @@ class TokenChunk:
 def require_aligned(tokens: TokenChunk | Completion) -> None:
     """
     Raises:
-        ValueError: a token lacks its logprob, version or routed experts, or there are more of these.
+        ValueError: a token lacks its logprob, version, routed experts or likeliest tokens, or there are more of these.
     """
-    spanned = sum(span.num_tokens for span in tokens.version_spans)
+    spans = tokens.version_spans
+    spanned = spans[0].num_tokens if len(spans) == 1 else sum(span.num_tokens for span in spans)
     if not len(tokens.token_ids) == len(tokens.logprobs) == spanned:
         raise ValueError(
             f"{type(tokens).__name__} {tokens.request_id!r} has {len(tokens.token_ids)} token_ids, "
             f"{len(tokens.logprobs)} logprobs and {spanned} tokens in version_spans; the three must be equal"
         )
-    if tokens.routed_experts is not None and len(tokens.routed_experts) != len(tokens.token_ids):
-        raise ValueError(
-            f"{type(tokens).__name__} {tokens.request_id!r} has {len(tokens.token_ids)} token_ids and "
-            f"{len(tokens.routed_experts)} rows in routed_experts; each token has its row, or routed_experts is None"
-        )
+    if tokens.routed_experts is None and tokens.top_logprobs is None:
+        return
+    for name, rows in (("routed_experts", tokens.routed_experts), ("top_logprobs", tokens.top_logprobs)):
+        if rows is not None and len(rows) != len(tokens.token_ids):
+            raise ValueError(
+                f"{type(tokens).__name__} {tokens.request_id!r} has {len(tokens.token_ids)} token_ids and "
+                f"{len(rows)} rows in {name}; each token has its row, or {name} is None"
+            )
 
 
 @runtime_checkable

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from titan_rl.actors.processes.process_end import how_it_ended
+from titan_rl.actors.liveness.process_end import how_it_ended
 
 KERNEL = tuple(int(part) for part in os.uname().release.split(".")[:2])
 

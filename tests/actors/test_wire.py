@@ -8,8 +8,9 @@ from titan_rl.actors.wire import RequestFailed, pack, unpack
 from titan_rl.errors import GenerationError
 from titan_rl.types import Completion, FinishReason, TokenChunk, VersionSpan
 
+TOP = [[(5, -0.5)], [(8, -0.05), (9, -0.1)], []]
 SPANS = (VersionSpan(6, 1), VersionSpan(7, 2))
-CHUNK = TokenChunk("g/0/1", [5, 9, 2], [-0.5, -0.1, -2.0], SPANS, [[[1]], [[2]], [[3]]])
+CHUNK = TokenChunk("g/0/1", [5, 9, 2], [-0.5, -0.1, -2.0], SPANS, [[[1]], [[2]], [[3]]], TOP)
 COMPLETION = Completion(
     "g/0/1",
     [5, 9, 2],
@@ -19,6 +20,7 @@ COMPLETION = Completion(
     [[[1]], [[2]], [[3]]],
     {"queue_s": 0.5},
     FinishReason.TOOL_CALLS,
+    TOP,
 )
 
 

@@ -10,8 +10,11 @@ import pytest
 
 pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 
+from monarch.actor import ActorError
+
 from titan_rl import Completion, EngineRequest, FinishReason, Rollout, RolloutGroup, SamplingParams, VersionSpan
 from titan_rl.actors.generate_service import GroupHandler, handler_of
+from titan_rl.actors.processes.remote_process import RemoteProcess
 from titan_rl.actors.worker_pool import WorkerPool
 from titan_rl.calls import stopwatch
 from titan_rl.errors import ActorDiedError, RequestError
@@ -22,6 +25,10 @@ class Worker:
     """Runs a group of one, whose message no process could send to another."""
 
     run_group = "run_group"
+
+    name = "worker"
+
+    def end(self, reason: str) -> None: ...
 
     async def call(self, endpoint: Any, key: str, sample: Any, group_id: str, *args: Any) -> RolloutGroup:
         sample["lock"] = threading.Lock()
@@ -108,6 +115,27 @@ async def test_what_a_dead_worker_had_asked_for_is_no_request_of_the_group_that_
     sampling = SamplingParams(max_tokens=1)
     group = await pool.of("sums").run_group(answer, {}, group_id="g", group_size=1, sampling=sampling)
     assert [rollout.rollout_id for rollout in group.rollouts] == ["g/0"]
+
+
+async def test_a_worker_whose_calls_fail_as_those_of_a_dead_one_is_ended_so_that_another_takes_its_place() -> None:
+    pool, ended = WorkerPool(), list[str]()
+
+    def replace_it(remote: RemoteProcess) -> None:
+        ended.append(f"{remote.name}: {remote.reason}")
+        worker: Any = Worker()
+        pool.add(worker, worker)
+
+    class Deaf:
+        class run_group:
+            @staticmethod
+            async def call_one(*args: Any) -> None:
+                raise ActorError(ActorDiedError("controller died: connection reset"))
+
+    pool.add(RemoteProcess("rollout-worker-0", replace_it), Deaf)
+    sampling = SamplingParams(max_tokens=1)
+    group = await pool.of("sums").run_group(answer, {}, group_id="g", group_size=1, sampling=sampling)
+    assert [rollout.rollout_id for rollout in group.rollouts] == ["g/0"]
+    assert ended == ["rollout-worker-0: controller died: connection reset"]
 
 
 async def test_a_closed_handler_takes_no_request_that_was_on_its_way() -> None:

@@ -1,4 +1,4 @@
-"""The settings that docs/adapters.md shows are read as they stand, with the libraries that they name."""
+"""The settings that docs/how_to/adapters.md shows are read as they stand, with the libraries that they name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from byte_tokenizer import byte_tokenizer
 from titan_rl import ChatTemplateRenderer, load_config
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "adapters.md").read_text()
+PAGE = (ROOT / "docs" / "how_to" / "adapters.md").read_text()
 BASE = [("model.path", str(ROOT / "examples" / "alphabet_sort" / "base")), ("model.max_context", "256")]
 
 

@@ -1,4 +1,4 @@
-"""What docs/agents.md shows is what it says: an agent, its settings, a harness."""
+"""What docs/how_to/agents.md shows is what it says: an agent, its settings, a harness."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from titan_rl.rollout.types import RolloutGroup, RolloutStatus
 from titan_rl.types import SamplingParams
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "agents.md").read_text()
+PAGE = (ROOT / "docs" / "how_to" / "agents.md").read_text()
 (AGENT, _, HARNESS), (SAMPLES,), (SETTINGS,) = (
     re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL) for language in ("python", "json", "toml")
 )

@@ -52,13 +52,18 @@ class Stage:
 
 @asynccontextmanager
 async def stage(
-    folder: Path, limits: dict[str, Any] | None = None, kind: type[AgentTask] = AgentTask, **settings: Any
+    folder: Path,
+    limits: dict[str, Any] | None = None,
+    kind: type[AgentTask] = AgentTask,
+    engines: Engines | None = None,
+    **settings: Any,
 ) -> AsyncIterator[Stage]:
     settings = {"command": ("{python}", "-I", TALKER, "{question}"), "keep": "all", **settings}
     task = kind(**settings)
     told: list[str] = []
     run = RunContext(str(BASE), chat_template_renderer(), CONTEXT, folder, told.append)
-    async with Engines(2, vocab_size=400, mean_tokens=6).router() as router, task.open(run):
+    engines = engines or Engines(2, vocab_size=400, mean_tokens=6)
+    async with engines.router() as router, task.open(run):
         yield Stage(task, router, told, **(limits or {}))
 
 

@@ -72,7 +72,7 @@ async def started(folder: Path) -> list[int]:
 async def test_a_program_has_a_folder_and_the_way_to_its_episode(tmp_path: Path) -> None:
     episode = episode_of()
     script = "pwd; echo $OPENAI_BASE_URL $ANTHROPIC_BASE_URL; "
-    script += "[ $OPENAI_API_KEY = $ANTHROPIC_API_KEY ] && [ $OPENAI_API_KEY = $ANTHROPIC_AUTH_TOKEN ] && echo same"
+    script += '[ $OPENAI_API_KEY = $ANTHROPIC_API_KEY ] && [ -z "$ANTHROPIC_AUTH_TOKEN" ] && echo same'
     await play(episode, tmp_path, script)
     assert episode.status is RolloutStatus.COMPLETED
     url = f"{URL}/episodes/g0.0"

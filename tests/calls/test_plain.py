@@ -16,8 +16,8 @@ from titan_rl.calls.user_code import Failure
 from titan_rl.rollout.group.transcript import transcript
 from titan_rl.run.directory import RunDirectory, read_jsonl
 from titan_rl.run.journal.records import DropRecord, GroupRecord, decode, encode, group_record
-from titan_rl.run.observability.report import write_report
 from titan_rl.scheduling.mix.events import Assigned
+from titan_rl.viewer.report import write_report
 
 PLAYED = Assigned(7, "task", 0)
 TEXT = st.text(st.characters(exclude_categories=()))  # lone surrogates included
@@ -131,7 +131,7 @@ def test_transcripts_and_report_take_anything(run_dir: RunDirectory, message: di
     (read,) = read_jsonl(run_dir.rollouts)
     assert utf16(read["messages"]) == utf16([plain_json(message)])
     assert utf16(read["error"]) == utf16(text)
-    assert "</html>" in write_report(run_dir).read_text(encoding="utf-8")
+    assert "</html>" in write_report([run_dir.path], run_dir.report).read_text(encoding="utf-8")
 
 
 def utf16(value: Any) -> bytes:

@@ -2,11 +2,13 @@
 
 import json
 from email.message import Message
+from types import SimpleNamespace
 
 import pytest
 
 from titan_rl.cli import doctor
 from titan_rl.cli.main import main
+from titan_rl.errors import MissingExtraError, install_command
 from titan_rl.run.machine.checkup import Finding, check_up, try_out
 
 
@@ -52,9 +54,31 @@ def test_extras_that_are_not_installed_keep_nothing_from_starting(monkeypatch: p
     monkeypatch.setattr("titan_rl.run.machine.checkup.requires", lambda _: needs)
     found = {finding.subject: finding for finding in check_up() if finding.subject.startswith("[")}
     assert found == {
-        "[games]": Finding("[games]", "absent", "lacks no-such-game", "pip install 'titan-rl[games]'"),
+        "[games]": Finding("[games]", "absent", "lacks no-such-game", install_command("games")),
         "[tables]": Finding("[tables]", "ok", f"pytest {pytest.__version__}"),
     }
+
+
+@pytest.mark.parametrize(
+    ("origin", "command"),
+    [
+        ('{"dir_info": {"editable": true}, "url": "file:///a%20clone"}', "pip install -e '/a clone[cpu]'"),
+        ('{"dir_info": {}, "url": "file:///clone"}', "pip install '/clone[cpu]'"),
+        ('{"archive_info": {}, "url": "file:///a.whl"}', "pip install 'titan-rl[cpu] @ file:///a.whl'"),
+        (
+            '{"vcs_info": {"vcs": "git", "commit_id": "c0"}, "url": "https://host/repository"}',
+            "pip install 'titan-rl[cpu] @ git+https://host/repository@c0'",
+        ),
+        (None, "pip install 'titan-rl[cpu]'"),
+    ],
+)
+def test_an_extra_comes_from_where_the_installation_did(
+    origin: str | None, command: str, monkeypatch: pytest.MonkeyPatch
+):
+    installed = SimpleNamespace(read_text=lambda _: origin)
+    monkeypatch.setattr("titan_rl.errors.distribution", lambda _: installed)
+    assert install_command("cpu") == command
+    assert str(MissingExtraError("torch", "cpu")) == f"torch is not installed; run: {command}"
 
 
 def test_it_says_what_to_do_and_ends_with_1_if_a_run_cannot_start(

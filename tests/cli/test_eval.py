@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -95,8 +96,9 @@ class _Handler(BaseHTTPRequestHandler):
         data = json.dumps(body).encode()
         self.send_response(status)
         self.send_header("content-length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
+        with contextlib.suppress(ConnectionError):  # the command was interrupted while it waited
+            self.end_headers()
+            self.wfile.write(data)
 
     def log_message(self, format: str, *args: Any) -> None: ...
 
@@ -124,6 +126,16 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def evaluate(config: Path, *arguments: str) -> int:
     return main(["eval", str(config), *arguments])
+
+
+def test_a_task_that_is_not_there_is_told_before_anything_is_started_or_written(
+    config: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert evaluate(config, "http://127.0.0.1:1/v1", "--tasks", "subtractions") == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert "--tasks subtractions: the config has no such task; it has sums" in err
+    assert not (config.parent / "runs").exists()
 
 
 def test_an_endpoint_is_evaluated_and_its_figures_are_printed_and_kept(

@@ -11,6 +11,7 @@ import pytest
 
 from titan_rl.cli.main import main
 from titan_rl.config.load import load_config
+from titan_rl.starter.examples import example_names
 from titan_rl.starter.write import TEMPLATES
 
 ROOT = Path(__file__).parents[2]
@@ -74,8 +75,8 @@ def test_a_hugging_face_folder_is_trained_as_it_is(tmp_path: Path, capsys: pytes
         (["tests"], "'tests' is another module"),
         (["full"], "full holds something, and nothing is overwritten"),
         (["a_file"], "a_file is a file; name a folder that is not there"),
-        (["own", "--model", "nowhere"], "--model nowhere: no model is there"),
-        (["own", "--size", "0"], "--size 0 must be a number of parameters"),
+        (["mine_alone", "--model", "nowhere"], "--model nowhere: no model is there"),
+        (["mine_alone", "--size", "0"], "--size 0 must be a number of parameters"),
     ],
 )
 def test_what_cannot_be_made_is_told_and_nothing_is_written(
@@ -96,3 +97,32 @@ def test_an_empty_folder_may_be_there_already(tmp_path: Path):
     (tmp_path / "another").mkdir()
     assert main(["init", "another"]) == 0
     assert (tmp_path / "another" / "another" / "task.py").is_file()
+
+
+@pytest.mark.parametrize("example", example_names())
+def test_an_example_is_copied_under_a_name_of_its_own(example: str, capsys: pytest.CaptureFixture[str]):
+    name = f"own_{example}"
+    assert main(["init", f"deep/{name}", "--example", example]) == 0
+    streams = capsys.readouterr()
+    files = {path for path in Path("deep").rglob("*") if path.is_file()}
+    assert {Path(line) for line in streams.out.splitlines()} == files
+    texts = [path.read_text() for path in files if path.suffix in (".py", ".toml", ".md")]
+    assert not any(f"examples.{example}" in text or f"examples/{example}" in text for text in texts)
+    config = load_config(f"deep/{name}/cpu.toml", check_files=False)
+    assert all(type(source.task).__module__.split(".")[0] in (name, "titan_rl") for source in config.tasks)
+    has_model = (Path("deep") / name / "base").is_dir()
+    assert (f"titan-rl train deep/{name}/cpu.toml" in streams.err) == has_model
+
+
+def test_an_example_that_is_not_there_is_told_with_those_that_are(capsys: pytest.CaptureFixture[str]):
+    assert main(["init", "mine", "--example", "chess"]) == 2
+    assert "there is no such example; there are agent, alphabet_sort, arithmetic" in capsys.readouterr().err
+    assert not Path("mine").exists()
+
+
+def test_an_example_takes_the_place_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "kept.txt").write_text("mine")
+    assert main(["init", "mine", "--example", "arithmetic"]) == 2
+    assert "holds something" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["kept.txt"]

@@ -8,9 +8,10 @@ import signal
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -26,7 +27,7 @@ def launch(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[RunConfig], i
 
     def install(run: Callable[[RunConfig], int]) -> None:
         module = ModuleType("titan_rl.run.launch")
-        module.run_training = lambda config, resume, **_: SimpleNamespace(code=run(config))  # type: ignore
+        module.run_training = lambda config, resume, **_: SimpleNamespace(summary=None, code=run(config))  # type: ignore
         monkeypatch.setitem(sys.modules, "titan_rl.run.launch", module)
 
     return install
@@ -47,6 +48,22 @@ def test_dry_run_prints_the_resolved_settings_and_starts_nothing(project: Path, 
     printed = tomllib.loads(capsys.readouterr().out)
     assert printed["training"]["steps"] == 9
     assert printed["model"]["path"] == str(project / "policy")
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["--hosts.listen=203.0.113.9"], "hosts.listen = '203.0.113.9': Cannot assign requested address; name an"),
+        (["--hosts.addresses_file=nope.txt"], "hosts.addresses_file = 'nope.txt': No such file or directory; make it"),
+        (["--hosts.train=2"], "hosts.train is 2, and there is 1 host; lower it"),
+        (["--hosts.listen=0.0.0.0"], "hosts.listen = '0.0.0.0' stands for all interfaces; name one address"),
+    ],
+)
+def test_wrong_hosts_are_told_before_a_run_has_a_folder(project: Path, given: list[str], says: str, capsys):
+    for dry_run in (["--dry-run"], []):
+        assert main(["train", "config.toml", "--hosts.addresses=127.0.0.1", *given, *dry_run]) == 2
+        assert says in capsys.readouterr().err
+    assert not (project / "runs").exists()
 
 
 def test_a_wrong_setting_prints_one_message_and_exits_with_2(project: Path, launch, capsys):
@@ -120,6 +137,15 @@ def test_a_signal_unwinds_the_run_and_gives_its_exit_code(project: Path, launch,
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def settings(section: Any) -> Iterator[Any]:
+    """Of a table and those within it."""
+    for field in section.model_fields.values():
+        if hasattr(field.annotation, "model_fields"):
+            yield from settings(field.annotation)
+        else:
+            yield field
+
+
 def test_help_lists_every_setting_with_its_default(capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["train", "--help"])
@@ -128,11 +154,14 @@ def test_help_lists_every_setting_with_its_default(capsys):
     text = " ".join(capsys.readouterr().out.split())
     assert "--training.betas" in text
     assert "(default: [0.9, 0.95])" in text
+    assert "where that is not what its name means here. (default: {})" in text
     assert "Steps between checkpoints; 0 saves by time and at the end." in text
+    tables = [field.annotation for field in RunConfig.model_fields.values()]
     undocumented = [
-        name
-        for name, section in RunConfig.model_fields.items()
-        for field in getattr(section.annotation, "model_fields", {}).values()
+        field
+        for table in tables
+        if hasattr(table, "model_fields")
+        for field in settings(table)
         if not field.description
     ]
     assert undocumented == []
@@ -235,7 +264,7 @@ def test_resume_takes_the_settings_of_the_run(project: Path, launch, monkeypatch
 
     def run_training(config: RunConfig, resume: Path, **_: object) -> SimpleNamespace:
         seen.append((config.training.steps, resume))
-        return SimpleNamespace(code=0)
+        return SimpleNamespace(summary=None, code=0)
 
     module.run_training = run_training  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "titan_rl.run.launch", module)

@@ -62,7 +62,9 @@ def test_several_samples_are_played_until_there_is_no_more_to_read(
     assert play('/nonsense\n"""\n2\n"""\n2\n', "--sample", "1", "--count", "9") == 0
     out, err = capfd.readouterr()
     assert "is not there, so this is played in messages, without tokens" in err
-    assert "there is no /nonsense" in out
+    assert "titan-rl: there is no /nonsense" in err
+    assert "a line is a reply" in err
+    assert "a line is a reply" not in out
     assert out.count("=== completed") == 2
     assert "=== completed: reward 1 (right 1)" in out
     assert out.endswith(
@@ -76,8 +78,8 @@ def test_an_unfinished_block_is_no_reply_and_bytes_that_are_no_text_are_shown_as
     config: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert play('"""\n1\n4\n') == 0
-    out = capfd.readouterr().out
-    assert "the input ends within" in out
+    out, err = capfd.readouterr()
+    assert "the input ends within" in err
     assert "=== aborted" in out
     assert play("\udcff\n", "--model.path", str(BASE)) == 0
     out = capfd.readouterr().out
@@ -88,10 +90,10 @@ def test_an_unfinished_block_is_no_reply_and_bytes_that_are_no_text_are_shown_as
 def test_tools_are_shown_and_called(config: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (config.parent / "own_sums.py").write_text(TOOLS)
     assert play('What?\n/call look {"at"\n/call look {"at": 3}\n') == 0
-    out = capfd.readouterr().out
+    out, err = capfd.readouterr()
     assert "[tool] look(at: integer)  See.\n[user] Look at 3.\n" in out
     assert "[assistant] What?\n[user] Use your tool.\n    reward looked = 0\n" in out
-    assert "is no JSON" in out
+    assert "is no JSON" in err
     assert '[assistant]\n    calls look {"at": 3}\n    reward looked = 1\n=== completed: reward 1' in out
     assert play("", "--validation", "--sample", "7") == 2
     assert "sums has 2 held-out samples" in capfd.readouterr().err
@@ -100,8 +102,9 @@ def test_tools_are_shown_and_called(config: Path, capfd: pytest.CaptureFixture[s
 def test_an_environment_of_tokens_is_played_in_token_ids(config: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (config.parent / "own_sums.py").write_text("from run.test_controller import Counting\nclass Sums(Counting): ...\n")
     assert play("x\n1\n0\n", "--model.path", str(BASE)) == 0
-    out = capfd.readouterr().out
-    assert "[prompt, 1 tokens] '#'\n    type token ids, such as: 5 9 2\n" in out
+    out, err = capfd.readouterr()
+    assert "[prompt, 1 tokens] '#'\n" in out
+    assert "type token ids, such as: 5 9 2\n" in err
     assert "=== completed: reward 2 (turns 2); 2 turns, 2 tokens written\n" in out
 
 

@@ -24,7 +24,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[ServeConfig, 
     """What a command line hands to the server."""
     calls: list[Any] = []
     module = ModuleType("titan_rl.run.serve")
-    module.run_server = lambda *given: calls.append(given) or 0  # type: ignore[attr-defined]
+    module.run_server = lambda config, source, verbosity: calls.append((config, source)) or 0  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "titan_rl.run.serve", module)
 
     def run(*argv: str) -> tuple[ServeConfig, PolicySource]:

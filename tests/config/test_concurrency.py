@@ -108,3 +108,19 @@ def test_resolving_changes_nothing_that_was_written_and_is_shown(project: Path, 
 def test_a_model_whose_numbers_are_not_known_is_sized_by_the_batch_alone(project: Path):
     found = Concurrency.of(load_config("config.toml", [("model.path", "elsewhere")], check_files=False))
     assert (found.held, found.max_running) == (None, 128)
+
+
+@pytest.mark.parametrize(
+    ("settings", "seeded"),
+    [
+        ({"scheduling__max_staleness": 0}, True),
+        ({"scheduling__max_staleness": 0, "scheduling__oversample": 0.5}, False),
+        ({"scheduling__max_staleness": 1}, False),
+        ({"scheduling__max_staleness": 1, "sampling__seeded": "true"}, True),
+        ({"scheduling__max_staleness": 0, "sampling__seeded": "false"}, False),
+    ],
+)
+def test_requests_have_seeds_where_a_run_can_be_repeated_or_as_they_are_told(
+    project: Path, settings: dict[str, object], seeded: bool
+) -> None:
+    assert config_of(**settings).seeds_requests is seeded

@@ -4,10 +4,12 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from titan_rl.config.load import dump_config, load_config
 from titan_rl.errors import ConfigError
 from titan_rl.rollout.task import Task
+from titan_rl.settings import Section
 
 
 def failure(*overrides: tuple[str, str], path: str | Path = "config.toml") -> str:
@@ -42,7 +44,7 @@ def test_overrides_replace_what_the_file_says_and_the_last_one_wins(project: Pat
             ("training.betas", "[0.8, 0.9]"),
             ("training.lr", "1e-3"),
             ("model.dtype", "bfloat16"),
-            ("logging.tensorboard", "true"),
+            ("logging.sinks", '["tensorboard"]'),
             ("task.words", '["a", "b"]'),
             ("task.style", "loud"),
             ("sampling.max_tokens", "5 # tokens"),
@@ -51,7 +53,7 @@ def test_overrides_replace_what_the_file_says_and_the_last_one_wins(project: Pat
 
     assert (config.training.steps, config.training.betas, config.training.lr) == (9, (0.8, 0.9), 1e-3)
     assert config.model.dtype == "bfloat16"
-    assert config.logging.tensorboard is True
+    assert config.logging.sinks == ("tensorboard",)
     assert config.sampling.max_tokens == 5
     assert config.tasks[0].task.train_sample(0, 1) == "b"
 
@@ -106,6 +108,18 @@ def test_what_is_written_back_loads_to_an_equal_config(project: Path):
             "zero_variance",
             "scheduling.filters = 'zero_variance' must be a list; in brackets: [\"zero_variance\"]",
         ),
+        (
+            "scheduling.filters",
+            "zero_variance, all_same",
+            'must be a list; in brackets: ["zero_variance", "all_same"]',
+        ),
+        (
+            "hosts.ssh.addresses",
+            "10.0.0.1",
+            'hosts.ssh.addresses = \'10.0.0.1\' must be a table; in braces: { "NAME" = "10.0.0.1" }',
+        ),
+        ("hosts.train", "2", "hosts.train is 2, and there is 1 host; lower it"),
+        ("hosts.slurm.time_limit", "abc", "hosts.slurm.time_limit = 'abc' must be a time as sbatch takes it"),
         ("task.words", "3", "task.words = 3 must be a list; in brackets: [3]"),
         ("training", "3", "command line: training = 3 must be a table"),
         ("task", "3", "command line: task = 3 must be a table"),
@@ -228,3 +242,11 @@ def test_a_wrong_task_type_says_what_there_is(project: Path, name: str, message:
 
     assert found.startswith("command line: task.type = ")
     assert message in found
+
+
+def test_a_default_of_the_wrong_type_is_told_of():
+    class Count(Section):
+        largest: int = "x"  # type: ignore
+
+    with pytest.raises(ValidationError, match="largest"):
+        Count()

@@ -45,7 +45,7 @@ class Stage:
         values = [0.0, 0.0, -1.0, -1.0, -1.0, -1.0]
         versions = [-1, -1, 0, 0, 0, 0]
         sample = TrainingSample("g", "g/0", tokens, mask, values, values, versions, temperature=1.0)
-        await self.processes.trainer.step([sample])
+        await self.processes.training.trainer.step([sample])
 
     async def publish(self, mode: str = "hot_swap", host: str | None = None) -> int:
         """The version that all have pulled.
@@ -53,7 +53,7 @@ class Stage:
         Args:
             host: where its memory is said to be.
         """
-        manifest = await self.processes.trainer.publish()
+        manifest = await self.processes.training.trainer.publish()
         if host is not None:
             manifest = replace(manifest, shards=tuple(replace(shard, host=host) for shard in manifest.shards))
         self.published.announce(manifest)

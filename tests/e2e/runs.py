@@ -12,8 +12,10 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+from titan_rl.metrics.table import find_metric
 
 REPOSITORY = Path(__file__).parents[2]
 QUICK = {
@@ -67,11 +69,14 @@ class Run:
         return folder
 
     def metrics(self) -> list[dict[str, float]]:
-        """The records written so far."""
+        """The records written so far. The table of metrics has whatever is in them."""
+        records: list[dict[str, float]] = []
         with contextlib.suppress(FileNotFoundError, ValueError):
             lines = (self.folder / "metrics.jsonl").read_text().splitlines(keepends=True)
-            return [json.loads(line) for line in lines if line.endswith("\n")]
-        return []
+            records = [json.loads(line) for line in lines if line.endswith("\n")]
+        names = {name for record in records for name in record} - {"step", "time_s"}
+        assert sorted(name for name in names if find_metric(name) is None) == []
+        return records
 
     def wait_for_step(self, step: int, timeout_s: float = 180.0) -> None:
         """Return once optimizer step `step` is recorded."""
@@ -81,6 +86,15 @@ class Run:
             assert time.monotonic() < deadline, f"no step {step} within {timeout_s} s:\n{self.output}"
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(0.2)
+
+    def wait_for(self, condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
+        """Return once it holds."""
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert self.process.poll() is None, self.output
+            assert time.monotonic() < deadline, self.output
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(0.1)
 
     def wait(self, timeout_s: float = 240.0) -> int:
         return self.process.wait(timeout_s)

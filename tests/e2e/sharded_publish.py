@@ -10,8 +10,9 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from e2e.tiny_policy import on_policy_samples
+from e2e.tiny_policy import on_policy_samples, transformers_logprobs
 from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
 
 from titan_rl.errors import StateDictError
 from titan_rl.training import publishing
@@ -25,6 +26,7 @@ from titan_rl.weights.types import Manifest
 
 class Rank:
     def __init__(self, model: ModelConfig, training: TrainingConfig) -> None:
+        self.folder = model.path
         self.trainer = TrainerCore(model, training, seed=0)
         self.world = self.trainer.world
         self.transport = SharedMemoryTransport(f"sharded-{self.world.rank}")
@@ -54,7 +56,18 @@ class Rank:
             "whole_bytes": sum(tensor.nbytes for tensor in expected.values()),
             "part_bytes": [shard.num_bytes for manifest in manifests for shard in manifest.shards],
             "num_probes": [len(manifest.probes) for manifest in manifests],
+            "probe_error": self.probe_error(expected, manifests[0]),
         }
+
+    def probe_error(self, published: dict[str, torch.Tensor], manifest: Manifest) -> float:
+        """How far the probes are from what transformers computes in float32 with what is published."""
+        model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32)
+        if model.load_state_dict(published, strict=False).unexpected_keys:
+            return 0.0  # transformers keeps experts in other tensors
+        return max(
+            float((transformers_logprobs(model, probe.token_ids) - torch.tensor(probe.logprobs)).abs().max())
+            for probe in manifest.probes
+        )
 
     def failure(self) -> str:
         """Why the current version cannot be published."""

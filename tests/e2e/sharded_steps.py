@@ -5,8 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from e2e.tiny_policy import on_policy_samples
 
+from titan_rl.training.data.family import Family
+from titan_rl.training.data.sample import TrainingSample
+from titan_rl.training.parallel.world import World
+from titan_rl.training.policy.policy import Policy
+from titan_rl.training.policy.tensor_batch import make_tensor_batch
 from titan_rl.training.settings import CorrectionConfig, ModelConfig, TrainingConfig
 from titan_rl.training.trainer import TrainerCore
 
@@ -26,3 +32,34 @@ def three_steps(folder: Path, out: Path, *, resume: Path | None = None, **traini
         trainer.load(resume)
         metrics.append(trainer.step(samples).metrics)
     return metrics
+
+
+def logprobs_and_kept_weights(folder: Path, *, data_parallel: int) -> tuple[list[float], int]:
+    """Logprobs of a sequence in bfloat16, and how many bytes of the layers' weights are kept in bfloat16 for the
+    backward pass. The head's shape must be none of theirs."""
+    world = World.join(data_parallel=data_parallel)
+    policy = Policy(folder, world, max_context=128, row_tokens=80, dtype="bfloat16")
+    size = 70  # no row, padded or not, has the shape of a weight
+    blank = [0.0] * size
+    sample = TrainingSample("", "", range(1, size + 1), [True] * size, blank, blank, [0] * size, temperature=1.0)
+    batch = make_tensor_batch([[Family((sample,))]], policy.device, policy.lay_out)
+    saved: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor)
+        return tensor
+
+    shapes = {shape for parameter in policy.model.layers.parameters() if len(shape := tuple(parameter.shape)) == 2}
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        logprobs_N, _ = policy.logprobs(batch)
+    weights = [each for each in saved if each.dtype is torch.bfloat16 and {each.shape, each.shape[::-1]} & shapes]
+    kept = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in weights}
+    logprobs_N.sum().backward()
+    return logprobs_N.tolist(), sum(kept.values())
+
+
+def drawn(folder: Path, **training: Any) -> list[list[int]]:
+    """Sequences of the policy's own."""
+    settings = TrainingConfig(**{"steps": 1, "lr": 1e-4, **training})
+    trainer = TrainerCore(ModelConfig(path=str(folder)), settings, CorrectionConfig(), seed=0)
+    return trainer.draw(3, 6, seed=0)

@@ -66,7 +66,7 @@ async def stage(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stage
             stage.watch.cancel()
             await router.close()
             with contextlib.suppress(ActorDiedError):
-                await processes.trainer.close()
+                await processes.training.trainer.close()
 
 
 async def test_a_generator_that_is_elsewhere_pulls_while_it_serves(stage: Stage) -> None:

@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 
 from titan_rl.actors.actor_replica import ActorReplica
-from titan_rl.actors.processes.process import ProcessActor
+from titan_rl.actors.processes.process import LOOPBACK, ProcessActor, ProcessSpec
 from titan_rl.actors.processes.remote_process import RemoteProcess, call
 from titan_rl.actors.processes.supervisor import Supervisor
 from titan_rl.actors.request_stream import RequestServer
@@ -52,7 +52,7 @@ class Parrot(ProcessActor):
     @concurrent_endpoint
     async def generate(self, requests: list[EngineRequest]) -> None:
         for request in requests:
-            match request.prompt_token_ids:
+            match tuple(request.prompt_token_ids):
                 case (0,):
                     self._server.fail(request.request_id, RequestError("too long"))
                 case (1,):
@@ -70,7 +70,8 @@ class Parrot(ProcessActor):
 @pytest.fixture
 async def replica(tmp_path) -> AsyncIterator[ActorReplica]:
     supervisor = this_proc().spawn(f"supervisor_{tmp_path.name}", Supervisor)
-    actor = await call(supervisor.spawn, "parrot", Parrot, (str(tmp_path / "log"),), who="supervisor")
+    spec = ProcessSpec("parrot", "here", LOOPBACK, tmp_path)
+    actor = await call(supervisor.spawn, "parrot", Parrot, (spec,), who="supervisor")
     remote = RemoteProcess("parrot")
     remote.watch([await remote.call(actor.pid, timeout_s=LIMIT_S)])
     replica = ActorReplica(remote, actor, PublishedWeights())

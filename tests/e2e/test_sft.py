@@ -15,6 +15,7 @@ from e2e.runs import run_training
 from transformers import Qwen3ForCausalLM
 
 from titan_rl.config.load import load_config
+from titan_rl.viewer.trace.events import Traces
 
 
 def test_a_tiny_model_is_made_taught_saved_and_put_in_its_place(tmp_path: Path) -> None:
@@ -38,6 +39,11 @@ def test_a_tiny_model_is_made_taught_saved_and_put_in_its_place(tmp_path: Path) 
         assert [record["step"] for record in steps] == list(range(1, 59))
         (before, after) = (record["validation/loss"] for record in run.metrics() if "validation/loss" in record)
         assert after < 0.8 * before
+        traces = Traces(run.folder / "trace")
+        lanes = {process: trace.lanes for process, trace in traces.read().items()}
+        (done,) = (trace["steps"] for process, trace in lanes.items() if process == "controller")
+        assert {one.args["step"] for one in done if one.name == "train step"} == set(range(1, 59))
+        assert any(process.startswith("trainer") and "train" in found for process, found in lanes.items()), lanes.keys()
         # The tokenizer's library makes an empty cache where it is first imported, before the run has its own TMPDIR.
         assert [left for left in run.leftovers() if not left.endswith("tiktoken-rs-cache")] == []
     note = json.loads((base / "sft.json").read_text())

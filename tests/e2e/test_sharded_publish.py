@@ -41,6 +41,7 @@ def test_the_parts_are_the_gathered_export_and_one_that_fails_fails_all(
             for compared in found["compared"]:
                 assert compared["wrong"] == []
                 assert compared["num_probes"] == [2] + [0] * (size - 1)
+                assert compared["probe_error"] < 2e-5, "they are rounded on the way"
                 assert len(compared["part_bytes"]) == size
                 assert max(compared["part_bytes"]) < 1.4 / size * compared["whole_bytes"]
             twice, no_room = found["failures"]

@@ -1,4 +1,4 @@
-"""A real run whose trainer is two processes, which goes on with its model split otherwise, and the end of one rank."""
+"""A real run whose trainer is two processes, which goes on with its model split otherwise, and deaths of one rank."""
 
 import os
 import signal
@@ -15,13 +15,18 @@ def test_two_ranks_train_publish_save_and_go_on_split_otherwise_until_one_dies(t
     with run_training(tmp_path, scheduling__max_staleness=0, training__data_parallel=2) as run:
         assert run.wait() == 0, run.output
         assert run.leftovers() == []
-        run.resume("--training.steps", "1000", "--training.data_parallel", "1", "--training.tensor_parallel", "2")
+        split = ("--training.data_parallel", "1", "--training.tensor_parallel", "2")
+        run.resume("--training.steps", "1000", "--training.max_respawns", "1", *split)
         run.wait_for_step(5)
         os.kill(run.child("trainer-rank1"), signal.SIGKILL)
+        run.wait_for(lambda: "trainer is there again after" in run.output)
+        run.wait_for_step(1 + run.metrics()[-1]["step"])
+        os.kill(run.child("trainer-rank1"), signal.SIGKILL)
         assert run.wait(90) == 1
-        assert "trainer died" in run.output
+        assert "is not replaced: training.max_respawns = 1, and 1 was replaced before" in run.output
         steps = [record for record in run.metrics() if "train/loss" in record]
-        assert [record["step"] for record in steps[:5]] == [1, 2, 3, 4, 5]
+        assert [record["step"] for record in steps] == list(range(1, len(steps) + 1))
+        assert [record["train/respawns"] for record in steps if "train/respawns" in record] == [1]
         for record in steps:
             # Generators hold what the ranks hold together.
             assert record["sync/probe_diff"] <= 1e-5

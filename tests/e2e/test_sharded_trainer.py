@@ -11,12 +11,13 @@ import pytest
 pytest.importorskip("torchtitan", reason="needs the cpu or gpu extra")
 
 import torch
-from e2e.sharded_steps import three_steps
+from e2e.sharded_steps import drawn, logprobs_and_kept_weights, three_steps
 from e2e.tiny_policy import make_tiny_qwen3
 from e2e.warm import run_world
 from safetensors.torch import load_file
 
 LAYOUTS = {"FSDP 2": (2, 1, False), "TP 2": (1, 2, False), "FSDP 2 x TP 2, tied": (2, 2, True)}
+ODD = 129  # entries of a vocabulary, of which ranks have unequal parts
 EXACT = ["num_tokens", "num_samples", "num_dropped_samples", "num_nonfinite_tokens", "staleness_max", "lr"]
 
 
@@ -32,7 +33,7 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, OneRank]:
     """By whether embeddings are tied."""
     found: dict[bool, OneRank] = {}
     for tied in (False, True):
-        folder = make_tiny_qwen3(tmp_path_factory.mktemp("model"), tied=tied)
+        folder = make_tiny_qwen3(tmp_path_factory.mktemp("model"), tied=tied, vocab_size=ODD)
         out = tmp_path_factory.mktemp("one")
         three_steps(folder, out)
         found[tied] = OneRank(folder, out, three_steps(folder, out, resume=out / "checkpoint"))
@@ -98,3 +99,17 @@ def test_other_optimizers_step_and_go_on_over_ranks(one_rank: dict[bool, OneRank
         assert (tensor - expected[name]).norm() < 0.02 * moved, name
     (*_, resumed) = three_steps(folder, tmp_path / "again", resume=tmp_path / "two" / "checkpoint", **settings)
     assert math.isclose(resumed["loss"], alone[-1]["loss"], rel_tol=1e-3)
+
+
+def test_ranks_compute_in_bfloat16_and_keep_no_gathered_layer_for_the_backward_pass(tmp_path: Path) -> None:
+    folder = make_tiny_qwen3(tmp_path / "model", vocab_size=144)
+    alone, _ = logprobs_and_kept_weights(folder, data_parallel=1)
+    for logprobs, kept in run_world(logprobs_and_kept_weights, 2, folder=folder, data_parallel=2):
+        assert kept == 0
+        torch.testing.assert_close(torch.tensor(logprobs), torch.tensor(alone), rtol=0, atol=0.05)
+
+
+def test_ranks_that_share_a_vocabulary_unequally_draw_the_same_sequences(one_rank: dict[bool, OneRank]) -> None:
+    folder = one_rank[False].folder
+    alone = drawn(folder)
+    assert run_world(drawn, 2, folder=folder, tensor_parallel=2) == [alone, alone]

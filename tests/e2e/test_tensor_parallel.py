@@ -47,7 +47,7 @@ async def test_two_ranks_generate_pull_and_are_replaced_together(tmp_path: Path,
             with pytest.raises(RequestError):
                 await router.generate([10**6], request_id="bad", sampling=SAMPLING)
             late = ask(router, "late")
-            await processes.trainer.step(samples())
+            await processes.training.trainer.step(samples())
             await publish(processes, published, router)  # the trainer's logprobs hold for the sharded weights too
             completions = await asyncio.gather(*early, *late)
             assert {span.version for completion in completions for span in completion.version_spans} == {0, 1}
@@ -67,7 +67,7 @@ async def test_two_ranks_generate_pull_and_are_replaced_together(tmp_path: Path,
             assert not [name for name in os.listdir("/dev/shm") if "cpushm" in name]  # nobody would remove it
             watch.cancel()
         await router.close()
-        await processes.trainer.close()
+        await processes.training.trainer.close()
 
 
 def ask(router: GeneratorRouter, name: str):
@@ -90,6 +90,6 @@ def samples() -> list[TrainingSample]:
 
 
 async def publish(processes: RunProcesses, published: PublishedWeights, router: GeneratorRouter) -> None:
-    manifest = await processes.trainer.publish()
+    manifest = await processes.training.trainer.publish()
     published.announce(manifest)
     await router.pull_state_dict(manifest.version)

@@ -16,6 +16,7 @@ from e2e.runs import Run, run_training
 from safetensors.torch import load_file
 
 ON_POLICY = {"generation__num_generators": 2, "scheduling__max_staleness": 0, "checkpoint__interval": 2}
+SOON_HANGS = {"hosts__hang_timeout_s": 3}
 
 
 @pytest.fixture(scope="module")
@@ -64,12 +65,21 @@ def what_was_computed(run: Run) -> tuple[list[dict[str, float]], list[tuple[str,
     return numbers, answers, load_file(run.folder / "export" / "model.safetensors")
 
 
-def test_another_run_with_the_same_seed_has_the_same_bits_also_by_a_users_own_engine(finished: Run, tmp_path: Path):
+def test_another_run_with_the_same_seed_has_the_same_bits_also_by_a_users_own_engine_and_with_a_trainer_that_hangs(
+    finished: Run, tmp_path: Path
+):
     numbers, answers, weights = what_was_computed(finished)
     assert sum("train/loss" in record for record in numbers) == 3
-    with run_training(tmp_path, **ON_POLICY, generation__engine="tests.e2e.own_engine:make") as run:
+    with run_training(tmp_path, **ON_POLICY, **SOON_HANGS, generation__engine="tests.e2e.own_engine:make") as run:
+        run.wait_for_step(1)
+        os.kill(run.child("trainer"), signal.SIGSTOP)
         assert run.wait() == 0, run.output
+        assert "trainer died: it hangs" in run.output
+        assert "trainer is there again after" in run.output
+        assert run.leftovers() == []
         again = what_was_computed(run)
+        for record in again[0]:
+            record.pop("train/respawns", None)
         assert all(record["engine/own_steps"] > 0 for record in run.metrics() if "train/loss" in record)
     assert numbers == again[0]
     assert answers == again[1]
@@ -77,9 +87,11 @@ def test_another_run_with_the_same_seed_has_the_same_bits_also_by_a_users_own_en
 
 
 def test_through_interruptions_and_deaths_no_group_is_lost(tmp_path: Path):
-    """Each batch interrupts what is in flight; a generator and a rollout worker are killed, and replaced."""
+    """Each batch interrupts what is in flight; a generator is killed and a rollout worker hangs, and both are
+    replaced."""
     with run_training(
         tmp_path,
+        **SOON_HANGS,
         training__steps=40,
         generation__num_generators=2,
         rollout__num_workers=2,
@@ -93,11 +105,11 @@ def test_through_interruptions_and_deaths_no_group_is_lost(tmp_path: Path):
         killed = run.child("generator-1")
         os.kill(killed, signal.SIGKILL)
         run.wait_for_step(4)
-        os.kill(run.child("rollout-worker-1"), signal.SIGKILL)
+        os.kill(run.child("rollout-worker-1"), signal.SIGSTOP)
         assert run.wait() == 0, run.output
         assert f"generator-1 died: process {killed} " in run.output
         assert "generator-1 is there again after" in run.output
-        assert "rollout-worker-1 died" in (run.folder / "logs" / "controller.log").read_text()
+        assert "rollout-worker-1 died: it hangs" in (run.folder / "logs" / "controller.log").read_text()
         steps = [record for record in run.metrics() if "train/loss" in record]
         assert [record["step"] for record in steps] == list(range(1, 41))
         assert all(record["rollout/num_rollouts"] == 16 for record in steps)

@@ -198,5 +198,19 @@ async def test_each_seat_of_a_game_has_figures_of_its_own() -> None:
         for line in await play(suite([1, 2]))
         for seat, sign in signs.items()
     ]
-    assert sorted(result(lines).rewards.values()) == [[-2.0, -1.0], [-1.0, 0.0], [1.0, 0.0], [2.0, 1.0]]
+    found = result(lines)
+    assert sorted(found.rewards.values()) == [[-2.0, -1.0], [-1.0, 0.0], [1.0, 0.0], [2.0, 1.0]]
     assert finished_lines(lines, [suite([1, 2])]) == lines
+    assert found.reward is not None
+    assert (found.num_prompts, found.num_samples, found.reward.num_prompts) == (2, 8, 2)
+    assert str(found.reward) == "0.000 ± 0.000", "seats of a game that sum to zero say the same"
+    assert str(found.avg_at[2]) == "0.000 ± 0.000"
+    assert (found.avg_at[2].num_prompts, found.pass_at[2].num_prompts) == (2, 2)
+
+
+async def test_seats_that_fare_alike_are_no_further_evidence() -> None:
+    alone = await play(suite([1, 2, 3]))
+    twice = [{**line, "seat": seat} for line in alone for seat in ("first", "second")]
+    for k in (1, 2):
+        assert str(result(twice).pass_at[k]) == str(result(alone).pass_at[k])
+    assert str(result(twice).avg_at[2]) == str(result(alone).avg_at[2])

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titan_rl.evaluation.statistics import clustered_mean, difference, mean_avg_at_k, mean_pass_at_k, pass_at_k
+from titan_rl.evaluation.statistics import averages_at_k, clustered_mean, difference, pass_at_k, passes_at_k
 
 REWARD = st.floats(-10, 10)
 
@@ -64,12 +64,9 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_one(n: int, data: st.Dat
 
 def test_pass_and_avg_leave_out_prompts_with_too_few_samples() -> None:
     rewards = {"a": [1.0, 0.0], "b": [0.0, 0.0], "lost one": [1.0]}
-    passed, average = mean_pass_at_k(rewards, 2, success=1.0), mean_avg_at_k(rewards, 2)
-    assert passed is not None
-    assert average is not None
-    assert (passed.mean, passed.num_prompts) == (0.5, 2)
-    assert (average.mean, average.num_prompts) == (0.25, 2)
-    assert mean_pass_at_k(rewards, 3, success=1.0) is None
+    assert passes_at_k(rewards, 2, success=1.0) == {"a": [1.0], "b": [0.0]}
+    assert averages_at_k(rewards, 2) == {"a": [0.5], "b": [0.0]}
+    assert passes_at_k(rewards, 3, success=1.0) == {}
     with pytest.raises(ValueError, match="pass@3 needs at least 3"):
         pass_at_k(2, 1, 3)
 

@@ -12,7 +12,7 @@ from titan_rl import Message, RolloutStatus
 
 def halve(messages: Sequence[Message]) -> str:
     """Guesses the middle of what is left."""
-    return str(sum(left_over(messages, 15)) // 2)
+    return str(sum(left_over(messages)) // 2)
 
 
 async def test_halving_finds_every_number_in_time() -> None:
@@ -23,14 +23,14 @@ async def test_halving_finds_every_number_in_time() -> None:
 
 async def test_a_game_ends_with_its_guesses_and_every_answer_is_one() -> None:
     guesses = iter(["eight", "3", "12", "10"])
-    game = await play(GuessingGame(), 9, lambda messages: next(guesses))
+    game = await play(GuessingGame(guesses=4), 9, lambda messages: next(guesses))
     said = [message["content"] for message in game.messages if message["role"] == "user"]
-    assert said[1:] == ["Say a number from 1 to 15.", "higher", "lower"]
+    assert said[1:] == ["It is from 1 to 15.", "It is from 4 to 15.", "It is from 4 to 11."]
     assert (game.status, game.reward) == (RolloutStatus.COMPLETED, 0.375)
     assert game.reward_breakdown == {"found": 0.0, "sensible": 0.75}
 
 
-async def test_guesses_against_the_hints_are_not_sensible() -> None:
+async def test_guesses_of_what_is_ruled_out_are_not_sensible() -> None:
     guesses = iter(["8", "4", "12", "9"])
     assert (await play(GuessingGame(), 9, lambda messages: next(guesses))).reward_breakdown == {
         "found": 1.0,
@@ -39,6 +39,8 @@ async def test_guesses_against_the_hints_are_not_sensible() -> None:
 
 
 async def test_demonstrations_find_what_their_care_allows() -> None:
-    forgetful, sloppy, careful = [await mean_demonstrated(GuessingGame(careless=share), 300) for share in (1, 0.5, 0)]
-    assert 0.25 < forgetful < sloppy - 0.1
-    assert sloppy + 0.1 < careful < 0.95
+    forgetful, sloppy = [
+        await mean_demonstrated(GuessingGame(careless=share), 300, carelessly=True) for share in (1, 0.5)
+    ]
+    assert 0.35 < forgetful < sloppy - 0.1
+    assert sloppy + 0.1 < await mean_demonstrated(GuessingGame(), 300) < 1.0

@@ -398,8 +398,8 @@ async def test_a_state_of_pause_that_is_set_again_stays() -> None:
 
 async def test_a_pause_mode_that_does_not_exist_is_refused() -> None:
     async with serving(ScriptedEngine()) as loop:
-        with pytest.raises(ValueError, match="pause mode is 'sleep'; it must be one of keep, abort, wait"):
-            await loop.pause("sleep")
+        with pytest.raises(ValueError, match="pause mode is 'rest'; it must be one of keep, abort, wait, sleep"):
+            await loop.pause("rest")
         assert loop.paused is None
 
 

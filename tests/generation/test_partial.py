@@ -18,14 +18,19 @@ def spans(start: int, end: int) -> tuple[VersionSpan, ...]:
     return tuple(VersionSpan(version, here.count(version)) for version in dict.fromkeys(here))
 
 
+def top(tokens: list[int]) -> list[list[tuple[int, float]]]:
+    return [[(token, -float(token))] for token in tokens]
+
+
 def chunk(start: int, end: int) -> TokenChunk:
     tokens = list(range(start, end))
-    return TokenChunk("r~1", tokens, [-float(token) for token in tokens], spans(start, end))
+    return TokenChunk("r~1", tokens, [-float(token) for token in tokens], spans(start, end), top_logprobs=top(tokens))
 
 
 def completion(start: int, end: int, reason: FinishReason) -> Completion:
     tokens = list(range(start, end))
-    return Completion("r~1", tokens, [-float(token) for token in tokens], reason, spans(start, end))
+    logprobs = [-float(token) for token in tokens]
+    return Completion("r~1", tokens, logprobs, reason, spans(start, end), top_logprobs=top(tokens))
 
 
 def cuts(last: int) -> st.SearchStrategy[list[int]]:

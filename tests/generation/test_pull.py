@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from titan_rl.errors import GenerationError, StateDictError
+from titan_rl.errors import GenerationError, StateDictError, UnavailableWeightsError
 from titan_rl.generation.router import GeneratorRouter, Limits
 from titan_rl.testing.fake_replica import FakeReplica
 from titan_rl.types import Completion, FinishReason, SamplingParams
@@ -117,6 +117,53 @@ async def test_weights_that_nobody_can_load_are_an_error_with_the_cause() -> Non
     a.pull_error = None
     await router.pull_state_dict(2)
     assert a.version == 2
+    await router.close()
+
+
+@pytest.mark.parametrize("mode", ["hot_swap", "drain"])
+@pytest.mark.parametrize("before", [None, 1])
+async def test_a_version_that_is_nowhere_changes_nothing(mode: str, before: int | None) -> None:
+    a, b = FakeReplica("a"), FakeReplica("b")
+    router = GeneratorRouter([a, b])
+    if before is not None:
+        await router.pull_state_dict(before)
+    running = [ask(router, "1", tokens=4), ask(router, "2", tokens=4)]
+    await asyncio.sleep(0)
+    a.pull_error = b.pull_error = UnavailableWeightsError("gone")
+    with pytest.raises(UnavailableWeightsError, match=r"version 3.*gone"):
+        await router.pull_state_dict(3, mode)  # pyright: ignore[reportArgumentType]
+    assert router.version == before
+    assert serving(router) == ["a", "b"]
+    running.append(ask(router, "3"))
+    assert [set((await request).versions) for request in running] == [{before or 0}] * 3
+    a.pull_error = b.pull_error = None
+    assert (await router.pull_state_dict(2)).pulled == ("a", "b")
+    await router.close()
+
+
+@pytest.mark.parametrize("mode", ["hot_swap", "drain"])
+async def test_a_version_that_one_replica_has_is_waited_for_by_the_others(mode: str) -> None:
+    a, b = FakeReplica("a"), FakeReplica("b")
+    a.pull_error = UnavailableWeightsError("gone")
+    router = GeneratorRouter([a, b])
+    report = await router.pull_state_dict(1, mode)  # pyright: ignore[reportArgumentType]
+    assert (report.pulled, router.version, serving(router)) == (("b",), 1, ["b"])
+    a.pull_error = None
+    await asyncio.sleep(60)
+    assert serving(router) == ["a", "b"]
+    await router.close()
+
+
+async def test_replicas_come_back_with_what_was_served_if_nobody_ever_had_the_next() -> None:
+    a = FakeReplica("a")
+    router = GeneratorRouter([a], limits=Limits(no_replica_s=20))
+    await router.pull_state_dict(1)
+    a.pull_error = GenerationError("lost")
+    with pytest.raises(StateDictError, match="version 2"):
+        await router.pull_state_dict(2)
+    a.pull_error = None
+    assert router.version == 1
+    assert set((await ask(router, "1")).versions) == {1}
     await router.close()
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from titan_rl.weights.transports.cuda_ipc import CudaIPCTransport
+from titan_rl.weights.types import NUM_KEPT, SlicePosition, TensorSlice
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="needs a GPU; tests/statedict has all but the GPU's own part"
@@ -20,6 +21,7 @@ pytestmark = pytest.mark.skipif(
 READER = """
 import pickle, sys, torch
 from titan_rl.weights.transports.cuda_ipc import CudaIPCTransport
+from titan_rl.weights.types import NUM_KEPT, SlicePosition, TensorSlice
 transport = CudaIPCTransport("reader")
 while True:
     try:
@@ -61,3 +63,20 @@ def test_another_process_reads_each_version(gpu: str) -> None:
         reader.stdin.close()
         assert reader.wait(60) == 0
     transport.close()
+
+
+def test_a_writer_holds_the_versions_that_are_kept_and_nothing_beside_them() -> None:
+    weight = torch.ones(4096, 8192, device="cuda")  # 128 MiB, published in half of that
+    slices = [(f"w{index}", TensorSlice(weight, SlicePosition((0, 0), (4096, 8192)), "bfloat16")) for index in range(4)]
+    version_bytes = 4 * weight.nbytes // 2
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    transport = CudaIPCTransport("measured")
+    for version in range(5):
+        transport.publish(version, iter(slices))
+    held, peak = torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before
+    transport.close()
+    print(f"cuda_ipc holds {held / version_bytes:.2f} versions, and at most {peak / version_bytes:.2f}")
+    assert held <= NUM_KEPT * version_bytes * 1.01
+    assert peak <= NUM_KEPT * version_bytes * 1.05

@@ -148,6 +148,19 @@ async def test_reasoning_and_tool_calls_reach_the_environment() -> None:
     ]
 
 
+class DictCalls(LetterRenderer):
+    def parse_response(self, token_ids: list[int], *, tools: Any = None, prompt_ids: Any = None) -> Any:
+        call = {"type": "function", "function": {"name": "look", "arguments": "{}"}}
+        return SimpleNamespace(content="", reasoning_content=None, reasoning_complete=None, tool_calls=[call])
+
+
+async def test_calls_of_another_form_than_the_protocols_are_the_renderers_mistake() -> None:
+    env = MessageTokenEnv(Talk(), DictCalls())
+    await env.reset()
+    with pytest.raises(TypeError, match=r"gave {'type': 'function'.* an object with name, arguments, status and id"):
+        await env.step(completion("a"))
+
+
 async def test_a_call_of_no_tool_is_answered_by_the_environment() -> None:
     talk = Talk()
     env = MessageTokenEnv(talk, LetterRenderer())

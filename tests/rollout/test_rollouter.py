@@ -70,6 +70,8 @@ async def test_seeds_differ_by_turn_and_are_reproducible() -> None:
     assert once["g/1/1"] == turn_seed(0, "g/1", 1)
     assert await seeds(seed=1) != once
     assert await seeds(sampling_seed=1) == await seeds(seed=1)
+    assert set((await seeds(seed=None)).values()) == {None}
+    assert await seeds(seed=None, sampling_seed=1) == await seeds(seed=1)
 
 
 def test_seeds_are_the_same_in_every_process() -> None:

@@ -61,6 +61,7 @@ def test_a_transcript_survives_json() -> None:
                     "seed": 2**62,
                     "stop_token_ids": [2],
                     "return_routed_experts": False,
+                    "top_logprobs": 0,
                 },
             }
         ],

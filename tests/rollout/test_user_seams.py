@@ -274,8 +274,9 @@ async def test_what_a_reward_changes_in_a_turn_is_not_trained_on(kind: Any) -> N
         completion: Any = turn.completion
         completion.token_ids[0] = completion.logprobs[0] = completion.metrics["queue_s"] = 63
         completion.version_spans.clear()
-        for given in (turn.prompt_token_ids, turn.token_advantages):
-            given[0] = 44  # pyright: ignore
+        turn.token_advantages[0] = 44  # pyright: ignore
+        with pytest.raises(TypeError):
+            turn.prompt_token_ids[0] = 44  # pyright: ignore
         turn.rewards["last"] = 99.0  # pyright: ignore
         return float(rollout.sibling)
 

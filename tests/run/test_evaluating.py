@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from titan_rl.config.make_renderer import make_renderer
 from titan_rl.evaluation.results import TaskResult
 from titan_rl.rollout.renderer.tokenizer import load_tokenizer
 from titan_rl.run.evaluating.evaluate import EvaluationRun
+from titan_rl.run.observability.progress import Progress
 from titan_rl.run.policies.opened import OpenedPolicy, open_endpoint
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "alphabet_sort"
@@ -24,7 +26,7 @@ OPTIONS: dict[str, Any] = {"num_prompts": 3, "samples": 2, "max_tokens": 8, "suc
 
 async def result(policy: OpenedPolicy, **options: Any) -> TaskResult:
     settings = make_eval_config({**OPTIONS, **options})
-    return (await EvaluationRun(CONFIG, settings, policy, None, lambda text: None).run()).task
+    return (await EvaluationRun(CONFIG, settings, policy, None, Progress(0, io.StringIO())).run()).task
 
 
 @pytest.mark.parametrize("api", ["tokens", "chat"])

@@ -140,7 +140,7 @@ async def test_whatever_becomes_of_the_journal_no_sample_is_left_out_or_trained_
     later = Notes()
     later.played = {
         index: played for index, played in notes.played.items() if again.journal.state.is_settled(index)
-    } | {index: (task, sample) for index, task, sample, _ in again.controller._mix.state()["open"]}  # pyright: ignore
+    } | {index: (task, sample) for index, task, sample, *_ in again.controller._mix.state()["open"]}  # pyright: ignore
     later.dropped = set(notes.dropped)
     later.listen(again.journal)
     await again.run()

@@ -26,7 +26,7 @@ from titan_rl.run.journal.run_journal import RunJournal
 from titan_rl.run.journal.run_state import RunState
 from titan_rl.run.observability.progress import Progress
 from titan_rl.scheduling.settings import SchedulingConfig
-from titan_rl.training.protocol import StepResult
+from titan_rl.training.protocol import StepResult, Trainer
 from titan_rl.training.settings import ModelConfig, TrainingConfig
 from titan_rl.training.state.checkpoint import atomic_directory, latest, step_directory
 from titan_rl.training.state.checksums import write_checksums, write_summed
@@ -119,6 +119,7 @@ class SavingTrainer(FakeTrainer):
             return await work
 
         self._last = self._start(after(self._last))
+        self._last.add_done_callback(lambda _: work.close())  # also where it was killed before its turn
         return await asyncio.shield(self._last)
 
     def _start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
@@ -159,13 +160,18 @@ class NotingRouter(GeneratorRouter):
 
 
 class Rig:
-    """A run on fakes over a folder, from wherever the folder says it was."""
+    """A run on fakes over a folder, from wherever the folder says it was.
+
+    Args:
+        trainer_of: what the controller is given in the place of a trainer that cannot die.
+    """
 
     def __init__(
         self,
         folder: Path,
         seed: int,
         *,
+        trainer_of: Callable[[RunConfig, RunJournal, PublishedWeights, Progress], Trainer] | None = None,
         steps: int = STEPS,
         interval: int = 3,
         tasks: Sequence[TaskSource] = (TaskSource(task=Counting()),),  # pyright: ignore[reportArgumentType]
@@ -207,15 +213,16 @@ class Rig:
         with (folder / "progress.txt").open("w") as file:
             progress = Progress(steps, file)
         progress.message = progress.step = lambda *_: None  # pyright: ignore
+        published = PublishedWeights()
         self.controller = Controller(
             config,
             group_runners={
                 source.name: Rollouter(CountDown, source.task.rubric(), max_context=16) for source in config.sources
             },
             router=self.router,
-            trainer=self.trainer,
+            trainer=self.trainer if trainer_of is None else trainer_of(config, self.journal, published, progress),
             stop_token_ids=[],
-            published=PublishedWeights(),
+            published=published,
             run_dir=run_dir,
             log=run_dir.write_metrics,
             progress=progress,

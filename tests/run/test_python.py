@@ -14,7 +14,16 @@ from run.test_controller import Counting, FakeReplica, FakeTrainer
 from test_readme_examples import count_down
 
 import titan_rl
-from titan_rl import Completion, ConfigError, EngineLoop, FinishReason, LocalReplica, RoundRobin, ScriptedEngine
+from titan_rl import (
+    Completion,
+    ConfigError,
+    EngineLoop,
+    FinishReason,
+    LocalReplica,
+    RoundRobin,
+    ScriptedEngine,
+    VersionSpan,
+)
 from titan_rl.config.run import RunConfig
 from titan_rl.config.sections import CheckpointConfig, SamplingConfig, ValidationConfig
 from titan_rl.config.tasks import TaskSource
@@ -80,7 +89,11 @@ def test_a_run_without_any_other_process_gives_its_summary(tmp_path: Path, capfd
     assert set(sink.logged) == {0, 1, 2, 3}
     assert sink.closed == 1
     assert logging.getLogger().handlers == before
-    assert "generator" not in capfd.readouterr().out
+    said = capfd.readouterr()
+    assert said.out == "", "what is said of a run stands beside the results of the program that trains"
+    assert "step 3/3" in said.err
+    assert "generator" not in said.err
+    assert f"report             {summary.run_dir / 'report.html'}" in said.err
 
 
 def test_a_task_and_filters_take_the_place_of_those_of_settings(tmp_path: Path) -> None:
@@ -243,6 +256,20 @@ def test_what_is_no_policy_is_said(tmp_path: Path) -> None:
     given: Any = 3
     with pytest.raises(ConfigError, match="policy = 3 must be the folder of a run"):
         titan_rl.evaluate(config(tmp_path), given)
+
+
+def test_a_token_that_the_model_has_not_is_an_error_and_no_answer(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"vocab_size": 4}')
+
+    async def beyond(prompt_token_ids: Any, *, request_id: str, session_id: Any = None, sampling: Any) -> Completion:
+        return Completion(request_id, [4], [0.0], FinishReason.STOP, [VersionSpan(0, 1)])
+
+    given = {"renderer": LetterRenderer(), "overrides": {"model.path": str(tmp_path)}}
+    told = r"generate gave token 4; the model in .* has tokens below 4"
+    with pytest.raises(titan_rl.TitanRLError, match=told):
+        titan_rl.evaluate(config(tmp_path), beyond, **given)
+    with pytest.raises(titan_rl.TitanRLError, match=told):
+        titan_rl.train(config(tmp_path), trainer=FakeTrainer(), generate=beyond, **given)
 
 
 def test_an_evaluation_repeats_the_validation_of_a_run_and_what_its_task_measures(tmp_path: Path) -> None:

@@ -95,6 +95,8 @@ def endless(tokenizer):
 
 class Filters(Say):
     def drop_reason(self, group): return group.absent
+
+def broken_loss(tokens, clip): raise ValueError("no loss")
 """
 
 
@@ -120,6 +122,12 @@ def test_the_first_prompt_is_shown_with_what_becomes_of_it(dry_run):
     assert "say: the first prompt has " in told
     assert "of 512 tokens:\n  | <|im_start|>user\n  | Say " in told
     assert "say: 4 rollouts of a mock policy: 3 completed, 1 truncated_length; rewards: 0 0 0 0\n" in told
+
+
+def test_a_loss_of_ones_own_is_called_once(dry_run):
+    code, told = dry_run("Say", "--training.loss", "say_task:broken_loss")
+    assert code == 1
+    assert "error: training.loss = 'say_task:broken_loss' on four tokens of two sequences: ValueError: no loss" in told
 
 
 def test_the_policy_says_what_a_demonstration_says(dry_run, monkeypatch: pytest.MonkeyPatch):

@@ -14,7 +14,7 @@ from test_readme_examples import CountDown
 
 from titan_rl import Completion, GeneratorRouter, Reward, Rollout, Rollouter, Rubric
 from titan_rl.config.run import RunConfig
-from titan_rl.config.sections import LoggingConfig, SamplingConfig, ValidationConfig
+from titan_rl.config.sections import SamplingConfig, ValidationConfig
 from titan_rl.config.tasks import TaskSource
 from titan_rl.errors import RewardError, TrainingError
 from titan_rl.rollout.settings import RolloutConfig
@@ -22,8 +22,10 @@ from titan_rl.run.controller import Controller
 from titan_rl.run.directory import RunDirectory, read_jsonl
 from titan_rl.run.journal.run_journal import RunJournal
 from titan_rl.run.journal.run_state import RunState
-from titan_rl.run.observability.progress import Progress, RunSummary
+from titan_rl.run.observability.progress import Progress
+from titan_rl.run.observability.summary import RunSummary
 from titan_rl.scheduling.settings import SchedulingConfig
+from titan_rl.sinks.settings import LoggingConfig
 from titan_rl.training.settings import ModelConfig, TrainingConfig
 from titan_rl.weights.published_weights import PublishedWeights
 

@@ -8,6 +8,7 @@ import shutil
 from dataclasses import asdict
 from pathlib import Path
 
+import msgspec
 import pytest
 from user_project import project
 
@@ -108,20 +109,24 @@ def test_without_a_checkpoint_a_run_begins_anew_and_so_do_its_files(run_dir):
     assert read_jsonl(run_dir.metrics) == read_jsonl(run_dir.rollouts) == []
 
 
+class Stepped(msgspec.Struct):
+    step: int
+
+
 def test_what_is_no_record_goes_and_every_other_line_stays_to_the_byte(tmp_path):
     path = tmp_path / "rollouts.jsonl"
-    kept = b'{"step": 1,  "text": "\\ud83d"}\n'
+    kept = b'{"step": 1,  "text": "\\ud83d"}\n{"step": 1, "text": NaN}\n'
     path.write_bytes(kept + b'\xff\n[1]\n{"phase": "train"}\n{"step": 2}\n' + kept + b'{"step": 1, "torn')
-    cut_records(path, lambda record: record["step"] <= 1)
+    cut_records(path, Stepped, lambda record: record.step <= 1)
     assert path.read_bytes() == kept * 2
-    cut_records(tmp_path / "none.jsonl", lambda record: True)
+    cut_records(tmp_path / "none.jsonl", Stepped, lambda record: True)
     assert sorted(os.listdir(tmp_path)) == ["rollouts.jsonl"]
 
 
 def test_settings_given_on_resume_are_in_the_runs_config_from_then_on(run_dir):
-    resume(run_dir, ("training.steps", "9"), ("logging.wandb", "true"))
+    resume(run_dir, ("training.steps", "9"), ("logging.sinks", '["wandb"]'))
     again = load_config(run_dir.config)
-    assert (again.training.steps, again.logging.wandb) == (9, True)
+    assert (again.training.steps, again.logging.sinks) == (9, ("wandb",))
     assert resume(run_dir).state.step == 3
 
 
@@ -268,6 +273,16 @@ def test_a_checkpoint_that_does_not_say_where_the_data_stood_is_refused(run_dir,
     save(step_directory(run_dir.checkpoints, 3), content)
     with pytest.raises(CheckpointError, match="does not say where its run stood"):
         resume(run_dir)
+
+
+def test_a_checkpoint_whose_mix_another_version_saved_is_refused_and_the_run_left_as_it_is(run_dir):
+    newest = step_directory(run_dir.checkpoints, 3)
+    settings = RunState.read(newest).settings
+    save(newest, json.dumps(asdict(RunState(3, 100, 0.5, 12, (11,), settings, tasks={"taken": {"sums": 3}}))))
+    before = run_dir.metrics.read_text()
+    with pytest.raises(CheckpointError, match=rf"{newest}: .*lacks 'curricula', .*go on with that version"):
+        resume(run_dir)
+    assert run_dir.metrics.read_text() == before
 
 
 def spoil(checkpoint: Path) -> Path:

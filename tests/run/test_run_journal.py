@@ -17,6 +17,7 @@ from run.disk import Disk
 
 from titan_rl import Completion, FinishReason, Rollout, RolloutGroup, SamplingParams, Turn, VersionSpan
 from titan_rl.errors import CheckpointError, NoSpaceError
+from titan_rl.generation.listening import listener, listening
 from titan_rl.generation.resume import resume_on_abort
 from titan_rl.run.journal import run_journal
 from titan_rl.run.journal.log_format import frame
@@ -24,6 +25,7 @@ from titan_rl.run.journal.log_writer import LogWriter
 from titan_rl.run.journal.run_journal import RunJournal
 from titan_rl.run.journal.run_state import DataPosition
 from titan_rl.scheduling.mix.events import Assigned
+from titan_rl.types import TokenChunk
 
 SAMPLING = SamplingParams(max_tokens=8)
 
@@ -112,6 +114,41 @@ async def test_batches_that_a_checkpoint_does_not_have_survive_another_checkpoin
     assert reopened(tmp_path, position).num_batches_again == 2
 
 
+async def test_a_journal_of_many_files_reads_as_one(tmp_path):
+    def names() -> list[str]:
+        return sorted(path.name for path in tmp_path.iterdir())
+
+    journal = RunJournal(tmp_path, segment_bytes=1500)
+    for index in range(6):
+        journal.finished(Assigned(index, "task", index), group_of(index))
+        journal.batch(index, [index])
+    journal.drain()
+    of_start = names()
+    assert len(of_start) > 2
+    assert all(path.stat().st_size < 2500 for path in tmp_path.iterdir())
+    again = RunJournal(tmp_path, segment_bytes=1500)
+    assert backlog(again).batches == [[index] for index in range(6)]
+    assert names() == of_start, "the last goes on"
+
+    position = await again.checkpoint(2, next_index=6)
+    of_both = names()
+    assert [name for name in of_both if name.startswith("step-000002")] != ["step-000002.journal"], (
+        "what it leaves open"
+    )
+    again.forget_before(1)
+    assert names() == of_both, "a checkpoint of version 1 begins in the files of version 0"
+    again.forget_before(2)
+    assert names() == [name for name in of_both if name.startswith("step-000002")]
+    assert backlog(reopened(tmp_path, position)).batches == [[index] for index in range(2, 6)]
+
+    (tmp_path / "step-000002.journal").unlink()
+    mended = RunJournal(tmp_path, position)
+    mended.finished(Assigned(6, "task", 6), group_of(6))
+    mended.drain()
+    assert names()[:-1] == [name for name in of_both if name.startswith("step-000002.") and name[12].isdigit()]
+    assert 6 in backlog(reopened(tmp_path, position)).finished
+
+
 async def test_segments_go_when_no_checkpoint_needs_them(tmp_path):
     journal = RunJournal(tmp_path)
     await journal.checkpoint(2, next_index=0)
@@ -169,6 +206,31 @@ async def test_recorded_turns_are_not_generated_again_and_a_part_is_continued(tm
     assert engine.prompts == [[50, 51, 52, 53]]
     other = await generate([2], request_id="train-0/0/0", sampling=SAMPLING)  # an environment that asks otherwise
     assert list(other.token_ids) == list(range(3, 11))
+
+
+async def test_what_a_listener_had_heard_when_it_went_away_is_heard_again(tmp_path):
+    """A stop string ends a request whose listener knows it, and no completion comes of it."""
+    chunk, heard = TokenChunk("train-0/0/0", [7], [-0.5], (VersionSpan(0, 1),)), []
+
+    async def generate(prompt_token_ids, *, request_id, session_id=None, sampling):
+        listener()(chunk)
+        await asyncio.Event().wait()
+
+    async def ask(journal):
+        with listening(heard.append):
+            await resume_on_abort(journal.record(generate, 0))([1, 2], request_id="train-0/0/0", sampling=SAMPLING)
+
+    for again in (False, True):
+        asked = asyncio.ensure_future(ask(journal := reopened(tmp_path)))
+        while len(heard) == 0:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        assert [list(each.token_ids) for each in heard[:1]] == [[7]], again
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        heard.clear()
+        journal.drain()
+        assert ("train-0/0/0" in {name for name, _ in journal.state.completions[0]}) is True
 
 
 async def test_what_was_sampled_otherwise_is_no_answer(tmp_path):

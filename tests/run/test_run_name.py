@@ -32,7 +32,7 @@ def config(project: Path) -> RunConfig:
         (["cpu.toml", "recipes/long.toml"], [("training.lr", "1e-3")], "echo-long-lr=1e-3"),
         ([], [("training.betas", "[0.8, 0.9]"), ("task.style", "loud")], "echo-betas=0.8_0.9-style=loud"),
         ([], [("model.path", "/models/Qwen3-0.6B/"), ("run_dir", "b")], "echo-path=Qwen3-0.6B"),
-        ([], [("seed", "1"), ("logging.wandb", "true"), ("seed", "2")], "echo-seed=2"),
+        ([], [("seed", "1"), ("logging.sinks", '["wandb"]'), ("seed", "2")], "echo-seed=2"),
     ],
 )
 def test_a_run_is_named_by_its_task_and_what_was_set_for_it(config: RunConfig, tomls, overrides, name: str):

@@ -36,7 +36,8 @@ sys.exit(launch.run_training(load_config("config.toml")).code)
 PROGRAM = """
 import asyncio, ctypes, os, pathlib, sys, time
 from titan_rl.run.machine.guard import guarded
-from titan_rl.run.machine.environment import run_environment, scratch_root
+from titan_rl.actors.hosts.scratch import scratch_root
+from titan_rl.run.machine.environment import run_environment
 from titan_rl.run.machine.stop_signals import StopSignals
 
 def native():

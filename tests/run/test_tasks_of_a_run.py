@@ -17,7 +17,6 @@ from titan_rl.config.sections import ValidationConfig
 from titan_rl.config.suites import ValidationSuite
 from titan_rl.config.tasks import TaskSource
 from titan_rl.run.directory import read_jsonl
-from titan_rl.run.observability.report import make_report
 
 HARD = TaskSource(task=Counting(), name="hard")  # pyright: ignore[reportArgumentType]
 SUITES = (
@@ -49,8 +48,6 @@ async def test_each_task_has_metrics_of_its_own_and_a_share_of_the_groups(tmp_pa
         if record["phase"] == "train"
     }
     assert set(of.values()) == set(trained)
-    titles = [panel.title for panel in make_report("run", steps, [], "").panels]
-    assert "Reward by task" in titles
 
 
 async def test_a_run_of_one_task_has_no_further_names(tmp_path: Path):

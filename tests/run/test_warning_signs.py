@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,12 @@ from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus, Turn
 from titan_rl.run.observability.group_metrics import group_metrics
 from titan_rl.run.observability.group_records import DroppedGroups
 from titan_rl.run.observability.progress import Progress
-from titan_rl.run.observability.report import make_report
 from titan_rl.run.observability.rollout_log import RolloutLog
 from titan_rl.run.observability.step_reports import StepReports
-from titan_rl.run.observability.warning_signs import IN_A_ROW, WarningSigns, warnings_of
-from titan_rl.scheduling.batch import GroupBatch
+from titan_rl.scheduling.batches.batch import GroupBatch
 from titan_rl.types import Completion, FinishReason, VersionSpan
+from titan_rl.viewer.run_reader import RunReader
+from titan_rl.viewer.warning_signs import IN_A_ROW, WarningSigns
 
 EQUAL = {"rollout/zero_variance_groups": 1.0}
 SOME = {"rollout/zero_variance_groups": 0.99}
@@ -59,11 +60,11 @@ def test_the_signs_are_in_the_metrics_of_groups(groups: list[RolloutGroup], says
     assert [says in text for text in texts] == ([True] if says else [])
 
 
-def test_the_report_says_in_which_step(tmp_path: Path):
+def test_the_page_says_in_which_step(tmp_path: Path):
     records = [{"step": step, **EQUAL} for step in range(1, 6)]
-    (warning,) = make_report("run", records, [], "").warnings
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    (warning,) = RunReader(tmp_path).summary()["warnings"]
     assert warning.startswith("step 3: for 3 steps in no group do rewards differ")
-    assert warnings_of([]) == []
 
 
 def test_a_person_is_told_beside_the_steps():

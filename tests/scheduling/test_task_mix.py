@@ -42,7 +42,7 @@ class Twice(InOrder):
 
 
 class Play:
-    """Admits groups into slots, has them end in any order and drops some, as a scheduler does in data order."""
+    """Admits groups into slots, has them end in any order and drops some, as a scheduler does."""
 
     def __init__(self, weights: dict[str, float], seed: int, drops: dict[str, float] | None = None, **curricula: Any):
         self.tasks = {name: Share(weight, curricula.get(name, InOrder())) for name, weight in weights.items()}
@@ -70,8 +70,15 @@ class Play:
                 self.mix.dropped(index)
             else:
                 self.done[index] = played
-        while self.done and min(self.done) < min(self.running, default=self.next_index):
+        while (index := self.next_to_train()) in self.done:
+            self.train(index)
+        if not self.running and len(self.done) >= SLOTS:  # what a journal that was lost in part may lead to
             self.train(min(self.done))
+
+    def next_to_train(self) -> int:
+        """The oldest group of the task whose turn it is."""
+        turns = self.mix.turns(1)
+        return min((i for i, p in {**self.running, **self.done}.items() if [p.task] == turns[:1]), default=-1)
 
     def train(self, index: int) -> None:
         self.trained.append(self.done.pop(index))
@@ -99,11 +106,11 @@ def off(groups: Sequence[Assigned], weights: dict[str, float], window: int) -> f
         ({"a": 7.0, "b": 2.0, "c": 1.0}, {"c": 0.95, "b": 0.5}),
     ],
 )
-def test_any_thousand_groups_that_are_trained_are_within_one_percent_of_the_weights(weights, drops):
+def test_any_thousand_groups_that_are_trained_have_the_weights(weights, drops):
     play = Play(weights, seed=3, drops=drops)
     while len(play.trained) < 3000:
         play.step()
-    assert off(play.trained, weights, 1000) <= 10
+    assert off(play.trained, weights, 1000) < 2
     if not drops:
         assert off(play.admitted, weights, 1000) < 2
 
@@ -120,10 +127,10 @@ def test_a_dropped_group_is_replaced_by_one_of_its_task(weights: dict[str, float
         play.step()
     total = sum(weights.values())
     kept = Counter(played.task for played in [*play.trained, *play.done.values(), *play.running.values()])
-    owed = Counter(play.mix.state()["owed"])
-    turns = kept.total() + owed.total()
+    dealt = Counter(play.mix.turns(1000)) + Counter(played.task for played in play.trained)
     for name, weight in weights.items():
-        assert abs(kept[name] + owed[name] - turns * weight / total) < 1 + 1e-9
+        assert 0 <= dealt[name] - kept[name] <= 1, "but for one that was dropped just now"
+        assert abs(dealt[name] - dealt.total() * weight / total) < 1 + 1e-9
 
 
 def in_json(mix: TaskMix) -> Any:
@@ -231,6 +238,25 @@ def test_a_state_of_other_tasks_is_refused():
         TaskMix({"b": Share(1.0, InOrder())}, state=state)
 
 
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"turns": ..., "deals": []}, "it lacks 'turns' and has an unknown 'deals'"),
+        ({"weights": 1}, "'weights' must be a table with an entry for each task"),
+        ({"places": {}}, "'places' must be a table with an entry for each task"),
+        ({"open": [[0]]}, "missing"),
+        ({"open": 3}, "not iterable"),
+        ({"old_turns": "x"}, "invalid literal"),
+        ({"weights": {"a": "heavy"}}, "heavy"),
+    ],
+)
+def test_what_is_no_state_of_a_mix_is_told_of_with_what_to_do(changes: dict[str, Any], complaint: str):
+    tasks = {"a": Share(1.0, InOrder())}
+    state = {key: value for key, value in (TaskMix(tasks).state() | changes).items() if value is not ...}
+    with pytest.raises(CheckpointError, match=f"cannot be read: .*{complaint}.*titan-rl export"):
+        TaskMix(tasks, state=state)
+
+
 def sequence(curriculum: Curriculum, rewards: Any, count: int) -> list[int]:
     """The samples given, where each group ends before the next begins."""
     mix, samples = TaskMix({"task": Share(1.0, curriculum)}), list[int]()
@@ -268,6 +294,12 @@ class Raising(InOrder):
         raise LookupError("no more")
 
 
+class Eager(InOrder):
+    def next_sample(self, state: CurriculumState) -> int:
+        state["next"] += 1
+        return state["next"] - 1
+
+
 class Negative(InOrder):
     def next_sample(self, state: CurriculumState) -> int:
         return -1
@@ -283,6 +315,7 @@ class Huge(InOrder):
     [
         (Careless(), r"state.*task.*comes back from JSON as .*names must be strings"),
         (Raising(), "curriculum.next_sample, 'task' of the task failed: LookupError: no more"),
+        (Eager(), "curriculum.next_sample, 'task' .*: it changed the state"),
         (Negative(), "it gave -1; it must give the number of a sample"),
         (Huge(), "it gave 1180591620717411303424; it must give the number of a sample"),
     ],

@@ -16,9 +16,11 @@ from served import client_of
 from speaking import qwen3
 
 from titan_rl.rollout.renderer import ChatTemplateRenderer
+from titan_rl.serving.app import make_app
 from titan_rl.serving.http.keys import Keys
 from titan_rl.serving.http.limits import ServerLimits
 from titan_rl.serving.server import serve
+from titan_rl.types import Completion, FinishReason, VersionSpan
 
 MESSAGES = "/v1/messages"
 TOOL: Any = {"name": "look", "input_schema": {"type": "object", "properties": {}}}
@@ -30,6 +32,10 @@ def user(content: Any) -> Any:
     return {"role": "user", "content": content}
 
 
+def events_in(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: ")]
+
+
 @pytest.mark.parametrize("name", list(ANSWERS))
 @pytest.mark.parametrize("make", [qwen3, ChatTemplateRenderer])
 async def test_a_stream_says_what_a_whole_message_says(name: str, make: Callable[..., Any]) -> None:
@@ -37,13 +43,14 @@ async def test_a_stream_says_what_a_whole_message_says(name: str, make: Callable
     async with talking(make(TOKENIZER)) as stage, client_of(stage.app) as client:
         whole = (await client.post(MESSAGES, json=asked)).json()
         text = (await client.post(MESSAGES, json={**asked, "stream": True})).text
-    events = [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: ")]
+    events = events_in(text)
     Message.model_validate(whole)
     for event in events:
         EVENT.validate_python(event)
     assert (events[0]["type"], events[-1]["type"]) == ("message_start", "message_stop")
     assert events[-2]["delta"] == {"stop_reason": whole["stop_reason"], "stop_sequence": None}
     assert events[-2]["usage"] == whole["usage"]
+    assert events[0]["message"]["usage"] == {**whole["usage"], "output_tokens": 0}
     assert events[-2]["token_ids"] == whole["token_ids"]
     for at, block in enumerate(whole["content"]):
         mine = [event for event in events if event.get("index") == at]
@@ -85,6 +92,23 @@ async def answered(client: anthropic.AsyncAnthropic, stream: bool, **asked: Any)
         async for _ in events:
             pass
         return await events.get_final_message()
+
+
+async def test_a_stream_counts_a_cached_prompt_at_its_end_as_at_its_beginning() -> None:
+    async def cached(request: Any, on_chunk: Any) -> Completion:
+        num_prompt = len(request.prompt_token_ids)
+        metrics = {"cached_prompt_tokens": float(num_prompt)}
+        return Completion(request.request_id, [65], [-1.0], FinishReason.LENGTH, (VersionSpan(0, 1),), metrics=metrics)
+
+    app = make_app(cached, model="policy", max_context=512, tokenizer=TOKENIZER, renderer=qwen3(TOKENIZER))
+    asked: Any = {"model": "policy", "max_tokens": 1, "messages": [user("hi")]}
+    async with client_of(app) as client:
+        counted = (await client.post("/v1/messages/count_tokens", json={"messages": [user("hi")]})).json()
+        whole = (await client.post("/v1/messages", json=asked)).json()
+        events = events_in((await client.post("/v1/messages", json={**asked, "stream": True})).text)
+    told = [whole["usage"], events[0]["message"]["usage"], events[-2]["usage"]]
+    assert [usage["input_tokens"] for usage in told] == [counted["input_tokens"]] * 3
+    assert [usage["cache_read_input_tokens"] for usage in told] == [None] * 3
 
 
 def test_the_sync_client_too() -> None:
@@ -166,6 +190,9 @@ async def test_every_refusal_is_in_its_own_form() -> None:
         async with anthropic.AsyncAnthropic(base_url=url, api_key="secret", max_retries=0) as client:
             with pytest.raises(anthropic.RequestTooLargeError):
                 await client.messages.create(messages=[user("x" * 200)], **asked)
+            with pytest.raises(anthropic.NotFoundError) as missing:
+                await client.messages.batches.retrieve("batch")
+            assert missing.value.body["error"]["type"] == "not_found_error"
 
 
 async def test_a_stream_that_fails_ends_with_the_error() -> None:

@@ -27,7 +27,7 @@ def request(max_tokens: int = 8, **more: Any) -> bytes:
 
 def with_head(body: bytes, length: int | None = None) -> bytes:
     length = len(body) if length is None else length
-    head = f"host: policy\r\ncontent-type: application/json\r\ncontent-length: {length}\r\n"
+    head = f"host: localhost\r\ncontent-type: application/json\r\ncontent-length: {length}\r\n"
     return f"POST {PATH} HTTP/1.1\r\n{head}\r\n".encode() + body
 
 
@@ -79,7 +79,7 @@ async def test_nor_is_that_of_a_second_request() -> None:
 
 async def test_a_head_that_does_not_end_is_not_kept() -> None:
     async with connected(ServerLimits(request_s=30.0)) as (_, connection):
-        await connection.send(b"GET /health HTTP/1.1\r\nhost: policy\r\nx: ")
+        await connection.send(b"GET /health HTTP/1.1\r\nhost: localhost\r\nx: ")
         with pytest.raises(ConnectionError):  # noqa: PT012 it is cut off while it sends
             for _ in range(1000):
                 await connection.send(b"x" * 10_000)
@@ -93,10 +93,10 @@ CHUNKED = with_head(b"").replace(b"content-length: 0", b"transfer-encoding: chun
 @pytest.mark.parametrize(
     "sent",
     [
-        b"GET /health HTTP/1.1\r\nhost: policy\r\nx: " + LONG + b"\r\n\r\n",
-        b"GET /health HTTP/1.1\r\nhost: policy\r\n" + b"x: y\r\n" * 1000 + b"\r\n",
-        b"GET /health HTTP/1.1\r\nhost: policy\r\n" + LONG + b": x\r\n\r\n",
-        b"GET /health?" + LONG + b" HTTP/1.1\r\nhost: policy\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nhost: localhost\r\nx: " + LONG + b"\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nhost: localhost\r\n" + b"x: y\r\n" * 1000 + b"\r\n",
+        b"GET /health HTTP/1.1\r\nhost: localhost\r\n" + LONG + b": x\r\n\r\n",
+        b"GET /health?" + LONG + b" HTTP/1.1\r\nhost: localhost\r\n\r\n",
         CHUNKED + b"0\r\nx: " + LONG + b"\r\n\r\n",
     ],
     ids=["value", "many", "name", "path", "trailer"],
@@ -109,7 +109,7 @@ async def test_a_head_that_is_too_large_is_not_taken_where_it_comes_at_once(sent
 
 async def test_heads_that_fit_are_taken_however_many_come_at_once() -> None:
     async with connected(ServerLimits(head_bytes=4096, request_s=30.0)) as (_, connection):
-        head = b"GET /health HTTP/1.1\r\nhost: policy\r\nx: " + LONG[:3000] + b"\r\n"
+        head = b"GET /health HTTP/1.1\r\nhost: localhost\r\nx: " + LONG[:3000] + b"\r\n"
         await connection.send((head + b"\r\n") * 3 + head + b"connection: close\r\n\r\n")
         assert (await connection.rest()).count(b"HTTP/1.1 200 ") == 4
 

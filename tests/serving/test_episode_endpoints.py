@@ -106,6 +106,18 @@ async def test_turns_through_all_protocols_are_one_rollout_of_the_sampled_tokens
     assert [message["content"] for message in rollout.messages if message["role"] == "assistant"][:1] == ["B A"]
 
 
+async def test_n_does_not_get_round_the_turns_of_an_episode() -> None:
+    async with stage() as it:
+        episode = it.store.open("one", max_turns=2)
+        async with it.agent(episode) as agent:
+            refused = await agent.post(CHAT, json=say("b a") | {"n": 3})
+            assert (refused.status_code, episode.num_turns) == (400, 0)
+            assert "2 of its 2 turns left" in refused.json()["error"]["message"]
+            await said(agent, say("b a") | {"n": 2})
+            assert (await agent.post(CHAT, json=say("b a"))).status_code == 410
+    assert (episode.num_turns, episode.status) == (2, RolloutStatus.TRUNCATED_TURNS)
+
+
 async def test_a_key_opens_its_own_episode_and_nothing_else() -> None:
     async with stage() as it:
         mine, other = it.store.open("mine"), it.store.open("other")

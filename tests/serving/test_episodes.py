@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from talk import SAMPLING, SYSTEM, chat_template_renderer, completion, reply, user
 
-from titan_rl.errors import BusyError, EpisodeEndedError
+from titan_rl.errors import BusyError, EpisodeEndedError, RequestError
 from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus
 from titan_rl.serving.conversations.tree import TurnNode
 from titan_rl.serving.episodes.episode import Episode
@@ -140,6 +140,22 @@ async def test_turns_and_requests_have_limits() -> None:
     assert episode.status is RolloutStatus.TRUNCATED_TURNS
     with pytest.raises(ValueError, match=r"EpisodeLimits\.turns is 0"):
         EpisodeLimits(turns=0)
+
+
+async def test_each_completion_of_a_request_is_a_turn() -> None:
+    episode = store(turns=3).open("e")
+    with pytest.raises(RequestError, match=r"4 completions .* 3 of its 3 turns left"):
+        async with episode.request(4):
+            pass
+    async with episode.request(2):
+        with pytest.raises(BusyError, match="3 turns that it has left"):
+            async with episode.request(2):
+                pass
+        async with episode.request(1):
+            pass
+    async with episode.request(3):
+        pass
+    assert episode.status is None
 
 
 async def test_a_request_that_fails_or_is_cancelled_is_no_longer_in_flight() -> None:

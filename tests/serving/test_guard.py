@@ -15,12 +15,16 @@ import pytest
 from served import client_of, served
 
 from titan_rl.errors import ConfigError
+from titan_rl.generation.loop.engine_loop import EngineLoop
+from titan_rl.generation.loop.local_replica import LocalReplica
+from titan_rl.generation.scripted_engine import ScriptedEngine
 from titan_rl.serving.app import make_app
 from titan_rl.serving.http.keys import Keys
 from titan_rl.serving.http.limits import ServerLimits
 from titan_rl.serving.policy.stream import in_one_piece
 from titan_rl.serving.server import serve
 from titan_rl.types import Completion
+from titan_rl.weights.published_weights import PublishedWeights
 
 GENERATE = "/inference/v1/generate"
 ASK = {"token_ids": [1, 2], "sampling_params": {"max_tokens": 2}}
@@ -66,6 +70,50 @@ async def test_a_key_opens_what_it_is_for() -> None:
             assert await status("/admin/abort", {}, **root) == 204
             assert await status("/admin/pause", {"mode": "hard"}, **root) == 400
             assert stage.router.version == 3
+
+
+@pytest.mark.parametrize(("version", "status"), [(3, 409), (-1, 400), (10**30, 400)])
+async def test_a_pull_of_what_is_not_published_changes_nothing(version: int, status: int) -> None:
+    async with served() as stage:
+        published = PublishedWeights()
+        for index, loop in enumerate(stage.engines.loops):
+            stage.router.remove_replica(f"engine-{index}")
+            await stage.router.add_replica(LocalReplica(f"engine-{index}", loop, published.manifest_of))  # pyright: ignore[reportArgumentType]
+        app = make_app(
+            stage.router.stream, model="policy", max_context=64, keys=Keys(admin="root"), control=stage.router
+        )
+        async with client_of(app) as client:
+            root = {"authorization": "Bearer root"}
+            answer = await client.post("/admin/pull", json={"version": version}, headers=root)
+            assert answer.status_code == status
+            assert answer.json()["error"]["param"] == "version"
+            if status == 409:
+                assert "version 3 is not published; no version is" in answer.json()["error"]["message"]
+            assert (await client.post(GENERATE, json=ASK)).status_code == 200
+            assert all(replica.serving for replica in stage.router.replicas)
+
+
+@pytest.mark.parametrize(("field", "value"), [("temperature", 2.5), ("min_tokens", 5)])
+async def test_a_value_that_cannot_be_sampled_with_is_named(field: str, value: float) -> None:
+    async with served() as stage, client_of(stage.app) as client:
+        told = await client.post(GENERATE, json={**ASK, "sampling_params": {"max_tokens": 2, field: value}})
+        assert (told.status_code, told.json()["error"]["param"].rpartition(".")[2]) == (400, field)
+
+
+async def test_health_says_when_nothing_can_be_answered() -> None:
+    async with served(count=1) as stage:
+        app = make_app(stage.router.stream, model="policy", max_context=64, trouble=stage.router.trouble)
+        async with client_of(app) as client:
+            assert (await client.get("/health")).json() == {"status": "ok"}
+            await stage.router.pull_state_dict(1)
+            stage.router.remove_replica("engine-0")
+            ill = await client.get("/health")
+            assert (ill.status_code, ill.json()["reason"]) == (503, "there is no generator")
+            await stage.router.add_replica(LocalReplica("a", EngineLoop(ScriptedEngine), lambda version: []))
+            ill = await client.get("/health")
+            assert (ill.status_code, ill.json()["reason"]) == (503, "none of 1 generators is in service")
+            await stage.router.close()
+            assert (await client.get("/health")).json()["reason"] == "it is closed"
 
 
 async def test_without_an_admin_key_there_are_no_admin_calls() -> None:
@@ -121,6 +169,27 @@ async def test_a_page_of_another_host_asks_in_vain(origin: str, status: int) -> 
     """Also one whose name has come to mean this machine since it was loaded."""
     async with client_of(app()) as client:
         assert (await client.post(GENERATE, json=ASK, headers={"origin": origin})).status_code == status
+
+
+@pytest.mark.parametrize(
+    ("host", "keyed", "status"),
+    [
+        ("elsewhere.org", False, 403),
+        ("localhost.elsewhere.org:8000", False, 403),
+        ("", False, 403),
+        ("localhost:8000", False, 200),
+        ("[::1]:8000", False, 200),
+        ("elsewhere.org", True, 200),
+    ],
+)
+async def test_a_page_whose_name_has_come_to_mean_this_machine_reads_nothing(
+    host: str, keyed: bool, status: int
+) -> None:
+    keys = Keys(["of-a-client"] if keyed else [])
+    async with serve(app(keys=keys), host="127.0.0.1", port=0) as url, httpx.AsyncClient(base_url=url) as client:
+        for path in ("/v1/models", "/metrics", "/openapi.json", "/health"):
+            headers = {"host": host, "authorization": "Bearer of-a-client"}
+            assert (await client.get(path, headers=headers)).status_code == status, path
 
 
 async def test_others_than_this_machine_need_a_key() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 from clients import ANSWERS, CALL, TOKENIZER, openai_client, talking
-from openai.types.responses import Response, ResponseStreamEvent
+from openai.types.responses import Response, ResponseErrorEvent, ResponseStreamEvent
 from pydantic import TypeAdapter
 from served import client_of
 from speaking import qwen3
@@ -154,6 +154,16 @@ async def test_a_stream_that_fails_ends_with_the_error() -> None:
                 pass
 
 
+async def test_the_error_of_a_stream_is_an_event_of_the_protocol() -> None:
+    limits = ServerLimits(request_s=0.3)
+    async with talking(limits=limits, engine={"block_at_step": 3}) as stage, client_of(stage.app) as client:
+        text = (await client.post(RESPONSES, json={"input": "hi", "stream": True})).text
+    last = events_in(text)[-1]
+    assert isinstance(EVENT.validate_python(last), ResponseErrorEvent)
+    assert (last["type"], last["code"]) == ("error", "timeout")
+    assert "\nevent: error\n" in text
+
+
 async def test_one_call_at_a_time() -> None:
     answers = {"look": CALL + CALL}
     async with talking(qwen3(TOKENIZER), answers=answers) as stage, client_of(stage.app) as client:
@@ -161,3 +171,29 @@ async def test_one_call_at_a_time() -> None:
             asked = {"input": "look", "tools": [TOOL], "parallel_tool_calls": parallel}
             response = (await client.post(RESPONSES, json=asked)).json()
             assert [item["type"] for item in response["output"]] == ["function_call"] * number
+
+
+async def test_a_stored_response_can_be_asked_for_again_and_deleted() -> None:
+    async with talking() as stage, openai_client(stage) as client:
+        for stream in (False, True):
+            given = await answered(client, stream, model="policy", input="sky")
+            again = await client.responses.retrieve(given.id)
+            assert (again.id, again.status, again.output_text, again.usage) == (
+                *(given.id, "completed", "blue"),
+                given.usage,
+            )
+            others = client.with_options(api_key="another's")
+            with pytest.raises(openai.NotFoundError):
+                await others.responses.retrieve(given.id)
+            await client.responses.delete(given.id)
+            with pytest.raises(openai.NotFoundError):
+                await client.responses.retrieve(given.id)
+            with pytest.raises(openai.BadRequestError, match="no response that is stored"):
+                await client.responses.create(model="policy", input="sky", previous_response_id=given.id)
+        unstored = await client.responses.create(model="policy", input="sky", store=False)
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.delete(unstored.id)
+        kept = await client.responses.create(model="policy", input="sky")
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.responses.retrieve(kept.id, stream=True)
+        assert caught.value.param == "stream"

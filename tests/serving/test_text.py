@@ -11,7 +11,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from speaking import byte_tokenizer
 
-from titan_rl.serving.policy.text import Detokenizer, Text, TextReader
+from titan_rl.rollout.renderer.detokenizer import Detokenizer
+from titan_rl.serving.policy.text import Text, TextReader
 
 WORDS = ["[UNK]", "un", "##happi", "##ness", "the", ",", "cat", "##s"]
 

@@ -121,11 +121,11 @@ async def test_several_choices_have_seeds_of_their_own() -> None:
         ({"features": {}}, "features"),
         ({"output_mode": "text"}, "output_mode"),
         ({"sampling_params": {"max_tokens": 0}}, "sampling_params.max_tokens"),
-        ({"sampling_params": {"logprobs": 5}}, "sampling_params.logprobs"),
+        ({"sampling_params": {"logprobs": 21}}, "sampling_params.logprobs"),
         ({"sampling_params": {"bad_words": ["x"]}}, "sampling_params.bad_words"),
         ({"sampling_params": {"frequency_penalty": 0.5}}, "sampling_params.frequency_penalty"),
         ({"sampling_params": {"n": 1000}}, "sampling_params.n"),
-        ({"sampling_params": {"min_tokens": 4, "max_tokens": 2}}, None),
+        ({"sampling_params": {"min_tokens": 4, "max_tokens": 2}}, "min_tokens"),
     ],
 )
 async def test_what_is_wrong_is_named(change: dict[str, Any], param: str | None) -> None:

@@ -34,7 +34,7 @@ def test_equal_lengths_leave_nothing_to_win():
     assert 0.9 < ratio < 1.1
 
 
-@pytest.mark.parametrize("mode", ["keep", "abort"])
+@pytest.mark.parametrize("mode", ["keep", "abort", "sleep"])
 @pytest.mark.parametrize("tail", ["carry_over", "tail_batch"])
 def test_interrupted_rollouts_go_on_and_keep_the_bound(mode, tail):
     colocated = Cluster(4, ENGINES.cost, max_running=16, train_s=10.0, logprob_s=2.0, colocated=True)
@@ -65,3 +65,11 @@ def test_a_colocated_cluster_cannot_generate_while_it_trains():
     colocated = Cluster(4, ENGINES.cost, train_s=10.0, colocated=True)
     with pytest.raises(ConfigError, match="on_batch_ready"):
         run(LONG_TAIL, colocated, max_staleness=1)
+
+
+def test_what_sleeps_wakes_with_every_step_and_not_more_often():
+    def step_s(wake_s: float) -> float:
+        colocated = Cluster(4, ENGINES.cost, max_running=16, train_s=10.0, wake_s=wake_s, colocated=True)
+        return run(Workload(equal(200), group_size=4), colocated, max_staleness=0, on_batch_ready="sleep").mean_step_s
+
+    assert step_s(3.0) - step_s(0.0) == pytest.approx(3.0, abs=0.01)

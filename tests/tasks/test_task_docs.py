@@ -1,4 +1,4 @@
-"""What docs/tasks.md shows is what it says: every module is written to a folder, and played."""
+"""What docs/how_to/tasks.md shows is what it says: every module is written to a folder, and played."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from chatting import play
 from titan_rl import Rows, ToolEnv, load_config, tools_of
 from titan_rl.tasks.tool_env import FAULTS
 
-PAGE = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "how_to" / "tasks.md").read_text()
 NAMED = re.findall(r"\*\*([\w.]+)\*\*[^`]*?```\w+\n(.*?)```", PAGE, re.DOTALL)
 
 

@@ -52,6 +52,20 @@ async def test_calls_are_answered_until_there_is_none() -> None:
     assert (last.status, last.rewards) == (RolloutStatus.COMPLETED, {"tool_calls": 0.0, "tool_errors": 0.0})
 
 
+class Opaque:
+    """What JSON has no word for."""
+
+
+async def test_a_result_is_json_and_the_same_at_each_replay() -> None:
+    step = await ToolEnv("go", lookup).step(calls(call("lookup"), call("lookup", {"known": True})))
+    assert contents(step) == ['{"score":null}', '[null,"<test_tool_env.Opaque object>"]']
+
+
+def lookup(known: bool = False) -> object:
+    """Look it up."""
+    return [float("inf"), Opaque()] if known else {"score": float("nan")}
+
+
 async def test_the_policys_mistakes_become_messages() -> None:
     env = ToolEnv("go", divide)
     step = await env.step(

@@ -8,7 +8,8 @@ from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titan_rl.training.attention.attention import Document, DocumentAttention, layout_documents
+from titan_rl.training.attention.attention import Document, layout_documents
+from titan_rl.training.attention.document_attention import DocumentAttention
 
 
 def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int]) -> torch.Tensor:

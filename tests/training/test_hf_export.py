@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 import torch
+from safetensors.torch import load_file
 
+from titan_rl.errors import CheckpointError
 from titan_rl.training.settings import MADE_BY_SFT
 from titan_rl.training.state.hf_export import export_hf
 
@@ -16,7 +21,8 @@ def test_an_export_has_the_tokenizer_and_not_the_note_by_which_a_folder_may_be_r
     for name in ("tokenizer.json", "chat_template.jinja", MADE_BY_SFT, "model.safetensors"):
         (source / name).write_text("of the base")
     (source / "config.json").write_text('{"dtype": "bfloat16", "hidden_size": 1}')
-    export_hf(out, [("weight", torch.ones(1))], source=source, dtype="float32")
+    tensors = {"weight": torch.ones(1)}
+    export_hf(out, tensors, tensors.items(), source=source, dtype="float32")
     assert {file.name for file in out.iterdir()} == {
         "chat_template.jinja",
         "config.json",
@@ -25,3 +31,32 @@ def test_an_export_has_the_tokenizer_and_not_the_note_by_which_a_folder_may_be_r
     }
     assert '"dtype": "float32"' in (out / "config.json").read_text()
     assert (out / "model.safetensors").read_bytes() != b"of the base"
+
+
+def test_tensors_are_written_one_at_a_time(tmp_path: Path) -> None:
+    names, expected = [f"layer.{index}" for index in range(4)], torch.ones(300, 2).bfloat16()
+    alive: list[weakref.ref[torch.Tensor]] = []
+
+    def gathered() -> Iterator[tuple[str, torch.Tensor]]:
+        for index, name in enumerate(names):
+            assert sum(each() is not None for each in alive) <= 1, "those that are written are kept"
+            tensor = expected * index
+            alive.append(weakref.ref(tensor))
+            yield name, tensor
+
+    (tmp_path / "config.json").write_text("{}")
+    layout = {name: torch.empty(300, 2, dtype=torch.bfloat16, device="meta") for name in names}
+    export_hf(tmp_path / "out", layout, gathered(), source=tmp_path, dtype="bfloat16")
+    found = load_file(tmp_path / "out/model.safetensors")
+    assert [
+        name for name, index in zip(names, range(4), strict=True) if torch.equal(found[name], expected * index)
+    ] == names
+
+
+def test_what_is_not_of_the_layout_is_not_written(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    layout = {"weight": torch.empty(3)}
+    for wrong in ({"weight": torch.ones(4)}, {"bias": torch.ones(3)}, {"weight": torch.ones(3).double()}, {}):
+        with pytest.raises(CheckpointError, match=r"in the place of weight|longer"):
+            export_hf(tmp_path / "out", layout, wrong.items(), source=tmp_path, dtype="float32")
+    assert not (tmp_path / "out").exists()

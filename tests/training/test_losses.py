@@ -269,7 +269,10 @@ def capped(tokens: LossTokens, clip: ClipRange) -> TokenLoss:
 
 
 def test_a_loss_of_ones_own_as_the_docs_show_it() -> None:
-    assert inspect.getsource(capped).strip() in (Path(__file__).parents[2] / "docs" / "training.md").read_text()
+    assert (
+        inspect.getsource(capped).strip()
+        in (Path(__file__).parents[2] / "docs" / "concepts" / "training.md").read_text()
+    )
     rows = [row_of(policy=-1.0, behaviour=-1.0 - np.log(1.1)), row_of(policy=-1.0, behaviour=-3.0)]
     own = find_loss(f"{__name__}:capped")
     logprobs = torch.tensor([row["policy"] for row in rows], dtype=torch.float64, requires_grad=True)

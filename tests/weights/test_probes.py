@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from titan_rl.errors import StateDictError, VerificationError
-from titan_rl.weights.probes import make_probes, verify
+from titan_rl.weights.probes import SwapCheck, make_probes, verify
+from titan_rl.weights.types import Probe
 
 
 def score(sequences: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -67,3 +70,112 @@ def test_the_wrong_number_of_logprobs_is_an_error() -> None:
 def test_a_sequence_without_a_scored_token_is_refused() -> None:
     with pytest.raises(ValueError, match=r"\[7\] is too short"):
         make_probes(score, [[1, 2], [7]])
+
+
+NUM_PROBES, LENGTH = 32, 32
+BFLOAT16, FLOAT32 = 5e-3, 5e-7
+"""What a logprob of a generator is off by, in nats, as measured with a random Qwen3 on a CPU."""
+
+
+class Policy:
+    """The logprobs of probes under versions of a policy of several layers, each of whose updates moves them."""
+
+    def __init__(self, seed: int, *, layers: int = 4, step: float, error: float) -> None:
+        self.random = np.random.default_rng(seed)
+        self.error = error
+        size = NUM_PROBES, LENGTH - 1
+        self.start = -self.random.exponential(2.0, size)
+        self.updates = self.random.normal(0, step / layers**0.5, (layers, *size))  # of each step alike
+
+    def trainer(self, version: int) -> NDArray[np.float64]:
+        return self.start + version * self.updates.sum(0)
+
+    def probes(self, version: int) -> tuple[Probe, ...]:
+        return tuple(Probe((7,) * LENGTH, tuple(row)) for row in self.trainer(version).tolist())
+
+    def engine(self, version: int, *, lacks: float | NDArray[np.float64] = 0.0) -> list[list[float]]:
+        """Its logprobs of that version, less what it lacks."""
+        rounding = self.random.normal(0, self.error, self.start.shape)
+        return (self.trainer(version) - lacks + rounding).tolist()
+
+
+def check(swaps: SwapCheck, policy: Policy, version: int, scored: list[list[float]]) -> tuple[float, float]:
+    figures = swaps.verify(policy.probes(version), lambda _: scored, 0.1, version=version)
+    return figures.margin, figures.missed
+
+
+@pytest.mark.parametrize(("step", "error"), [(0.02, BFLOAT16), (0.0005, BFLOAT16), (1e-4, FLOAT32)])
+def test_right_swaps_pass_whatever_rounding_does(step: float, error: float) -> None:
+    for seed in range(100):
+        policy, swaps = Policy(seed, step=step, error=error), SwapCheck()
+        for version in range(20):
+            check(swaps, policy, version, policy.engine(version))
+
+
+def test_right_swaps_pass_where_the_tokens_that_move_are_those_that_rounding_moves() -> None:
+    """As it is in a policy that is sure of most tokens."""
+    for seed in range(20):
+        random, swaps = np.random.default_rng(seed), SwapCheck()
+        theirs = -(random.exponential(0.5, (NUM_PROBES, LENGTH - 1)) ** 2)
+        for version in range(20):
+            free = 1 - np.exp(theirs)
+            scored = (theirs + random.normal(0, 0.03, theirs.shape) * free).tolist()
+            probes = [Probe((7,) * LENGTH, tuple(row)) for row in theirs.tolist()]
+            swaps.verify(probes, lambda _, scored=scored: scored, 0.1, version=version)
+            theirs = np.minimum(theirs + 0.1 * random.standard_t(3, theirs.shape) * free, -1e-3)
+
+
+@pytest.mark.parametrize("error", [BFLOAT16, FLOAT32])
+@pytest.mark.parametrize("layer", range(4))
+def test_an_update_of_one_layer_that_is_withheld_is_caught_where_the_tolerance_sees_nothing(
+    layer: int, error: float
+) -> None:
+    policy, swaps = Policy(layer, step=0.02, error=error), SwapCheck()
+    check(swaps, policy, 0, policy.engine(0))
+    with pytest.raises(VerificationError, match=r"version 1 move .* by 0\.[5-9].* Some of them were not loaded"):
+        check(swaps, policy, 1, policy.engine(1, lacks=policy.updates[layer]))
+    margin, missed = check(swaps, policy, 1, policy.engine(1))  # loaded again, and whole
+    assert missed <= margin < 0.1
+
+
+def test_a_swap_that_did_nothing_is_nearer_to_the_version_before() -> None:
+    policy, swaps = Policy(0, step=0.005, error=BFLOAT16), SwapCheck()
+    check(swaps, policy, 6, policy.engine(6))
+    with pytest.raises(VerificationError, match=r"by -?0\.0"):
+        check(swaps, policy, 7, policy.engine(6))
+
+
+def test_what_one_step_does_not_show_several_do() -> None:
+    policy, swaps = Policy(0, step=0.0005, error=BFLOAT16), SwapCheck()
+    stuck = policy.engine(0)
+    margin, _ = check(swaps, policy, 0, stuck)
+    assert math.isnan(margin)
+    margins: list[float] = []
+
+    def keep_pulling() -> None:
+        margins.extend(check(swaps, policy, version, stuck)[0] for version in range(1, 20))
+
+    with pytest.raises(VerificationError):
+        keep_pulling()
+    assert 1 <= len(margins) < 10
+    assert min(margins) > 0.5, "one step alone tells"
+
+
+def test_a_layer_that_is_never_loaded_is_caught_once_its_part_is_above_rounding() -> None:
+    policy, swaps = Policy(0, step=0.002, error=BFLOAT16), SwapCheck()
+
+    def keep_pulling() -> None:
+        for version in range(20):
+            check(swaps, policy, version, policy.engine(version, lacks=version * policy.updates[2]))
+
+    with pytest.raises(VerificationError):
+        keep_pulling()
+
+
+def test_versions_without_a_change_and_other_probes_are_not_compared() -> None:
+    policy, swaps = Policy(0, step=0.0, error=BFLOAT16), SwapCheck()
+    check(swaps, policy, 0, policy.engine(0))
+    assert math.isnan(check(swaps, policy, 1, policy.engine(1))[0])
+    others = [Probe((1, 2), (-1.0,))]
+    assert math.isnan(swaps.verify(others, lambda _: [[-1.0]], 0.1).margin)
+    assert math.isnan(swaps.verify((), lambda _: [], 0.1).margin)

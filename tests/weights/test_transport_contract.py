@@ -12,6 +12,7 @@ from titan_rl.testing.transport_contract import TransportContract
 from titan_rl.weights.transports.cuda_ipc import CudaIPCTransport
 from titan_rl.weights.transports.registry import TransportSpec, make_transport
 from titan_rl.weights.transports.shared_memory import SharedMemoryTransport
+from titan_rl.weights.transports.tcp import TCPTransport
 from titan_rl.weights.types import Manifest, StateDictTransport
 
 
@@ -53,3 +54,37 @@ class TestFilesOfAUser(InAFolder):
 
     def make(self, rank: int) -> StateDictTransport:
         return make_transport("weights.file_transport:FileTransport", TransportSpec("run-7", rank=rank))
+
+
+class TestTCP(InAFolder):
+    """Readers on the writer's host."""
+
+    def make(self, rank: int) -> StateDictTransport:
+        return TCPTransport(f"run-{rank}", root=self.path)
+
+
+class TestTCPBetweenHosts(InAFolder):
+    """Every end on a host of its own. Those that are open have there what they have read."""
+
+    @pytest.fixture(autouse=True)
+    def open_ends(self) -> None:
+        self.ends: list[OnItsHost] = []
+
+    def make(self, rank: int) -> StateDictTransport:
+        root = self.path / str(len(self.ends))
+        root.mkdir()
+        self.ends.append(OnItsHost(f"run-{rank}", host=root.name, root=root))
+        return self.ends[-1]
+
+    def left(self) -> Sequence[object]:
+        return [
+            left for end in self.ends if end.is_closed for left in (self.path / str(self.ends.index(end))).iterdir()
+        ]
+
+
+class OnItsHost(TCPTransport):
+    is_closed = False
+
+    def close(self) -> None:
+        super().close()
+        self.is_closed = True

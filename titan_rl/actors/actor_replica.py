@@ -12,6 +12,7 @@ from titan_rl.errors import ActorDiedError, GenerationError
 from titan_rl.generation.request import EngineRequest, OnChunk
 from titan_rl.generation.types import GaugeSummary, PauseMode
 from titan_rl.types import Completion, SamplingParams
+from titan_rl.weights.layouts import pack
 from titan_rl.weights.published_weights import PublishedWeights
 
 
@@ -28,6 +29,7 @@ class ActorReplica:
         self._receiving: asyncio.Task[None] | None = None
         self._actor = actor
         self._published = published
+        self._known_layouts: frozenset[str] = frozenset()  # digests of those that the actor was told
         self.gauges: GaugeSummary | None = None
 
     async def connect(self) -> None:
@@ -54,7 +56,10 @@ class ActorReplica:
         return await self._client.generate(request, on_chunk)
 
     async def pull(self, version: int) -> int:
-        loaded, figures, gauges = await self._call(self._actor.pull, self._published.manifest_of(version))
+        packed = pack(self._published.manifest_of(version), self._known_layouts)
+        self._known_layouts = frozenset()  # of a pull that fails nobody knows how far it came
+        loaded, figures, gauges = await self._call(self._actor.pull, packed)
+        self._known_layouts = frozenset(packed.digests)
         self.gauges = gauges or self.gauges
         if loaded == version:
             self._published.note_pull(self.name, figures)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import threading
 from collections.abc import Sequence
@@ -13,11 +14,12 @@ from functools import cached_property
 from monarch.actor import Port, concurrent_endpoint
 
 from titan_rl.actors.processes.garbage import growing_heap, settle_heap
-from titan_rl.actors.processes.gpus import use_gpus
-from titan_rl.actors.processes.process import ProcessActor
+from titan_rl.actors.processes.process import ProcessActor, ProcessSpec
 from titan_rl.actors.request_stream import RequestServer
+from titan_rl.actors.transport import transport_of
 from titan_rl.actors.wire import Packed
 from titan_rl.calls.cancellation import stray_cancellation_fails
+from titan_rl.calls.threads import in_thread
 from titan_rl.config.sections import GenerationConfig, StateDictConfig
 from titan_rl.generation.engine import Engine
 from titan_rl.generation.loop.engine_loop import EngineLoop
@@ -26,9 +28,10 @@ from titan_rl.generation.loop.ranks import GlooRanks, OneRank
 from titan_rl.generation.registry import EngineSpec, make_engine
 from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.types import GaugeSummary, KVPolicy, PauseMode
-from titan_rl.weights.probes import verify
-from titan_rl.weights.transports.registry import TransportSpec, make_transport
-from titan_rl.weights.types import Manifest, StateDictTransport
+from titan_rl.tracing.spans import flush
+from titan_rl.weights.layouts import KnownLayouts, PackedManifest
+from titan_rl.weights.probes import ProbeFigures, SwapCheck
+from titan_rl.weights.types import Manifest, MeasuredTransport, StateDictTransport
 
 logger = logging.getLogger(__name__)
 
@@ -41,8 +44,6 @@ class GeneratorSettings:
     generation: GenerationConfig
     statedict: StateDictConfig
     run_id: str
-    log_path: str
-    gpus: tuple[str, ...] = ()  # one for each rank
     version: int = 0  # of the weights in the model's folder
 
 
@@ -50,9 +51,8 @@ class GeneratorActor(ProcessActor):
     """Generates, and pulls weights between two engine steps. Of several ranks the first is called, and the others do
     what its loop decides."""
 
-    def __init__(self, settings: GeneratorSettings) -> None:
-        super().__init__(settings.log_path)
-        use_gpus(settings.gpus, local_rank=self._rank)  # ranks look at each other's
+    def __init__(self, spec: ProcessSpec, settings: GeneratorSettings) -> None:
+        super().__init__(spec)
         self._settings = settings
         generation = settings.generation
         self._kv_policy = KVPolicy(generation.running_kv, generation.reset_prefix_cache)
@@ -63,7 +63,10 @@ class GeneratorActor(ProcessActor):
             stream_interval=generation.stream_interval,
             routed_experts=generation.return_routed_experts,
             make_ranks=GlooRanks if generation.tensor_parallel_size > 1 else OneRank,
+            stepping=self.duty.going_on,
         )
+        self._layouts = KnownLayouts()
+        self._swaps = SwapCheck()
         self._server: RequestServer
         self._requests: set[asyncio.Task[None]] = set()
 
@@ -74,7 +77,7 @@ class GeneratorActor(ProcessActor):
     @concurrent_endpoint
     async def start(self) -> None:
         """Called on every rank. Returns once the engine can serve, on ranks that follow at once."""
-        if self._rank == 0:
+        if self._spec.rank == 0:
             await self._loop.start()
             settle_heap()
         else:
@@ -82,10 +85,10 @@ class GeneratorActor(ProcessActor):
 
     def _follow(self) -> None:
         try:
-            follow_leader(self._make_engine, GlooRanks, self._open, self._kv_policy)
+            follow_leader(self._make_engine, GlooRanks, self._open, self._kv_policy, self.duty.going_on)
         except BaseException:
             # The first rank waits for this one inside a collective: only the end of the process tells it.
-            logger.exception("rank %d cannot go on", self._rank)
+            logger.exception("rank %d cannot go on", self._spec.rank)
             os._exit(1)
 
     @concurrent_endpoint
@@ -109,30 +112,40 @@ class GeneratorActor(ProcessActor):
             self._server.fail(request.request_id, error)
 
     @concurrent_endpoint
-    async def pull(self, manifest: Manifest) -> tuple[int, dict[str, float], GaugeSummary | None]:
+    async def pull(self, packed: PackedManifest) -> tuple[int, dict[str, float], GaugeSummary | None]:
         """Load a published version and check it against the trainer's logprobs of the manifest's probes.
 
         Returns:
             The version that is loaded then, this or a newer one.
-            load_s, verify_s, stall_s (how long the engine did not step) and probe_diff.
+            load_s, verify_s, stall_s (how long the engine did not step) and probe_diff; probe_margin and probe_missed
+            from the second on, in which a version is compared with the one before; and what the transport measured.
             What the engine said of itself since the pull before.
         """
-        probe_diffs: list[float] = []
+        (manifest,) = self._layouts.unpack([packed])
+        probes: list[ProbeFigures] = []
 
         def check(engine: Engine) -> None:
-            probe_diffs.append(_check(manifest, engine))
+            probes.append(self._verify(manifest, engine))
 
         result = await self._loop.pull(manifest.version, lambda: self._items(manifest), check, manifest=manifest)
         figures = {
             "load_s": result.load_s,
             "verify_s": result.verify_s,
             "stall_s": result.stall_s,
-            "probe_diff": max(probe_diffs, default=0.0),
+            "probe_diff": max((each.diff for each in probes), default=0.0),
         }
+        if probes and not math.isnan(probes[-1].margin):
+            figures |= {"probe_margin": probes[-1].margin, "probe_missed": probes[-1].missed}
+        if isinstance(self._transport, MeasuredTransport):
+            figures |= self._transport.pull_figures()
         return result.version, figures, result.gauges
 
     def _open(self, manifest: Manifest) -> Weights:
-        return Weights(self._items(manifest), lambda engine: _check(manifest, engine))
+        return Weights(self._items(manifest), lambda engine: self._verify(manifest, engine))
+
+    def _verify(self, manifest: Manifest, engine: Engine) -> ProbeFigures:
+        """Compare the engine with what the trainer measured."""
+        return self._swaps.verify(manifest.probes, engine.score, manifest.tolerance, version=manifest.version)
 
     def _items(self, manifest: Manifest) -> Items:
         """Reads and verifies every byte before the first pair: not for the event loop."""
@@ -140,9 +153,7 @@ class GeneratorActor(ProcessActor):
 
     @cached_property
     def _transport(self) -> StateDictTransport:
-        statedict = self._settings.statedict
-        spec = TransportSpec(self._settings.run_id, statedict.pull_timeout_s, self._rank)
-        return make_transport(statedict.transport, spec)
+        return transport_of(self._spec, self._settings.run_id, self._settings.statedict)
 
     @concurrent_endpoint
     async def pause(self, mode: PauseMode) -> None:
@@ -159,8 +170,4 @@ class GeneratorActor(ProcessActor):
     @concurrent_endpoint
     async def close(self) -> None:
         await self._loop.close()
-
-
-def _check(manifest: Manifest, engine: Engine) -> float:
-    """Compare the engine with what the trainer measured, and return the worst probe's difference."""
-    return verify(manifest.probes, engine.score, manifest.tolerance)
+        await in_thread(flush)

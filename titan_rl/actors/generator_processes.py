@@ -5,22 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from titan_rl.actors.actor_replica import ActorReplica
-from titan_rl.actors.generator_actor import GeneratorActor, GeneratorSettings
-from titan_rl.actors.processes.gpus import share_out, visible_gpus
+from titan_rl.actors.generator_actor import GeneratorActor
+from titan_rl.actors.generator_plan import GeneratorPlan
+from titan_rl.actors.hosts.hosts import Hosts
+from titan_rl.actors.hosts.placement import ProcessPlace, place_generator_again, place_generators
 from titan_rl.actors.processes.process import ProcessFiles
 from titan_rl.actors.processes.remote_process import RemoteProcess, call
 from titan_rl.actors.processes.respawns import RespawnLimit, Respawns
 from titan_rl.actors.processes.supervisor import ProcessFailure
-from titan_rl.actors.supervised import STOP_TIMEOUT_S, SupervisedProcesses, started
+from titan_rl.actors.supervised import SupervisedProcesses
 from titan_rl.calls.user_code import reason
 from titan_rl.config.sections import GenerationConfig, RoutingConfig, StateDictConfig
-from titan_rl.config.serve import ServeConfig
 from titan_rl.errors import ActorDiedError, EngineDeadError, EngineStalledError, GenerationError
-from titan_rl.generation.registry import EngineSpec
 from titan_rl.generation.router.limits import Limits
 from titan_rl.generation.router.registry import make_strategy
 from titan_rl.generation.router.replica import Replica
@@ -32,15 +32,18 @@ from titan_rl.weights.published_weights import PublishedWeights
 logger = logging.getLogger(__name__)
 
 GENERATOR = "generator-"
+LOOK_S = 0.2
+"""How often a host is looked at that has to end what is left of a process."""
 
 
 class GeneratorProcesses(SupervisedProcesses):
-    """The generators that settings describe, each an actor in a process of its own. Made by `start_generators`.
+    """The generators that settings describe, each an actor in a process of its own. Made by `start_generators` of
+    `server_processes`, or as part of `RunProcesses`.
 
     Args:
         version: of the weights in the model's folder.
         max_running: most requests one engine advances at a time.
-        supervisor: the `Supervisor` of the processes.
+        sleeps: engines give their memory to a trainer at times.
         tell: shows a person which processes die and are there again.
     """
 
@@ -56,30 +59,32 @@ class GeneratorProcesses(SupervisedProcesses):
         max_running: int,
         files: ProcessFiles,
         published: PublishedWeights,
-        supervisor: Any,
+        hosts: Hosts,
         tell: Callable[[str], object],
+        sleeps: bool = False,
     ) -> None:
         self.replicas: list[ActorReplica]
-        self._gpus: tuple[tuple[str, ...], ...]  # of each generator
-        self._model = model
+        self._places: list[tuple[ProcessPlace, ...]] = []  # of the ranks of each generator
+        self._leaving: set[str] = set()  # names of hosts that get nothing more to do
+        self._lost: set[str] = set()  # names of processes that are without a place
+        self._a_host = 1  # generators that a host without GPUs has
         self._generation = generation
         self._routing = routing
         self._statedict = statedict
-        self._seed = seed
-        self._version = version
-        self._max_running = max_running
-        super().__init__(files, supervisor, generation.start_timeout_s)
+        self._plan = GeneratorPlan(model, generation, statedict, files.run_id, seed, version, max_running, sleeps)
+        super().__init__(files, hosts, generation.start_timeout_s)
         self._published = published
         self._tell = tell
         self._respawns = Respawns(self._respawn_limits())
         self._ended: asyncio.Queue[RemoteProcess] = asyncio.Queue()
-        self._opened: list[ActorReplica] = []
+        self.opened: list[ActorReplica] = []
 
     def _respawn_limits(self) -> dict[str, RespawnLimit]:
         return {GENERATOR: RespawnLimit("generation.max_respawns", self._generation.max_respawns)}
 
-    def _assign_gpus(self, gpus: Sequence[str]) -> None:
-        self._gpus = share_out(self._generation, gpus)
+    def place(self) -> None:
+        """Choose where processes go."""
+        self._places = [*place_generators(self._generation, self.hosts.names, self.hosts.gpus)]
 
     async def start(self) -> None:
         """Start all processes at once.
@@ -88,7 +93,9 @@ class GeneratorProcesses(SupervisedProcesses):
             ConfigError: there are GPUs, and too few of them.
             ActorDiedError: one did not start within `generation.start_timeout_s`.
         """
-        self._assign_gpus(visible_gpus())
+        self.place()
+        hosts = {place.host for places in self._places for place in places}
+        self._a_host = -(-len(self._places) // max(len(hosts), 1))
         async with asyncio.TaskGroup() as starting:
             generators = [starting.create_task(self._start_generator(name)) for name in self._generator_names()]
             for other in self._start_others():
@@ -116,7 +123,23 @@ class GeneratorProcesses(SupervisedProcesses):
             strategy or make_strategy(self._routing.strategy, self._routing.max_sessions),
             stall_timeout_s=self._generation.stall_timeout_s,
             on_replica_failed=self.on_replica_failed,
-            limits=Limits(pull_s=self._statedict.pull_timeout_s, no_replica_s=self._generation.start_timeout_s),
+            limits=Limits(pull_s=self._statedict.pull_timeout_s, no_replica_s=self.hosts.config.wait_s),
+            least_replicas=self._generation.least_generators,
+        )
+
+    def waits_for(self, router: GeneratorRouter) -> str:
+        """What generators that do not serve are at, with the settings that limit it."""
+        lost = sorted(name for name in self._lost if name.startswith(GENERATOR))
+        names = {remote.name for remote in self._remotes.values() if remote.name.startswith(GENERATOR)}
+        starting = sorted(name for name in names if not router.has_replica(name))
+        limit = f"hosts.wait_s = {self.hosts.config.wait_s:g}"
+        start_limit = f"generation.start_timeout_s = {self._start_timeout_s:g}"
+        return "; ".join(
+            [
+                *([f"waiting for a host that joins: {', '.join(lost)}"] if lost else []),
+                *([f"starting, within {start_limit}: {', '.join(starting)}"] if starting else []),
+                f"rollouts wait as long as {limit}",
+            ]
         )
 
     def on_replica_failed(self, replica: Replica, error: Exception) -> None:
@@ -143,31 +166,108 @@ class GeneratorProcesses(SupervisedProcesses):
                     if (remote := self._remotes.get(failure.process_id)) is not None:
                         remote.end(failure.reason)
 
-            async def respawn(gone: RemoteProcess) -> None:
-                began = asyncio.get_running_loop().time()
-                with contextlib.suppress(ActorDiedError):
-                    await call(self._supervisor.terminate, (gone.id,), who="supervisor", timeout_s=STOP_TIMEOUT_S)
-                with contextlib.suppress(ActorDiedError, GenerationError):  # it ended in turn, and its end is queued
-                    if await self._restart(gone.name, router):
-                        self._tell(
-                            f"{gone.name} is there again after {asyncio.get_running_loop().time() - began:.0f} s"
-                        )
-
             background.create_task(listen())
             while True:
                 remote = await self._ended.get()
-                replaced, count = self._respawns.take(remote.name)
-                if not replaced:
-                    log = self._files.logs / f"{remote.name}.log"
-                    raise ActorDiedError(f"{remote.name} died: {remote.reason}{count}; its log is {log}")
-                logger.warning("%s died: %s; starting another%s", remote.name, remote.reason, count)
-                self._tell(f"{remote.name} died: {remote.reason}; starting another{count}")
+                if self._takes(self._host_of(remote.name)):
+                    self._count_death(remote)
                 self._forget(remote, router)
-                background.create_task(respawn(remote))
+                background.create_task(self._bring_back(remote, router, background))
+
+    async def _bring_back(self, gone: RemoteProcess, router: GeneratorRouter, background: asyncio.TaskGroup) -> None:
+        """Start another in the place of one that ended, or on another host where its own is gone."""
+        name, clock = gone.name, asyncio.get_running_loop().time
+        began, host = clock(), self._host_of(name)
+        clearing = background.create_task(self.clear(gone))
+        while not clearing.done() and self._takes(host):  # one that is gone does not answer
+            await asyncio.wait([clearing], timeout=LOOK_S)
+        if not self._place(name):
+            self._lost.add(name)
+            self._tell(f"{name} is gone: {gone.reason}; it waits for a host, as none here has room for it")
+            return
+        if self._host_of(name) != host:
+            self._tell(f"{name} is gone: {gone.reason}; starting another on {self._host_of(name)}")
+        with contextlib.suppress(ActorDiedError, GenerationError):  # it ended in turn, and its end is queued
+            if await self._restart(name, router):
+                self._tell(f"{name} is there again after {clock() - began:.0f} s")
+
+    def _count_death(self, remote: RemoteProcess) -> None:
+        """
+        Raises:
+            ActorDiedError: it is one more than its setting allows.
+        """
+        replaced, count = self._respawns.take(remote.name)
+        if not replaced:
+            log = self._files.logs / f"{remote.name}.log"
+            raise ActorDiedError(f"{remote.name} died: {remote.reason}{count}; its log is {log}")
+        logger.warning("%s died: %s; starting another%s", remote.name, remote.reason, count)
+        self._tell(f"{remote.name} died: {remote.reason}; starting another{count}")
 
     def _forget(self, remote: RemoteProcess, router: GeneratorRouter) -> None:
-        if remote.name in {replica.name for replica in router.replicas}:  # else it died while it started
+        if router.has_replica(remote.name):  # else it died while it started
             router.remove_replica(remote.name)
+
+    def _host_of(self, name: str) -> str:
+        return self._places[_index(name)][0].host
+
+    def _place(self, name: str) -> bool:
+        """Whether there is a place for a process that ended: its own, or another where its host is gone."""
+        if self._takes(self._host_of(name)):
+            return True
+        index, trainer = _index(name), self._places_of_trainer()
+        gpus = {host: own for host, own in self.hosts.gpus.items() if self._takes(host)}
+        places = place_generator_again(index, self._places, gpus, self._a_host, trainer)
+        self._places[index] = places or self._places[index]
+        return bool(places)
+
+    def _places_of_trainer(self) -> Sequence[ProcessPlace]:
+        return ()
+
+    def _takes(self, host: str) -> bool:
+        return host in self.hosts.names and host not in self._leaving
+
+    async def join(self, host: str, router: GeneratorRouter) -> list[str]:
+        """Start the generators of a host that has joined: those that are without a place, and then further ones.
+
+        Returns:
+            the names of those that serve.
+        """
+        generation, gpus = self._generation, self.hosts[host].gpus
+        room = len(gpus) // generation.tensor_parallel_size if gpus else self._a_host
+        lost = sorted(_index(name) for name in self._lost if name.startswith(GENERATOR))
+        most = generation.most_generators or len(self._places) + room
+        chosen = [*lost, *range(len(self._places), most)][:room]
+        alone = generation.model_copy(update={"num_generators": room})
+        for index, places in zip(chosen, place_generators(alone, [host], {host: gpus}), strict=False):
+            self._places[index : index + 1] = [places]
+        names = [f"{GENERATOR}{index}" for index in chosen]
+        names += [name for name in self._lost if not name.startswith(GENERATOR) and self._place(name)]
+        self._lost.difference_update(names)
+        serve = await asyncio.gather(*[self._restart(name, router) for name in names])
+        return [name for name, serves in zip(names, serve, strict=True) if serves]
+
+    async def leave(self, host: str, router: GeneratorRouter, why: str) -> None:
+        """End what runs on a host, once it has finished what it is at, or `hosts.drain_s` have passed.
+
+        Raises:
+            ConfigError: the run cannot go on without it.
+        """
+        self._check_leave(host)
+        self._leaving.add(host)
+        try:
+            leaving = self._remotes_on(host)
+            await asyncio.gather(*[self._finish(remote, router, self.hosts.config.drain_s) for remote in leaving])
+            for remote in leaving:
+                remote.end(why)
+                await self.clear(remote)
+        finally:
+            self._leaving.discard(host)
+
+    def _check_leave(self, host: str) -> None: ...
+
+    async def _finish(self, remote: RemoteProcess, router: GeneratorRouter, limit_s: float) -> None:
+        if router.has_replica(remote.name):
+            await router.retire_replica(remote.name, limit_s)
 
     async def _restart(self, name: str, router: GeneratorRouter) -> bool:
         """Whether another is there in the place of the one that died."""
@@ -175,31 +275,12 @@ class GeneratorProcesses(SupervisedProcesses):
         return replica.remote.reason is None and await router.add_replica(replica)
 
     async def _start_generator(self, name: str) -> ActorReplica:
-        generation, index = self._generation, int(name.removeprefix(GENERATOR))
-        engine = EngineSpec(
-            self._model.path,
-            dtype=self._model.dtype,
-            max_context=self._model.max_context,
-            max_running=self._max_running,
-            kv_cache_gib=generation.kv_cache_gib,
-            seed=self._seed,
-            routed_experts=generation.return_routed_experts,
-            tensor_parallel_size=generation.tensor_parallel_size,
-            generator=index,
-        )
-        settings = GeneratorSettings(
-            engine,
-            generation,
-            self._statedict,
-            self._files.run_id,
-            self.log_path(name),
-            self._gpus[index],
-            self._version,
-        )
-        num_ranks = generation.tensor_parallel_size
-        remote, ranks = await self.spawn(name, GeneratorActor, settings, num_ranks=num_ranks)
-        replica = ActorReplica(remote, ranks.slice(procs=0), self._published)
-        self._opened.append(replica)
+        places = self._places[_index(name)]
+        model = self.hosts[places[0].host].path(self._plan.model.path)
+        settings = self._plan.settings_of(_index(name), str(model))
+        remote, ranks = await self.spawn(name, GeneratorActor, settings, places=places)
+        replica = ActorReplica(remote, ranks[0], self._published)
+        self.opened.append(replica)
         await replica.connect()
         return replica
 
@@ -208,44 +289,10 @@ class GeneratorProcesses(SupervisedProcesses):
         self._ended.put_nowait(remote)
 
     def _disconnect(self) -> None:
-        for replica in self._opened:
+        for replica in self.opened:
             replica.disconnect()
 
 
-@contextlib.asynccontextmanager
-async def start_generators(
-    config: ServeConfig,
-    *,
-    version: int,
-    max_running: int,
-    files: ProcessFiles,
-    tell: Callable[[str], object] = logger.info,
-) -> AsyncGenerator[GeneratorProcesses]:
-    """The generators of a server, which end with the block. They keep the weights that they start with.
-
-    Args:
-        version: of the policy that is served.
-        max_running: most requests one engine advances at a time.
-        tell: shows a person which of them die and are there again.
-
-    Raises:
-        ActorDiedError: one did not start in time.
-    """
-
-    def make(supervisor: Any) -> GeneratorProcesses:
-        return GeneratorProcesses(
-            config.model,
-            config.generation,
-            config.routing,
-            StateDictConfig(),
-            seed=config.seed,
-            version=version,
-            max_running=max_running,
-            files=files,
-            published=PublishedWeights(),
-            supervisor=supervisor,
-            tell=tell,
-        )
-
-    async with started(files.logs, make) as processes:
-        yield processes
+def _index(name: str) -> int:
+    """Of a generator: `_index("generator-3")` is 3."""
+    return int(name.rpartition("-")[2])

@@ -12,7 +12,7 @@ from typing import Any
 
 from monarch.actor import concurrent_endpoint
 
-from titan_rl.actors.processes.process import ProcessActor
+from titan_rl.actors.processes.process import ProcessActor, ProcessSpec
 from titan_rl.actors.processes.remote_process import call
 from titan_rl.calls import stopwatch
 from titan_rl.calls.threads import UsersThreads
@@ -27,15 +27,15 @@ from titan_rl.types import Completion, SamplingParams
 class RolloutWorkerSettings:
     """Everything a worker process needs. The task is imported there, from its name in the resolved settings."""
 
-    config_path: str
-    log_path: str
+    config_path: Path  # there, as the next
+    model_path: Path
 
 
 class RolloutWorkerActor(ProcessActor):
     """Runs a `Rollouter` for each task, whose `GenerateFn` is a call to the controller."""
 
-    def __init__(self, settings: RolloutWorkerSettings, service: Any) -> None:
-        super().__init__(settings.log_path)
+    def __init__(self, spec: ProcessSpec, settings: RolloutWorkerSettings, service: Any) -> None:
+        super().__init__(spec)
         self._settings = settings
         self._service = service
         self._groups: dict[str, asyncio.Task[RolloutGroup]] = {}
@@ -52,13 +52,13 @@ class RolloutWorkerActor(ProcessActor):
 
         asyncio.get_running_loop().set_default_executor(UsersThreads())  # the process ends without what hangs there
         in_actor = contextvars.copy_context().run  # the watching thread sends for this actor
-        name = Path(self._settings.log_path).stem
+        name = self._spec.name
 
         def tell(text: str) -> None:
             in_actor(self._service.say.broadcast, f"{name}: {text}")
 
-        config_path = Path(self._settings.config_path)
-        config = load_config(config_path, check_files=False)
+        config_path = self._settings.config_path
+        config = load_config(config_path, [("model.path", str(self._settings.model_path))], check_files=False)
         # Both for as long as the process lives.
         self._opened = open_rollouters(config, config_path.parent, tell)
         self._rollouters = await self._opened.__aenter__()

@@ -2,42 +2,45 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from monarch.actor import this_proc
 
 from titan_rl.actors.generate_service import GenerateService
 from titan_rl.actors.generator_processes import GENERATOR, GeneratorProcesses
-from titan_rl.actors.processes.gpus import GPUAssignment
-from titan_rl.actors.processes.process import ProcessFiles
+from titan_rl.actors.hosts.hosts import Hosts
+from titan_rl.actors.hosts.placement import (
+    ProcessPlace,
+    check_transport,
+    place_generators,
+    place_trainer,
+    place_trainer_again,
+    place_workers,
+)
+from titan_rl.actors.processes.process import RunFiles
 from titan_rl.actors.processes.remote_process import RemoteProcess
 from titan_rl.actors.processes.respawns import RespawnLimit
 from titan_rl.actors.rollout_worker import RolloutWorkerActor, RolloutWorkerSettings
-from titan_rl.actors.supervised import started
-from titan_rl.actors.trainer_actor import ActorTrainer, TrainerSettings
-from titan_rl.actors.trainer_processes import TRAINER, spawn_trainer
+from titan_rl.actors.supervised import SupervisedProcesses, started
+from titan_rl.actors.trainer_actor import TrainerSettings
+from titan_rl.actors.trainer_processes import TRAINER, TrainerProcesses, needs_of
 from titan_rl.actors.worker_pool import WorkerPool
 from titan_rl.config.concurrency import Concurrency
+from titan_rl.config.hosts import Roles
 from titan_rl.config.run import RunConfig
+from titan_rl.errors import ConfigError
 from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.weights.published_weights import PublishedWeights
+from titan_rl.weights.transports.registry import find_transport
 
 logger = logging.getLogger(__name__)
 
 WORKER = "rollout-worker-"
-
-
-class RunFiles(ProcessFiles, Protocol):
-    """What a run's processes know of its folder."""
-
-    @property
-    def config(self) -> Path:
-        """The resolved settings."""
-        ...
 
 
 class RunProcesses(GeneratorProcesses):
@@ -53,7 +56,7 @@ class RunProcesses(GeneratorProcesses):
         config: RunConfig,
         files: RunFiles,
         published: PublishedWeights,
-        supervisor: Any,
+        hosts: Hosts,
         service: Any,
         tell: Callable[[str], object],
         *,
@@ -71,22 +74,29 @@ class RunProcesses(GeneratorProcesses):
             max_running=Concurrency.of(config).max_running,
             files=files,
             published=published,
-            supervisor=supervisor,
+            hosts=hosts,
             tell=tell,
+            sleeps=config.scheduling.on_batch_ready == "sleep",
         )
-        self.trainer: ActorTrainer
-        self.workers = WorkerPool(wait_s=config.generation.start_timeout_s)
+        self.training: TrainerProcesses
+        self.workers = WorkerPool(wait_s=config.hosts.wait_s)
         self._config_path = files.config
         self._service = service
-        self._trainer_gpus: tuple[str, ...]
+        self._trainer_places: tuple[ProcessPlace, ...]
+        self._worker_places: list[ProcessPlace]
 
     def _respawn_limits(self) -> dict[str, RespawnLimit]:
         workers = RespawnLimit("rollout.max_respawns", self._config.rollout.max_respawns)
         return {**super()._respawn_limits(), WORKER: workers}
 
-    def _assign_gpus(self, gpus: Sequence[str]) -> None:
-        assignment = GPUAssignment.of(self._config, gpus)
-        self._trainer_gpus, self._gpus = assignment.trainer, assignment.generators
+    def place(self) -> None:
+        config, gpus = self._config, self.hosts.gpus
+        roles = Roles.of(config.hosts, self.hosts.names)
+        transport = config.statedict.transport
+        check_transport(transport, find_transport(transport), roles, gpus)
+        self._trainer_places = place_trainer(config.training, roles.train, gpus)
+        self._places = [*place_generators(config.generation, roles.generate, gpus, self._trainer_places)]
+        self._worker_places = [*place_workers(config.rollout.num_workers, roles.play)]
 
     def _start_others(self) -> Sequence[Coroutine[Any, Any, None]]:
         workers = [self._start_worker(f"{WORKER}{index}") for index in range(self._config.rollout.num_workers)]
@@ -94,6 +104,12 @@ class RunProcesses(GeneratorProcesses):
 
     def _generator_names(self) -> Sequence[str]:
         return super()._generator_names() if self._generates else ()
+
+    def _note_end(self, remote: RemoteProcess) -> None:
+        if remote.name == TRAINER:  # its owner starts another, see `TrainerProcesses.restart`
+            SupervisedProcesses._note_end(self, remote)
+        else:
+            super()._note_end(remote)
 
     def _forget(self, remote: RemoteProcess, router: GeneratorRouter) -> None:
         self.workers.remove(remote)
@@ -113,15 +129,57 @@ class RunProcesses(GeneratorProcesses):
             config.correction,
             config.statedict,
             self._files.run_id,
-            self.log_path(TRAINER),
             config.seed,
-            self._trainer_gpus,
+            lends_memory=self._plan.sleeps,
         )
-        self.trainer = await spawn_trainer(self, settings)
+        self.training = TrainerProcesses(
+            self, settings, self._place_trainer, wait_s=config.hosts.wait_s, tell=self._tell
+        )
+        await self.training.start()
+
+    def _places_of_trainer(self) -> Sequence[ProcessPlace]:
+        with contextlib.suppress(ConfigError):  # those that it had
+            self._place_trainer()
+        return self._trainer_places
+
+    def _place_trainer(self) -> Sequence[ProcessPlace]:
+        generators = {(place.host, gpu) for group in self._places for place in group for gpu in place.gpus}
+        training, gpus = self._config.training, self.hosts.gpus
+        self._trainer_places = place_trainer_again(training, self._trainer_places, gpus, generators)
+        return self._trainer_places
+
+    def _host_of(self, name: str) -> str:
+        return self._worker_places[_worker(name)].host if name.startswith(WORKER) else super()._host_of(name)
+
+    def _place(self, name: str) -> bool:
+        """Rollout workers need nothing but a host: one that does not train, before others, and has few of them."""
+        if not name.startswith(WORKER) or self._takes(self._host_of(name)):
+            return super()._place(name)
+        there = [host for host in self.hosts.names if self._takes(host)]
+        trains = {place.host for place in self._trainer_places}
+        busy = Counter(place.host for place in self._worker_places)
+        for host in sorted(there, key=lambda host: (host in trains, busy[host]))[:1]:
+            self._worker_places[_worker(name)] = ProcessPlace(host)
+        return bool(there)
+
+    def _check_leave(self, host: str) -> None:
+        if TRAINER in self.names_on(host):
+            raise ConfigError(f"host {host} cannot leave: the trainer is there")
+
+    async def _finish(self, remote: RemoteProcess, router: GeneratorRouter, limit_s: float) -> None:
+        await asyncio.gather(super()._finish(remote, router, limit_s), self.workers.retire(remote, limit_s))
 
     async def _start_worker(self, name: str) -> None:
-        settings = RolloutWorkerSettings(str(self._config_path), self.log_path(name))
-        self.workers.add(*await self.spawn(name, RolloutWorkerActor, settings, self._service))
+        place = self._worker_places[_worker(name)]
+        host = self.hosts[place.host]
+        settings = RolloutWorkerSettings(host.path(self._config_path), host.path(self._config.model.path))
+        remote, (worker,) = await self.spawn(name, RolloutWorkerActor, settings, self._service, places=[place])
+        self.workers.add(remote, worker)
+
+
+def _worker(name: str) -> int:
+    """`_worker("rollout-worker-3")` is 3."""
+    return int(name.removeprefix(WORKER))
 
 
 @contextlib.asynccontextmanager
@@ -144,9 +202,11 @@ async def start_processes(
         ActorDiedError: a process did not start in time.
     """
 
-    def make(supervisor: Any) -> RunProcesses:
+    def make(hosts: Hosts) -> RunProcesses:
         service = this_proc().spawn("generate_service", GenerateService)
-        return RunProcesses(config, files, published, supervisor, service, tell, trains=trains, generates=generates)
+        return RunProcesses(config, files, published, hosts, service, tell, trains=trains, generates=generates)
 
-    async with started(files.logs, make) as processes:
+    async with started(
+        files, config.hosts, needs_of(config, files, trains=trains, generates=generates), tell, make
+    ) as processes:
         yield processes

@@ -2,36 +2,127 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import AsyncGenerator
+import logging
+from collections.abc import AsyncGenerator, Callable, Sequence
+from functools import partial
+from pathlib import Path
 
-from titan_rl.actors.processes.gpus import take_gpus, visible_gpus
-from titan_rl.actors.processes.process import ProcessFiles
+from titan_rl.actors.actor_trainer import ActorTrainer
+from titan_rl.actors.hosts.hosts import Hosts
+from titan_rl.actors.hosts.placement import ProcessPlace, place_trainer, place_trainer_again
+from titan_rl.actors.hosts.preflight import HostNeeds
+from titan_rl.actors.processes.process import ProcessFiles, RunFiles
 from titan_rl.actors.supervised import SupervisedProcesses, started
-from titan_rl.actors.trainer_actor import ActorTrainer, TrainerActor, TrainerSettings
+from titan_rl.actors.trainer_actor import TrainerActor, TrainerSettings
+from titan_rl.config.class_kinds import type_of
+from titan_rl.config.functions import named_modules
+from titan_rl.config.hosts import Roles
 from titan_rl.config.run import RunConfig
+from titan_rl.errors import ActorDiedError, ConfigError
+
+logger = logging.getLogger(__name__)
 
 TRAINER = "trainer"
+CLEAR_TIMEOUT_S = 3.0
+"""Longest wait for the end of what is left of a trainer that died. A host that is gone does not answer."""
+LOOK_S = 0.5
+"""How often hosts are looked at that are waited for."""
 
 
-async def spawn_trainer(processes: SupervisedProcesses, settings: TrainerSettings) -> ActorTrainer:
-    """A process for each of its ranks, which have loaded the model.
+def needs_of(config: RunConfig, files: RunFiles, *, trains: bool = True, generates: bool = True) -> HostNeeds:
+    """What a run has to find on its hosts."""
+    tasks = {type_of(source.task).partition(":")[0] for source in config.sources}
+    modules = tuple(sorted(tasks | named_modules(config)))
+    training = config.training
+    return HostNeeds(
+        files.path,
+        Path(config.model.path),
+        modules,
+        train_gpus=training.data_parallel * training.tensor_parallel // config.hosts.train,
+        generate_gpus=config.generation.tensor_parallel_size,
+        trains=trains,
+        generates=generates,
+    )
 
-    Raises:
-        ActorDiedError: they did not start in time.
-        ModelError: the model folder cannot be used.
+
+class TrainerProcesses:
+    """The processes of a trainer, one for each of its ranks, and those that take their place.
+
+    Attributes:
+        trainer: the newest.
+
+    Args:
+        places: of the ranks that start next. A `ConfigError` says that the hosts that are there have none.
+        wait_s: how long a restart waits for hosts that have.
     """
-    training = settings.training
-    num_ranks = training.data_parallel * training.tensor_parallel
-    remote, ranks = await processes.spawn(TRAINER, TrainerActor, settings, num_ranks=num_ranks)
-    return ActorTrainer(remote, ranks, training)
+
+    trainer: ActorTrainer
+
+    def __init__(
+        self,
+        processes: SupervisedProcesses,
+        settings: TrainerSettings,
+        places: Callable[[], Sequence[ProcessPlace]],
+        *,
+        wait_s: float,
+        tell: Callable[[str], object] = logger.info,
+    ) -> None:
+        self._processes = processes
+        self._settings = settings
+        self._places = places
+        self._wait_s = wait_s
+        self._tell = tell
+
+    async def start(self) -> ActorTrainer:
+        """All ranks, which have loaded the model.
+
+        Raises:
+            ActorDiedError: they did not start in time.
+            ModelError: the model folder cannot be used.
+        """
+        return await self._start(self._places())
+
+    async def _start(self, places: Sequence[ProcessPlace]) -> ActorTrainer:
+        remote, ranks = await self._processes.spawn(TRAINER, TrainerActor, self._settings, places=places)
+        self.trainer = ActorTrainer(remote, ranks, self._settings.training)
+        return self.trainer
+
+    async def restart(self) -> ActorTrainer:
+        """As `start`, once nothing is left of the one before, and hosts have places for the ranks.
+
+        Raises:
+            ConfigError: none had within `wait_s`.
+        """
+        await self._processes.clear(self.trainer.remote, CLEAR_TIMEOUT_S)
+        return await self._start(await self._places_in_time())
+
+    async def _places_in_time(self) -> Sequence[ProcessPlace]:
+        clock = asyncio.get_running_loop().time
+        began, told = clock(), False
+        while True:
+            try:
+                return self._places()
+            except ConfigError as error:
+                if clock() - began >= self._wait_s:
+                    raise
+                if not told:
+                    self._tell(f"the trainer waits for hosts, {self._wait_s:.0f} s at most: {error}")
+                    told = True
+            await asyncio.sleep(LOOK_S)
+
+    async def close(self) -> None:
+        """Give the published versions back. What died with them is cleared by others."""
+        with contextlib.suppress(ActorDiedError):
+            await self.trainer.close()
 
 
 class _TrainerAlone(SupervisedProcesses):
-    trainer: ActorTrainer
+    training: TrainerProcesses
 
-    def __init__(self, config: RunConfig, files: ProcessFiles, supervisor: object) -> None:
-        super().__init__(files, supervisor, config.generation.start_timeout_s)
+    def __init__(self, config: RunConfig, files: ProcessFiles, hosts: Hosts) -> None:
+        super().__init__(files, hosts, config.generation.start_timeout_s)
         self._config = config
 
     async def start(self) -> None:
@@ -42,20 +133,27 @@ class _TrainerAlone(SupervisedProcesses):
             config.correction,
             None,
             self._files.run_id,
-            self.log_path(TRAINER),
             config.seed,
-            take_gpus(config.training, visible_gpus()),
         )
-        self.trainer = await spawn_trainer(self, settings)
+        train = Roles.of(config.hosts, self.hosts.names).train
+        places = place_trainer(config.training, train, self.hosts.gpus)
+        again = partial(place_trainer_again, config.training)
+        self.training = TrainerProcesses(
+            self, settings, lambda: again(places, self.hosts.gpus), wait_s=config.hosts.wait_s
+        )
+        await self.training.start()
 
 
 @contextlib.asynccontextmanager
-async def start_trainer(config: RunConfig, files: ProcessFiles) -> AsyncGenerator[ActorTrainer]:
-    """A trainer that publishes to nobody. Its processes end with the block.
+async def start_trainer(
+    config: RunConfig, files: RunFiles, tell: Callable[[str], object] = logger.info
+) -> AsyncGenerator[TrainerProcesses]:
+    """Those of a trainer that publishes to nobody. They end with the block.
 
     Raises:
         ConfigError: there are GPUs, and too few of them.
         ActorDiedError: a process did not start within `generation.start_timeout_s`.
     """
-    async with started(files.logs, lambda supervisor: _TrainerAlone(config, files, supervisor)) as alone:
-        yield alone.trainer
+    needs = needs_of(config, files, generates=False)
+    async with started(files, config.hosts, needs, tell, lambda hosts: _TrainerAlone(config, files, hosts)) as alone:
+        yield alone.training

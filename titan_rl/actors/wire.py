@@ -1,5 +1,5 @@
-"""What a generator sends of its requests, as plain tuples. It pickles dozens of these between two engine steps, and
-dataclasses and enums take several times as long."""
+"""What a generator sends of its requests, as plain tuples, with tokens and logprobs as the bytes of their arrays. It
+pickles dozens of these between two engine steps, and dataclasses and enums take several times as long."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from titan_rl.arrays import LOGPROBS, TOKENS, array_from_bytes, logprob_array, token_array
 from titan_rl.errors import TitanRLError
 from titan_rl.types import Completion, FinishReason, TokenChunk, VersionSpan
 
@@ -31,21 +32,23 @@ def pack(message: FromGenerator) -> Packed:
         case TokenChunk():
             return (
                 message.request_id,
-                message.token_ids,
-                message.logprobs,
+                token_array(message.token_ids).tobytes(),
+                logprob_array(message.logprobs).tobytes(),
                 _pack_spans(message.version_spans),
                 message.routed_experts,
+                message.top_logprobs,
             )
         case Completion():
             return (
                 message.request_id,
-                message.token_ids,
-                message.logprobs,
+                token_array(message.token_ids).tobytes(),
+                logprob_array(message.logprobs).tobytes(),
                 message.finish_reason.value,
                 _pack_spans(message.version_spans),
                 message.routed_experts,
                 message.metrics,
                 None if message.ended is None else message.ended.value,
+                message.top_logprobs,
             )
         case RequestFailed():
             return message.request_id, message.error
@@ -54,18 +57,26 @@ def pack(message: FromGenerator) -> Packed:
 def unpack(packed: Packed) -> FromGenerator:
     """What `pack` was given."""
     match packed:
-        case (request_id, token_ids, logprobs, spans, experts):
-            return TokenChunk(request_id, token_ids, logprobs, _unpack_spans(spans), experts)
-        case (request_id, token_ids, logprobs, reason, spans, experts, metrics, ended):
+        case (request_id, token_ids, logprobs, spans, experts, top):
+            return TokenChunk(
+                request_id,
+                array_from_bytes(TOKENS, token_ids),
+                array_from_bytes(LOGPROBS, logprobs),
+                _unpack_spans(spans),
+                experts,
+                top,
+            )
+        case (request_id, token_ids, logprobs, reason, spans, experts, metrics, ended, top):
             return Completion(
                 request_id,
-                token_ids,
-                logprobs,
+                array_from_bytes(TOKENS, token_ids),
+                array_from_bytes(LOGPROBS, logprobs),
                 FinishReason(reason),
                 _unpack_spans(spans),
                 experts,
                 metrics,
                 None if ended is None else FinishReason(ended),
+                top,
             )
         case (request_id, error):
             return RequestFailed(request_id, error)
@@ -78,4 +89,4 @@ def _pack_spans(spans: Sequence[VersionSpan]) -> list[tuple[int, int]]:
 
 
 def _unpack_spans(spans: Sequence[tuple[int, int]]) -> tuple[VersionSpan, ...]:
-    return tuple(VersionSpan(version, num_tokens) for version, num_tokens in spans)
+    return tuple([VersionSpan(version, num_tokens) for version, num_tokens in spans])

@@ -46,6 +46,15 @@ class WorkerPool:
     def remove(self, remote: RemoteProcess) -> None:
         self._workers.pop(remote, None)
 
+    async def retire(self, remote: RemoteProcess, finish_s: float) -> None:
+        """Give a worker no further groups, and wait until it has none, or so long."""
+        self.remove(remote)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(finish_s):
+                while self._load[remote]:
+                    self._changed.clear()
+                    await self._changed.wait()
+
     def of(self, task: str) -> WorkersOfTask:
         """What runs the groups of a task, by its name."""
         return WorkersOfTask(self, task)
@@ -88,6 +97,7 @@ class WorkerPool:
                 return replace(group, sample=sample, rollouts=rollouts)
             except ActorDiedError as error:
                 self.remove(remote)
+                remote.end(str(error).removeprefix(f"{remote.name} died: "))  # then another takes its place
                 if attempt == self._max_attempts:
                     raise
                 logger.warning("%s; group %s is run again", error, group_id)
@@ -97,6 +107,7 @@ class WorkerPool:
                 raise
             finally:
                 self._load[remote] -= group_size
+                self._changed.set()
                 await handler.close()
         raise AssertionError("the last attempt returns or raises")
 

@@ -20,7 +20,8 @@ from titan_rl.errors import EpisodeEndedError, RequestError
 from titan_rl.rollout.environment.types import RolloutPolicy
 from titan_rl.rollout.types import Rollout, RolloutStatus
 from titan_rl.serving.episodes.episode import Episode
-from titan_rl.serving.policy.stream import StreamFn, in_one_piece, unbroken
+from titan_rl.serving.policy.stream import StreamFn, listened_to, unbroken
+from titan_rl.tracing.spans import span
 from titan_rl.types import Completion, FinishReason, SamplingParams
 
 SAMPLE = "sample.json"
@@ -81,7 +82,8 @@ class AgentRollout:
             **agent_environment(host.url, episode),
             **{name: filled_in(value, fields) for name, value in settings.environment.items()},
         }
-        await host.program.run(episode, command, environment, folder)
+        with span("program", "environment", fine=True):
+            await host.program.run(episode, command, environment, folder)
 
     async def _keep_or_remove(self, folder: Path, is_failed: bool) -> None:
         keep = self._host.settings.keep
@@ -149,7 +151,7 @@ def _stream_of(policy: RolloutPolicy, episode: Episode) -> StreamFn:
             raise EpisodeEndedError(f"the episode is over: {episode.status}")
         return completion
 
-    return unbroken(in_one_piece(ask))
+    return unbroken(listened_to(ask))
 
 
 async def _end_in_time(policy: RolloutPolicy, episode: Episode) -> None:

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import secrets
+import socket
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -81,7 +82,7 @@ async def hosting(settings: AgentSettings, run: RunContext) -> AsyncGenerator[Ag
             run.tell(f"agents ask the policy at {seen_from_elsewhere(url)}")
             yield AgentHost(settings, url, run.folder / "agents", Path.cwd(), store, program, waiting)
             return
-        address = run.folder / f"agents-{os.getpid()}.json"
+        address = run.folder / f"agents-{socket.gethostname()}-{os.getpid()}.json"
         address.touch(0o600)
         address.write_text(json.dumps({"url": seen_from_elsewhere(url), "key": key}), encoding="utf-8")
         run.tell(f"harnesses open episodes at {seen_from_elsewhere(url)}/episodes, with the key in {address}")

@@ -38,7 +38,7 @@ def agent_environment(base_url: str, episode: Episode) -> dict[str, str]:
         "OPENAI_API_KEY": episode.key,
         "ANTHROPIC_BASE_URL": url,
         "ANTHROPIC_API_KEY": episode.key,
-        "ANTHROPIC_AUTH_TOKEN": episode.key,  # where the run has the user's own, clients send that before a key
+        "ANTHROPIC_AUTH_TOKEN": "",  # none: clients warn of two, and the run may have the user's own
         "TITAN_RL_EPISODE_URL": url,
         "TITAN_RL_EPISODE_KEY": episode.key,
         "NO_PROXY": no_proxy,

@@ -85,6 +85,16 @@ def printable(text: str) -> str:
     return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
+def _is_plain(items: list[Any]) -> bool:
+    """Whether a list is of small integers, finite floats, texts or truths alone: hundreds of tokens are, and looking at
+    each from Python takes as long as all the rest of their line."""
+    kinds = set(map(type, items))
+    if kinds == {int}:
+        return min(items) >= -_SMALL and max(items) <= _SMALL
+    return kinds <= {str, bool} or (kinds == {float} and all(map(math.isfinite, items)))
+
+
+_SMALL = 1 << 62
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -120,6 +130,8 @@ class _Plain:
             if isinstance(value, Mapping):
                 items = list(cast("Mapping[Any, Any]", value).items())
                 return {self._key(key): self.of(item) for key, item in items}
+            if type(value) is list and _is_plain(cast("list[Any]", value)):
+                return cast("list[Any]", value).copy()
             if isinstance(value, list | tuple | AbstractSet):
                 return [self.of(item) for item in cast("list[Any]", value)]
             return self.of(value.tolist())

@@ -38,11 +38,13 @@ class Stopwatch:
         limit_s: what it counts up to.
         waited_s: seconds in which it was paused by those who know that the request waited.
         charged_s: seconds charged by those who counted elsewhere.
+        asked_s: seconds of requests, from asking to the answer; of several at once each counts.
     """
 
     def __init__(self, limit_s: float) -> None:
         self.waited_s = 0.0
         self.charged_s = 0.0
+        self.asked_s = 0.0
         self._loop = asyncio.get_running_loop()
         self.limit_s = limit_s
         self._used_s = 0.0

@@ -8,7 +8,7 @@ from functools import partial
 import shtab
 
 from titan_rl.cli.options import Parser
-from titan_rl.run.observability.standard_streams import say
+from titan_rl.run.terminal.standard_streams import say
 
 
 def set_up(parser: Parser, of: Parser) -> None:

@@ -9,7 +9,7 @@ import msgspec
 
 from titan_rl.cli.options import Parser
 from titan_rl.run.machine.checkup import Finding, check_up
-from titan_rl.run.observability.standard_streams import say, tell
+from titan_rl.run.terminal.standard_streams import say, tell
 
 
 def set_up(parser: Parser) -> None:

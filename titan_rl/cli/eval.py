@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from titan_rl.cli.options import Parser
+from titan_rl.cli.verbosity import add_verbosity, verbosity_of
 from titan_rl.config.evaluation import EvalConfig, make_eval_config
 from titan_rl.config.load import load_config
 from titan_rl.config.run import RunConfig
 from titan_rl.errors import ConfigError
 from titan_rl.evaluation.evaluation import Evaluation, evaluation_folders, read_evaluation
 from titan_rl.evaluation.table import as_json, table
-from titan_rl.run.observability.standard_streams import say, tell
+from titan_rl.run.observability.progress import Progress
 from titan_rl.run.run_name import run_name
+from titan_rl.run.terminal.standard_streams import say, tell
 
 CONFIG = "config.toml"
 
@@ -42,6 +45,7 @@ def set_up(parser: Parser) -> None:
         "--out", metavar="FOLDER", help="keep results and transcripts here; one that was stopped here goes on"
     )
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
+    add_verbosity(parser)
     parser.add_options(EvalConfig)
     parser.add_settings(RunConfig)
     parser.set_defaults(run=run)
@@ -64,7 +68,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     evaluations: list[Evaluation] = []
     try:
-        code = run_evaluations(config, settings, policies, out, evaluations, lambda text: tell(f"titan-rl: {text}"))
+        with Progress(0, sys.stderr, unit="sample", verbosity=verbosity_of(arguments), vanish=True) as progress:
+            code = run_evaluations(config, settings, policies, out, evaluations, progress)
     finally:
         if evaluations:
             _show(evaluations, arguments)

@@ -7,8 +7,9 @@ import asyncio
 from pathlib import Path
 
 from titan_rl.cli.options import Parser
-from titan_rl.run.observability.standard_streams import say, tell
+from titan_rl.run.observability.progress import status
 from titan_rl.run.policies.exported import export_policy
+from titan_rl.run.terminal.standard_streams import say, tell
 
 
 def set_up(parser: Parser) -> None:
@@ -24,7 +25,9 @@ def set_up(parser: Parser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     out = Path(arguments.out).absolute()
-    name = asyncio.run(export_policy(arguments.policy, out, arguments.dtype, lambda text: tell(f"titan-rl: {text}")))
+    with status(f"exporting {arguments.policy}"):
+        exporting = export_policy(arguments.policy, out, arguments.dtype, lambda text: tell(f"titan-rl: {text}"))
+        name = asyncio.run(exporting)
     tell(f"titan-rl: {name} is written and verified")
     say(f"{out}\n")
     return 0

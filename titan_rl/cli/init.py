@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import get_args
 
 from titan_rl.cli.options import Parser
-from titan_rl.run.observability.standard_streams import say, tell
+from titan_rl.run.terminal.standard_streams import say, tell
+from titan_rl.starter.examples import copy_example, example_names
 from titan_rl.starter.write import TEMPLATES, Starter, write_starter
 from titan_rl.tiny_model.vocabulary import Level
 
@@ -25,6 +26,11 @@ def set_up(parser: Parser) -> None:
         default="single",
         help="one prompt and one answer, a conversation of several turns, or tools that the policy calls "
         "(default: single)",
+    )
+    parser.add_argument(
+        "--example",
+        metavar="EXAMPLE",
+        help=f"copy an example instead, under the name NAME: {', '.join(example_names())}",
     )
     parser.add_argument(
         "--model",
@@ -44,6 +50,8 @@ def set_up(parser: Parser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.example is not None:
+        return _copy(arguments.example, Path(arguments.name))
     model = None if arguments.model is None else Path(arguments.model)
     starter = Starter(Path(arguments.name), arguments.template, model, arguments.level, arguments.size)
     for path in write_starter(starter):
@@ -51,4 +59,18 @@ def run(arguments: argparse.Namespace) -> int:
     folder = shlex.quote(str(starter.folder))
     first = "sft config.toml" if model is None else "train config.toml --dry-run"
     tell(f"titan-rl: to go on:  cd {folder} && titan-rl {first}")
+    return 0
+
+
+def _copy(example: str, folder: Path) -> int:
+    for path in copy_example(example, folder):
+        say(f"{path}\n")
+    settings = shlex.quote(str(folder / "cpu.toml"))
+    if (folder / "base").is_dir():
+        first = f"titan-rl train {settings}"
+    elif (folder / "base_model.py").is_file():
+        first = f"python -m {folder.name}.base_model --out {shlex.quote(str(folder / 'base'))}"
+    else:
+        first = f"titan-rl sft {settings}"
+    tell(f"titan-rl: to go on:  {first}")
     return 0

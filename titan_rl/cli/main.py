@@ -13,10 +13,10 @@ from types import FrameType
 from typing import cast
 
 from titan_rl.calls.user_code import reason, summary
-from titan_rl.cli import completion, doctor, eval, export, init, play, serve, sft, train
+from titan_rl.cli import completion, doctor, eval, export, hosts, init, launch, play, serve, sft, train, view, worker
 from titan_rl.cli.options import EXIT_USAGE, Parser
 from titan_rl.errors import ConfigError, ModelError, TitanRLError
-from titan_rl.run.observability.standard_streams import OutputError, replace_closed_streams, say, tell
+from titan_rl.run.terminal.standard_streams import OutputError, replace_closed_streams, say, tell
 
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 128 + signal.SIGINT
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     replace_closed_streams()
     with _sigterm_unwinds():
         try:
-            arguments = _parser().parse_args(argv)
+            arguments = command_line().parse_args(argv)
             code = arguments.run(arguments)
             if code in (EXIT_INTERRUPTED, EXIT_TERMINATED):
                 signal.signal(signal.SIGINT, signal.SIG_DFL)  # one more ends what is left of the exit, without a word
@@ -54,18 +54,22 @@ def main(argv: Sequence[str] | None = None) -> int:
             return EXIT_FAILED
 
 
-def _parser() -> Parser:
+def command_line() -> Parser:
     parser = Parser(prog="titan-rl", description="Reinforcement learning of language models.")
     parser.add_argument("--version", action=_Version, nargs=0, help="print titan-rl's version, and stop")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     init.set_up(commands.add_parser("init", help="make a package with a task of your own"))
     train.set_up(commands.add_parser("train", help="train a policy"))
+    launch.set_up(commands.add_parser("launch", help="submit a run to Slurm or Kubernetes"))
     sft.set_up(commands.add_parser("sft", help="teach a model demonstrations"))
     serve.set_up(commands.add_parser("serve", help="serve a policy"))
     play.set_up(commands.add_parser("play", help="be the policy, or watch one"))
     eval.set_up(commands.add_parser("eval", help="say how good policies are on held-out prompts"))
+    view.set_up(commands.add_parser("view", help="show runs in a browser, also while they go on"))
+    hosts.set_up(commands.add_parser("hosts", help="show the hosts of a run, or have one join or leave it"))
     export.set_up(commands.add_parser("export", help="write a run's policy as a Hugging Face folder"))
     doctor.set_up(commands.add_parser("doctor", help="say what this machine lacks for a run"))
+    worker.set_up(commands.add_parser("worker", help="let runs use this machine"))
     completion.set_up(commands.add_parser("completion", help="complete commands and settings in a shell"), of=parser)
     return parser
 

@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import inspect
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NoReturn, cast, get_args, get_origin
 
 from pydantic.fields import FieldInfo
@@ -15,7 +15,7 @@ from titan_rl.config.functions import function_name
 from titan_rl.config.suites import ValidationSuite
 from titan_rl.config.tables import parse_value
 from titan_rl.config.tasks import TaskSource
-from titan_rl.run.observability.standard_streams import say, tell
+from titan_rl.run.terminal.standard_streams import say, tell
 from titan_rl.settings import FunctionName, Section
 
 EXIT_USAGE = 2
@@ -168,6 +168,8 @@ def _help(field: FieldInfo, function: FunctionName | None) -> str:
 
 
 def _toml(value: str | bool | float | Iterable[Any]) -> str:
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{name} = {_toml(each)}' for name, each in cast(Mapping[str, Any], value).items())}}}"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):

@@ -11,8 +11,8 @@ from titan_rl.config.evaluation import EvalConfig, make_eval_config
 from titan_rl.config.load import load_config
 from titan_rl.config.run import RunConfig
 from titan_rl.errors import ConfigError
-from titan_rl.run.observability.standard_streams import say, tell
 from titan_rl.run.playing.command import Scene, play
+from titan_rl.run.terminal.standard_streams import say, tell
 
 
 def set_up(parser: Parser) -> None:

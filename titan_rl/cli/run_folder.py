@@ -11,8 +11,8 @@ CONFIG = "config.toml"
 USUAL = Path("runs/latest")
 
 
-def find_run(name: str) -> Path:
-    """The absolute folder of the run that `--resume` names.
+def find_run(name: str, option: str = "--resume") -> Path:
+    """The absolute folder of the run that an option names.
 
     Raises:
         ConfigError: no run is there. It says what is, and where a run is as far as that is to be seen.
@@ -27,7 +27,7 @@ def find_run(name: str) -> Path:
     else:
         problem, near = "there is no such folder", USUAL
     hint = f", as {near}" if near is not None and _is_run(near) else ""
-    raise ConfigError(f"--resume {name}: no run is there: {problem}; name the folder of a run{hint}")
+    raise ConfigError(f"{option} {name}: no run is there: {problem}; name the folder of a run{hint}")
 
 
 def _is_run(folder: Path) -> bool:

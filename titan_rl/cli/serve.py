@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 
 from titan_rl.cli.options import Parser
+from titan_rl.cli.verbosity import add_verbosity, verbosity_of
 from titan_rl.config.serve import ServeConfig, dump_serve_config, load_serve_config
-from titan_rl.run.observability.standard_streams import say
 from titan_rl.run.policies.source import find_policy
 from titan_rl.run.server_keys import take_keys
+from titan_rl.run.terminal.standard_streams import say
 
 
 def set_up(parser: Parser) -> None:
@@ -20,6 +21,7 @@ def set_up(parser: Parser) -> None:
     )
     parser.add_argument("policy", metavar="RUN_OR_MODEL", help="a run's folder, a model's folder, or a TOML file")
     parser.add_argument("--dry-run", action="store_true", help="check everything, print the settings, and stop")
+    add_verbosity(parser)
     parser.add_settings(ServeConfig)
     parser.set_defaults(run=run)
 
@@ -34,4 +36,4 @@ def run(arguments: argparse.Namespace) -> int:
     # Not before the settings are known to be right: what starts processes also imports what they need.
     from titan_rl.run.serve import run_server
 
-    return run_server(config, source)
+    return run_server(config, source, verbosity_of(arguments))

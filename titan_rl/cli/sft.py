@@ -10,12 +10,14 @@ from pathlib import Path
 
 from titan_rl.cli.options import Parser
 from titan_rl.cli.run_folder import CONFIG, find_run
+from titan_rl.cli.verbosity import add_verbosity, verbosity_of
 from titan_rl.config.changes import check_resume
+from titan_rl.config.hosts import check_own_machine
 from titan_rl.config.load import dump_config
 from titan_rl.config.load_sft import load_sft_config
 from titan_rl.config.run import RunConfig
 from titan_rl.errors import ConfigError
-from titan_rl.run.observability.standard_streams import say, tell
+from titan_rl.run.terminal.standard_streams import say, tell
 
 
 def set_up(parser: Parser) -> None:
@@ -29,6 +31,7 @@ def set_up(parser: Parser) -> None:
     parser.add_argument(
         "--dry-run", action="store_true", help="check settings and demonstrations, print the settings, and stop"
     )
+    add_verbosity(parser)
     parser.add_settings(RunConfig)
     parser.set_defaults(run=run)
 
@@ -44,9 +47,10 @@ def run(arguments: argparse.Namespace) -> int:
     from titan_rl.run.sft.launch import check, run_sft
 
     if arguments.dry_run:
+        check_own_machine(config.hosts)
         with tempfile.TemporaryDirectory() as folder:
             ready, told = check(config, Path(folder))
         tell(f"titan-rl: {told}")
         say(dump_config(ready))
         return 0
-    return run_sft(config, resume, begun_by=shlex.join(["titan-rl", *sys.argv[1:]]))
+    return run_sft(config, resume, begun_by=shlex.join(["titan-rl", *sys.argv[1:]]), verbosity=verbosity_of(arguments))

@@ -9,15 +9,18 @@ from pathlib import Path
 
 from titan_rl.cli.options import Parser
 from titan_rl.cli.run_folder import CONFIG, find_run
+from titan_rl.cli.verbosity import add_verbosity, verbosity_of
 from titan_rl.config.changes import check_resume
 from titan_rl.config.concurrency import throttles
+from titan_rl.config.hosts import check_own_machine
 from titan_rl.config.load import dump_config, load_config
 from titan_rl.config.run import RunConfig
 from titan_rl.errors import ConfigError, MissingExtraError
 from titan_rl.run.directory import check_run_dir
-from titan_rl.run.observability.standard_streams import say, tell
-from titan_rl.run.rehearsal import describe, rehearse
+from titan_rl.run.observability.summary import show_summary
+from titan_rl.run.rehearsal import describe, problem_of_loss, rehearse
 from titan_rl.run.run_name import run_name
+from titan_rl.run.terminal.standard_streams import say, tell
 
 
 def set_up(parser: Parser) -> None:
@@ -35,6 +38,7 @@ def set_up(parser: Parser) -> None:
         action="store_true",
         help="check everything, print the settings, play a group without a model, and stop",
     )
+    add_verbosity(parser)
     parser.add_settings(RunConfig)
     parser.set_defaults(run=run)
 
@@ -49,6 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     for warning in throttles(config):
         tell(f"titan-rl: warning: {warning}")
     if arguments.dry_run:
+        check_own_machine(config.hosts)
         if resume is None:
             check_run_dir(config)
         say(dump_config(config))
@@ -57,11 +62,16 @@ def run(arguments: argparse.Namespace) -> int:
     from titan_rl.run.launch import run_training
 
     name = run_name(config, [Path(toml) for toml in arguments.config], arguments.overrides)
-    return run_training(config, resume, name=name, begun_by=shlex.join(["titan-rl", *sys.argv[1:]])).code
+    begun_by = shlex.join(["titan-rl", *sys.argv[1:]])
+    end = run_training(config, resume, name=name, begun_by=begun_by, verbosity=verbosity_of(arguments))
+    if end.summary is not None:
+        show_summary(end.summary)
+    return end.code
 
 
 def _rehearse(config: RunConfig) -> int:
-    """Play a group of each task without engines, where there is what reads the model's tokenizer.
+    """Play a group of each task without engines, where there is what reads the model's tokenizer, and call a loss of
+    the user's once.
 
     Returns:
         exit code: 1 where something is wrong that would fail a run.
@@ -74,6 +84,9 @@ def _rehearse(config: RunConfig) -> int:
     for rehearsal in rehearsals:
         for line in describe(rehearsal, config.model.max_context):
             tell(line)
+    loss = problem_of_loss(config)
+    if loss is not None:
+        tell(f"error: {loss}")
     for name in {source.name for source in config.tasks} - {rehearsal.task for rehearsal in rehearsals}:
         tell(f"{name}: not played: the programs of agents are not started")
-    return 1 if any(rehearsal.problems for rehearsal in rehearsals) else 0
+    return 1 if loss is not None or any(rehearsal.problems for rehearsal in rehearsals) else 0

@@ -126,8 +126,13 @@ def _lines(
         case "model_type" | "model_attributes_type":
             yield f"{origins.of(key)}: {key} = {details['input']!r} must be a table"
         case "tuple_type" | "list_type":
+            given = details["input"]
+            values = [part.strip() for part in given.split(",")] if isinstance(given, str) else [given]
+            shown = json.dumps(values, ensure_ascii=False, default=str)
+            yield f"{origins.of(key)}: {key} = {given!r} must be a list; in brackets: {shown}"
+        case "dict_type" | "mapping_type":
             value = json.dumps(details["input"], ensure_ascii=False, default=str)
-            yield f"{origins.of(key)}: {key} = {details['input']!r} must be a list; in brackets: [{value}]"
+            yield f'{origins.of(key)}: {key} = {details["input"]!r} must be a table; in braces: {{ "NAME" = {value} }}'
         case "too_long":
             most = details.get("ctx", {})["max_length"]
             yield f"{origins.of(key)}: {key} = {details['input']!r} has more than {most} items"

@@ -38,6 +38,8 @@ def check_functions(config: Section, generation: GenerationConfig, routing: Rout
     except ConfigError as error:
         raise ConfigError(f"{origins.of('routing.strategy')}: {error}") from error.__cause__
     _check_engine(generation, origins)
+    if isinstance(config, RunConfig):
+        _check_sleep(config, origins)
 
 
 def _problem(found: Any, known: FunctionName) -> str | None:
@@ -64,6 +66,15 @@ def _problem(found: Any, known: FunctionName) -> str | None:
 def named_modules(config: Section) -> set[str]:
     """The modules of the user's that settings name as "module:function"."""
     return {name.partition(":")[0] for _, name, known in _named(config) if name not in known.names}
+
+
+def _check_sleep(config: RunConfig, origins: Origins) -> None:
+    name = config.generation.engine
+    if config.scheduling.on_batch_ready == "sleep" and not find_engine(name).sleeps:
+        raise ConfigError(
+            f'{origins.of("scheduling.on_batch_ready")}: scheduling.on_batch_ready = "sleep", and generation.engine = '
+            f'{name!r} cannot give its memory back; set it to "abort"'
+        )
 
 
 def _check_engine(generation: GenerationConfig, origins: Origins) -> None:

@@ -7,9 +7,10 @@ from typing import Any
 from typing_extensions import get_protocol_members
 
 from titan_rl.calls.user_code import describe
-from titan_rl.errors import ConfigError, ModelError
+from titan_rl.errors import ConfigError, MissingExtraError, ModelError
 from titan_rl.rollout.renderer import Renderer
 from titan_rl.rollout.renderer.registry import find_renderer
+from titan_rl.rollout.renderer.token_texts import TokenTexts
 from titan_rl.rollout.renderer.tokenizer import load_tokenizer
 from titan_rl.training.settings import ModelConfig
 
@@ -40,3 +41,11 @@ def make_renderer(model: ModelConfig) -> Renderer:
             f"model.renderer = {model.renderer!r} gives no renderer for the tokenizer of {model.path}: "
             f"{describe(error)}; it is called with a tokenizer of transformers"
         ) from error
+
+
+def find_token_texts(model: ModelConfig) -> TokenTexts | None:
+    """What reads the tokens of the model's folder; None where it has no tokenizer."""
+    try:
+        return TokenTexts.of_tokenizer(load_tokenizer(model.path))
+    except (ModelError, MissingExtraError):
+        return None

@@ -40,7 +40,7 @@ def make_rollouter(config: RunConfig, source: TaskSource, renderer: Renderer | N
         advantage=find_advantage(config.advantage_of(source)),
         limits=config.limits_of(source),
         max_context=config.model.max_context,
-        seed=config.seed,
+        seed=config.seed if config.seeds_requests else None,
     )
 
 

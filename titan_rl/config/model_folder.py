@@ -52,8 +52,9 @@ def check_model_folder(model: ModelConfig, generation: GenerationConfig, places:
     folder = find_model_folder(path, places)
     if folder is None:
         raise ConfigError(
-            f"model.path = {path!r} is not a folder {told_places(places)}. titan-rl sft makes it of the task's "
-            "demonstrations, where it has some; titan-rl sft --resume RUN goes on with one that was stopped. Or name "
+            f"model.path = {path!r} is not a folder {told_places(places)}. Run titan-rl sft first, which "
+            "makes it of the task's demonstrations, where it has some; titan-rl sft --resume RUN goes on with one that "
+            "was stopped. Or name "
             "the folder of a model that is there, such as after hf download ORGANIZATION/NAME --local-dir FOLDER"
         )
     architecture = _read_json(folder, "config.json")

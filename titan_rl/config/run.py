@@ -10,10 +10,10 @@ from typing import Annotated, Self
 from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from titan_rl.config.hosts import HostsConfig
 from titan_rl.config.sections import (
     CheckpointConfig,
     GenerationConfig,
-    LoggingConfig,
     RoutingConfig,
     SamplingConfig,
     StateDictConfig,
@@ -25,6 +25,7 @@ from titan_rl.config.tasks import TaskSource, is_alone
 from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.scheduling.settings import SchedulingConfig
 from titan_rl.settings import Section
+from titan_rl.sinks.settings import LoggingConfig
 from titan_rl.training.settings import CorrectionConfig, ModelConfig, TrainingConfig
 
 
@@ -65,6 +66,7 @@ class RunConfig(Section):
     validation: ValidationConfig = ValidationConfig()
     generation: GenerationConfig = GenerationConfig()
     routing: RoutingConfig = RoutingConfig()
+    hosts: HostsConfig = HostsConfig()
     statedict: StateDictConfig = StateDictConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
@@ -111,6 +113,13 @@ class RunConfig(Section):
     def sampling_of(self, source: TaskSource) -> SamplingConfig:
         """How a task's completions are sampled."""
         return self.sampling.model_copy(update=source.sampling.model_dump(exclude_none=True))
+
+    @property
+    def seeds_requests(self) -> bool:
+        """Whether training requests are sampled with seeds of their own; held-out ones always are."""
+        if self.sampling.seeded is not None:
+            return self.sampling.seeded
+        return self.scheduling.max_staleness == 0 and not self.scheduling.oversample
 
     def limits_of(self, source: TaskSource) -> RolloutConfig:
         """The limits of a task's rollouts."""
@@ -182,6 +191,13 @@ def conflicts(config: RunConfig) -> Iterator[str]:
             f"{config.statedict.pull_timeout_s:g}: a generator that loads weights generates nothing meanwhile, and "
             "would be taken to hang; raise the one or lower the other"
         )
+    least, number, most = generation.least_generators, generation.num_generators, generation.most_generators
+    if least > number or (most is not None and most < number):
+        yield (
+            f"generation.num_generators = {number} is not between least_generators = {least} and most_generators = "
+            f"{most or 'any number'}; the run begins with num_generators"
+        )
+    yield from config.hosts.too_few()
     yield from _conflicts_of_suites(config)
 
 

@@ -29,6 +29,10 @@ class GenerationConfig(Section):
     """What continues prompts in each of them."""
     num_generators: PositiveInt = 2
     """Generator actors, one engine each."""
+    least_generators: PositiveInt = 1
+    """While fewer are in service the run waits for more, hosts.wait_s at most."""
+    most_generators: PositiveInt | None = None
+    """As hosts join a run, it gets no more than these. By default each host brings as many as the others have."""
     tensor_parallel_size: PositiveInt = 1
     """Processes that share the model of one generator; it divides the model's attention heads."""
     max_running: PositiveInt | None = None
@@ -36,6 +40,9 @@ class GenerationConfig(Section):
     all slots of the scheduler, or fewer if kv_cache_gib does not hold so many."""
     kv_cache_gib: PositiveFloat = 1.0
     """Memory of one engine's KV cache; it holds at least one full context."""
+    gpu_share: float | None = Field(default=None, gt=0, le=1)
+    """Of a GPU's memory, what one process of an engine has. By default what weights, KV cache and work space come to,
+    so that others fit beside it. An engine does not start where so much is not free."""
     return_routed_experts: bool = False
     """Training completions tell which experts each token took. For mixtures of experts, on GPUs."""
     pull_mode: Literal["hot_swap", "drain"] = "hot_swap"
@@ -71,17 +78,27 @@ class SamplingConfig(Section):
     """Most tokens of one completion."""
     temperature: PositiveFloat = 1.0
     """Of the distribution that is sampled from and trained on."""
+    seeded: bool | None = None
+    """Every request is sampled with a seed of its own, so that a run can be repeated; on GPUs that takes vLLM a kernel
+    a request and step. By default only where scheduling.max_staleness = 0 without oversample: no other run repeats."""
 
 
 class StateDictConfig(Section):
     """How every published version travels to the generators, and how they verify it."""
 
-    transport: Annotated[str, FunctionName(tuple(TRANSPORTS), ("spec",))] = "shared_memory"
-    """With shared_memory generators are on the trainer's host; with rdma they may be elsewhere, too, and read over the
-    network there. With cuda_ipc all are on GPUs of one host, and read from the trainer's GPU memory, which has two more
-    copies then."""
-    num_probes: NonNegativeInt = 4
-    """Sequences whose logprobs the trainer publishes with each version; 0 verifies nothing."""
+    transport: Annotated[str, FunctionName(tuple(TRANSPORTS), ("spec",))] = "auto"
+    """By default shared_memory on one host and tcp on several. With tcp each host is sent a version once, by the host
+    before it, and of most versions what changed; with rdma each generator reads the trainer's memory over the network.
+    With cuda_ipc all are on GPUs of one host, and read from the trainer's GPU memory, which has two more copies
+    then."""
+    fanout: PositiveInt = 1
+    """With tcp, hosts that each host sends a version to: 1 makes a chain of them, in which the trainer sends it once,
+    and more a tree."""
+    anchor_interval: PositiveInt = 16
+    """With tcp, every so many versions all bytes are sent, and of the others only what changed; 1 always sends all."""
+    num_probes: NonNegativeInt | None = None
+    """Sequences whose logprobs the trainer publishes with each version; 0 verifies nothing. By default 4 in float32 and
+    32 in bfloat16."""
     tolerance: PositiveFloat | None = None
     """Largest mean logprob difference of a probe; by default 1e-5 in float32 and 0.1 in bfloat16."""
     pull_timeout_s: PositiveFloat = 120.0
@@ -112,16 +129,3 @@ class CheckpointConfig(Section):
     """Seconds from one checkpoint to the next, or 9 times what the last one took if that is more; 0 saves by steps."""
     keep: PositiveInt = 2
     """Most checkpoints kept; the oldest goes first."""
-
-
-class LoggingConfig(Section):
-    """Where metrics go beside the run directory."""
-
-    wandb: bool = False
-    """Log to Weights & Biases."""
-    wandb_project: str = "titan_rl"
-    """Project to log to."""
-    tensorboard: bool = False
-    """Write TensorBoard events into the run directory."""
-    transcripts_per_step: NonNegativeInt = 4
-    """Groups a step whose rollouts are written to rollouts.jsonl."""

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from statistics import fmean
 from typing import Any
 
-from titan_rl.evaluation.statistics import Estimate, clustered_mean, mean_avg_at_k, mean_pass_at_k
+from titan_rl.evaluation.statistics import Estimate, averages_at_k, clustered_mean, passes_at_k
 from titan_rl.rollout.types import RolloutStatus
 
 Record = Mapping[str, Any]
@@ -20,11 +20,12 @@ class TaskResult:
 
     Attributes:
         success: the least reward of a sample that counts as right.
-        rewards: of the samples that have one, by prompt. A sample that an environment or an endpoint failed, that could
-            not be parsed, or whose rubric failed has none, and is in no mean.
+        rewards: of the samples that have one, by prompt, and by seat where there are several. A sample that an
+            environment or an endpoint failed, that could not be parsed, or whose rubric failed has none, and is in no
+            mean.
         reward: the mean of `rewards`, with its standard error clustered by prompt.
-        avg_at: by k, see `mean_avg_at_k`.
-        pass_at: by k, see `mean_pass_at_k`.
+        avg_at: by k, the mean of `averages_at_k` of each prompt and seat, with its standard error clustered by prompt.
+        pass_at: by k, that of `passes_at_k`.
         statuses: samples by `RolloutStatus`, those without a reward included.
         num_unscored: samples without a reward.
         num_unparsed: those of them whose answer could not be parsed, which is the policy's doing.
@@ -50,12 +51,17 @@ class TaskResult:
     measures: dict[str, float] = field(default_factory=dict[str, float])
 
     @property
+    def of_prompts(self) -> dict[str, list[float]]:
+        """`rewards` with those of all seats of a prompt together: they are of the same games."""
+        return by_prompt(self.rewards)
+
+    @property
     def num_samples(self) -> int:
         return sum(self.statuses.values())
 
     @property
     def num_prompts(self) -> int:
-        return len(self.rewards)
+        return len(self.of_prompts)
 
     def to_json(self) -> dict[str, Any]:
         """As `results.json` has it."""
@@ -72,9 +78,17 @@ class TaskResult:
 
 
 def prompt_key(record: Record) -> str:
-    """Of the prompt that a line is a sample of: its place among the held-out ones, what it is, and for which seat."""
+    """Of what a line is a sample of: the prompt's place among the held-out ones, what it is, and for which seat."""
     seat = record.get("seat")
     return f"{record['prompt']}:{record['prompt_digest']}" + ("" if seat is None else f":{seat}")
+
+
+def by_prompt(rewards: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
+    """By `prompt_key`s without seats."""
+    joined: dict[str, list[float]] = {}
+    for key, group in rewards.items():
+        joined.setdefault(":".join(key.split(":", 2)[:2]), []).extend(group)
+    return joined
 
 
 def task_result(
@@ -97,9 +111,9 @@ def task_result(
         samples_per_prompt=samples_per_prompt,
         success=success,
         rewards=rewards,
-        reward=clustered_mean(rewards),
-        avg_at=_given({samples_per_prompt: mean_avg_at_k(rewards, samples_per_prompt)}),
-        pass_at=_given({k: mean_pass_at_k(rewards, k, success) for k in _powers_of_two(samples_per_prompt)}),
+        reward=clustered_mean(by_prompt(rewards)),
+        avg_at=_clustered({samples_per_prompt: averages_at_k(rewards, samples_per_prompt)}),
+        pass_at=_clustered({k: passes_at_k(rewards, k, success) for k in _powers_of_two(samples_per_prompt)}),
         statuses=_statuses(records),
         num_unscored=sum(_reward(record) is None for record in records),
         num_unparsed=sum(_is_unparsed(record) for record in records),
@@ -124,7 +138,9 @@ def _is_unparsed(record: Record) -> bool:
     return record["status"] == RolloutStatus.ERROR_PARSE and not is_fault(record) and record["reward"] is None
 
 
-def _given(estimates: Mapping[int, Estimate | None]) -> dict[int, Estimate]:
+def _clustered(values: Mapping[int, Mapping[str, Sequence[float]]]) -> dict[int, Estimate]:
+    """By k, of those that any prompt has enough samples for."""
+    estimates = {k: clustered_mean(by_prompt(of_groups)) for k, of_groups in values.items()}
     return {k: estimate for k, estimate in estimates.items() if estimate is not None}
 
 

@@ -107,23 +107,22 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
     return 1.0 - math.prod(1.0 - k / i for i in range(num_samples - num_right + 1, num_samples + 1))
 
 
-def mean_pass_at_k(rewards: Rewards, k: int, success: float) -> Estimate | None:
-    """pass@k over the prompts that have at least `k` samples.
+def passes_at_k(rewards: Rewards, k: int, success: float) -> dict[Any, list[float]]:
+    """pass@k of those that have at least `k` samples: one value each.
 
     Args:
         success: the least reward of a sample that is right.
     """
-    chances = {
+    return {
         key: [pass_at_k(len(group), sum(reward >= success for reward in group), k)]
         for key, group in rewards.items()
         if len(group) >= k
     }
-    return clustered_mean(chances)
 
 
-def mean_avg_at_k(rewards: Rewards, k: int) -> Estimate | None:
-    """avg@k: the mean over prompts of the mean reward of their first `k` samples, over those that have as many."""
-    return clustered_mean({key: [fmean(group[:k])] for key, group in rewards.items() if len(group) >= k})
+def averages_at_k(rewards: Rewards, k: int) -> dict[Any, list[float]]:
+    """The mean reward of the first `k` samples of those that have as many: one value each."""
+    return {key: [fmean(group[:k])] for key, group in rewards.items() if len(group) >= k}
 
 
 def _mean(rewards: Rewards) -> float:

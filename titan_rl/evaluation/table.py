@@ -37,7 +37,7 @@ def as_json(evaluations: Sequence[Evaluation]) -> str:
     differences: list[dict[str, object]] = []
     for other in others:
         for name, result in first.tasks.items():
-            found = name in other.tasks and difference(result.rewards, other.tasks[name].rewards)
+            found = name in other.tasks and difference(result.of_prompts, other.tasks[name].of_prompts)
             if found:
                 about = {"task": name, "policy": other.policy, "from": first.policy}
                 differences.append({**about, **asdict(found)})
@@ -81,7 +81,7 @@ def _rows(results: Sequence[TaskResult | None], differs: bool) -> Iterator[list[
     first = results[0]
     others = results[1:] if differs else ()
     compared = [
-        None if first is None or other is None else difference(first.rewards, other.rewards) for other in others
+        None if first is None or other is None else difference(first.of_prompts, other.of_prompts) for other in others
     ]
     yield ["reward", *(_estimate(result and result.reward) for result in results), *map(_difference, compared)]
     blank = [""] * len(others)

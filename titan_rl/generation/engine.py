@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from titan_rl.generation.request import EngineRequest
-from titan_rl.types import FinishReason
+from titan_rl.types import FinishReason, TopLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +21,7 @@ class TokenDelta:
     routed_experts: Any = None  # [num_new_tokens, num_layers, top_k] if the request asks for them
     metrics: dict[str, float] = field(default_factory=dict[str, float])  # e.g. cached_prompt_tokens, once
     failure: str | None = None  # why the engine gave the request up
+    top_logprobs: TopLogprobs | None = None  # [num_new_tokens, ...] if the request asks for them
 
 
 def problem_of(delta: TokenDelta, request: EngineRequest) -> str | None:
@@ -32,10 +33,13 @@ def problem_of(delta: TokenDelta, request: EngineRequest) -> str | None:
     count = len(delta.token_ids)
     if len(delta.logprobs) != count:
         return f"got {count} tokens with {len(delta.logprobs)} logprobs"
-    if request.sampling.return_routed_experts:
-        rows = 0 if delta.routed_experts is None else len(delta.routed_experts)
-        if rows != count:
-            return f"asked for routed experts, and {count} tokens came with {rows} rows of them"
+    sampling = request.sampling
+    for name, is_asked, rows in (
+        ("routed experts", sampling.return_routed_experts, delta.routed_experts),
+        ("top logprobs", bool(sampling.top_logprobs), delta.top_logprobs),
+    ):
+        if is_asked and (num_rows := 0 if rows is None else len(rows)) != count:
+            return f"asked for {name}, and {count} tokens came with {num_rows} rows of them"
     return None
 
 
@@ -103,6 +107,20 @@ class Engine(Protocol):
 
 
 @runtime_checkable
+class SleepingEngine(Engine, Protocol):
+    """An engine that can lend its memory to somebody else for a time, a trainer on the same GPU."""
+
+    def sleep(self) -> None:
+        """Give the memory of weights and KV cache back. Called while nothing runs; nothing but `wake` and `close`
+        follows."""
+        ...
+
+    def wake(self) -> None:
+        """Take as much memory again. What is in it is anything: `load_state_dict` follows before a request does."""
+        ...
+
+
+@runtime_checkable
 class GaugedEngine(Engine, Protocol):
     """An engine that says how it is doing."""
 
@@ -110,7 +128,7 @@ class GaugedEngine(Engine, Protocol):
         """Figures by their names, as they are now. Called once the engine is made and after each step: it only looks.
 
         A name that ends in `_total` counts something, and never falls; any other is something that rises and falls.
-        Those that the library's engines give are in docs/generation.md.
+        Those that the library's engines give are in docs/concepts/generation.md.
 
         Example: {"running_requests": 12.0, "kv_cache_usage": 0.4, "preemptions_total": 3.0}
         """

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
+from titan_rl.arrays import LOGPROBS, TOKENS, ExpertRows, NumberArray, joined_rows, logprob_array, token_array
 from titan_rl.generation.request import EngineRequest, OnChunk
 from titan_rl.types import Completion, FinishReason, TokenChunk, VersionSpan
 
@@ -24,7 +27,7 @@ class Partial:
     def __init__(self, request: EngineRequest) -> None:
         self.request = request
         self._kept: Completion | None = None  # of attempts that are over
-        self._chunks: list[TokenChunk] = []  # of the present one
+        self._present = _Tokens()  # of the present one
 
     @property
     def rest(self) -> EngineRequest:
@@ -33,18 +36,17 @@ class Partial:
 
     def begin(self) -> OnChunk:
         """Begin an attempt, and return what takes its chunks. Those that come after its end are dropped."""
-        self._chunks = []
-        return self._chunks.append
+        self._present = _Tokens()
+        return self._present.add
 
     def keep_chunks(self) -> None:
         """The present attempt is over without an answer."""
-        chunks, self._chunks = self._chunks, []
-        if chunks:
-            self.add(_joined(self.request.request_id, chunks))
+        if self._present.token_ids:
+            self.add(self._present.completion(self.request.request_id))
 
     def add(self, answer: Completion) -> Completion:
         """The present attempt is over with this answer. Returns it behind what earlier ones left."""
-        self._chunks = []
+        self._present = _Tokens()
         whole = answer if self._kept is None else _continued(self._kept, answer)
         if whole.request_id != self.request.request_id:
             whole = replace(whole, request_id=self.request.request_id)
@@ -68,11 +70,17 @@ class Partial:
     @property
     def so_far(self) -> Completion:
         """Every token known, that of the present attempt as far as it is streamed, as an aborted completion."""
-        if not self._chunks and self._kept is not None:
+        present = self._present.completion(self.request.request_id)
+        if self._kept is None:
+            return present
+        if not present.token_ids:
             return self._kept
-        parts = self._chunks if self._kept is None else [self._kept, *self._chunks]
-        whole = _joined(self.request.request_id, parts)
-        return whole if self._kept is None else replace(whole, metrics=self._kept.metrics)
+        return replace(_joined(self.request.request_id, [self._kept, present]), metrics=self._kept.metrics)
+
+    @property
+    def num_tokens(self) -> int:
+        """Of `so_far`, which it does not make."""
+        return len(self._present.token_ids) + (0 if self._kept is None else len(self._kept.token_ids))
 
 
 def aborted_late(completion: Completion) -> Completion:
@@ -82,25 +90,80 @@ def aborted_late(completion: Completion) -> Completion:
     return replace(completion, finish_reason=FinishReason.ABORT, ended=completion.finish_reason)
 
 
+def tokens_between(tokens: Completion | TokenChunk, start: int, stop: int) -> TokenChunk:
+    """The tokens [start, stop).
+
+    Example: tokens 2 to 4 of those with the spans (6, 3), (7, 2) have the spans (6, 1), (7, 1).
+    """
+    if isinstance(tokens, TokenChunk) and not start and stop == len(tokens.token_ids):
+        return tokens
+    spans: list[VersionSpan] = []
+    position = 0
+    for span in tokens.version_spans:
+        num_tokens = min(stop, position + span.num_tokens) - max(start, position)
+        if num_tokens > 0:
+            spans.append(VersionSpan(span.version, num_tokens))
+        position += span.num_tokens
+    experts, top = tokens.routed_experts, tokens.top_logprobs
+    return TokenChunk(
+        tokens.request_id,
+        tokens.token_ids[start:stop],
+        tokens.logprobs[start:stop],
+        tuple(spans),
+        None if experts is None else experts[start:stop],
+        None if top is None else top[start:stop],
+    )
+
+
+class _Tokens:
+    """What consecutive parts add up to. A part costs what is in it, however many there are before it."""
+
+    def __init__(self) -> None:
+        self.token_ids = array(TOKENS)
+        self._logprobs = array(LOGPROBS)
+        self._spans: list[VersionSpan] = []
+        self._experts: list[Any] = []
+        self._top_logprobs: list[Any] = []
+
+    def add(self, part: Completion | TokenChunk) -> None:
+        self.token_ids.extend(token_array(part.token_ids).array())
+        self._logprobs.extend(logprob_array(part.logprobs).array())
+        for span in part.version_spans:
+            if self._spans and self._spans[-1].version == span.version:
+                self._spans[-1] = VersionSpan(span.version, self._spans[-1].num_tokens + span.num_tokens)
+            else:
+                self._spans.append(span)
+        if part.routed_experts is not None:
+            self._experts.append(part.routed_experts)
+        if part.top_logprobs is not None:
+            self._top_logprobs.append(part.top_logprobs)
+
+    def completion(self, request_id: str) -> Completion:
+        """As an aborted one."""
+        return Completion(
+            request_id,
+            NumberArray(self.token_ids[:]),
+            NumberArray(self._logprobs[:]),
+            FinishReason.ABORT,
+            tuple(self._spans),
+            _rows(self._experts),
+            top_logprobs=_rows(self._top_logprobs),
+        )
+
+
 def _joined(request_id: str, parts: Sequence[Completion | TokenChunk]) -> Completion:
     """The tokens of consecutive parts, as an aborted completion."""
-    spans: list[VersionSpan] = []
-    for span in (span for part in parts for span in part.version_spans):
-        if spans and spans[-1].version == span.version:
-            spans[-1] = VersionSpan(span.version, spans[-1].num_tokens + span.num_tokens)
-        else:
-            spans.append(span)
-    has_experts = any(part.routed_experts is not None for part in parts)
-    return Completion(
-        request_id,
-        [token for part in parts for token in part.token_ids],
-        [logprob for part in parts for logprob in part.logprobs],
-        FinishReason.ABORT,
-        tuple(spans),
-        [row for part in parts if part.routed_experts is not None for row in part.routed_experts]
-        if has_experts
-        else None,
-    )
+    tokens = _Tokens()
+    for part in parts:
+        tokens.add(part)
+    return tokens.completion(request_id)
+
+
+def _rows(of_parts: Sequence[Any]) -> Any:
+    """One for each token, where a part has them."""
+    if of_parts and all(isinstance(rows, ExpertRows) for rows in of_parts):
+        return joined_rows(of_parts)
+    return [row for rows in of_parts for row in rows] if of_parts else None
 
 
 def _continued(first: Completion, second: Completion) -> Completion:

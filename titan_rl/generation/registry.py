@@ -25,6 +25,8 @@ class EngineSpec:
     kv_cache_gib: float = 1.0
     seed: int = 0  # of requests that bring none
     routed_experts: bool = False  # requests may ask for the experts that each token took
+    gpu_share: float | None = None  # of its GPU's memory that each process of it has; None is what it needs
+    sleeps: bool = False  # it is asked to give its memory back for a time: a `SleepingEngine`
     tensor_parallel_size: int = 1  # processes that share the model, each with an engine of its own, in lockstep
     generator: int = 0  # which of the run's generators it belongs to
 
@@ -39,6 +41,7 @@ class EngineKind:
 
     make: Callable[[EngineSpec], Engine]  # called in the generator's process, in the thread that drives the engine
     routed_experts: bool = False  # it returns them where the spec asks
+    sleeps: bool = False  # it makes a `SleepingEngine`
     tensor_parallel: bool = False  # it can be one of several ranks
     modules: tuple[str, ...] = ()  # that it needs of titan_rl's extras
 
@@ -57,11 +60,13 @@ def _vllm(spec: EngineSpec) -> Engine:
         kv_cache_gib=spec.kv_cache_gib,
         seed=spec.seed,
         routed_experts=spec.routed_experts,
+        gpu_share=spec.gpu_share,
+        sleeps=spec.sleeps,
         tensor_parallel_size=spec.tensor_parallel_size,
     )
 
 
-BY_NAME = {"vllm": EngineKind(_vllm, routed_experts=True, tensor_parallel=True, modules=("vllm",))}
+BY_NAME = {"vllm": EngineKind(_vllm, routed_experts=True, sleeps=True, tensor_parallel=True, modules=("vllm",))}
 """The library's own that `generation.engine` names."""
 
 

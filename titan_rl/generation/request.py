@@ -6,6 +6,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from titan_rl.arrays import token_array
 from titan_rl.types import Completion, GenerateFn, SamplingParams, TokenChunk
 
 
@@ -14,7 +15,8 @@ class EngineRequest:
     """One prompt to continue. Made where the `GenerateFn` seam is entered, as a router or an engine loop does, and
     passed on as it is from there to the engine. What is to cross the seam itself has to be in its arguments.
 
-    `sampling.max_tokens` counts new tokens only. The prompt becomes a tuple, so that nobody on the way can change it.
+    `sampling.max_tokens` counts new tokens only. The prompt becomes an array, which nobody on the way can
+    change; a tuple, for the engine to refuse, where there is something else than tokens in it.
     """
 
     request_id: str
@@ -23,7 +25,11 @@ class EngineRequest:
     session_id: str | None = None  # stable over the turns of one rollout
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "prompt_token_ids", tuple(self.prompt_token_ids))
+        try:
+            prompt = token_array(self.prompt_token_ids)
+        except (TypeError, OverflowError):
+            prompt = tuple(self.prompt_token_ids)
+        object.__setattr__(self, "prompt_token_ids", prompt)
 
     @property
     def cost(self) -> int:
@@ -34,7 +40,7 @@ class EngineRequest:
         """What is left of it once these tokens were generated: they join the prompt, and the budget is less by them."""
         if not token_ids:
             return self
-        prompt = (*self.prompt_token_ids, *token_ids)
+        prompt = token_array(self.prompt_token_ids) + token_ids
         return replace(self, prompt_token_ids=prompt, sampling=self.sampling.after(len(token_ids)))
 
     def sent_to(self, generate: GenerateFn) -> Coroutine[Any, Any, Completion]:

@@ -10,8 +10,9 @@ from itertools import count
 from titan_rl.calls import stopwatch
 from titan_rl.calls.bounded import OutOfTimeError, bounded
 from titan_rl.errors import GenerationError
+from titan_rl.generation.listening import listener, listening, told_whole
 from titan_rl.generation.partial import Partial
-from titan_rl.generation.request import EngineRequest
+from titan_rl.generation.request import EngineRequest, OnChunk
 from titan_rl.types import Completion, FinishReason, GenerateFn, SamplingParams
 
 
@@ -70,7 +71,7 @@ def resume_on_abort(
         turned_away = _TurnedAway(resume_timeout_s)
         for attempt in count(1):
             began = loop.time()
-            part = await partial.rest.sent_to(generate)
+            part = await _heard(partial.rest, generate)
             if not isinstance(part, Completion):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise TypeError(f"generate gave {type(part).__name__}; it must give a Completion")
             if sampling.return_routed_experts and part.token_ids and part.routed_experts is None:
@@ -93,6 +94,18 @@ def resume_on_abort(
     if max_attempts is not None and max_attempts < 1:
         raise ValueError(f"max_attempts is {max_attempts}; it must be at least 1")
     return resuming
+
+
+def _heard(request: EngineRequest, generate: GenerateFn) -> Awaitable[Completion]:
+    """One attempt. Whoever listens is told of all its tokens before the next."""
+    if (on_chunk := listener()) is None:
+        return request.sent_to(generate)
+
+    async def ask(tell: OnChunk) -> Completion:
+        with listening(tell):
+            return await request.sent_to(generate)
+
+    return told_whole(ask, on_chunk)
 
 
 class _TurnedAway:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -214,7 +215,8 @@ class ScriptedEngine:
     def _advance(self, sequence: _Sequence) -> TokenDelta:
         request, sampling = sequence.request, sequence.request.sampling
         token = self._next_token(sequence)
-        logprob = _logprob(sequence.state, token, self.version)
+        before = sequence.state
+        logprob = _logprob(before, token, self.version)
         sequence.context.append(token)
         sequence.state = _mix(sequence.state, token)
         sequence.generated += 1
@@ -227,7 +229,12 @@ class ScriptedEngine:
             del self._running[request.request_id]
         metrics, sequence.metrics = sequence.metrics, {}
         rows = [self._route(sequence.state)] if sampling.return_routed_experts and self._experts is not None else None
-        return TokenDelta(request.request_id, (token,), (logprob,), finish, rows, metrics)
+        top = [self._likeliest(before, sampling.top_logprobs)] if sampling.top_logprobs else None
+        return TokenDelta(request.request_id, (token,), (logprob,), finish, rows, metrics, top_logprobs=top)
+
+    def _likeliest(self, state: int, count: int) -> list[tuple[int, float]]:
+        scored = ((_logprob(state, token, self.version), token) for token in range(self._vocab_size))
+        return [(token, logprob) for logprob, token in heapq.nlargest(count, scored)]
 
     def _route(self, state: int) -> list[list[int]]:
         """[num_layers, top_k]"""

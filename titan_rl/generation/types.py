@@ -18,6 +18,12 @@ class PauseMode(StrEnum):
     KEEP = "keep"  # frozen where they are; resuming costs nothing
     ABORT = "abort"  # they end with what they have, and new ones end at once
     WAIT = "wait"  # they finish; new ones wait
+    SLEEP = "sleep"  # as abort, and engines give their memory back until the next pull or the resume
+
+    @property
+    def ends_requests(self) -> bool:
+        """Those that run end with what they have."""
+        return self in (PauseMode.ABORT, PauseMode.SLEEP)
 
     @classmethod
     def _missing_(cls, value: object) -> PauseMode:

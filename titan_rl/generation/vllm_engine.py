@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,8 +12,9 @@ from typing import Any
 from titan_rl.calls.imports import require
 from titan_rl.errors import ModelError, RequestError
 from titan_rl.generation.engine import TokenDelta
+from titan_rl.generation.gpu_share import gpu_share_of, weight_bytes
 from titan_rl.generation.request import EngineRequest
-from titan_rl.types import FinishReason
+from titan_rl.types import FinishReason, TopLogprobs
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the core runs in the thread that calls it
@@ -44,6 +46,9 @@ class VLLMEngine:
         seed: of requests that bring none.
         routed_experts: return the experts that each token of a mixture of experts took. Not on CPU, where vLLM has the
             model runner for it only with a Triton that compiles for CPUs.
+        gpu_share: of the memory of its GPU that this process has; by default what weights, KV cache and work space come
+            to, see `gpu_share_of`. vLLM does not start where so much is not free.
+        sleeps: its memory can be given back for a time. Not on CPU.
         tensor_parallel_size: ranks that share the model, each with an engine of its own, in lockstep. They are
             started by whoever started this process, with torch.distributed's environment variables set.
 
@@ -62,6 +67,8 @@ class VLLMEngine:
         kv_cache_gib: float = 1.0,
         seed: int = 0,
         routed_experts: bool = False,
+        gpu_share: float | None = None,
+        sleeps: bool = False,
         tensor_parallel_size: int = 1,
     ) -> None:
         if not (Path(model_path) / "config.json").is_file():
@@ -69,6 +76,7 @@ class VLLMEngine:
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         require("vllm", "cpu")
+        import torch
         import torch._dynamo.config
         from vllm.engine.arg_utils import EngineArgs
         from vllm.platforms import current_platform
@@ -83,13 +91,26 @@ class VLLMEngine:
             raise ModelError(
                 "vLLM does not return routed experts on CPU; set generation.return_routed_experts = false or use a GPU"
             )
+        if on_cpu and sleeps:
+            raise ModelError(
+                "vLLM cannot sleep on CPU; set scheduling.on_batch_ready to 'continue', 'keep' or 'abort', or use a GPU"
+            )
         if on_cpu:
             # Compiling takes 20 s or more at start and at the first step, and gains nothing for models that fit a CPU.
             torch._dynamo.config.disable = True
 
+            gpu_share = None
+        elif gpu_share is None:
+            total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+            gpu_share = gpu_share_of(
+                total,
+                weight_bytes=weight_bytes(Path(model_path), dtype) // tensor_parallel_size,
+                kv_bytes=int(kv_cache_gib * 2**30),
+            )
+
         self._on_cpu = on_cpu
         self._internal: dict[str, str] = {}  # request id -> core id
-        self._external: dict[str, str] = {}  # core id -> request id
+        self._external: dict[str, EngineRequest] = {}  # by core id
         self._num_prompt_tokens = self._num_cached_tokens = 0
         arguments = EngineArgs(
             model=model_path,
@@ -112,6 +133,8 @@ class VLLMEngine:
             # On a CPU the default of 128 hides most of a short conversation from the prefix cache.
             block_size=32 if on_cpu else None,
             enable_return_routed_experts=routed_experts,
+            enable_sleep_mode=sleeps,
+            gpu_memory_utilization=gpu_share or EngineArgs.gpu_memory_utilization,
             tensor_parallel_size=tensor_parallel_size,
             distributed_executor_backend="external_launcher" if tensor_parallel_size > 1 else "uni",
             disable_log_stats=True,
@@ -136,7 +159,7 @@ class VLLMEngine:
         core_id = core_request.request_id
         self._core.add_request(core_request)
         self._internal[request.request_id] = core_id
-        self._external[core_id] = request.request_id
+        self._external[core_id] = request
 
     def abort(self, request_ids: Iterable[str]) -> None:
         gone = set(request_ids)
@@ -186,6 +209,14 @@ class VLLMEngine:
             "prefix_cache_hits_total": self._num_cached_tokens,
         }
 
+    def sleep(self) -> None:
+        self._core.sleep(
+            level=2
+        )  # level 1 would keep a copy of the weights in the host's memory, which a pull replaces
+
+    def wake(self) -> None:
+        self._core.wake_up()
+
     def close(self) -> None:
         self._core.shutdown()
 
@@ -193,12 +224,13 @@ class VLLMEngine:
         outputs = self._core.get_output().outputs
         # A long prompt is computed in several steps, and vLLM puts out nothing before its last.
         silent = set(self._scheduler.take_begun()).difference(output.request_id for output in outputs)
-        deltas = [TokenDelta(self._external[core_id], (), ()) for core_id in silent & self._external.keys()]
+        deltas = [TokenDelta(self._external[core_id].request_id, (), ()) for core_id in silent & self._external.keys()]
         for output in outputs:
             core_id = output.request_id
-            request_id = self._external.get(core_id)
-            if request_id is None:  # aborted
+            request = self._external.get(core_id)
+            if request is None:  # aborted
                 continue
+            request_id = request.request_id
             finish_reason, failure = None, None
             if output.finish_reason is not None:
                 del self._external[core_id], self._internal[request_id]
@@ -207,6 +239,7 @@ class VLLMEngine:
                 else:
                     failure = f"vLLM finished it with {reason!r}"
             logprobs = output.new_logprobs.logprobs[:, 0].tolist() if output.new_logprobs is not None else []
+            top = _likeliest(output.new_logprobs, request.sampling.top_logprobs)
             metrics = {}
             if output.prefill_stats is not None:
                 metrics = {"cached_prompt_tokens": float(output.prefill_stats.num_cached_tokens)}
@@ -216,8 +249,23 @@ class VLLMEngine:
             experts = output.routed_experts  # of every position computed: the last ones produced the new tokens
             if experts is not None:
                 experts = experts[len(experts) - len(tokens) :]
-            deltas.append(TokenDelta(request_id, tokens, logprobs, finish_reason, experts, metrics, failure))
+            deltas.append(TokenDelta(request_id, tokens, logprobs, finish_reason, experts, metrics, failure, top))
         return deltas
+
+
+def _likeliest(logprobs: Any, count: int) -> TopLogprobs | None:
+    """
+    Args:
+        logprobs: of vLLM, [num_tokens, at least 1 + count]: the sampled token, then the likeliest. There are more where
+            another request of the batch asks for more.
+    """
+    if not count or logprobs is None:
+        return None
+    ids, values = logprobs.logprob_token_ids[:, 1 : count + 1], logprobs.logprobs[:, 1 : count + 1]
+    return [
+        [(token, value) for token, value in zip(*row, strict=True) if value > -math.inf]
+        for row in zip(ids.tolist(), values.tolist(), strict=True)
+    ]
 
 
 def _executor(config: Any) -> Any:

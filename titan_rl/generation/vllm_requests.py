@@ -89,7 +89,7 @@ class VLLMRequests:
                 # A stop token that the model does not have is never sampled, and vLLM would look for its logit.
                 stop_token_ids=[token for token in sampling.stop_token_ids if 0 <= token < self._vocab_size],
                 ignore_eos=True,  # the request names its stop tokens itself
-                logprobs=0,
+                logprobs=sampling.top_logprobs,
                 detokenize=False,
                 skip_clone=True,
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 
@@ -43,7 +44,7 @@ async def _open(seat: str, setting: PlayerSetting, run: RunContext, stack: Async
         stack.push_async_callback(endpoint.close)
         return MessagePlayer(endpoint.reply, timeout_s=setting.timeout_s)
     if isinstance(setting, FrozenPolicy):
-        log = run.folder / "logs" / f"player-{seat}-{os.getpid()}.log"
+        log = run.folder / "logs" / f"player-{seat}-{socket.gethostname()}-{os.getpid()}.log"
         run.tell(f"seat {seat!r} is played by {setting.policy}, which is being served; log: {log}")
         processes = await stack.enter_async_context(agent_processes())
         generate = await stack.enter_async_context(serving(setting, processes, log, max_context=run.max_context))

@@ -6,8 +6,9 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from operator import index
-from typing import Any
+from typing import Any, cast
 
+from titan_rl.arrays import TOKENS, NumberArray, expert_rows, logprob_array, token_array
 from titan_rl.calls.plain import plain, snapshot
 from titan_rl.rollout.types import Message, Rollout
 from titan_rl.types import Completion, VersionSpan
@@ -30,8 +31,18 @@ def token_ids_of(given: Any, what: str) -> list[int]:
     return tokens
 
 
+def token_array_of(given: Any, what: str) -> NumberArray[int]:
+    """As `token_ids_of`, packed."""
+    if isinstance(given, NumberArray) and cast("NumberArray[Any]", given).typecode == TOKENS:
+        tokens = cast("NumberArray[int]", given)
+        if not tokens or min(tokens) >= 0:
+            return tokens
+    return token_array(token_ids_of(given, what))
+
+
 def completion_of(given: Any, max_tokens: int) -> Completion:
-    """What a `GenerateFn` gave, as the rollout's own copy. Routed experts, which may be large, are not copied.
+    """What a `GenerateFn` gave, as the rollout's own copy. Routed experts and top logprobs, which may be large,
+    are not copied.
 
     Args:
         max_tokens: that it was asked for.
@@ -46,29 +57,32 @@ def completion_of(given: Any, max_tokens: int) -> Completion:
         raise ValueError(
             f"generate gave {len(given.token_ids)} tokens; it was asked for sampling.max_tokens = {max_tokens} at most"
         )
-    logprobs = list(map(float, given.logprobs))
+    logprobs = logprob_array(given.logprobs)
     if not math.isfinite(sum(logprobs)):
         wrong = next(logprob for logprob in logprobs if not math.isfinite(logprob))
         raise ValueError(f"generate gave a logprob of {wrong}; each must be finite")
     metrics = {str(name): _metric_of(name, value) for name, value in given.metrics.items()}
+    token_ids = token_array_of(given.token_ids, "the completion")
     return Completion(
         given.request_id,
-        token_ids_of(given.token_ids, "the completion"),
+        token_ids,
         logprobs,
         given.finish_reason,
         [_span_of(span) for span in given.version_spans],
-        given.routed_experts,
+        None if given.routed_experts is None else expert_rows(given.routed_experts),
         metrics,
         given.ended,
+        given.top_logprobs,
     )
 
 
 def completion_to_give(own: Completion) -> Completion:
-    """A copy for user code to do with as it likes. Routed experts are training's, and left out."""
+    """A copy for user code to do with as it likes. Routed experts are training's, and left out, as are
+    top logprobs, which no environment has asked for."""
     return Completion(
         own.request_id,
-        list(own.token_ids),
-        list(own.logprobs),
+        token_array(own.token_ids).tolist(),
+        logprob_array(own.logprobs).tolist(),
         own.finish_reason,
         list(own.version_spans),
         None,

@@ -46,9 +46,11 @@ class RolloutStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One request and its completion.
+    """One request and its completion. Those of a rollout that has been played share one array of tokens, in which each
+    has what it adds to the context: `titan_rl.rollout.contexts`.
 
     Args:
+        prompt_token_ids: the whole context, which is read out of that array where it is asked for.
         sampling: what the request asked for, so that training scores the completion's tokens as they were sampled. None
             says that nobody knows: `build_samples` then has to be told the temperature.
     """

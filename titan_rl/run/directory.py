@@ -8,16 +8,32 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from titan_rl.config.load import dump_config
 from titan_rl.config.run import RunConfig
 from titan_rl.errors import CheckpointError, ConfigError
 from titan_rl.run.json_lines import JsonLines, cut_records
 from titan_rl.run.run_name import run_name
+from titan_rl.run.trace_cut import cut_traces
+from titan_rl.viewer.records import read_json
+from titan_rl.viewer.tail import last_lines
+
+
+class _Metrics(msgspec.Struct, gc=False):
+    step: float
+
+
+class _Rollout(msgspec.Struct, gc=False):
+    step: float
+    phase: str = ""
+    dropped: str | msgspec.UnsetType | None = msgspec.UNSET
+    group_id: str = ""
 
 
 def check_run_dir(config: RunConfig) -> None:
@@ -44,13 +60,15 @@ class RunDirectory:
         config.toml      the resolved settings, defaults included
         metrics.jsonl    {"step": 3, "time_s": 12.5, "rollout/reward_mean": 0.41, ...}, one line a record
         rollouts.jsonl   {"step": 3, "phase": "train", "messages": [...], "reward": 0.74, ...}, one line a rollout
+        status.json      whether the run goes on, or how it ended
         logs/            one file a process
+        trace/           what each process does when: one file of Chrome trace events a process
         checkpoints/     one folder a saved step
         run_state.json   the settings and the data position that the run began with, as checkpoints have theirs
         journal/         what happened since, one file a checkpoint
         supervised.json  of a run of `titan-rl sft` alone: which demonstrations it learns
         export/          the policy as a Hugging Face folder
-        report.html      curves and transcripts, self-contained
+        report.html      what `titan-rl view` shows, as one file
 
     Args:
         path: the folder of a run; it is made, with `logs` and `checkpoints`, where it does not exist.
@@ -128,13 +146,14 @@ class RunDirectory:
             is_settled: whether the group of this id is not run again.
         """
 
-        def stays(record: Mapping[str, Any]) -> bool:
-            if record.get("phase") == "train" and "dropped" in record:
-                return is_settled(record["group_id"])
-            return record["step"] <= step
+        def stays(rollout: _Rollout) -> bool:
+            if rollout.phase == "train" and rollout.dropped is not msgspec.UNSET:
+                return is_settled(rollout.group_id)
+            return rollout.step <= step
 
-        cut_records(self.metrics, lambda record: record["step"] <= step)
-        cut_records(self.rollouts, stays)
+        cut_records(self.metrics, _Metrics, lambda metrics: metrics.step <= step)
+        cut_records(self.rollouts, _Rollout, stays)
+        cut_traces(self.trace, step)
 
     @property
     def run_id(self) -> str:
@@ -156,6 +175,10 @@ class RunDirectory:
     @property
     def logs(self) -> Path:
         return self.path / "logs"
+
+    @property
+    def trace(self) -> Path:
+        return self.path / "trace"
 
     @property
     def checkpoints(self) -> Path:
@@ -196,8 +219,14 @@ class RunDirectory:
 
     def metric(self, step: int, name: str) -> float | None:
         """What a record of the step has as the metric; None where none has it."""
-        values = [record[name] for record in read_jsonl(self.metrics) if record.get("step") == step and name in record]
-        return next((float(value) for value in values if isinstance(value, int | float)), None)
+        named = json.dumps(name).encode()
+        with contextlib.suppress(FileNotFoundError), self.metrics.open("rb") as file:
+            for line in file:
+                if named in line and (record := read_json(line)) is not None and record.get("step") == step:
+                    value = record.get(name)
+                    if isinstance(value, int | float):
+                        return float(value)
+        return None
 
     @property
     def elapsed_s(self) -> float:
@@ -206,7 +235,8 @@ class RunDirectory:
 
     @cached_property
     def _elapsed_before_s(self) -> float:
-        times = [record.get("time_s") for record in read_jsonl(self.metrics)[-1:]]
+        records = (read_json(line) for line in last_lines(self.metrics))
+        times = ((record or {}).get("time_s") for record in records)
         return next((float(seconds) for seconds in times if isinstance(seconds, int | float)), 0.0)
 
     def close(self) -> None:
@@ -216,18 +246,21 @@ class RunDirectory:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The records of a file, none where it does not exist. Lines that are no JSON object are left out: a full disk or
-    a killed process may have cut one short."""
-    records: list[dict[str, Any]] = []
+    """See `each_of`."""
+    return list(each_of(path))
+
+
+def each_of(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of a file, one in memory at a time; none where it does not exist. Lines that are no JSON object are
+    left out: a full disk or a killed process may have cut one short."""
     if not path.exists():
-        return records
+        return
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
             with contextlib.suppress(json.JSONDecodeError):
                 record = json.loads(line)
                 if isinstance(record, dict):
-                    records.append(record)  # pyright: ignore[reportUnknownArgumentType]
-    return records
+                    yield record  # pyright: ignore[reportUnknownVariableType]
 
 
 def _make_unique(parent: Path, stem: str) -> Path:

@@ -7,31 +7,66 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
+
+import msgspec
 
 from titan_rl.calls.plain import json_line
 
+T = TypeVar("T", bound=msgspec.Struct)
 
-def cut_records(path: Path, keeps: Callable[[Mapping[str, Any]], bool]) -> None:
+
+def cut_records(path: Path, record: type[T], keeps: Callable[[T], bool]) -> None:
     """Leave out the records that are not to be kept, and what is no record. The file may be larger than memory, and is
-    replaced in one step.
+    replaced in one step, or stays where all of it is kept. What is before the first that goes is copied by the kernel.
 
     Args:
-        keeps: a KeyError or TypeError of it says that this is no record.
+        record: the fields that are asked for; what lacks one without a default is no record. Others are skipped, which
+            takes hardly any time.
     """
     if not path.exists():
         return
+    decoder = msgspec.json.Decoder(record)
     fresh = path.with_suffix(".tmp")
-    with path.open("rb") as old, fresh.open("wb") as new:
-        new.writelines(line for line in old if _stays(line, keeps))
+
+    def stays(line: bytes) -> bool:
+        return (found := _read(line, decoder)) is not None and keeps(found)
+
+    with path.open("rb") as old:
+        num_kept = 0
+        for line in old:
+            if not stays(line):
+                break
+            num_kept += len(line)
+        else:
+            return
+        with fresh.open("wb", buffering=0) as beginning:
+            _copy(old.fileno(), beginning.fileno(), num_kept)
+        with fresh.open("ab") as new:
+            new.writelines(line for line in old if stays(line))
     fresh.replace(path)
 
 
-def _stays(line: bytes, keeps: Callable[[Mapping[str, Any]], bool]) -> bool:
+def _copy(source: int, target: int, num_bytes: int) -> None:
+    offset = 0
+    while offset < num_bytes:
+        sent = os.sendfile(target, source, offset, num_bytes - offset)
+        if not sent:
+            raise OSError(errno.EIO, "the file has become shorter while it was copied")
+        offset += sent
+
+
+def _read(line: bytes, decoder: msgspec.json.Decoder[T]) -> T | None:
+    if not line.endswith(b"\n"):
+        return None
     try:
-        return line.endswith(b"\n") and keeps(json.loads(line))
-    except (ValueError, KeyError, TypeError):
-        return False
+        return decoder.decode(line)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        pass
+    try:  # msgspec takes neither a NaN nor half of a surrogate pair
+        return msgspec.convert(json.loads(line), decoder.type)
+    except (ValueError, msgspec.ValidationError, RecursionError):
+        return None
 
 
 class JsonLines:

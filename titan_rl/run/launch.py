@@ -1,7 +1,6 @@
 """The story of a run, from a checked config to its end.
 
-run_training   what the run needs is installed, and its folder is there
-run_in_order   the folder is this process's; where the run begins is found; signals, guard and environment are set
+run_training   what the run needs is installed, and its folder is there; `run_in_order` calls the rest
 _run           outputs are open, processes are started and wired, the controller trains; all of it is given back
 """
 
@@ -11,42 +10,39 @@ import asyncio
 import contextlib
 import importlib
 import logging
-import os
-import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 from titan_rl.actors.processes.garbage import settled_heap
-from titan_rl.calls.user_code import describe
 from titan_rl.calls.watchdog import LoopWatchdog
-from titan_rl.config.changes import settings_of
-from titan_rl.config.concurrency import throttles
-from titan_rl.config.make_renderer import make_renderer
+from titan_rl.config.hosts import check_own_machine
+from titan_rl.config.make_renderer import find_token_texts, make_renderer
 from titan_rl.config.make_rollouter import open_rollouters
 from titan_rl.config.run import RunConfig
-from titan_rl.errors import ConfigError, TrainingError
 from titan_rl.rollout.group.runner import GroupRunner
 from titan_rl.rollout.renderer import Renderer
-from titan_rl.run.checkpoints.resumption import Resumption, resume_from_newest
+from titan_rl.run.checkpoints.resumption import Resumption
 from titan_rl.run.controller import Controller
 from titan_rl.run.directory import RunDirectory
 from titan_rl.run.end_messages import EndMessages
+from titan_rl.run.in_order import open_run_dir, run_in_order
 from titan_rl.run.journal.run_journal import RunJournal
-from titan_rl.run.journal.run_state import RunState
-from titan_rl.run.machine.disk_space import check_room, size_of
-from titan_rl.run.machine.environment import file_modes, run_environment, scratch_root
-from titan_rl.run.machine.event_loop import run_to_its_end
-from titan_rl.run.machine.guard import guarded
-from titan_rl.run.machine.log_file import logging_to
+from titan_rl.run.machine.environment import file_modes
 from titan_rl.run.machine.stop_signals import StopSignals, tell_on_stderr
 from titan_rl.run.observability.outputs import open_outputs
-from titan_rl.run.observability.progress import RunSummary
+from titan_rl.run.observability.progress import Progress, Verbosity, status
+from titan_rl.run.observability.shortage import Shortage
 from titan_rl.run.observability.standstill import Standstill
-from titan_rl.run.parts import Parts, Planes, describe_processes, open_planes
-from titan_rl.run.stopping import STOPPING, STOPPING_EARLY, run_until_signal
+from titan_rl.run.observability.summary import RunSummary
+from titan_rl.run.observability.trace import traced
+from titan_rl.run.parts import Parts, Planes, describe_processes, open_planes, use_monarch
+from titan_rl.run.recovery.open_trainer import open_trainer
+from titan_rl.run.status import note_waiting
+from titan_rl.run.stopping import STOPPING
+from titan_rl.run.workers import workers_started
 from titan_rl.weights.shard_files.shard_folder import clean_dead_shards
 
 logger = logging.getLogger(__name__)
@@ -73,6 +69,7 @@ def run_training(
     parts: Parts | None = None,
     name: str | None = None,
     begun_by: str | None = None,
+    verbosity: Verbosity = Verbosity.NORMAL,
 ) -> RunEnd:
     """Run a config to its end.
 
@@ -81,6 +78,7 @@ def run_training(
         parts: in the place of what the settings name.
         name: of the folder of a run that begins; by default as of `run_name`.
         begun_by: the command to name where the run fails before there is anything to go on from.
+        verbosity: how much the screen shows.
 
     Raises:
         TitanRLError: what ended the run.
@@ -88,11 +86,16 @@ def run_training(
     parts = parts or Parts()
     parts.check(config)
     with file_modes(share=config.share_run_dir):
+        check_own_machine(config.hosts)
         run_dir = open_run_dir(config, resume, name)
         end = RunEnd(0, run_dir.path)
 
-        async def program(*given: Any) -> None:
-            end.summary = await _run(parts, *given)
+        async def program(config: RunConfig, *given: Any) -> None:
+            if not parts.needs_processes:
+                end.summary = await _run(parts, verbosity, config, *given)
+                return
+            async with workers_started(config, run_dir.logs, verbosity) as config:
+                end.summary = await _run(parts, verbosity, config, *given)
 
         end.code = run_in_order(
             program,
@@ -105,100 +108,9 @@ def run_training(
         return end
 
 
-def open_run_dir(
-    config: RunConfig, resume: Path | None, name: str | None = None, *, supervised: bool = False
-) -> RunDirectory:
-    """The folder of the run that is resumed, or one that is made.
-
-    Args:
-        supervised: the run is one of `titan-rl sft`.
-
-    Raises:
-        ConfigError: it cannot be made or written to, it is of a run of the other kind, or the disk has not enough room
-            for the run.
-    """
-    if resume is None:
-        check_room(config, Path(config.run_dir))
-        return RunDirectory.create(config, name)
-    if not os.access(resume, os.W_OK | os.X_OK):
-        raise ConfigError(f"--resume {resume}: the run cannot go on in a folder that you may not write to; copy it")
-    check_room(config, resume, held=size_of(resume / "checkpoints"))
-    run_dir = RunDirectory(resume)
-    if run_dir.supervised.is_file() != supervised:
-        command = "train" if supervised else "sft"
-        raise ConfigError(f"--resume {resume}: that is a run of titan-rl {command}; titan-rl {command} goes on with it")
-    return run_dir
-
-
-Program = Callable[[RunConfig, RunDirectory, Resumption, StopSignals, EndMessages], Coroutine[Any, Any, None]]
-"""What a run does between its beginning and its end."""
-
-
-def run_in_order(
-    program: Program,
-    run_dir: RunDirectory,
-    config: RunConfig,
-    *,
-    begins: bool,
-    begun_by: str | None,
-    command: str = "train",
-    starts_processes: bool = True,
-) -> int:
-    """Run a program from where its run stands, so that it can be stopped at any time.
-
-    Args:
-        begins: the run is not resumed.
-        command: of `titan-rl`, that goes on with the run.
-        starts_processes: whether the machine is to be ready for them.
-
-    Returns:
-        exit code: 0, or 128 + the number of the signal that ended the run in order.
-
-    Raises:
-        TitanRLError: what ended the run.
-    """
-    with run_dir.locked(), logging_to(run_dir.logs / "controller.log"):
-        if begins:
-            start = Resumption(None, RunState(settings=settings_of(config), run=uuid4().hex))
-            start.state.write(run_dir.path)
-        else:
-            start = resume_from_newest(config, run_dir)
-            run_dir.become_latest()
-        for warning in throttles(config):
-            logger.warning("%s", warning)
-        messages = EndMessages(config, run_dir, start.state.step, begun_by if begins else None, command)
-        with _machine(config, run_dir, messages, starts_processes=starts_processes) as signals:
-            try:
-                run = program(config, run_dir, start, signals, messages)
-                code = run_to_its_end(run_until_signal(run, signals, messages.failed))
-            except (SystemExit, KeyboardInterrupt) as error:  # of what user code has begun: no signal raises here
-                failure = TrainingError(f"an environment, a reward or the task exits Python: {describe(error)}")
-                failure.add_note(messages.failed())
-                raise failure from None
-        if code:
-            tell_on_stderr(messages.stopped())
-        return code
-
-
-@contextlib.contextmanager
-def _machine(
-    config: RunConfig, run_dir: RunDirectory, messages: EndMessages, *, starts_processes: bool
-) -> Generator[StopSignals]:
-    """Signals, which only the main thread hears of, and what processes need."""
-    signals = StopSignals(STOPPING_EARLY, f"ended at once; {messages.cut_short()}")
-    is_main = threading.current_thread() is threading.main_thread()
-    with contextlib.ExitStack() as resources:
-        if is_main:
-            resources.enter_context(signals)
-        if is_main and starts_processes:
-            resources.enter_context(guarded(scratch_root(), run_dir.run_id, messages.cut_short()))
-        if starts_processes:
-            resources.enter_context(run_environment(config.pythonpath))
-        yield signals
-
-
 async def _run(
     parts: Parts,
+    verbosity: Verbosity,
     config: RunConfig,
     run_dir: RunDirectory,
     start: Resumption,
@@ -206,30 +118,37 @@ async def _run(
     messages: EndMessages,
 ) -> RunSummary:
     if parts.needs_processes:
-        importlib.import_module("titan_rl.actors.run_processes")  # takes seconds
+        with status("loading what runs models", verbosity):
+            importlib.import_module("titan_rl.actors.run_processes")
     await asyncio.sleep(0)  # a signal that came until now stops the run here, before it says or starts anything
+    if parts.needs_processes:
+        use_monarch(config.hosts, tell_on_stderr)
     renderer = parts.renderer or make_renderer(config.model)
-    with open_outputs(config, run_dir, parts.sinks) as (progress, sinks), contextlib.ExitStack() as resources:
+    outputs = open_outputs(config, run_dir, parts.sinks, step=start.state.step, verbosity=verbosity)
+    with outputs as (progress, sinks), contextlib.ExitStack() as resources:
         signals.tell = progress.end_with
         resources.callback(clean_dead_shards)  # of a trainer that was killed
+        resources.enter_context(traced(config.logging, run_dir.trace, progress.message))
         progress.message(f"run directory: {run_dir.path}")
-        if described := describe_processes(config, parts):
-            progress.message(f"starting {described}")
-        journal = resources.enter_context(_journal(run_dir, start, progress.message))
-        resources.enter_context(LoopWatchdog(progress.message))
-        async with (
-            open_planes(config, parts, run_dir, progress.message) as planes,
-            _group_runners(config, run_dir, planes, progress.message, renderer) as group_runners,
-        ):
+        journal = resources.enter_context(_journal(run_dir, start, progress.warning))
+        resources.enter_context(LoopWatchdog(progress.warning))
+        async with contextlib.AsyncExitStack() as opened:
+            planes = await opened.enter_async_context(_started_planes(config, parts, run_dir, progress))
+            opening = _group_runners(config, run_dir, planes, progress.message, renderer)
+            with progress.working("opening the tasks"):
+                group_runners = await opened.enter_async_context(opening)
             resources.enter_context(settled_heap())
+            opening = open_trainer(parts.trainer, planes.training, config, journal, run_dir, parts.published, progress)
+            trainer = await opened.enter_async_context(opening)
             if start.checkpoint is not None:
-                start.loaded(await planes.trainer.load(start.checkpoint))
+                with progress.working(f"loading {start.checkpoint}"):
+                    start.loaded(await trainer.load(start.checkpoint))
                 progress.message(f"continuing from {start.checkpoint}")
             controller = Controller(
                 config,
                 group_runners=group_runners,
                 router=planes.router,
-                trainer=planes.trainer,
+                trainer=trainer,
                 stop_token_ids=renderer.get_stop_token_ids(),
                 published=parts.published,
                 run_dir=run_dir,
@@ -237,16 +156,32 @@ async def _run(
                 progress=progress,
                 journal=journal,
                 start=start.state,
+                token_texts=find_token_texts(config.model),
                 filters=parts.filters,
             )
             resources.callback(controller.close)
             resources.callback(lambda: messages.stands_at(controller.version))
-            standstill = Standstill(controller.progress, controller.waits_for, progress.message)
-            async with _beside(watch=planes.watch(), standstill=standstill.watch()):
+            standstill = Standstill(controller.progress, controller.waits_for, progress.warning)
+            following = progress.follow(controller.look)
+            shortage = Shortage(planes.trouble, progress.warning, partial(note_waiting, run_dir.path))
+            background = {"shortage": shortage.watch(), "standstill": standstill.watch(), "following": following}
+            async with _beside(watch=planes.watch(), **background):
                 signals.stopping = STOPPING
-                summary = await controller.run()
-    progress.summary(summary)
-    return summary
+                return await controller.run()
+
+
+@contextlib.asynccontextmanager
+async def _started_planes(
+    config: RunConfig, parts: Parts, run_dir: RunDirectory, progress: Progress
+) -> AsyncGenerator[Planes]:
+    """`open_planes`, of which a person sees that it goes on."""
+    described = describe_processes(config, parts)
+    if described:
+        progress.message(f"starting {described}")
+    async with contextlib.AsyncExitStack() as opened:
+        with progress.working(f"starting {described or 'generation and training'}"):
+            planes = await opened.enter_async_context(open_planes(config, parts, run_dir, progress.warning))
+        yield planes
 
 
 @contextlib.asynccontextmanager

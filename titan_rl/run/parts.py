@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import importlib.util
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 from typing_extensions import get_protocol_members
 
+from titan_rl.config.hosts import OPEN, HostsConfig, is_loopback, own_address
 from titan_rl.config.run import RunConfig
 from titan_rl.errors import ConfigError, MissingExtraError
 from titan_rl.generation.registry import find_engine
@@ -21,11 +24,17 @@ from titan_rl.generation.router.strategies import Strategy
 from titan_rl.rollout.group.runner import GroupRunner
 from titan_rl.rollout.renderer import Renderer
 from titan_rl.run.directory import RunDirectory
+from titan_rl.run.hosts.requests import HostFiles
+from titan_rl.run.hosts.roster import Roster
 from titan_rl.run.machine.environment import process_scratch
-from titan_rl.run.observability.metric_sink import MetricSink
+from titan_rl.run.recovery.trainer_group import TrainerGroup
 from titan_rl.scheduling.filters import GroupFilter
+from titan_rl.sinks.types import MetricSink
 from titan_rl.training.protocol import Trainer
 from titan_rl.weights.published_weights import PublishedWeights
+
+if TYPE_CHECKING:
+    from titan_rl.actors.generator_processes import GeneratorProcesses
 
 SELDOM_ASKED = frozenset({"load", "measure"})
 """Of a trainer: for a run that is resumed, and for a supervised one."""
@@ -93,14 +102,22 @@ class Planes:
     """Generation and training of a run, up and running.
 
     Args:
+        training: the trainer's processes; None where a trainer was given.
         workers: where groups are run in processes of their own.
-        watch: replaces what dies, until it is cancelled.
+        watch: replaces what else dies, until it is cancelled.
+        waits_for: says what generators that do not serve are at, and how long rollouts wait for them.
     """
 
     router: GeneratorRouter
-    trainer: Trainer
+    training: TrainerGroup | None
     workers: Workers | None
     watch: Callable[[], Coroutine[Any, Any, None]]
+    waits_for: Callable[[], str]
+
+    def trouble(self) -> str | None:
+        """Why no request can be answered at present, and what is waited for; None while enough generators serve."""
+        trouble = self.router.trouble()
+        return trouble and f"{trouble}; {self.waits_for()}"
 
 
 @contextlib.asynccontextmanager
@@ -128,14 +145,16 @@ async def _in_this_process(
         parts.replicas,
         parts.strategy or make_strategy(routing.strategy, routing.max_sessions),
         stall_timeout_s=config.generation.stall_timeout_s,
-        limits=Limits(pull_s=config.statedict.pull_timeout_s, no_replica_s=config.generation.start_timeout_s),
+        limits=Limits(pull_s=config.statedict.pull_timeout_s, no_replica_s=config.hosts.wait_s),
         on_replica_failed=lambda replica, error: tell(f"{replica.name} is out of service: {error}"),
     )
 
     async def watch() -> None: ...
 
     try:
-        yield Planes(router, parts.trainer, None, watch)
+        yield Planes(
+            router, None, None, watch, lambda: f"rollouts wait as long as hosts.wait_s = {config.hosts.wait_s:g}"
+        )
     finally:
         await router.close()
 
@@ -144,12 +163,10 @@ async def _in_this_process(
 async def _with_processes(
     config: RunConfig, parts: Parts, run_dir: RunDirectory, tell: Callable[[str], None]
 ) -> AsyncGenerator[Planes]:
-    # Monarch writes to the terminal when it is first used.
     from titan_rl.actors.generate_service import listening
-    from titan_rl.actors.processes.transport import listen_below
     from titan_rl.actors.run_processes import start_processes
 
-    listen_below(process_scratch())
+    (files := HostFiles(run_dir.path)).begin()
     starting = start_processes(
         config, run_dir, parts.published, tell, trains=parts.trainer is None, generates=parts.replicas is None
     )
@@ -157,10 +174,53 @@ async def _with_processes(
         async with starting as processes:
             router = processes.make_router(parts.replicas, parts.strategy)
             workers = processes.workers if config.rollout.num_workers else None
-            yield Planes(router, parts.trainer or processes.trainer, workers, lambda: processes.watch(router))
+            training = processes.training if parts.trainer is None else None
+            watch = watcher(config, files, processes, router, tell)
+            yield Planes(router, training, workers, watch, lambda: processes.waits_for(router))
             await router.close()
-            if parts.trainer is None:
-                await processes.trainer.close()
+            if training is not None:
+                await training.close()
+
+
+def watcher(
+    config: RunConfig,
+    files: HostFiles,
+    processes: GeneratorProcesses,
+    router: GeneratorRouter,
+    tell: Callable[[str], None],
+) -> Callable[[], Coroutine[Any, Any, None]]:
+    """Replaces processes that die, and takes in hosts that come."""
+    from titan_rl.actors.elastic_hosts import ElasticHosts
+
+    hosts = config.hosts
+    file = Path(hosts.addresses_file) if hosts.addresses_file else None
+    elastic = ElasticHosts(processes, router, tell)
+    roster = Roster(elastic, files, hosts.addresses, file, tell)
+
+    async def watch() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(processes.watch(router))
+            tasks.create_task(roster.watch())
+
+    return watch
+
+
+def use_monarch(hosts: HostsConfig, tell: Callable[[str], object]) -> None:
+    """Have Monarch listen where the run's hosts reach it. It writes to the terminal when it is first used, and so not
+    where a display is drawn.
+
+    Raises:
+        ConfigError: `hosts` names what this machine does not have.
+    """
+    from titan_rl.actors.processes.transport import listen_below, listen_on
+
+    if not hosts.elsewhere:
+        listen_below(process_scratch())
+        return
+    address = own_address(hosts)
+    if not is_loopback(address):
+        tell(f"this run listens on {address}: {OPEN}")
+    listen_on(address, process_scratch())
 
 
 def describe_processes(config: RunConfig, parts: Parts) -> str:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +25,20 @@ from titan_rl.evaluation.evaluation import Evaluation
 from titan_rl.generation.function_replica import FunctionReplica
 from titan_rl.generation.router.replica import Replica
 from titan_rl.generation.router.strategies import Strategy
+from titan_rl.generation.vocabulary import within_vocabulary
 from titan_rl.rollout.environment.chat import ChatFn
 from titan_rl.rollout.renderer import Renderer
 from titan_rl.run.evaluating.evaluate import EvaluationRun
 from titan_rl.run.evaluating.files import EvaluationFiles, folder_name
 from titan_rl.run.machine.environment import run_environment
 from titan_rl.run.machine.event_loop import run_to_its_end
-from titan_rl.run.observability.metric_sink import MetricSink
-from titan_rl.run.observability.progress import RunSummary
-from titan_rl.run.observability.standard_streams import tell
+from titan_rl.run.observability.progress import Progress
+from titan_rl.run.observability.summary import RunSummary, show_summary
 from titan_rl.run.parts import Parts
 from titan_rl.run.policies.opened import OpenedPolicy, needs_engine, open_policy, require_engine, speaks_no_tokens
+from titan_rl.run.terminal.standard_streams import tell
 from titan_rl.scheduling.filters import GroupFilter
+from titan_rl.sinks.types import MetricSink
 from titan_rl.training.protocol import Trainer
 from titan_rl.types import GenerateFn
 from titan_rl.weights.published_weights import PublishedWeights
@@ -102,7 +106,7 @@ def train(
             raise ConfigError("give generate or replicas, not both")
         if not callable(generate):
             raise ConfigError(f"generate = {generate!r} must be an async function, a GenerateFn")
-        replicas = [FunctionReplica(generate)]
+        replicas = []
     parts = Parts(
         trainer=trainer,
         replicas=replicas,
@@ -120,10 +124,13 @@ def train(
         "statedict.transport": transport,
     }
     made = given_config(config, task=task, functions=functions, overrides=overrides, check_files=parts.needs_processes)
+    if generate is not None:
+        parts = replace(parts, replicas=[FunctionReplica(within_vocabulary(generate, made.model.path))])
     folder = None if resume is None else Path(resume).resolve()
     end = run_training(made, folder, parts=parts, name=name, begun_by="titan_rl.train(...)")
     if end.summary is None:
         raise KeyboardInterrupt(f"the run was stopped; titan_rl.train(config, resume={str(end.run_dir)!r}) goes on")
+    show_summary(end.summary, sys.stderr)
     return end.summary
 
 
@@ -198,11 +205,13 @@ async def evaluate_async(
 
 
 async def _evaluate(config: RunConfig, settings: EvalConfig, policy: OpenedPolicy, out: Path | None) -> Evaluation:
-    return await EvaluationRun(config, settings, policy, out, tell).run()
+    with Progress(0, sys.stderr, unit="sample", vanish=True) as progress:
+        return await EvaluationRun(config, settings, policy, out, progress).run()
 
 
 def _of_function(policy: Any, config: RunConfig, renderer: Renderer | None) -> OpenedPolicy:
     name = getattr(policy, "__qualname__", type(policy).__name__)
     if "messages" in inspect.signature(policy).parameters:
         return OpenedPolicy(name, speaks_no_tokens, chat=policy)
-    return OpenedPolicy(name, policy, renderer or make_renderer(config.model))
+    generate = within_vocabulary(policy, config.model.path)
+    return OpenedPolicy(name, generate, renderer or make_renderer(config.model))

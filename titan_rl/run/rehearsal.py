@@ -31,6 +31,7 @@ from titan_rl.rollout.task import DemonstratingTask, calling
 from titan_rl.rollout.types import Message, Rollout, RolloutGroup, RolloutStatus
 from titan_rl.scheduling.filters import first_reason
 from titan_rl.training.data.demonstrations import encode
+from titan_rl.training.losses import ClipRange, trial
 from titan_rl.types import Completion, SamplingParams
 
 AnyEnv = TokenEnv | AgentEnv | SeatedEnv
@@ -72,6 +73,16 @@ def rehearse(config: RunConfig, tell: Callable[[str], object]) -> list[Rehearsal
     with tempfile.TemporaryDirectory() as folder, asyncio.Runner() as runner:
         runner.get_loop().set_default_executor(UsersThreads())  # the end waits for nothing that hangs there
         return runner.run(_rehearse(config, Path(folder), tell))
+
+
+def problem_of_loss(config: RunConfig) -> str | None:
+    """What is wrong with a loss of the user's, which is called once where torch is installed.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    clip = ClipRange(config.training.clip_low, config.training.clip_high)
+    return trial.problem_of_loss(config.training.loss, clip)
 
 
 async def _rehearse(config: RunConfig, folder: Path, tell: Callable[[str], object]) -> list[Rehearsal]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from titan_rl.config.run import RunConfig
 
 LONGEST = 80
-SAYS_NOTHING = ("run_dir", "share_run_dir", "name", "logging.", "pythonpath")
+SAYS_NOTHING = ("run_dir", "share_run_dir", "name", "logging.", "pythonpath", "hosts.")
 """Settings, or beginnings of their names, that are no difference between two runs."""
 
 

@@ -16,6 +16,7 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 
+from titan_rl.actors.hosts.scratch import scratch_root
 from titan_rl.calls.user_code import reason
 from titan_rl.config.concurrency import places_of
 from titan_rl.config.make_renderer import make_renderer
@@ -24,15 +25,16 @@ from titan_rl.errors import MissingExtraError, ModelError
 from titan_rl.generation.registry import find_engine
 from titan_rl.rollout.renderer import Renderer
 from titan_rl.rollout.renderer.tokenizer import load_tokenizer
-from titan_rl.run.machine.environment import file_modes, process_scratch, run_environment, scratch_root
+from titan_rl.run.machine.environment import file_modes, process_scratch, run_environment
 from titan_rl.run.machine.event_loop import run_to_its_end
 from titan_rl.run.machine.guard import guarded
 from titan_rl.run.machine.log_file import log_to
 from titan_rl.run.machine.stop_signals import StopSignals
-from titan_rl.run.observability.standard_streams import OutputError, say, tell
+from titan_rl.run.observability.progress import Verbosity, status
 from titan_rl.run.policies.source import PolicySource, export
 from titan_rl.run.server_keys import API_KEY, take_keys
 from titan_rl.run.stopping import run_until_signal
+from titan_rl.run.terminal.standard_streams import OutputError, say, tell
 from titan_rl.serving.app import make_app
 from titan_rl.serving.http.keys import Keys
 from titan_rl.serving.http.limits import ServerLimits
@@ -53,8 +55,11 @@ class ServerFiles:
     logs: Path
 
 
-def run_server(config: ServeConfig, source: PolicySource) -> int:
+def run_server(config: ServeConfig, source: PolicySource, verbosity: Verbosity = Verbosity.NORMAL) -> int:
     """Serve a policy until a signal.
+
+    Args:
+        verbosity: of what is shown until it serves.
 
     Returns:
         exit code: 128 + the number of the signal that ended it in order.
@@ -76,7 +81,9 @@ def run_server(config: ServeConfig, source: PolicySource) -> int:
     ):
         log_to(files.logs / "server.log")
         return run_to_its_end(
-            run_until_signal(_serve(config, source, keys, files), signals, lambda: f"its logs are in {files.logs}")
+            run_until_signal(
+                _serve(config, source, keys, files, verbosity), signals, lambda: f"its logs are in {files.logs}"
+            )
         )
 
 
@@ -87,11 +94,13 @@ def _files() -> Generator[ServerFiles]:
     shutil.rmtree(logs, ignore_errors=True)
 
 
-async def _serve(config: ServeConfig, source: PolicySource, keys: Keys, files: ServerFiles) -> None:
+async def _serve(
+    config: ServeConfig, source: PolicySource, keys: Keys, files: ServerFiles, verbosity: Verbosity
+) -> None:
     # Monarch writes to the terminal when it is first used.
-    from titan_rl.actors.generator_processes import start_generators
     from titan_rl.actors.processes.garbage import settled_heap
     from titan_rl.actors.processes.transport import listen_below
+    from titan_rl.actors.server_processes import start_generators
 
     await asyncio.sleep(0)  # a signal that came during those imports stops it here
     listen_below(process_scratch())
@@ -104,14 +113,18 @@ async def _serve(config: ServeConfig, source: PolicySource, keys: Keys, files: S
     renderer = _renderer(config)
     max_running = places_of(model, config.generation, MAX_RUNNING)
     num_generators = config.generation.num_generators
-    tell(f"titan-rl: starting {num_generators} generator{'' if num_generators == 1 else 's'}; logs: {files.logs}")
-    async with start_generators(
+    if verbosity is not Verbosity.QUIET:
+        tell(f"titan-rl: starting {num_generators} generator{'' if num_generators == 1 else 's'}; logs: {files.logs}")
+    starting = start_generators(
         config.model_copy(update={"model": model}),
         version=source.version,
         max_running=max_running,
         files=files,
         tell=lambda text: tell(f"titan-rl: {text}"),
-    ) as processes:
+    )
+    async with contextlib.AsyncExitStack() as opened:
+        with status("starting to serve", verbosity):
+            processes = await opened.enter_async_context(starting)
         router = processes.make_router()
         app = make_app(
             router.stream,
@@ -123,6 +136,7 @@ async def _serve(config: ServeConfig, source: PolicySource, keys: Keys, files: S
             limits=ServerLimits(num_places=server.num_places, request_s=server.request_s),
             wait_until_resumed=router.wait_resumed,
             control=router,
+            trouble=router.trouble,
             any_model=server.any_model,
         )
         with settled_heap():

@@ -10,6 +10,7 @@ from titan_rl.scheduling.admission.slots import Slot
 from titan_rl.scheduling.group_state import GroupState
 from titan_rl.scheduling.ledger import Ledger
 from titan_rl.scheduling.suspension import Suspension
+from titan_rl.tracing.spans import Track
 
 
 class Lease:
@@ -40,6 +41,7 @@ class Lease:
         self._finished: set[int] = set()  # siblings
         self._due = asyncio.Event()  # a suspended group may go on
         self._state: GroupState | None = None
+        self._track = Track("slot", "scheduler")
         self._move(GroupState.PENDING)
 
     @property
@@ -104,3 +106,7 @@ class Lease:
     def _move(self, state: GroupState | None) -> None:
         self._ledger.move(self._state, state)
         self._state = state
+        if state is None:
+            self._track.close()
+        else:
+            self._track.enter(state, group=self.index)

@@ -21,7 +21,6 @@ class Ledger:
         self._clock = clock
         self._states: Counter[GroupState] = Counter()
         self._seconds: defaultdict[GroupState, float] = defaultdict(float)
-        self._idle_s = 0.0  # nothing ran
         self._since = clock()
         self._dropped: Counter[str] = Counter()
         self._wasted_tokens = 0
@@ -35,6 +34,11 @@ class Ledger:
             self._states[before] -= 1
         if after is not None:
             self._states[after] += 1
+
+    @property
+    def states(self) -> Counter[GroupState]:
+        """Groups in each state, as they are now."""
+        return +self._states
 
     def finished(self, group: RolloutGroup) -> None:
         self._generated.add(lengths(group))
@@ -54,7 +58,6 @@ class Ledger:
 
         Returns:
             slot_s/<state>: seconds that slots spent in a state, added up over the slots.
-            generators_idle_s: time in which no group ran.
             age/<n>: groups whose oldest token is n versions old; age_mean.
             dropped/<reason>: groups. wasted_tokens: completion tokens of dropped groups.
             accepted_tokens_mean, generated_tokens_mean: completion tokens of a rollout, of those trained on and of all
@@ -69,14 +72,13 @@ class Ledger:
         metrics |= {f"dropped/{reason}": float(count) for reason, count in self._dropped.items()}
         metrics |= {
             "age_mean": fmean(ages),
-            "generators_idle_s": self._idle_s,
             "wasted_tokens": float(self._wasted_tokens),
             "accepted_tokens_mean": self._accepted.value,
             "generated_tokens_mean": self._generated.value,
         }
         self._seconds.clear()
         self._dropped.clear()
-        self._idle_s, self._wasted_tokens = 0.0, 0
+        self._wasted_tokens = 0
         return metrics
 
     def _advance(self) -> None:
@@ -84,8 +86,6 @@ class Ledger:
         elapsed, self._since = now - self._since, now
         for state, count in self._states.items():
             self._seconds[state] += elapsed * count
-        if not self._states[GroupState.RUNNING]:
-            self._idle_s += elapsed
 
 
 def lengths(group: RolloutGroup) -> list[int]:

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
-from functools import partial
-from itertools import chain, count
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 from titan_rl.errors import TrainingError
-from titan_rl.rollout.types import RolloutGroup
 from titan_rl.scheduling.admission.budget import Budget
-from titan_rl.scheduling.admission.capacity import RolloutCapacity
-from titan_rl.scheduling.admission.drop_limits import DropLimits
-from titan_rl.scheduling.admission.slots import SlotPool
 from titan_rl.scheduling.backlog import Backlog
-from titan_rl.scheduling.batch import GroupBatch, check_age, step_from
-from titan_rl.scheduling.filters import GroupFilter, first_reason, too_few_siblings
+from titan_rl.scheduling.batches.batch import GroupBatch, check_age, step_from
+from titan_rl.scheduling.batches.order import TrainingOrder
+from titan_rl.scheduling.batches.waiting_groups import WaitingGroups
+from titan_rl.scheduling.filters import GroupFilter, too_few_siblings
+from titan_rl.scheduling.group_admission import GroupAdmission
+from titan_rl.scheduling.group_state import GroupState
 from titan_rl.scheduling.lease import Lease
 from titan_rl.scheduling.ledger import Ledger
 from titan_rl.scheduling.observer import SchedulerObserver
@@ -26,9 +23,6 @@ from titan_rl.scheduling.run_group import RunGroup
 from titan_rl.scheduling.settings import SchedulingConfig
 from titan_rl.scheduling.tail import LongTail
 from titan_rl.scheduling.task_scope import TaskScope, WithEndCallback
-from titan_rl.scheduling.waiting_groups import WaitingGroups
-
-logger = logging.getLogger(__name__)
 
 
 class GroupScheduler:
@@ -65,6 +59,7 @@ class GroupScheduler:
             `settings.groups_per_step`, the last batch has fewer.
         filters: say which finished groups cannot be trained on. Such a group returns its slot at once.
         version: newest version pulled.
+        order: which groups a batch is of; by default that of the data. It is to be told of drops by who gave it.
         clock: seconds, for the metrics; by default the event loop's.
 
     Raises:
@@ -82,42 +77,57 @@ class GroupScheduler:
         version: int = 0,
         backlog: Backlog | None = None,
         observer: SchedulerObserver | None = None,
+        order: TrainingOrder | None = None,
         clock: Callable[[], float] | None = None,
     ) -> None:
-        self._run_group = run_group
+        backlog = backlog or Backlog()
+        backlog.check_admission(settings.num_slots, budget)
         self._settings = settings
-        self._group_size = group_size
-        self._filters = filters
-        self._version = version
-        self._next_version = version  # that the next batch is trained from
-        self._backlog = backlog or Backlog()
-        self._backlog.check_admission(settings.num_slots, budget)
-        self._next_index = self._backlog.next_index
         self._observer = observer
         self._ledger = Ledger(clock or asyncio.get_running_loop().time)
-        self._slots = SlotPool(settings.num_slots)
-        self._capacity = RolloutCapacity(settings.max_running_rollouts)
         self._budget = Budget(budget)
-        self._waiting = WaitingGroups(settings.overtaking_window, self._backlog.batches)
+        self._waiting = WaitingGroups(
+            settings.groups_per_step, settings.overtaking_window, settings.max_group_age, backlog.batches, order
+        )
         self._changed = asyncio.Event()
         self._tasks = TaskScope(on_error=self._changed.set)
-        self._tail = LongTail(settings.tail, settings.tail_age, self._waiting, self._capacity, self._tasks)
-        self._running_groups: dict[int, asyncio.Task[None]] = {}
-        self._drop_limits = DropLimits(settings.groups_per_step, settings.max_refills, settings.max_failed_groups)
+        self._admission = GroupAdmission(
+            run_group,
+            settings,
+            group_size=group_size,
+            filters=filters,
+            version=version,
+            backlog=backlog,
+            observer=observer,
+            order=order,
+            ledger=self._ledger,
+            budget=self._budget,
+            waiting=self._waiting,
+            tasks=self._tasks,
+            changed=self._changed,
+        )
+        self._tail = LongTail(
+            settings.tail, settings.tail_age, self._waiting, self._admission.capacity, self._tasks, self._ledger
+        )
         self._is_running = self._is_over = False  # `run` was called; it ends
 
     @property
     def slots_held(self) -> int:
-        return self._slots.held
+        return self._admission.slots.held
+
+    @property
+    def states(self) -> Mapping[GroupState, int]:
+        """Groups that hold a slot, by what they do now."""
+        return self._ledger.states
 
     @property
     def rollouts_in_flight(self) -> int:
-        return self._capacity.in_flight
+        return self._admission.capacity.in_flight
 
     @property
     def next_index(self) -> int:
         """The data position: the sample number that is admitted next."""
-        return self._next_index
+        return self._admission.next_index
 
     async def __aenter__(self) -> Self:
         """`run` begins, and ends with the block."""
@@ -152,7 +162,7 @@ class GroupScheduler:
 
     async def _run(self) -> None:
         async with self._tasks:
-            admission = self._tasks.begin(self._admit, "admission")
+            admission = self._tasks.begin(self._admission.run, "admission")
             try:
                 await self._budget.wait_used_up()
             finally:  # told at once, though groups may take a while to be cancelled
@@ -190,100 +200,56 @@ class GroupScheduler:
         """
         self._check_going()
         self._drop_stale()
-        while not (indices := self._waiting.next_batch(self._batch_size)):
-            self._drop_limits.check()
-            self._tail.resume_if_due(self._batch_size, more_can_come=self._slots.free > 0 and self._budget.may_admit)
+        while not (indices := self._next_indices()):
+            self._admission.drop_limits.check()
+            self._tail.resume_if_due(
+                self._batch_size, more_can_come=self._admission.slots.free > 0 and self._budget.may_admit
+            )
             self._changed.clear()
             await self._changed.wait()
             self._check_going()
             self._drop_stale()
+        self._tail.batch_formed(indices)
         leases = self._waiting.take_batch(indices)
         self._budget.hand_out(len(leases))
         groups = [lease.mark_training() for lease in leases]
-        check_age(groups, self._next_version, self._settings.age_bound, self._settings.max_staleness)
-        self._drop_limits.batch_found()
+        check_age(groups, self._admission.next_version, self._settings.age_bound, self._settings.max_staleness)
+        self._admission.drop_limits.batch_found()
         if self._observer is not None:
-            self._observer.batch(self._next_version, indices)
-        self._tail.batch_formed(newest=indices[-1])
-        metrics = self._ledger.close_batch(groups, self._next_version)
-        batch = GroupBatch(groups, self._next_version, metrics, lambda: self._settle(leases, batch.step))
-        self._next_version = batch.step
+            self._observer.batch(self._admission.next_version, indices)
+        metrics = self._ledger.close_batch(groups, self._admission.next_version)
+        step = step_from(self._admission.next_version)
+        batch = GroupBatch(groups, self._admission.next_version, metrics, lambda: self._settle(leases, step))
+        self._admission.next_version = step
         return batch
-
-    async def _admit(self) -> None:
-        for index in chain(self._backlog.unsettled, count(self._backlog.next_index)):
-            await self._drop_limits.wait_within()
-            await self._budget.admit()
-            slot = await self._slots.acquire()
-            await self._drop_limits.wait_within()  # what gave the slot back may have reached them
-            lease = Lease(index, slot, self._ledger)
-            self._waiting.add(lease)
-            self._next_index = max(self._next_index, index + 1)
-            if (group := self._backlog.finished.get(index)) is not None:
-                lease.mark_done(group)
-                self._changed.set()
-                continue
-            lease.mark_running(await self._capacity.take(self._group_size), self._version)
-            self._running_groups[index] = task = self._tasks.begin(partial(self._run_one, lease), f"group-{index}")
-            task.add_done_callback(partial(self._note_end, lease))
-
-    async def _run_one(self, lease: Lease) -> None:
-        try:
-            group = await self._run_group(lease)
-        except Exception as error:
-            if lease.state is not None:
-                raise
-            logger.warning("group %d failed after it was dropped: %r", lease.index, error)
-            return
-        self._ledger.finished(group)
-        if lease.state is None:  # it was dropped, and returned all the same
-            self._ledger.wasted(group)
-            return
-        reason = first_reason(self._filters, group)
-        self._drop_limits.finished(group, reason)
-        if reason is None:
-            lease.mark_done(group)
-            if self._observer is not None:
-                self._observer.finished(lease.index, group)
-        else:
-            self._drop(lease, reason, group)
-        self._changed.set()
-
-    def _note_end(self, lease: Lease, task: asyncio.Task[None]) -> None:
-        """Of a group's task, also of one that was cancelled before its first turn."""
-        del self._running_groups[lease.index]
-        lease.has_ended()
-
-    def _drop(self, lease: Lease, reason: str, group: RolloutGroup | None = None) -> None:
-        """Give up on a group; another one is admitted for it."""
-        self._waiting.remove(lease)
-        lease.settle()
-        self._budget.replace()
-        self._drop_limits.dropped(reason, group)
-        self._ledger.dropped(reason, group)
-        if self._observer is not None:
-            self._observer.dropped(step_from(self._next_version), lease.index, reason, group)
 
     def _drop_stale(self) -> None:
         """Groups none of whose tokens is young enough for the next batch will not be for a later one."""
         max_age = self._settings.max_token_age
         if max_age is None or self._waiting.has_batches_again:
             return
-        for lease in self._waiting.stale(self._next_version - max_age):
-            self._drop(lease, "too_stale", lease.group)
+        for lease in self._waiting.take_stale(self._admission.next_version - max_age):
+            self._admission.drop(lease, "too_stale", lease.group)
+
+    def _next_indices(self) -> list[int]:
+        return self._waiting.next_batch(self._batch_size, self._admission.next_version, are_all=self._are_all)
 
     @property
     def _batch_size(self) -> int:
         return min(self._settings.groups_per_step, self._budget.left)
 
+    @property
+    def _are_all(self) -> bool:
+        """No group can be admitted before the next batch is found."""
+        return len(self._waiting) in (self._admission.slots.size, self._budget.left)
+
     def _settle(self, leases: Sequence[Lease], version: int) -> None:
         """The generators have pulled what was trained on these."""
-        self._version = version
+        self._admission.version = version
         for lease in leases:
             lease.settle()
         for lease in self._tail.too_old(version):
-            self._tasks.cancel(self._running_groups[lease.index])
-            self._drop(lease, "too_old")
+            self._admission.cancel(lease, "too_old")
         self._changed.set()
 
     def _check_going(self) -> None:

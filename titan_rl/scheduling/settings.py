@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from titan_rl.scheduling.registry import BY_NAME
 from titan_rl.scheduling.tail import Tail
@@ -24,8 +24,12 @@ class SchedulingConfig(Section):
     window: PositiveInt | None = None
     """A finished group overtakes an unfinished one by fewer places than this. By default 1, which is data order, or
     with oversample as many as run for a step."""
-    on_batch_ready: Literal["continue", "keep", "abort"] = "continue"
-    """While a batch is trained and pulled, generation goes on, is frozen with its KV cache, or leaves the engines."""
+    max_group_age: NonNegativeInt | None = None
+    """Most versions from a group's admission to the one that its step starts from. Finished groups overtake unfinished
+    ones as far as that allows, in the place of window: more than any window with the same bound lets them."""
+    on_batch_ready: Literal["continue", "keep", "abort", "sleep"] = "continue"
+    """While a batch is trained and pulled, generation goes on, is frozen with its KV cache, leaves the engines, or
+    leaves them while they give the memory of weights and KV cache to a trainer on the same GPUs, until the pull."""
     tail: Tail = "carry_over"
     """Unfinished groups that a batch overtook run on, wait until groups_per_step of them do, or are dropped by age."""
     tail_age: PositiveInt = 1
@@ -45,6 +49,22 @@ class SchedulingConfig(Section):
     """A step whose groups are all filtered is refilled this often before the run stops."""
     max_failed_groups: PositiveInt = 8
     """Groups in a row that may be lost to errors before the run stops with the most frequent."""
+
+    @model_validator(mode="after")
+    def _age_can_be_kept(self) -> Self:
+        if self.max_group_age is None:
+            return self
+        if self.window is not None:
+            raise ValueError(
+                f"max_group_age = {self.max_group_age} and window = {self.window} both say how far finished groups "
+                "overtake others; leave one of them out"
+            )
+        if self.max_group_age < (least := (self.num_slots - 1) // self.groups_per_step):
+            raise ValueError(
+                f"max_group_age = {self.max_group_age} is less than {least}, the age of the last of {self.num_slots} "
+                "groups where none overtakes another; raise it, or lower max_staleness or oversample"
+            )
+        return self
 
     @property
     def num_oversampled(self) -> int:
@@ -67,4 +87,6 @@ class SchedulingConfig(Section):
         With B slots and a window of W places, at most B - 1 groups hold a slot before a group that is admitted, and at
         most W - 1 overtake it: it is trained at most (B + W - 2) // P steps after the version it was admitted at.
         """
+        if self.max_group_age is not None:
+            return self.max_group_age
         return (self.num_slots + self.overtaking_window - 2) // self.groups_per_step

@@ -33,6 +33,7 @@ from titan_rl.serving.protocols.anthropic.messages import CountTokensEndpoint, M
 from titan_rl.serving.protocols.openai.chat import ChatEndpoint
 from titan_rl.serving.protocols.openai.completions import CompletionEndpoint
 from titan_rl.serving.protocols.openai.responses import ResponsesEndpoint
+from titan_rl.serving.protocols.openai.stored_responses import StoredResponses
 from titan_rl.serving.protocols.openapi import openapi
 from titan_rl.serving.protocols.tokens import TokenEndpoint
 
@@ -70,6 +71,7 @@ def make_app(
     any_model: bool = False,
     wait_until_resumed: Callable[[], Awaitable[object]] | None = None,
     control: Control | None = None,
+    trouble: Callable[[], str | None] | None = None,
     episodes: EpisodeStore | None = None,
     open_episode: Open | None = None,
 ) -> PolicyApp:
@@ -90,6 +92,7 @@ def make_app(
         any_model: answer under any other name, too, for agents that have a model's name written into them.
         wait_until_resumed: awaited before an aborted completion is gone on with.
         control: what the admin calls act on. Without it, or without an admin key, there are none.
+        trouble: why the policy cannot answer at present, for `/health`; None while it can.
         episodes: whose keys are let in, too, each for its episode alone.
         open_episode: what `POST /episodes` does. Without it harnesses cannot open any.
     """
@@ -113,6 +116,7 @@ def make_app(
     if stop_token_ids is None:
         stop_token_ids = () if renderer is None else renderer.get_stop_token_ids()
     stops = tuple(stop_token_ids)
+    stored = StoredResponses(limits.response_bytes)
     shown = _counted if text is None else text.decode
 
     async def description(request: Request) -> Response:
@@ -122,13 +126,14 @@ def make_app(
         "/inference/v1/generate": TokenEndpoint(policy, exchanges, shown, stops),
         "/v1/completions": CompletionEndpoint(policy, exchanges, text, tokenizing, stops),
         "/v1/chat/completions": ChatEndpoint(turns, exchanges, stops),
-        "/v1/responses": ResponsesEndpoint(turns, exchanges, stops),
+        "/v1/responses": ResponsesEndpoint(turns, exchanges, stored, stops),
         "/v1/messages": MessagesEndpoint(turns, exchanges, stops),
         "/v1/messages/count_tokens": CountTokensEndpoint(turns, exchanges),
     }
     routes = [
-        *about_routes(policy, metrics),
+        *about_routes(policy, metrics, trouble),
         Route("/openapi.json", description),
+        stored.route(),
         *(_post(path, endpoint) for path, endpoint in endpoints.items()),
         *(admin_routes(control) if control is not None else ()),
         *(episode_routes(open_episode or _none_to_open) if episodes is not None else ()),
@@ -147,7 +152,8 @@ def make_app(
         endpoint = endpoints.get(scope["path"]) if scope["method"] == "POST" else None
         await (router if endpoint is None else endpoint(Request(scope)))(scope, receive, send)
 
-    middleware = RequestMiddleware(answered, admit, limits, metrics, {route.path for route in routes}, dialects)
+    told = {route.path for route in routes}
+    middleware = RequestMiddleware(answered, admit, limits, metrics, told, dialects, keyed=keys.required)
     return PolicyApp(middleware, keys, exchanges)
 
 

@@ -84,12 +84,14 @@ class HttpGenerateFn:
     ) -> Completion:
         """
         Raises:
-            RequestError: the server refuses the request, or it asks for routed experts, which do not travel.
+            RequestError: the server refuses the request, or it asks for routed experts or top logprobs, which
+                do not come this way.
             GenerationError: the server cannot be reached, fails, is full for too long, or says what cannot be
                 understood.
         """
-        if sampling.return_routed_experts:
-            raise RequestError(f"request {request_id!r} asks for routed experts, which do not travel over HTTP")
+        if sampling.return_routed_experts or sampling.top_logprobs:
+            asked = "routed experts" if sampling.return_routed_experts else "top logprobs"
+            raise RequestError(f"request {request_id!r} asks for {asked}, which do not come over HTTP")
         body = {
             "request_id": request_id,
             "model": self._model,

@@ -19,6 +19,7 @@ class Cluster:
         kv_tokens: tokens that the KV cache of one engine holds.
         train_s: one optimizer step on one batch.
         logprob_s: recomputing the logprobs of one batch before it is trained on; 0 where the sampler's own are used.
+        wake_s: what an engine takes to have its memory again after it slept.
         colocated: generators and trainer share their devices, so that nothing is generated while a batch is trained.
     """
 
@@ -28,4 +29,5 @@ class Cluster:
     kv_tokens: int = 1 << 40
     train_s: float = 0.0
     logprob_s: float = 0.0
+    wake_s: float = 0.0
     colocated: bool = False

@@ -67,6 +67,7 @@ class SimulatedReplica:
         max_running: requests that advance at a time.
         kv_tokens: tokens that the KV cache holds. When it is full the request that joined last waits again, and its
             tokens are computed anew.
+        wake_s: seconds that the first pull or resume takes longer after a pause in mode "sleep".
         stream_interval: most steps between two times that the running requests are told of their tokens; None tells
             of none, so that more steps are one wait.
     """
@@ -79,6 +80,7 @@ class SimulatedReplica:
         *,
         max_running: int,
         kv_tokens: int,
+        wake_s: float = 0.0,
         stream_interval: int | None = None,
     ) -> None:
         self.name = name
@@ -89,6 +91,8 @@ class SimulatedReplica:
         self._cost = cost
         self._max_running = max_running
         self._kv_tokens = kv_tokens
+        self._wake_s = wake_s
+        self._asleep = False
         self._stream_interval = stream_interval
         self._waiting: deque[_Sequence] = deque()
         self._running: list[_Sequence] = []  # in the order in which they joined
@@ -131,7 +135,7 @@ class SimulatedReplica:
         return self.version
 
     async def pause(self, mode: PauseMode) -> None:
-        self._paused = True
+        self._paused, self._asleep = True, mode is PauseMode.SLEEP
         self._changed.set()
 
     async def resume(self) -> None:
@@ -149,6 +153,9 @@ class SimulatedReplica:
         while True:
             self._changed.clear()
             self._abort()
+            if self._asleep and (self._pulls or not self._paused):
+                self._asleep = False
+                await asyncio.sleep(self._wake_s)
             await self._pull()
             if not self._paused:
                 self._admit()

@@ -17,7 +17,7 @@ from titan_rl.rollout.rewards.reward import Reward
 from titan_rl.rollout.rewards.rubric import Rubric
 from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus
-from titan_rl.scheduling.batch import GroupBatch
+from titan_rl.scheduling.batches.batch import GroupBatch
 from titan_rl.scheduling.lease import Lease
 from titan_rl.scheduling.ledger import lengths
 from titan_rl.scheduling.scheduler import GroupScheduler
@@ -65,7 +65,7 @@ def simulate(
     if cluster.colocated and may_run_on and scheduling.on_batch_ready == "continue":
         raise ConfigError(
             'scheduling.on_batch_ready = "continue" generates while a batch is trained, which a colocated cluster '
-            'cannot; use "keep" or "abort", or scheduling.max_staleness = 0 without oversampling'
+            'cannot; use "sleep", "keep" or "abort", or scheduling.max_staleness = 0 without oversampling'
         )
     loop = _virtual_time()
     try:
@@ -109,6 +109,7 @@ class _Simulation:
                 cluster.cost,
                 max_running=cluster.max_running,
                 kv_tokens=cluster.kv_tokens,
+                wake_s=cluster.wake_s,
             )
             for index in range(cluster.num_replicas)
         ]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import keyword
 import sys
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -67,25 +68,35 @@ def write_starter(starter: Starter) -> list[Path]:
     """
     if starter.size < 1:
         raise ConfigError(f"--size {starter.size} must be a number of parameters, such as 250000")
-    _check_name(starter)
-    _check_room(starter.folder)
+    check_name(starter.name)
+    check_room(starter.folder)
     if starter.model is not None and not (starter.model / "config.json").is_file():
         raise ConfigError(
             f"--model {starter.model}: no model is there, as it has no config.json; from the Hugging Face hub: "
             f"hf download ORGANIZATION/NAME --local-dir {starter.model}"
         )
     files = dict(_rendered(starter))
-    try:
+    with writing():
         for path, text in files.items():
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{error.filename}: {error.strerror}; name a folder that you may make") from None
     return list(files)
 
 
-def _check_name(starter: Starter) -> None:
-    name = starter.name
+@contextlib.contextmanager
+def writing() -> Generator[None]:
+    """Within the block files are written where the user says."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{error.filename}: {error.strerror}; name a folder that you may make") from None
+
+
+def check_name(name: str) -> None:
+    """
+    Raises:
+        ConfigError: a package of one's own cannot have it. Says which could be.
+    """
     if not (name.isidentifier() and name.isascii()) or keyword.iskeyword(name) or not name.strip("_"):
         letters = unicodedata.normalize("NFKD", name).encode("ascii", "ignore").decode()  # "cafe" of "café"
         plain = "".join(letter if letter.isalnum() else "_" for letter in letters).strip("_")
@@ -101,7 +112,11 @@ def _is_installed(name: str) -> bool:
     return found is not None and found.origin is not None
 
 
-def _check_room(folder: Path) -> None:
+def check_room(folder: Path) -> None:
+    """
+    Raises:
+        ConfigError: something is there already.
+    """
     if folder.is_dir() and any(folder.iterdir()):
         raise ConfigError(f"{folder} holds something, and nothing is overwritten; name a folder that is not there")
     if folder.exists() and not folder.is_dir():

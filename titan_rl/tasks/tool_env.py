@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import re
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
@@ -24,6 +25,8 @@ FAULTS = (ImportError, NameError, NotImplementedError, MemoryError, TitanRLError
 """What a tool raises by its author's mistake, whatever the policy gave it."""
 
 logger = logging.getLogger(__name__)
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+(?=>)")
 
 _threads = DaemonThreads(64, "tool")
 _told: set[tuple[str, str]] = set()  # tools and what they raised
@@ -170,7 +173,7 @@ def messages_of(prompt: str | Sequence[Message]) -> list[Message]:
 
 
 def as_text(result: Any) -> str:
-    """Text as it is, anything else as JSON.
+    """Text as it is, anything else as JSON, in which what is no finite number is null, and an object its text.
 
     >>> as_text({"right": True, "left": None})
     '{"right":true,"left":null}'
@@ -178,9 +181,9 @@ def as_text(result: Any) -> str:
     if isinstance(result, str):
         return result
     try:
-        return to_json(result).decode()
-    except ValueError:  # what pydantic knows no JSON for
-        return to_json(plain_json(result)).decode()
+        return to_json(result, inf_nan_mode="null").decode()
+    except ValueError:  # what pydantic knows no JSON for; an address would be another one at each replay
+        return _ADDRESS.sub("", to_json(plain_json(result)).decode())
 
 
 async def _awaited(result: Awaitable[T]) -> T:

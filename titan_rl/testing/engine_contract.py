@@ -19,6 +19,7 @@ import asyncio
 import math
 import threading
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -41,13 +42,14 @@ class Batch:
         self._running: set[str] = set()
         self.tokens: dict[str, list[int]] = {}
         self.logprobs: dict[str, list[float]] = {}
+        self.top_logprobs: dict[str, list[Sequence[tuple[int, float]]]] = {}
         self.finished: dict[str, FinishReason] = {}
         self.num_steps = 0
 
     def add(self, request_id: str, prompt: Sequence[int], sampling: SamplingParams) -> None:
         self._engine.add(EngineRequest(request_id, prompt, sampling))
         self._running.add(request_id)
-        self.tokens[request_id], self.logprobs[request_id] = [], []
+        self.tokens[request_id], self.logprobs[request_id], self.top_logprobs[request_id] = [], [], []
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """A delta that comes for one of them all the same is a KeyError in `step`."""
@@ -62,6 +64,7 @@ class Batch:
             for delta in self._engine.step():
                 self.tokens[delta.request_id] += delta.token_ids
                 self.logprobs[delta.request_id] += delta.logprobs
+                self.top_logprobs[delta.request_id] += delta.top_logprobs or ()
                 if delta.finish_reason is not None:
                     self.finished[delta.request_id] = delta.finish_reason
                     self._running.remove(delta.request_id)
@@ -189,6 +192,28 @@ class EngineContract:
         assert batch.finished == {"a": FinishReason.LENGTH}
         (score,) = engine.score([[*prompt, *batch.tokens["a"]]])
         assert batch.logprobs["a"] == pytest.approx(score[len(prompt) - 1 :], abs=1e-4)
+
+    def test_a_request_that_asks_for_the_likeliest_tokens_has_them_or_is_refused(self, engine: Engine) -> None:
+        batch, greedy = Batch(engine), SamplingParams(max_tokens=6, temperature=0.0)
+        batch.add("none", [5, 9, 2], greedy)
+        try:
+            for count in (1, 3):
+                batch.add(f"{count}", [5, 9, 2], replace(greedy, temperature=1.0, seed=count, top_logprobs=count))
+        except RequestError:
+            return
+        batch.run()
+        assert not batch.top_logprobs["none"]
+        for count in (1, 3):
+            name = f"{count}"
+            assert len(batch.tokens[name]) == len(batch.top_logprobs[name]) == 6
+            for token, logprob, top in zip(
+                batch.tokens[name], batch.logprobs[name], batch.top_logprobs[name], strict=True
+            ):
+                likeliest = [value for _, value in top]
+                assert len(top) == count
+                assert likeliest == sorted(likeliest, reverse=True)
+                assert dict(top).get(token, logprob) == pytest.approx(logprob, abs=1e-6)
+                assert logprob <= likeliest[0] + 1e-6
 
     def test_an_aborted_request_gains_nothing_more_and_its_place_is_free(self, engine: Engine) -> None:
         batch = Batch(engine)

@@ -204,6 +204,13 @@ class TransportContract:
         same(read(end(), manifest), {"w": whole, "own": own})
         refused(end(), replace(manifest, shards=manifest.shards[:1]))
 
+    def test_a_slice_arrives_as_the_dtype_it_is_to_be_published_as(self, end: Ends) -> None:
+        import torch
+
+        whole = torch.linspace(-3, 3, 700_000).reshape(7, -1)  # more than is converted at a time
+        named = [("w", TensorSlice(whole, SlicePosition((0, 0), tuple(whole.shape)), "bfloat16"))]
+        same(read(end(), end().publish(1, named)), {"w": whole.bfloat16()})
+
     def test_bytes_that_changed_are_refused_before_anything_is_given(self, end: Ends) -> None:
         writer = end()
         first, second = (writer.publish(version, self.weights(version).items()) for version in (1, 2))

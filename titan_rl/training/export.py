@@ -46,7 +46,7 @@ def export_checkpoint(source: Path, checkpoint: Path, directory: Path, dtype: DT
         files.read({name: local_slice(tensor) for name, tensor in tensors.items()})
     except ValueError as error:
         raise CheckpointError(f"{checkpoint} is not of the model in {source}: {error}") from error
-    export_hf(directory, policy.named_tensors(), source=source, dtype=dtype)
+    export_hf(directory, policy.layout(), policy.named_tensors(), source=source, dtype=dtype)
     check_export(directory, policy.named_tensors())
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from titan_rl.errors import TrainingError
+from titan_rl.tracing.spans import span
 from titan_rl.training.objective.objective import Objective
 from titan_rl.training.objective.token_stats import TokenStats
 from titan_rl.training.optimizer.gradients import average_and_clip
@@ -59,7 +60,7 @@ class GradientPass:
         pass of the update gives them: the first minibatch is updated from these very weights."""
         if len(minibatches) == 1 or self._objective.proximal != "recomputed":
             return {}
-        with torch.no_grad():
+        with span("proximal logprobs", "trainer"), torch.no_grad():
             return {id(b): self._policy.logprobs(b)[0] for minibatch in minibatches for b in minibatch.batches}
 
     def run(self, minibatch: Minibatch, proximal: dict[int, torch.Tensor], *, version: int) -> MinibatchGradient:

@@ -58,7 +58,8 @@ class Trainer(Protocol):
         ...
 
     async def finish_publish(self) -> Manifest:
-        """The manifest of the version begun last, once all of it can be read."""
+        """The manifest of the version begun last, once all of it can be read. Also asked for again, where a version
+        could not be pulled."""
         ...
 
     async def begin_save(self, root: Path, run_state: dict[str, Any]) -> int:

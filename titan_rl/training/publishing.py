@@ -6,11 +6,12 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from titan_rl.errors import StateDictError
+from titan_rl.tracing.spans import span
 from titan_rl.training.device import side_stream
 from titan_rl.training.readers import LIMIT_S
 from titan_rl.training.trainer import TrainerCore
@@ -19,6 +20,7 @@ from titan_rl.weights.types import NUM_KEPT, Manifest, Probe, StateDictTransport
 
 PROBE_TOKENS = 32
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.1}
+NUM_PROBES = {torch.float32: 4, torch.bfloat16: 32}  # rounding hides what a step changes, unless there are many
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,7 @@ class WeightPublisher:
 
     Args:
         transport: of this rank alone.
-        num_probes: sequences by which readers check a version.
+        num_probes: sequences by which readers check a version; by default 4 in float32 and 32 in bfloat16.
         tolerance: largest mean logprob difference of one; by default 1e-5 in float32 and 0.1 in bfloat16.
         seed: of the sequences.
 
@@ -55,7 +57,7 @@ class WeightPublisher:
         trainer: TrainerCore,
         transport: StateDictTransport,
         *,
-        num_probes: int = 4,
+        num_probes: int | None = None,
         tolerance: float | None = None,
         seed: int = 0,
     ) -> None:
@@ -67,6 +69,7 @@ class WeightPublisher:
         self._kept: deque[int] = deque()  # versions that can be read, ascending
         self._tolerance = tolerance or TOLERANCE[trainer.dtype]
         length = min(PROBE_TOKENS, trainer.max_context - 1)  # a reader may have to add a token to score them
+        num_probes = NUM_PROBES[trainer.dtype] if num_probes is None else num_probes
         self._probe_sequences = trainer.draw(num_probes, length, seed)
 
     def begin(self) -> None:
@@ -105,16 +108,16 @@ class WeightPublisher:
 
     def _collect(self) -> _Snapshot:
         """What takes all ranks: scoring the probes, and gathering what cannot be published in slices."""
-        probes = make_probes(self._trainer.score, self._probe_sequences)
+        probes = make_probes(self._trainer.score_published, self._probe_sequences)
         slices = self._trainer.held_slices()
         return _Snapshot(self._trainer.version, slices, probes if self._world.is_first else (), side_stream())
 
     def _write(self, snapshot: _Snapshot) -> Manifest | Exception:
         """Copy this rank's slices, and wait for no other rank. What fails is for `_settle` to raise."""
         try:
-            with snapshot.side_stream:
+            with snapshot.side_stream, span("publish copy", "sync", lane="publish", version=snapshot.version):
                 return self._transport.publish(
-                    snapshot.version, self._converted(snapshot), probes=snapshot.probes, tolerance=self._tolerance
+                    snapshot.version, self._as_published(snapshot), probes=snapshot.probes, tolerance=self._tolerance
                 )
         except Exception as error:
             return error
@@ -137,6 +140,6 @@ class WeightPublisher:
             self._transport.release(self._kept.popleft())
         return written
 
-    def _converted(self, snapshot: _Snapshot) -> Iterator[tuple[str, TensorSlice]]:
+    def _as_published(self, snapshot: _Snapshot) -> Iterator[tuple[str, TensorSlice]]:
         for name, piece in snapshot.slices:
-            yield name, TensorSlice(piece.tensor.to(self._trainer.dtype), piece.position)
+            yield name, replace(piece, dtype=str(self._trainer.dtype).removeprefix("torch."))

@@ -106,6 +106,8 @@ class TrainingConfig(Section):
     """Tokens in one packed row; at least `model.max_context`, so that every sample fits."""
     rows_per_micro_batch: PositiveInt = 8
     """Packed rows in one forward and backward pass."""
+    max_respawns: NonNegativeInt = 3
+    """Times that the trainer may die and be started again before the run ends; 0 ends it with the first."""
 
     @model_validator(mode="after")
     def _compiles_whole_matrices(self) -> Self:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from titan_rl.errors import CheckpointError, TrainingError
+from titan_rl.tracing.spans import IDLE, span
 from titan_rl.training.data.sample import TrainingSample
 from titan_rl.training.data.step_plan import StepPlan
 from titan_rl.training.gradient_pass import GradientPass, MinibatchGradient
@@ -169,6 +170,12 @@ class TrainerCore:
         """
         return score(self._policy, self._world, sequences, max_context=self.max_context)
 
+    def score_published(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """As `score`, of the weights as they are published, in `model.dtype`, but computed in float32 whatever that is:
+        what all who compute with them come near to."""
+        with self._policy.as_published():
+            return self.score(sequences)
+
     def draw(self, num_sequences: int, length: int, seed: int) -> list[list[int]]:
         """Sequences sampled from the current policy at temperature 1, after a random first token.
 
@@ -255,10 +262,12 @@ class TrainerCore:
             CheckpointError: it could not be written.
         """
         tensors = self.named_tensors()
-        if self._world.is_first:
-            export_hf(Path(directory), tensors, source=Path(self._config.path), dtype=self._config.dtype)
-        else:
-            deque(tensors, maxlen=0)  # to hand the first rank its parts
+        try:
+            if self._world.is_first:
+                source, dtype = Path(self._config.path), self._config.dtype
+                export_hf(Path(directory), self._policy.layout(), tensors, source=source, dtype=dtype)
+        finally:
+            deque(tensors, maxlen=0)  # every rank hands the first one its parts, also where the disk is full
         self._world.barrier()
 
     def _minibatches(self, plan: StepPlan) -> list[Minibatch]:
@@ -273,11 +282,14 @@ class TrainerCore:
         """One optimizer step, or an error and none."""
         self._optimizers.zero_grad()
         try:
-            gradient = self._gradient_pass.run(minibatch, proximal, version=self._version)
+            with span("forward and backward", "trainer", positions=minibatch.num_positions):
+                gradient = self._gradient_pass.run(minibatch, proximal, version=self._version)
         except TrainingError:
             self._optimizers.zero_grad()
             raise
-        waited_s = self._readers.wait()
+        with span("waiting for the copy", f"trainer,{IDLE}"):
+            waited_s = self._readers.wait()
         self._is_between_versions = True
-        self._optimizers.step(lr)
+        with span("optimizer", "trainer"):
+            self._optimizers.step(lr)
         return _Update(gradient, waited_s)

@@ -40,8 +40,10 @@ def lay_out(named: Named) -> tuple[TensorEntry, ...]:
         key = (name, None if position is None else position.start)
         if key in entries:
             raise StateDictError(f"{name!r} appears twice in the state dict")
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        entries[key] = TensorEntry(name, dtype, shape, offset, tensor.numel() * tensor.itemsize, position)
+        own = str(tensor.dtype).removeprefix("torch.")
+        dtype = (value.dtype if isinstance(value, TensorSlice) else None) or own
+        num_bytes = tensor.numel() * getattr(torch, dtype).itemsize
+        entries[key] = TensorEntry(name, dtype, shape, offset, num_bytes, position)
         offset = _align(offset + entries[key].num_bytes)
     return tuple(entries.values())
 
@@ -58,7 +60,7 @@ def fill(
     entries: Sequence[TensorEntry],
     written: Callable[[int], None] = lambda num_bytes: None,
 ) -> None:
-    """Copy the tensors, from whatever device, to their places. Every byte is written.
+    """Copy the tensors, from whatever device, to their places, each in its entry's dtype. Every byte is written.
 
     Args:
         written: told now and then how many bytes from the start are written.
@@ -67,14 +69,16 @@ def fill(
         tensor = value.tensor if isinstance(value, TensorSlice) else value
         end = entry.offset + entry.num_bytes
         if entry.num_bytes:
+            place = view(buffer, entry)
             if isinstance(buffer, np.ndarray) and tensor.device.type == "cpu" and tensor.is_contiguous():
-                source = tensor.detach().view(-1).view(torch.uint8).numpy()
-                for at in range(entry.offset, end, PIECE):
-                    upto = min(at + PIECE, end)
-                    buffer[at:upto] = source[at - entry.offset : upto - entry.offset]
-                    written(upto)
+                at = entry.offset
+                parts = max(PIECE // place.itemsize, 1)
+                for to, source in zip(place.view(-1).split(parts), tensor.view(-1).split(parts), strict=True):
+                    to.copy_(source)
+                    at += to.nbytes
+                    written(at)
             else:
-                view(buffer, entry).copy_(tensor)
+                place.copy_(tensor)
         buffer[end : _align(end)] = 0  # a used shard has old bytes there, which the checksum would see
         written(_align(end))
 

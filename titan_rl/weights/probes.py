@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from statistics import fmean
+
+import numpy as np
+from numpy.typing import NDArray
 
 from titan_rl.errors import StateDictError, VerificationError
 from titan_rl.weights.types import Probe
+
+SIGMAS = 5.0  # of rounding, by which a right swap may miss
+LEAST_MARGIN = 0.02
+NOTICED = 0.5  # with a wider margin the old weights would pass for the new ones
+ANCHOR_MARGIN = 0.1  # a part of the change that is this large and missing in every version is noticed in the end
+RESOLUTION = 1e-6  # nats: what a logprob in float32 is off by at least
 
 Score = Callable[[Sequence[Sequence[int]]], Sequence[Sequence[float]]]
 """Sequences of [num_tokens] to their logprobs at temperature 1, of the tokens after the first: [num_tokens - 1]."""
@@ -35,6 +45,119 @@ def make_probes(score: Score, sequences: Sequence[Sequence[int]]) -> tuple[Probe
     if not all(math.isfinite(logprob) for probe in probes for logprob in probe.logprobs):
         raise StateDictError("the trainer's logprobs of the probe sequences are not finite; its weights are unusable")
     return probes
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeFigures:
+    """What a check found. `margin` and `missed` are of the version before; NaN where there is nothing to compare."""
+
+    diff: float  # nats: see `verify`
+    margin: float = math.nan  # part of the change that may be missed, because rounding hides it
+    missed: float = math.nan  # part of the change that is missing, or too much
+
+
+class SwapCheck:
+    """Checks the versions that one reader loads, each against the trainer's logprobs, and by its change from those
+    before.
+
+    Rounding in bfloat16 moves the logprobs of a probe further than a step with a small learning rate does, so being
+    near to the trainer's tells no version from the one before. But rounding has no direction. Over the scored tokens of
+    all probes let c be the trainer's logprobs of this version less those of an earlier one, and f the reader's. Then
+
+        p = (f . c) / (c . c)
+
+    is 1 where everything was loaded, 0 where nothing was, and in between where a layer was left out; p > 1/2 says that
+    the reader is nearer to this version than to the earlier one. With an error of s for a token in each of the reader's
+    logprobs p has a standard error of sqrt(2) |s c| / |c|^2. A swap is refused where p is off 1 by more than 5 of them,
+    the margin.
+
+    Of s the earlier version tells: it is what that token was off by, or what a token of that probability usually was,
+    whichever is more. An error of a logit moves the logprob of a token of probability q by 1 - q of it, and so does an
+    update: the tokens that move most are those with the largest errors, and few of them make most of |c|.
+
+    Where the margin is above 1/2 nothing is said. It shrinks with the root of the number of tokens and with the size of
+    the change, so there is a second comparison with a version further back, the anchor: as old as it has to be for a
+    margin of 0.1. An engine that keeps its old weights is found out when the policy has moved far enough.
+
+    Example:
+
+        check = SwapCheck()
+        check.verify(probes_of_6, score, 0.1)  # ProbeFigures(diff=0.004, margin=nan, missed=nan)
+        check.verify(probes_of_7, score, 0.1)  # ProbeFigures(diff=0.004, margin=0.12, missed=0.03)
+    """
+
+    def __init__(self) -> None:
+        self._anchor: _Scored | None = None
+        self._before: _Scored | None = None
+
+    def verify(
+        self, probes: Sequence[Probe], score: Score, tolerance: float, *, version: int | None = None
+    ) -> ProbeFigures:
+        """Score the probes with the weights just loaded.
+
+        Raises:
+            VerificationError: they are not near enough to the trainer's, or have not moved with them.
+            StateDictError: `score` gave too few or too many logprobs.
+        """
+        rows: list[Sequence[float]] = []
+
+        def noting(sequences: Sequence[Sequence[int]]) -> Sequence[Sequence[float]]:
+            rows.extend(score(sequences))
+            return rows
+
+        diff = verify(probes, noting, tolerance, version=version)
+        scored = _Scored.of(probes, rows)
+        before, anchor = (each if each and each.is_of(scored) else None for each in (self._before, self._anchor))
+        compared = None if before is None else _compare(scored, before, version)
+        anchored = compared if anchor is before else anchor and _compare(scored, anchor, version)
+        if anchored is None or anchored[0] <= ANCHOR_MARGIN:
+            self._anchor = scored
+        self._before = scored
+        return ProbeFigures(diff) if compared is None else ProbeFigures(diff, *compared)
+
+
+@dataclass(frozen=True, slots=True)
+class _Scored:
+    """One version's probes, as the trainer and as the reader scored them."""
+
+    sequences: tuple[tuple[int, ...], ...]
+    theirs: NDArray[np.float64]  # [num_scored_tokens of all probes]
+    mine: NDArray[np.float64]
+
+    @staticmethod
+    def of(probes: Sequence[Probe], rows: Sequence[Sequence[float]]) -> _Scored:
+        def flat(values: Sequence[Sequence[float]]) -> NDArray[np.float64]:
+            return np.array([value for row in values for value in row], np.float64)
+
+        return _Scored(
+            tuple(probe.token_ids for probe in probes), flat([probe.logprobs for probe in probes]), flat(rows)
+        )
+
+    def is_of(self, other: _Scored) -> bool:
+        return self.sequences == other.sequences
+
+    def errors(self, now: _Scored) -> NDArray[np.float64]:
+        """What the reader's logprobs may be off by, in this version or another."""
+        own, free = np.abs(self.mine - self.theirs), np.abs(np.expm1(self.theirs))
+        usual = float(np.linalg.norm(own)) / max(float(np.linalg.norm(free)), RESOLUTION)
+        return np.maximum(own, usual * np.maximum(free, np.abs(np.expm1(now.theirs)))) + RESOLUTION
+
+
+def _compare(now: _Scored, before: _Scored, version: int | None) -> tuple[float, float] | None:
+    """The margin, and what was missed. None where the trainer's logprobs are the same."""
+    change, found = now.theirs - before.theirs, now.mine - before.mine
+    size = float(np.linalg.norm(change))
+    if not size:
+        return None
+    margin = max(SIGMAS * math.sqrt(2) * float(np.linalg.norm(before.errors(now) * change)) / size**2, LEAST_MARGIN)
+    part = float(found @ change) / size**2
+    if margin <= NOTICED and not abs(part - 1) <= margin:
+        weights = "the loaded weights" if version is None else f"the weights loaded as version {version}"
+        raise VerificationError(
+            f"{weights} move the probes' logprobs by {part:.3f} of what they should since an earlier version; "
+            f"between {1 - margin:.3f} and {1 + margin:.3f} is rounding. Some of them were not loaded"
+        )
+    return margin, abs(part - 1)
 
 
 def verify(probes: Sequence[Probe], score: Score, tolerance: float, *, version: int | None = None) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from titan_rl.errors import StateDictError
+from titan_rl.errors import StateDictError, UnavailableWeightsError
 from titan_rl.weights.types import Manifest
 
 
@@ -39,11 +39,11 @@ class PublishedWeights:
         """The manifest of a version that is still to be had.
 
         Raises:
-            StateDictError: the version is not the newest.
+            UnavailableWeightsError: the version is not the newest.
         """
         if self._manifest is None or self._manifest.version != version:
             newest = "none" if self._manifest is None else self._manifest.version
-            raise StateDictError(f"version {version} is not published; the newest is {newest}")
+            raise UnavailableWeightsError(f"version {version} is not published; the newest is {newest}")
         return self._manifest
 
     def note_pull(self, reader: str, figures: Mapping[str, float]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -27,6 +27,7 @@ class TensorSlice:
 
     tensor: Any
     position: SlicePosition
+    dtype: str | None = None  # to publish it as, "bfloat16"; by default the tensor's own. Nobody has a converted copy.
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,4 +115,13 @@ class StateDictTransport(Protocol):
 
     def close(self) -> None:
         """Give back all that this end has published or holds. It publishes nothing more; closing again does nothing."""
+        ...
+
+
+@runtime_checkable
+class MeasuredTransport(Protocol):
+    """A transport whose readers measure more than their time. `metrics.jsonl` has it, the largest of all readers'."""
+
+    def pull_figures(self) -> Mapping[str, float]:
+        """Of the last pull; the names stand behind `sync/`."""
         ...

@@ -17,21 +17,24 @@ from titan_rl.config.changes import settings_of
 from titan_rl.config.load_sft import load_sft_config
 from titan_rl.config.make_renderer import make_renderer
 from titan_rl.config.run import RunConfig
-from titan_rl.errors import CheckpointError, ConfigError, DataError, ModelError
+from titan_rl.errors import ActorDiedError, CheckpointError, ConfigError, DataError, ModelError
 from titan_rl.run.checkpoints.resumption import resume_from_newest
 from titan_rl.run.directory import RunDirectory, read_jsonl
+from titan_rl.run.in_order import open_run_dir
 from titan_rl.run.journal.run_state import RunState
-from titan_rl.run.launch import open_run_dir
 from titan_rl.run.observability.progress import Progress
+from titan_rl.run.recovery.recovering_trainer import RecoveringTrainer, recovering
 from titan_rl.run.sft.install import install
 from titan_rl.run.sft.launch import check, prepared
+from titan_rl.run.sft.learned_steps import LearnedSteps
 from titan_rl.run.sft.loop import SupervisedLoop
 from titan_rl.run.sft.prepare import find_demonstrations, plan_steps
 from titan_rl.run.sft.token_source import TokenSource
 from titan_rl.tiny_model import make_tiny_model
 from titan_rl.training.protocol import StepResult
-from titan_rl.training.state.checkpoint import step_directory
+from titan_rl.training.state.checkpoint import step_directory, step_of
 from titan_rl.training.state.checksums import write_checksums, write_summed
+from titan_rl.weights.published_weights import PublishedWeights
 
 TASK = """
 import random
@@ -113,8 +116,57 @@ class Taught:
         (path / "model.safetensors").write_text(str(self.version))
 
 
+class Mortal(Taught):
+    """One that dies in a step.
+
+    Args:
+        dies_in: the step's number; 0 is none.
+    """
+
+    def __init__(self, dies_in: int = 0) -> None:
+        super().__init__()
+        self._dies_in = dies_in
+        self._is_dead = asyncio.Event()
+
+    async def step(self, samples: Sequence[Any]) -> StepResult:
+        if self.version + 1 == self._dies_in:
+            self.end("")
+            raise ActorDiedError("trainer died")
+        return await super().step(samples)
+
+    async def load(self, checkpoint: Path) -> int:
+        self.version = step_of(checkpoint)
+        return self.version
+
+    async def ended(self) -> str:
+        await self._is_dead.wait()
+        return "trainer died"
+
+    def end(self, reason: str) -> None:
+        self._is_dead.set()
+
+
+class Group:
+    """Of a trainer that dies in a step, and the one in its place."""
+
+    def __init__(self, dies_in: int) -> None:
+        self.trainers = [Mortal(dies_in)]
+
+    @property
+    def trainer(self) -> Any:
+        return self.trainers[-1]
+
+    async def restart(self) -> Any:
+        self.trainers.append(Mortal())
+        return self.trainer
+
+
 def make_loop(
-    config: RunConfig, folder: Path, trainer: Taught, start: RunState | None = None, shown: io.StringIO | None = None
+    config: RunConfig,
+    folder: Path,
+    trainer: Taught | Group,
+    start: RunState | None = None,
+    shown: io.StringIO | None = None,
 ) -> SupervisedLoop:
     found = find_demonstrations(config)
     ready = prepared(config, found, folder)
@@ -125,16 +177,29 @@ def make_loop(
     begun = start or RunState(settings=settings_of(ready), run="a run")
     if start is None:
         begun.write(run_dir.path)
+    progress = Progress(len(plan), shown or io.StringIO())
+    if isinstance(trainer, Group):
+        steps, checkpoints = LearnedSteps(tokens, plan), run_dir.checkpoints
+        taught: Any = RecoveringTrainer(
+            trainer,
+            steps=steps,
+            checkpoints=checkpoints,
+            published=PublishedWeights(),
+            max_respawns=1,
+            progress=progress,
+        )
+    else:
+        taught = trainer
     return SupervisedLoop(
         ready,
-        trainer,
+        taught,
         tokens,
         plan=plan,
         held_out=held_out,
         run_dir=run_dir,
         start=begun,
         log=run_dir.write_metrics,
-        progress=Progress(len(plan), shown or io.StringIO()),
+        progress=progress,
         install=lambda before, after: install(ready, run_dir.export, run_dir.path, before, after),
     )
 
@@ -187,6 +252,23 @@ async def test_what_is_stopped_is_saved_and_goes_on_with_the_next_demonstrations
     assert trained == list(range(1, 10))
     assert (summary.steps, summary.tokens, summary.loss_before) == (9, 27, 2.0)
     assert (toml.parent / "other" / "model.safetensors").read_text() == "9"
+
+
+async def test_a_trainer_that_dies_learns_again_what_came_after_the_checkpoint(toml: Path) -> None:
+    whole = Taught()
+    config = load_sft_config(toml, [("checkpoint.interval", "3")])
+    await make_loop(config, toml.parent / "whole", whole).run()
+    group, shown, folder = Group(dies_in=6), io.StringIO(), toml.parent / "run"
+    loop = make_loop(load_sft_config(toml, [("checkpoint.interval", "3")]), folder, group, shown=shown)
+    async with recovering(loop._trainer):  # pyright: ignore
+        await loop.run()
+    first, second = group.trainers
+    assert first.learned == whole.learned[:5]
+    assert second.learned == whole.learned[3:]
+    assert "2 steps were trained again" in shown.getvalue()
+    records = [record for record in read_jsonl(folder / "metrics.jsonl") if "train/loss" in record]
+    assert [record["step"] for record in records] == list(range(1, 10))
+    assert [record["step"] for record in records if record.get("train/respawns") == 1] == [6]
 
 
 def test_a_dry_run_tells_what_would_be_learned(toml: Path) -> None:

@@ -6,10 +6,18 @@ import contextlib
 import logging
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from monarch.actor import Actor, concurrent_endpoint, current_rank
+from monarch.actor import Actor, concurrent_endpoint
+from monarch.config import configure
+
+from titan_rl.actors.liveness.pulse import Duty, begin_pulse
+from titan_rl.tracing import spans
+from titan_rl.tracing.recorder import Tracing
+
+LOOPBACK = "127.0.0.1"
 
 
 class ProcessFiles(Protocol):
@@ -26,16 +34,64 @@ class ProcessFiles(Protocol):
         ...
 
 
-class ProcessActor(Actor):
-    """The one actor of a process, or of each process of a group.
+class RunFiles(ProcessFiles, Protocol):
+    """What a run's processes know of its folder."""
+
+    @property
+    def path(self) -> Path:
+        """The folder itself."""
+        ...
+
+    @property
+    def config(self) -> Path:
+        """The resolved settings."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSpec:
+    """What a process is told of itself.
 
     Args:
-        log_path: where the output of the first process goes; others of its group have their rank in the name.
+        name: of its group, unique among those that live.
+        host: the name of the host on which it runs. Processes of one host share memory.
+        address: by which other hosts reach it.
+        logs: folder of its log, there.
+        rank: its number in the group.
+        tracing: what is recorded of it, under the name of its log; None records nothing.
+        pulse: the socket there where it answers pings; None where nobody watches.
     """
 
-    def __init__(self, log_path: str) -> None:
-        self._rank = current_rank().rank
-        enter_actor_process(log_of_rank(log_path, self._rank))
+    name: str
+    host: str
+    address: str
+    logs: Path
+    rank: int = 0
+    tracing: Tracing | None = None
+    pulse: Path | None = None
+
+    @property
+    def log(self) -> Path:
+        """Where its output goes; that of the first of a group has the group's own name."""
+        return self.logs / f"{self.name}{f'-rank{self.rank}' if self.rank else ''}.log"
+
+
+class ProcessActor(Actor):
+    """The one actor of a process. Of a group that lives and dies together each has one.
+
+    Attributes:
+        duty: what it is here for, which has to get on.
+    """
+
+    def __init__(self, spec: ProcessSpec) -> None:
+        self._spec = spec
+        self.duty = Duty()
+        enter_actor_process(spec.log)
+        if spec.address != LOOPBACK:  # else what it opens to others would have the controller's address
+            configure(default_transport=f"tcp://{spec.address}:0")
+        if spec.pulse is not None:
+            begin_pulse(spec.pulse, self.duty)
+        spans.begin_recording(spec.tracing, spec.log.stem)
 
     @concurrent_endpoint
     async def pid(self) -> int:
@@ -44,17 +100,13 @@ class ProcessActor(Actor):
 
 def enter_actor_process(log_path: str | Path) -> None:
     """Detach this process from the terminal: its output goes to a file, and Ctrl-C reaches the controller alone,
-    which then stops it in order. The kernel still ends it when the controller dies."""
+    which then stops it in order. The kernel still ends it when the controller dies. What it writes is for whoever the
+    log's folder is for, however its worker was started."""
     os.setpgid(0, 0)
+    os.umask(os.umask(0o077) | 0o077 & ~Path(log_path).parent.stat().st_mode)
     _point(1, log_path)
     _point(2, log_path)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-
-
-def log_of_rank(log_path: str | Path, rank: int) -> Path:
-    """Where a process of a group writes; that of the first has the group's own name."""
-    path = Path(log_path)
-    return path if rank == 0 else path.with_stem(f"{path.stem}-rank{rank}")
 
 
 @contextlib.contextmanager

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
-import signal
+import math
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from itertools import count
 from typing import Any
 
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import ActorError
 
-from titan_rl.actors.processes.process_end import how_it_ended
+from titan_rl.actors.liveness.vital_signs import Signs, hang
+from titan_rl.actors.liveness.watcher import KernelWatcher, Watched, Watcher
 from titan_rl.errors import ActorDiedError
 
 _numbers = count()
@@ -28,35 +28,50 @@ class RemoteProcess:
     Attributes:
         id: unlike the name it is never another's: that of a process which replaces this one differs.
         reason: why it ended; None while it lives.
+        pids: on their hosts, of those that are watched.
 
     Args:
         name: for messages.
         on_end: called once, from within `end`.
+        hang_timeout_s: it ends when it gives no sign of life for so long.
     """
 
-    def __init__(self, name: str, on_end: Callable[[RemoteProcess], None] | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        on_end: Callable[[RemoteProcess], None] | None = None,
+        hang_timeout_s: float = math.inf,
+    ) -> None:
         self.name = name
         self.id = f"{name}-{next(_numbers)}"
         self.reason: str | None = None
         self._on_end = on_end
         self._calls: set[asyncio.Timeout] = set()
-        self._descriptors: list[int] = []
+        self._hang_timeout_s = hang_timeout_s
+        self.pids: tuple[int, ...] = ()
+        self._watched: list[Watched] = []
+        self._signs: dict[int, Signs] = {}  # those of each of the processes, by its place among them
 
-    def watch(self, pids: Sequence[int]) -> None:
-        """Have the kernel tell when one of these processes of this host ends. Where it cannot, Monarch has to."""
-        if not hasattr(os, "pidfd_open"):
-            return
+    def watch(self, pids: Sequence[int], watcher: Watcher | None = None) -> None:
+        """Be told when one of these processes ends or hangs. Where nobody can tell, Monarch has to.
+
+        Args:
+            watcher: of the host that they are on; by default this one's kernel, which tells of ends alone.
+        """
+        self.pids += tuple(pids)
         for pid in pids:
             try:
-                descriptor = os.pidfd_open(pid)
+                watched = (watcher or KernelWatcher()).watch(pid, self.end, partial(self._note, len(self._watched)))
             except ProcessLookupError:
                 self.end(f"process {pid} ended")
                 return
-            self._descriptors.append(descriptor)
-            asyncio.get_running_loop().add_reader(descriptor, self._ended, pid, descriptor)
+            if watched is not None:
+                self._watched.append(watched)
 
-    def _ended(self, pid: int, descriptor: int) -> None:
-        self.end(f"process {pid} {how_it_ended(descriptor)}")
+    def _note(self, place: int, signs: Signs) -> None:
+        self._signs[place] = signs
+        if (reason := hang(self._signs.values(), self._hang_timeout_s)) is not None:
+            self.end(reason)
 
     def end(self, reason: str) -> None:
         """Fail the calls in flight and all to come, and kill what is left of the watched processes. Doing it again does
@@ -64,9 +79,8 @@ class RemoteProcess:
         if self.reason is not None:
             return
         self.reason = reason
-        for descriptor in self._descriptors:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+        for watched in self._watched:
+            watched.kill()
         self.close()
         for limit in self._calls:
             if not limit.expired():
@@ -76,10 +90,8 @@ class RemoteProcess:
 
     def close(self) -> None:
         """Watch no longer: whatever ends now was told to."""
-        while self._descriptors:
-            descriptor = self._descriptors.pop()
-            asyncio.get_running_loop().remove_reader(descriptor)
-            os.close(descriptor)
+        while self._watched:
+            self._watched.pop().close()
 
     async def call(self, endpoint: Any, *args: Any, timeout_s: float | None = None) -> Any:
         """Call an actor's endpoint and raise what the actor raised, rather than Monarch's wrapping of it.
@@ -89,14 +101,13 @@ class RemoteProcess:
         """
         return await self.until_end(lambda: endpoint.call_one(*args), timeout_s)
 
-    async def call_all(self, endpoint: Any, *args: Any, timeout_s: float | None = None) -> list[Any]:
+    async def call_all(self, endpoints: Sequence[Any], *args: Any, timeout_s: float | None = None) -> list[Any]:
         """Call an endpoint of every rank at once, and return what each has answered.
 
         Raises:
             ActorDiedError: as `call`, of any of them.
         """
-        answers = await self.until_end(lambda: endpoint.call(*args), timeout_s)
-        return [answer for _, answer in answers.items()]
+        return await asyncio.gather(*[self.call(endpoint, *args, timeout_s=timeout_s) for endpoint in endpoints])
 
     async def until_end(self, begin: Callable[[], Awaitable[Any]], timeout_s: float | None = None) -> Any:
         """What `begin` gives to wait for, if that is done first.

@@ -5,19 +5,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import monarch.actor
-from monarch.actor import Actor, MeshFailure, concurrent_endpoint, this_host
-from monarch.spmd import setup_torch_elastic_env_async
+from monarch.actor import (
+    Actor,
+    HostMesh,
+    MeshFailure,
+    ProcMesh,
+    attach_to_workers,
+    concurrent_endpoint,
+    default_bootstrap_cmd,
+    this_host,
+)
 
 from titan_rl.actors.processes.remote_process import last_line
 
 logger = logging.getLogger(__name__)
 
-LOCAL_HOST = "127.0.0.1"
 STOP_TIMEOUT_S = 20.0
 
 
@@ -38,32 +45,73 @@ class ProcessFailure:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class _Spawned:
+    host: str | None  # by which it is attached; None is this machine
+    process: ProcMesh
+
+
 class Supervisor(Actor):
     """Lives in the controller's process. A child that dies ends no one else: its death is reported by `next_failure`,
-    and calls in flight to it fail. Processes go by the ids of their remotes."""
+    and calls in flight to it fail. Processes go by the ids of their remotes, of which those of a group have the same.
+    """
 
     def __init__(self) -> None:
-        self._processes: dict[str, Any] = {}  # id -> ProcMesh
+        self._hosts: dict[str, HostMesh] = {}
+        self._processes: dict[str, list[_Spawned]] = {}  # by their ids
+        self._stops: dict[asyncio.Task[None], str | None] = {}  # under way, and of which host
+        self._ids: dict[str, str] = {}  # by Monarch's names of the processes
         self._failures: asyncio.Queue[ProcessFailure] = asyncio.Queue()
 
     def __supervise__(self, failure: MeshFailure) -> bool:
-        process_id = failure.mesh_name.rsplit("-", 1)[0]  # Monarch appends a random suffix
-        if process_id in self._processes:
-            self._failures.put_nowait(ProcessFailure(process_id, last_line(str(failure))))
+        name = failure.mesh_name.rsplit("-", 1)[0]  # Monarch appends a random suffix
+        if name in self._ids:
+            self._failures.put_nowait(ProcessFailure(self._ids[name], last_line(str(failure))))
         return True
 
     @concurrent_endpoint
-    async def spawn(self, process_id: str, actor_class: type[Actor], args: tuple[Any, ...], num_ranks: int = 1) -> Any:
-        """Start a process that holds one actor, or as many as have ranks in one torch.distributed world.
+    async def attach(self, host: str, worker: str) -> None:
+        """Have processes be spawned under this name by the worker of another machine, `tcp://HOST:PORT`."""
+        self._hosts[host] = attach_to_workers(ca="trust_all_connections", workers=[worker])
+
+    @concurrent_endpoint
+    async def detach(self, host: str) -> None:
+        """Go on without a machine. What it still has is not ended, nor waited for: one that is gone cannot say that
+        its processes have ended."""
+        self._hosts.pop(host, None)
+        for process_id, spawned in self._processes.items():
+            self._processes[process_id] = [process for process in spawned if process.host != host]
+        for stop, its_host in self._stops.items():
+            if its_host == host:
+                stop.cancel()
+
+    @concurrent_endpoint
+    async def spawn(
+        self,
+        process_id: str,
+        actor_class: type[Actor],
+        args: tuple[Any, ...],
+        rank: int = 0,
+        host: str | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> Any:
+        """Start a process that holds one actor.
+
+        Args:
+            rank: its number among the processes of this id.
+            host: the name of one that is attached; by default this machine.
+            environment: variables of the process, beside those of its host.
 
         Returns:
-            the actor's handle, with the dimension "procs".
+            the actor's handle.
         """
-        processes = this_host().spawn_procs({"procs": num_ranks}, name=process_id)
-        self._processes[process_id] = processes
-        if num_ranks > 1:
-            await setup_torch_elastic_env_async(processes, LOCAL_HOST, _free_port())
-        return processes.spawn(process_id, actor_class, *args)
+        name = f"{process_id}-rank{rank}" if rank else process_id
+        command = default_bootstrap_cmd().with_env(dict(environment)) if environment else None
+        mesh = this_host() if host is None else self._hosts[host]
+        processes = mesh.spawn_procs({"procs": 1}, name=name, bootstrap_command=command)
+        self._processes.setdefault(process_id, []).append(_Spawned(host, processes))
+        self._ids[name] = process_id
+        return processes.spawn(name, actor_class, *args)
 
     @concurrent_endpoint
     async def next_failure(self) -> ProcessFailure:
@@ -71,19 +119,16 @@ class Supervisor(Actor):
         return await self._failures.get()
 
     @concurrent_endpoint
-    async def terminate(self, peer_ids: tuple[str, ...] | None = None) -> None:
+    async def terminate(self, process_ids: tuple[str, ...] | None = None) -> None:
         """End these processes, or all. One that is dead already is no error."""
-        chosen = [self._processes.pop(process_id, None) for process_id in peer_ids or tuple(self._processes)]
+        chosen = tuple(self._processes) if process_ids is None else process_ids
         async with asyncio.TaskGroup() as stops:
-            for process in chosen:
-                if process is not None:
-                    stops.create_task(_stop(process))
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind((LOCAL_HOST, 0))
-        return listener.getsockname()[1]
+            for process_id in chosen:
+                self._ids = {name: id for name, id in self._ids.items() if id != process_id}
+                for spawned in self._processes.pop(process_id, ()):
+                    stop = stops.create_task(_stop(spawned.process))
+                    self._stops[stop] = spawned.host
+                    stop.add_done_callback(self._stops.pop)
 
 
 async def _stop(process: Any) -> None:

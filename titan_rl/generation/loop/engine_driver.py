@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from titan_rl.calls.user_code import summary
 from titan_rl.errors import StateDictError
 from titan_rl.generation.engine import Engine
-from titan_rl.generation.loop.engine_rank import EngineRank, Weights
+from titan_rl.generation.loop.engine_rank import EngineRank, Stepping, Weights
+from titan_rl.generation.loop.engine_track import EngineTrack
 from titan_rl.generation.loop.gauge_window import GaugeWindow
 from titan_rl.generation.loop.loop_decision import LoopAction, LoopDecision
 from titan_rl.generation.loop.loop_state import LoopState
@@ -17,6 +18,7 @@ from titan_rl.generation.loop.pending_pull import PendingPull
 from titan_rl.generation.loop.ranks import Ranks
 from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.types import KVPolicy, PullResult
+from titan_rl.tracing.spans import span
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +33,7 @@ def run_engine(
     state: LoopState,
     kv_policy: KVPolicy,
     stream_interval: int,
+    stepping: Stepping,
 ) -> None:
     """The whole life of an engine, in the thread that alone touches it. Raises nothing: the reason goes to `state`.
 
@@ -40,13 +43,13 @@ def run_engine(
     Unblocked by: any caller's request, abort, pull, pause, resume or close.
     Ends: by `close`, or a failure of the engine. Whatever is outstanding then fails, and later calls fail at once.
     """
-    engine, ranks, reason, cause = None, None, "the engine loop is closed", None
+    engine, ranks, driver, reason, cause = None, None, None, "the engine loop is closed", None
     outbox = Outbox()
     try:
         engine = make_engine()
         ranks = make_ranks()
-        driver = EngineDriver(EngineRank(engine, ranks, kv_policy), ranks, state, outbox, stream_interval)
-        while (decision := state.decide()).action is not LoopAction.CLOSE:
+        driver = EngineDriver(EngineRank(engine, ranks, kv_policy, stepping), ranks, state, outbox, stream_interval)
+        while (decision := driver.next_decision()).action is not LoopAction.CLOSE:
             driver.follow(decision)
             outbox.send()
         ranks.broadcast(decision)
@@ -55,7 +58,7 @@ def run_engine(
         reason, cause = f"the engine failed: {summary(error)}", error
     outbox.send()
     state.end(reason, cause)
-    for part in (ranks, engine):
+    for part in (driver, ranks, engine):
         if part is not None:
             try:
                 part.close()
@@ -75,6 +78,17 @@ class EngineDriver:
         self._unstreamed_steps = 0
         self._told_at = state.clock()
         self._gauges = GaugeWindow(rank.engine)
+        self._track = EngineTrack()
+
+    def next_decision(self) -> LoopDecision:
+        """Waits until there is something to do."""
+        began_ns, paused = self._track.clock_ns(), self._state.paused is not None
+        decision = self._state.decide()
+        self._track.rested(began_ns, paused=paused)
+        return decision
+
+    def close(self) -> None:
+        self._track.close()
 
     def follow(self, decision: LoopDecision) -> None:
         self._ranks.broadcast(decision)
@@ -85,15 +99,22 @@ class EngineDriver:
             case LoopAction.ABORT:
                 self._rank.abort(decision.request_ids)
                 self._state.aborted(decision.request_ids, self._outbox)
+            case LoopAction.SLEEP:
+                self._rank.sleep()
+                self._state.slept()
+            case LoopAction.WAKE:
+                self._rank.wake()
+                self._state.woken()
             case _:
                 self._step(decision.requests)
 
     def _step(self, joining: Sequence[EngineRequest]) -> None:
-        began = self._state.clock()
+        began, began_ns = self._state.clock(), self._track.clock_ns()
         if len(joining) == self._state.num_running:
             self._told_at = began  # it was idle
         rejected, deltas = self._rank.step(joining)
         self._gauges.note_step()
+        self._track.stepped(began_ns, len(deltas), self._state.num_running)
         if failed := self._state.absorb(rejected, deltas, began, self._outbox):
             self._abort(failed)
         self._stream()
@@ -114,6 +135,7 @@ class EngineDriver:
     def _pull(self, version: int) -> None:
         """Load the newest of the pulls that wait; those of older versions share its outcome."""
         newest = self._state.pull_of(version)
+        self._track.pulls(version)
         outcome: PullResult | StateDictError
         try:
             weights = self._rank.open(lambda: Weights(newest.items, newest.verify))
@@ -125,17 +147,22 @@ class EngineDriver:
             except StateDictError as error:
                 self._distrust(error)
                 outcome = error
+        self._track.pulled()
         self._state.pulled(version, outcome, self._outbox)
 
     def _load(self, pull: PendingPull, weights: Weights) -> PullResult:
         state = self._state
         began = state.clock()
-        self._rank.load(weights, pull.version)
+        with span("load", "sync"):
+            self._rank.load(weights, pull.version)
         loaded = state.clock()
-        self._rank.verify(weights)
+        with span("verify", "sync"):
+            self._rank.verify(weights)
         done = state.clock()
         state.loaded(pull.version)
-        return PullResult(pull.version, loaded - began, done - loaded, done - began, self._gauges.take())
+        return PullResult(
+            pull.version, loaded - began, done - loaded, done - began, self._gauges.take(self._track.take())
+        )
 
     def _distrust(self, cause: Exception) -> None:
         self._abort(self._state.distrust(cause, self._outbox))

@@ -3,8 +3,10 @@
 Calls only enqueue and await a future. Between two engine steps the loop decides, in this order:
 
     CLOSE   resolve everything and end
+    WAKE    take back the memory that was given back, ahead of a pull or when there is no pause any more
     PULL    swap weights; running requests wait for it and go on with their KV cache
     ABORT   forget requests, whose callers get what they have
+    SLEEP   give memory back, in a pause that says so
     STEP    let waiting requests join, and advance the batch by a token
 
 so a pull or an abort waits for one engine step at most.
@@ -17,15 +19,16 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from itertools import chain
 from typing import Any
 
 from titan_rl.calls.threads import in_thread
 from titan_rl.calls.user_code import summary
-from titan_rl.errors import RequestError, StateDictError
+from titan_rl.errors import RequestError, StateDictError, UnavailableWeightsError
 from titan_rl.generation.engine import Engine
 from titan_rl.generation.loop.engine_driver import run_engine
-from titan_rl.generation.loop.engine_rank import Items, Verify
+from titan_rl.generation.loop.engine_rank import Items, Stepping, Verify
 from titan_rl.generation.loop.loop_state import LoopState
 from titan_rl.generation.loop.pending_call import PendingCall
 from titan_rl.generation.loop.pending_pull import PendingPull
@@ -54,6 +57,7 @@ class EngineLoop:
         routed_experts: the engine returns the experts that each token took. Else a request that asks is refused.
         make_ranks: called after `make_engine` in the same thread: the link to the other ranks of the replica, each of
             which runs `follow_leader`. By default there are none.
+        stepping: entered, in that thread, for the length of each engine step.
     """
 
     def __init__(
@@ -65,13 +69,14 @@ class EngineLoop:
         stream_interval: int = 16,
         routed_experts: bool = False,
         make_ranks: Callable[[], Ranks] = OneRank,
+        stepping: Stepping = nullcontext,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._state = LoopState(version, clock)
         self._routed_experts = routed_experts
         self._thread = threading.Thread(
             target=run_engine,
-            args=(make_engine, make_ranks, self._state, kv_policy or KVPolicy(), stream_interval),
+            args=(make_engine, make_ranks, self._state, kv_policy or KVPolicy(), stream_interval, stepping),
             name="engine-loop",
             daemon=True,
         )
@@ -161,14 +166,16 @@ class EngineLoop:
             logger.warning("the engine did not return from its step in %g s; gave up on %d requests", timeout_s, left)
 
     async def pause(self, mode: PauseMode | str, *, timeout_s: float = 30.0) -> None:
-        """Stop stepping until `resume`; pulls and aborts go on. Returns once the pause holds.
+        """Stop stepping until `resume`; pulls and aborts go on. Returns once the pause holds, and in mode "sleep" once
+        the engine has given its memory back. It takes that again with the next pull; resumed without one, it serves
+        nothing, because its weights are gone.
 
         Args:
             timeout_s: how long "wait" lets requests finish; those left are then aborted.
 
         Raises:
             RuntimeError: paused already.
-            EngineDeadError: the loop has ended.
+            EngineDeadError: the loop has ended, or ends because its engine cannot sleep.
         """
         self._require_started()
         mode = PauseMode(mode)
@@ -182,9 +189,15 @@ class EngineLoop:
             except TimeoutError:
                 late = self._state.running_ids
                 logger.warning("pause('wait') gave up on %d requests after %g s and aborts them", len(late), timeout_s)
+        elif mode is PauseMode.SLEEP:
+            asleep: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._state.pause(mode, asleep)
+            await self.abort()
+            await asleep
+            return
         else:
             self._state.pause(mode)
-        await self.abort(None if mode is PauseMode.ABORT else late)
+        await self.abort(None if mode.ends_requests else late)
 
     async def resume(self) -> None:
         """Step again.
@@ -228,9 +241,9 @@ class EngineLoop:
             manifest: what the other ranks open the version from. It pickles.
 
         Raises:
-            StateDictError: `make_items` failed before its first pair, and the old weights go on serving; or
-                loading or verifying (VerificationError) failed, and every request in flight and to come fails with
-                GenerationError until a pull succeeds, of the version served before or a newer one.
+            UnavailableWeightsError: `make_items` failed before its first pair, and the old weights go on serving.
+            StateDictError: loading or verifying (VerificationError) failed, and every request in flight and to come
+                fails with GenerationError until a pull succeeds, of the version served before or a newer one.
             EngineDeadError: the loop has ended.
         """
         self._require_started()
@@ -269,10 +282,10 @@ def _open(make_items: Callable[[], Items], version: int) -> tuple[Items, Iterato
     try:
         source = iter(make_items())
         first = next(source, None)
-    except StateDictError:
-        raise
+    except StateDictError as error:
+        raise UnavailableWeightsError(str(error)) from error
     except (
         BaseException
     ) as error:  # a CancelledError would look like the caller's own, and a StopIteration fits no future
-        raise StateDictError(f"version {version} could not be opened: {summary(error)}") from error
+        raise UnavailableWeightsError(f"version {version} could not be opened: {summary(error)}") from error
     return ((), source) if first is None else (chain([first], source), source)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from titan_rl.calls.user_code import summary, with_cause
-from titan_rl.errors import RequestError, StateDictError
-from titan_rl.generation.engine import Engine, TokenDelta
+from titan_rl.errors import EngineDeadError, RequestError, StateDictError
+from titan_rl.generation.engine import Engine, SleepingEngine, TokenDelta
 from titan_rl.generation.loop.loop_decision import LoopAction
 from titan_rl.generation.loop.ranks import Ranks
 from titan_rl.generation.request import EngineRequest
@@ -19,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 Items = Iterable[tuple[str, Any]]
 Verify = Callable[[Engine], object]
+Stepping = Callable[[], AbstractContextManager[object]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +32,17 @@ class Weights:
 
 
 class EngineRank:
-    """Advances one engine. What can go wrong on one rank alone is agreed on, so that all stay alike."""
+    """Advances one engine. What can go wrong on one rank alone is agreed on, so that all stay alike.
 
-    def __init__(self, engine: Engine, ranks: Ranks, kv_policy: KVPolicy) -> None:
+    Args:
+        stepping: entered for the length of each step.
+    """
+
+    def __init__(self, engine: Engine, ranks: Ranks, kv_policy: KVPolicy, stepping: Stepping = nullcontext) -> None:
         self.engine = engine
         self._ranks = ranks
         self._kv_policy = kv_policy
+        self._stepping = stepping
         self._distrusted = False  # nobody knows which weights are loaded
 
     def step(self, requests: Sequence[EngineRequest]) -> tuple[dict[str, Exception], list[TokenDelta]]:
@@ -54,11 +61,30 @@ class EngineRank:
                     problem = f"request {request.request_id!r} was not accepted: {summary(error)}"
                     error = with_cause(RequestError(problem), error)
                 rejected[request.request_id] = error
-        return rejected, self.engine.step()
+        with self._stepping():
+            return rejected, self.engine.step()
 
     def abort(self, request_ids: Sequence[str]) -> None:
         if request_ids:
             self.engine.abort(request_ids)
+
+    def sleep(self) -> None:
+        """Give the engine's memory back, once nothing runs.
+
+        Raises:
+            EngineDeadError: the engine cannot.
+        """
+        if not isinstance(self.engine, SleepingEngine):
+            raise EngineDeadError(
+                f"{type(self.engine).__name__} cannot sleep; set scheduling.on_batch_ready to something else than "
+                "'sleep'"
+            )
+        self._distrusted = True  # the weights are gone
+        self.engine.sleep()
+
+    def wake(self) -> None:
+        assert isinstance(self.engine, SleepingEngine)
+        self.engine.wake()
 
     def open(self, open_weights: Callable[[], Weights]) -> Weights:
         """Open a version on this rank.
@@ -114,11 +140,13 @@ def follow_leader(
     make_ranks: Callable[[], Ranks],
     open_weights: Callable[[Any], Weights],
     kv_policy: KVPolicy | None = None,
+    stepping: Stepping = nullcontext,
 ) -> None:
     """The whole life of an engine that is not on rank 0. Returns once rank 0 closes.
 
     Args:
         open_weights: opens a version from the manifest that rank 0 was told to pull.
+        stepping: entered for the length of each step.
 
     Raises:
         EngineDeadError: rank 0 is gone.
@@ -126,7 +154,7 @@ def follow_leader(
     """
     engine = make_engine()
     ranks = make_ranks()
-    rank = EngineRank(engine, ranks, kv_policy or KVPolicy())
+    rank = EngineRank(engine, ranks, kv_policy or KVPolicy(), stepping)
     try:
         while (decision := ranks.receive()).action is not LoopAction.CLOSE:
             match decision.action:
@@ -140,6 +168,10 @@ def follow_leader(
                         rank.verify(weights)
                     except StateDictError:
                         logger.exception("version %s was not pulled", decision.version)
+                case LoopAction.SLEEP:
+                    rank.sleep()
+                case LoopAction.WAKE:
+                    rank.wake()
                 case _:
                     rank.step(decision.requests)
     finally:

@@ -34,9 +34,13 @@ class GaugeWindow:
                 self._sums[name] = self._sums.get(name, 0.0) + value
                 self._maxima[name] = max(self._maxima.get(name, value), value)
 
-    def take(self) -> GaugeSummary:
-        """The window so far; the next one begins."""
-        totals = {
+    def take(self, more: Mapping[str, float]) -> GaugeSummary:
+        """The window so far; the next one begins.
+
+        Args:
+            more: counts that are not the engine's own.
+        """
+        totals = dict(more) | {
             name.removesuffix(_TOTAL): value - self._before.get(name, 0.0)
             for name, value in self._now.items()
             if name.endswith(_TOTAL)

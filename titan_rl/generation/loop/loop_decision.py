@@ -10,11 +10,13 @@ from titan_rl.generation.request import EngineRequest
 
 
 class LoopAction(StrEnum):
-    """The four things a loop does, in the order in which they go first."""
+    """What a loop does, in the order in which they go first."""
 
     CLOSE = "close"
+    WAKE = "wake"
     PULL = "pull"
     ABORT = "abort"
+    SLEEP = "sleep"
     STEP = "step"
 
 

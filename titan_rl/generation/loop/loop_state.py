@@ -38,6 +38,8 @@ class LoopState:
         self._barriers: Waiters = []  # resolved between two steps, once nothing is being aborted
         self._drained: Waiters = []  # resolved once nothing runs
         self._paused: PauseMode | None = None
+        self._to_sleep = False  # once nothing is being aborted
+        self._asleep = False
         self._closing = False
         self._distrusted: Exception | None = None  # why nobody knows which weights are loaded
         self._ended: tuple[str, BaseException | None] | None = None
@@ -80,10 +82,10 @@ class LoopState:
         outbox = Outbox()
         with self._lock:
             self.require_alive()
-            if self._distrusted is not None:
-                raise self._distrust_error()
-            if self._paused is PauseMode.ABORT:
+            if self._paused is not None and self._paused.ends_requests:
                 outbox.resolve(call.future, call.completion(FinishReason.ABORT))
+            elif self._distrusted is not None:
+                raise self._distrust_error()
             else:
                 self._calls.add(call)
                 self._lock.notify()
@@ -116,12 +118,14 @@ class LoopState:
         return count
 
     def pause(self, mode: PauseMode, drained: asyncio.Future[None] | None = None) -> None:
-        """Step no more; in mode WAIT once nothing runs, with which `drained` resolves."""
+        """Step no more; in mode WAIT once nothing runs, with which `drained` resolves, and in mode SLEEP once the
+        engine sleeps."""
         with self._lock:
             self.require_alive()
             if self._paused is not None:
                 raise RuntimeError(f"already paused ({self._paused}); resume() before pausing again")
             self._paused = mode
+            self._to_sleep = mode is PauseMode.SLEEP
             if drained is not None:
                 self._drained.append(drained)
             self._lock.notify()
@@ -132,7 +136,7 @@ class LoopState:
             self.require_alive()
             if self._paused is None:
                 raise RuntimeError("not paused; pause() comes first")
-            self._paused = None
+            self._paused, self._to_sleep = None, False
             _resolve_all(self._drained, outbox)
             self._lock.notify()
         outbox.send()
@@ -170,7 +174,7 @@ class LoopState:
     # The engine thread's side.
 
     def decide(self) -> LoopDecision:
-        """Sleep until there is something to do: CLOSE before PULL before ABORT before STEP."""
+        """Sleep until there is something to do: see `LoopAction` for what goes first."""
         while True:
             outbox = Outbox()
             with self._lock:
@@ -186,16 +190,30 @@ class LoopState:
         calls = self._calls
         if self._closing:
             return LoopDecision(LoopAction.CLOSE)
+        if self._asleep and (self._pulls or self._paused is not PauseMode.SLEEP):
+            return LoopDecision(LoopAction.WAKE)
         if self._pulls:
             newest = max(self._pulls, key=lambda pull: pull.version)
             return LoopDecision(LoopAction.PULL, version=newest.version, manifest=newest.manifest)
         if calls.aborting or self._barriers:
             return LoopDecision(LoopAction.ABORT, request_ids=tuple(calls.aborting))
+        if self._to_sleep and not self._asleep:
+            return LoopDecision(LoopAction.SLEEP)
         if self._paused is None and len(calls):
             return LoopDecision(LoopAction.STEP, requests=calls.admit(self._version))
         if self._paused is PauseMode.WAIT and calls.running:
             return LoopDecision(LoopAction.STEP)
         return None
+
+    def slept(self) -> None:
+        """The engine has given its memory back, and its weights with it."""
+        with self._lock:
+            self._to_sleep, self._asleep = False, True
+            self._distrusted = StateDictError("the engine has slept, and no version was pulled since")
+
+    def woken(self) -> None:
+        with self._lock:
+            self._asleep = False
 
     def absorb(
         self, rejected: Mapping[str, Exception], deltas: Iterable[TokenDelta], began: float, outbox: Outbox

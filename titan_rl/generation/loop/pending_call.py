@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Any
+from array import array
+from collections.abc import Callable, Sequence
 
+from titan_rl.arrays import LOGPROBS, TOKENS, ExpertRows, NumberArray, expert_rows, joined_rows
 from titan_rl.generation.engine import TokenDelta
 from titan_rl.generation.request import EngineRequest, OnChunk
 from titan_rl.types import Completion, FinishReason, TokenChunk, VersionSpan
@@ -23,6 +24,7 @@ class PendingCall:
         "_metrics",
         "_routed_experts",
         "_streamed",
+        "_top_logprobs",
         "created_at",
         "future",
         "logprobs",
@@ -43,9 +45,10 @@ class PendingCall:
         self.on_chunk = on_chunk
         self.created_at = clock()
         self._clock = clock
-        self.token_ids: list[int] = []
-        self.logprobs: list[float] = []
-        self._routed_experts: list[Any] = []
+        self.token_ids = array(TOKENS)
+        self.logprobs = array(LOGPROBS)
+        self._routed_experts: list[ExpertRows] = []  # of one token each
+        self._top_logprobs: list[Sequence[tuple[int, float]]] = []
         self._marks: list[tuple[int, int]] = []  # (index of the first token, version)
         self._metrics: dict[str, float] = {}
         self._streamed = 0
@@ -61,11 +64,19 @@ class PendingCall:
         self._marks.append((len(self.token_ids), version))
 
     def extend(self, delta: TokenDelta, step_began: float, now: float) -> None:
+        """
+        Raises:
+            TypeError: its tokens, logprobs or experts are no numbers.
+            OverflowError: a token is too large for one.
+        """
         self._metrics.setdefault("queue_s", step_began - self.created_at)  # the first delta's step first ran it
         self.token_ids.extend(delta.token_ids)
         self.logprobs.extend(delta.logprobs)
-        if self.request.sampling.return_routed_experts:
-            self._routed_experts.extend(() if delta.routed_experts is None else delta.routed_experts)
+        if self.request.sampling.return_routed_experts and delta.routed_experts is not None and delta.token_ids:
+            rows = expert_rows(delta.routed_experts)
+            self._routed_experts.extend(rows[place : place + 1] for place in range(len(rows)))
+        if self.request.sampling.top_logprobs:
+            self._top_logprobs.extend(delta.top_logprobs or ())
         if delta.metrics:
             self._metrics.update(delta.metrics)
         if delta.token_ids:
@@ -82,10 +93,11 @@ class PendingCall:
         start, self._streamed = self._streamed, len(self.token_ids)
         return TokenChunk(
             self.request.request_id,
-            self.token_ids[start:],
-            self.logprobs[start:],
+            NumberArray(self.token_ids[start:]),
+            NumberArray(self.logprobs[start:]),
             self._spans(start),
-            self._routed_experts[start:] or None,
+            joined_rows(self._routed_experts[start:]),
+            self._top_logprobs[start:] or None,
         )
 
     def completion(self, finish_reason: FinishReason) -> Completion:
@@ -98,12 +110,13 @@ class PendingCall:
             metrics["inter_token_s"] = (self._last_token_at - self._first_token_at) / gaps
         return Completion(
             self.request.request_id,
-            self.token_ids[:],
-            self.logprobs[:],
+            NumberArray(self.token_ids[:]),
+            NumberArray(self.logprobs[:]),
             finish_reason,
             self._spans(0),
-            self._routed_experts[:] or None,
+            joined_rows(self._routed_experts),
             metrics,
+            top_logprobs=self._top_logprobs[:] or None,
         )
 
     def _spans(self, start: int) -> tuple[VersionSpan, ...]:

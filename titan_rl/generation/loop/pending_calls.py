@@ -85,11 +85,16 @@ class PendingCalls:
             call = self.running.get(delta.request_id)
             if call is None:  # its caller no longer waits
                 continue
-            if (problem := problem_of(delta, call.request)) is not None:
+            problem = problem_of(delta, call.request)
+            if problem is None:
+                try:
+                    call.extend(delta, began, now)
+                except (TypeError, OverflowError) as error:
+                    problem = f"got what are no tokens: {error}"
+            if problem is not None:
                 self._reject(delta.request_id, GenerationError(f"request {delta.request_id!r} {problem}"), outbox)
                 failed.append(delta.request_id)
                 continue
-            call.extend(delta, began, now)
             if delta.finish_reason is not None:
                 self._finish(call, delta.finish_reason, outbox)
         return tuple(failed)

@@ -57,7 +57,7 @@ class Aborts:
 
     def forget(self, replica: PooledReplica) -> None:
         """It is removed, so that nobody will ask its engine for anything again."""
-        self._unheard -= Counter(self._untaken.pop(replica, ()))
+        self._heard(self._untaken.pop(replica, ()))
 
     def _send_orphans(self) -> None:
         orphans, self._orphans = self._orphans, {}
@@ -70,6 +70,13 @@ class Aborts:
 
     async def _end_orphans(self, replica: PooledReplica, engine_ids: Sequence[str]) -> None:
         if await self.send(replica, engine_ids) or replica.removed:
-            self._unheard -= Counter(engine_ids)
+            self._heard(engine_ids)
         else:  # the engine may be at them still
             self._untaken.setdefault(replica, []).extend(engine_ids)
+
+    def _heard(self, engine_ids: Sequence[str]) -> None:
+        """No engine is at these any more."""
+        for engine_id in engine_ids:
+            self._unheard[engine_id] -= 1
+            if not self._unheard[engine_id]:
+                del self._unheard[engine_id]

@@ -15,7 +15,8 @@ class ConsistentHash(WithFallback):
     """The same session to the same replica without remembering sessions, also over restarts and several routers.
 
     Each replica owns `points` places on a ring of hashes, and a session belongs to the next place after its own
-    hash: when a replica leaves, only its sessions move (Karger et al., 1997). O(log(replicas x points)).
+    hash: when a replica leaves, only its sessions move (Karger et al., 1997). O(log(replicas x points)), and a sort for
+    the first choice after replicas have come or gone.
 
     Args:
         points: places of one replica; more spread the sessions more evenly.
@@ -30,28 +31,33 @@ class ConsistentHash(WithFallback):
             raise ValueError(f"ConsistentHash.points is {points}; it must be at least 1")
         self._points = points
         super().__init__(fallback)
-        self._places: list[int] = []  # sorted hashes
-        self._owners: list[Candidate] = []  # of the place at the same index
+        self._owners: dict[int, list[Candidate]] = {}  # of each place; several only where hashes are equal
+        self._places: list[int] | None = None  # sorted; None while they are to be sorted anew
 
     def admit(self, candidate: Candidate) -> None:
         super().admit(candidate)
-        for point in range(self._points):
-            place = _hash(f"{candidate.name}\n{point}")
-            index = bisect.bisect(self._places, place)
-            self._places.insert(index, place)
-            self._owners.insert(index, candidate)
+        for place in self._places_of(candidate):
+            self._owners.setdefault(place, []).append(candidate)
+        self._places = None
 
     def withdraw(self, candidate: Candidate) -> None:
         super().withdraw(candidate)
-        kept = [(p, owner) for p, owner in zip(self._places, self._owners, strict=True) if owner is not candidate]
-        self._places = [place for place, _ in kept]
-        self._owners = [owner for _, owner in kept]
+        for place in self._places_of(candidate):
+            self._owners[place].remove(candidate)
+            if not self._owners[place]:
+                del self._owners[place]
+        self._places = None
 
     def choose(self, session_id: str | None, cost: int) -> Candidate:
         if session_id is None:
             return self._fallback.choose(None, cost)
+        if self._places is None:  # once, however many have come and gone since the last choice
+            self._places = sorted(self._owners)
         index = bisect.bisect(self._places, _hash(session_id))
-        return self._owners[index % len(self._owners)]
+        return self._owners[self._places[index % len(self._places)]][0]
+
+    def _places_of(self, candidate: Candidate) -> list[int]:
+        return [_hash(f"{candidate.name}\n{point}") for point in range(self._points)]
 
 
 class GroupAffinity(WithFallback):

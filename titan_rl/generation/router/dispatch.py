@@ -87,7 +87,7 @@ class Dispatcher:
             if in_flight.aborted or self._pause.mode == "abort":
                 return None
             try:
-                if self._pause.open.is_set() and self._pool.serving.is_set():
+                if self._pause.open.is_set() and self._pool.enough.is_set():
                     return self._pool.choose(in_flight.partial.request)
                 with stopwatch.paused():
                     if not self._pause.open.is_set():
@@ -95,7 +95,7 @@ class Dispatcher:
                         await in_flight.within(self._limits.paused_s, self._pause.open.wait())
                         in_flight.interrupted_s += asyncio.get_running_loop().time() - began
                     else:
-                        await in_flight.within(self._limits.no_replica_s, self._pool.serving.wait())
+                        await in_flight.within(self._limits.no_replica_s, self._pool.enough.wait())
             except TimeoutError:
                 if in_flight.was_cut_short:
                     continue
@@ -103,7 +103,9 @@ class Dispatcher:
                     raise self._pause.not_resumed() from None
                 cause = self._pool.last_error
                 waited_s = self._limits.no_replica_s
-                raise NoReplicaError(f"no replica served within {waited_s:g} s; the last failed: {cause!r}") from cause
+                served = "no replica" if self._pool.least == 1 else f"fewer than {self._pool.least} replicas"
+                why = self._pool.trouble() if cause is None else f"the last failed: {cause!r}"
+                raise NoReplicaError(f"{served} served within {waited_s:g} s; {why}") from cause
 
     async def _send(self, in_flight: RequestInFlight, replica: PooledReplica, on_chunk: OnChunk | None) -> Completion:
         """One attempt on one replica. `on_chunk` is called with the chunks that are kept of it, and with no others."""

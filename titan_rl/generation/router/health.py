@@ -68,7 +68,6 @@ class Health:
     def take_out(self, replica: PooledReplica) -> None:
         """Out of service until it has pulled the current version, without blame."""
         self._pool.withdraw(replica)
-        replica.draining = False
         replica.version = None
         if replica not in self._recovering and not replica.removed:
             self._recovering.add(replica)

@@ -26,7 +26,7 @@ T = TypeVar("T")
 class RequestInFlight(Waiter):
     """One request inside the router. Whatever it waits for, it waits in `within`."""
 
-    def __init__(self, request: EngineRequest, aborts: Aborts, cancel_s: float) -> None:
+    def __init__(self, request: EngineRequest, aborts: Aborts, placed: Placed, cancel_s: float) -> None:
         super().__init__(f"request {request.request_id!r}", cancel_s)
         self.request_id = request.request_id
         self.engine_id = request.request_id  # differs for each attempt, so that an orphan is never a duplicate
@@ -35,12 +35,14 @@ class RequestInFlight(Waiter):
         self.aborted = False  # its answer is an aborted completion, with the tokens that come back
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._aborts = aborts
+        self._placed = placed
         self._num_attempts = 0
 
     def assign(self, replica: PooledReplica) -> EngineRequest:
         """Begin an attempt, on `replica`. Returns what to ask it for, under an engine id of its own: "g0/0/0", and
         "g0/0/0~1" from the second attempt on, or where an engine may be at an earlier request of that id still."""
         self.replica = replica
+        self._placed[replica][self] = None
         self.what = f"request {self.request_id!r} on replica {replica.name}"
         while True:
             self.engine_id = f"{self.request_id}~{self._num_attempts}" if self._num_attempts else self.request_id
@@ -51,8 +53,16 @@ class RequestInFlight(Waiter):
 
     def unassign(self) -> None:
         """The attempt is over."""
+        if (replica := self.replica) is not None:
+            del self._placed[replica][self]
+            if not self._placed[replica]:
+                del self._placed[replica]
         self.replica = None
         self.what = f"request {self.request_id!r}"
+
+
+Placed = defaultdict[PooledReplica, dict[RequestInFlight, None]]
+"""Requests by where they run: what a replica's death costs is then that of its own requests."""
 
 
 class RequestsInFlight:
@@ -63,6 +73,7 @@ class RequestsInFlight:
         self._aborts = aborts
         self._stalls = stalls
         self._requests: dict[str, RequestInFlight] = {}
+        self._placed: Placed = defaultdict(dict)
         self._waits: set[Waiter] = set()  # for requests to end, frozen with them
         self._frozen_s: float | None = None  # how long a freeze may last, while there is one
 
@@ -106,7 +117,9 @@ class RequestsInFlight:
         request_id = request.request_id
         if request_id in self._requests:
             raise RequestError(f"request id {request_id!r} is in flight already; request ids must be unique")
-        in_flight = self._requests[request_id] = RequestInFlight(request, self._aborts, self._limits.cancel_s)
+        in_flight = self._requests[request_id] = RequestInFlight(
+            request, self._aborts, self._placed, self._limits.cancel_s
+        )
         try:
             yield in_flight
         finally:
@@ -118,7 +131,8 @@ class RequestsInFlight:
         return [self._requests[request_id] for request_id in request_ids if request_id in self._requests]
 
     def on(self, replica: PooledReplica) -> list[RequestInFlight]:
-        return [request for request in self if request.replica is replica]
+        """Those that run there, in the order in which they were sent."""
+        return list(self._placed.get(replica, ()))
 
     async def abort(self, requests: Sequence[RequestInFlight]) -> tuple[str, ...]:
         """Abort these and wait until they have ended.

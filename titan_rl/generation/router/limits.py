@@ -13,7 +13,7 @@ class Limits:
         ValueError: names the field that is not positive.
     """
 
-    no_replica_s: float = 300.0  # a request, or a pull, waits for the first replica in service
+    no_replica_s: float = 300.0  # a request waits for enough replicas in service, or a pull for one
     paused_s: float = 3600.0  # a request waits for `resume`
     pull_s: float = 120.0  # one replica loads one version
     drain_s: float = 300.0  # a replica's requests finish before a pull; what is left is aborted

@@ -53,7 +53,7 @@ class Pause:
         started = asyncio.get_running_loop().time()
         self.mode = mode  # before any engine is told, so that nothing arrives behind its back
         self.open.clear()
-        aborted = list(self._requests) if mode is PauseMode.ABORT else []
+        aborted = list(self._requests) if mode.ends_requests else []
         for request in aborted:
             request.aborted = True
         async with self._changing:

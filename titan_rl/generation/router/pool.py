@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal
 
+from titan_rl.calls.bounded import limited
 from titan_rl.calls.user_code import reason
 from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.router.replica import GaugedReplica, Replica
 from titan_rl.generation.router.replica_calls import ReplicaCalls
 from titan_rl.generation.router.strategies import Strategy
 from titan_rl.generation.types import GaugeSummary, PauseMode
+
+logger = logging.getLogger(__name__)
 
 
 class PooledReplica:
@@ -69,12 +73,20 @@ class PooledReplica:
 
 
 class Pool:
-    """Members by name, kept in step with the strategy that chooses among those in service."""
+    """Members by name, kept in step with the strategy that chooses among those in service.
 
-    def __init__(self, handles: Iterable[Replica], strategy: Strategy, cancel_s: float) -> None:
+    Args:
+        least: fewer in service are not enough. One that drains for a pull counts: it comes back.
+    """
+
+    def __init__(self, handles: Iterable[Replica], strategy: Strategy, cancel_s: float, least: int = 1) -> None:
+        if least < 1:
+            raise ValueError(f"the least number of replicas is {least!r}; it must be at least 1")
+        self.least = least
         self.strategy = strategy
         self._cancel_s = cancel_s
         self.serving = asyncio.Event()  # set while at least one replica serves
+        self.enough = asyncio.Event()  # set while so many do that requests are sent
         self.last_error: Exception | None = None  # of the replica withdrawn last
         self._replicas: dict[str, PooledReplica] = {}
         self._num_serving = 0
@@ -83,6 +95,9 @@ class Pool:
 
     def __iter__(self) -> Iterator[PooledReplica]:
         return iter(tuple(self._replicas.values()))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._replicas
 
     def add(self, handle: Replica) -> PooledReplica:
         """A new replica, not yet in service.
@@ -101,12 +116,20 @@ class Pool:
         Raises:
             ValueError: there is none of that name.
         """
-        if name not in self._replicas:
-            raise ValueError(f"no replica {name!r}; there are {sorted(self._replicas)}")
-        self.withdraw(self._replicas[name])
-        replica = self._replicas.pop(name)
+        replica = self.find(name)
+        self.withdraw(replica)
+        del self._replicas[name]
         replica.removed = True
         return replica
+
+    def find(self, name: str) -> PooledReplica:
+        """
+        Raises:
+            ValueError: there is none of that name.
+        """
+        if name not in self._replicas:
+            raise ValueError(f"no replica {name!r}; there are {sorted(self._replicas)}")
+        return self._replicas[name]
 
     def admit(self, replica: PooledReplica) -> None:
         """Into service. Does nothing for one that serves already or was removed."""
@@ -116,17 +139,34 @@ class Pool:
         replica.epoch += 1
         self._num_serving += 1
         self.strategy.admit(replica)
-        self.serving.set()
+        self._note()
 
-    def withdraw(self, replica: PooledReplica) -> None:
-        """Out of service; its running requests are not touched."""
-        if not replica.serving:
-            return
-        replica.serving = False
-        self._num_serving -= 1
-        self.strategy.withdraw(replica)
-        if not self._num_serving:
-            self.serving.clear()
+    def withdraw(self, replica: PooledReplica, *, draining: bool = False) -> None:
+        """Out of service; its running requests are not touched.
+
+        Args:
+            draining: it is healthy, and they finish.
+        """
+        was_serving, replica.serving, replica.draining = replica.serving, False, draining
+        if was_serving:
+            self._num_serving -= 1
+            self.strategy.withdraw(replica)
+        self._note()
+
+    def trouble(self) -> str | None:
+        """Why there are not enough replicas; None where there are."""
+        if self.enough.is_set():
+            return None
+        count, serving = len(self._replicas), self._num_serving
+        if serving:
+            are = "generator serves" if serving == 1 else "generators serve"
+            return f"{serving} {are}, and {self.least} are the least"
+        return f"none of {count} generators is in service" if count else "there is no generator"
+
+    def _note(self) -> None:
+        num_draining = sum(replica.draining for replica in self)
+        _set(self.serving, self._num_serving > 0)
+        _set(self.enough, self._num_serving > 0 and self._num_serving + num_draining >= self.least)
 
     def choose(self, request: EngineRequest) -> Reservation:
         """A reservation of what the request may come to on the replica the strategy prefers. At least one serves."""
@@ -134,6 +174,25 @@ class Pool:
         assert isinstance(replica, PooledReplica)
         assert replica.serving
         return Reservation(replica, request.cost, self.strategy)
+
+    async def close(self, limit_s: float) -> None:
+        """Take all replicas out for good and close them. What one raises is logged; one that takes longer is left."""
+        await asyncio.gather(*(_close(self.remove(replica.name), limit_s) for replica in self))
+
+
+async def _close(replica: PooledReplica, limit_s: float) -> None:
+    try:
+        async with limited(limit_s, "the close"):
+            await replica.calls.close()
+    except Exception as error:
+        logger.warning("replica %s did not close: %r", replica.name, error)
+
+
+def _set(event: asyncio.Event, is_set: bool) -> None:
+    if is_set:
+        event.set()
+    else:
+        event.clear()
 
 
 class Reservation:

@@ -55,8 +55,8 @@ class Replica(Protocol):
             The version that it has then. None says that it is the one asked for.
 
         Raises:
-            StateDictError: the weights cannot be had, or are not right. Of wrong ones nobody knows which are
-                loaded, and requests fail until a pull succeeds.
+            UnavailableWeightsError: they cannot be had. Those that were loaded are as before, and go on serving.
+            StateDictError: they are not right. Nobody knows which are loaded, and requests fail until a pull succeeds.
         """
         ...
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 
 from titan_rl.calls import stopwatch
-from titan_rl.calls.bounded import limited
 from titan_rl.errors import EngineDeadError, EngineStalledError
+from titan_rl.generation.listening import listener
 from titan_rl.generation.request import EngineRequest, OnChunk
 from titan_rl.generation.router.aborts import Aborts
 from titan_rl.generation.router.background_tasks import BackgroundTasks
@@ -50,6 +51,7 @@ class GeneratorRouter:
             elsewhere. Waiting in a queue that moves is no failure; time frozen by `pause("keep")` does not count.
         max_attempts: replicas that may fail under one request before the request fails.
         on_replica_failed: called once for each quarantine, so that a supervisor can respawn the replica.
+        least_replicas: while fewer are in service requests wait.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class GeneratorRouter:
         max_attempts: int = 3,
         limits: Limits | None = None,
         on_replica_failed: OnReplicaFailed | None = None,
+        least_replicas: int = 1,
     ) -> None:
         self._limits = limits or Limits()
         self._calls = ControlCalls()
@@ -68,24 +71,14 @@ class GeneratorRouter:
         self._aborts = aborts = Aborts(self._tasks, self._limits.call_s)
         stalls = StallWatch(stall_timeout_s, self._stalled)
         self._requests = RequestsInFlight(self._limits, aborts, stalls)
-        self._pool = Pool(replicas, strategy or StickySession(fallback=LeastLoaded()), self._limits.cancel_s)
+        strategy = strategy or StickySession(fallback=LeastLoaded())
+        self._pool = Pool(replicas, strategy, self._limits.cancel_s, least_replicas)
+        prepared = self._is_prepared
         self._health = Health(
-            self._pool,
-            self._tasks,
-            self._limits,
-            prepare=self._prepare,
-            prepared=self._is_prepared,
-            on_failed=on_replica_failed,
+            self._pool, self._tasks, self._limits, prepare=self._prepare, prepared=prepared, on_failed=on_replica_failed
         )
         self._pause = Pause(self._pool, self._requests, self._limits, self._health.quarantine)
-        self._puller = Puller(
-            self._pool,
-            self._requests,
-            self._limits,
-            quarantine=self._health.quarantine,
-            take_out=self._health.take_out,
-            bring_up=self._health.bring_up,
-        )
+        self._puller = Puller(self._pool, self._requests, self._limits, self._health)
         self._dispatcher = Dispatcher(
             self._pool,
             self._requests,
@@ -102,10 +95,19 @@ class GeneratorRouter:
         """Every replica with its load, version and health, for metrics."""
         return tuple(ReplicaStatus.of(replica) for replica in self._pool)
 
+    def has_replica(self, name: str) -> bool:
+        """Whether one of that name has been added, and not removed."""
+        return name in self._pool
+
     @property
     def version(self) -> int | None:
-        """The newest version asked for; None before the first pull."""
+        """The version that every replica is brought to: the newest asked for, but for those that no replica could get.
+        None before the first pull."""
         return self._puller.target
+
+    def trouble(self) -> str | None:
+        """Why no request can be answered at present; None while enough replicas serve, paused or not."""
+        return self._pool.trouble() if self._dispatcher.closed is None else "it is closed"
 
     @property
     def paused(self) -> PauseMode | None:
@@ -130,7 +132,7 @@ class GeneratorRouter:
             GenerationError: it failed on `max_attempts` replicas, or waited too long for a resume.
             EngineDeadError: the router is closed.
         """
-        return await self.stream(EngineRequest(request_id, prompt_token_ids, sampling, session_id))
+        return await self.stream(EngineRequest(request_id, prompt_token_ids, sampling, session_id), listener())
 
     async def stream(self, request: EngineRequest, on_chunk: OnChunk | None = None) -> Completion:
         """As `generate`, with chunks ahead of the completion, as far as replicas stream. They are what it begins with,
@@ -149,6 +151,7 @@ class GeneratorRouter:
         finish first. A replica that cannot pull stays out of service until it can; the others go on.
 
         Raises:
+            UnavailableWeightsError: no replica could get the version. What is served is served on.
             StateDictError: no replica serves with the version.
             RuntimeError: "drain" while paused: frozen requests cannot finish.
         """
@@ -202,6 +205,11 @@ class GeneratorRouter:
         """What requests in flight have got, by id, as aborted completions: all that their replicas have streamed."""
         return {request.request_id: request.partial.so_far for request in self._requests}
 
+    @property
+    def num_tokens_so_far(self) -> int:
+        """Of all requests in flight together, without making what `tokens_so_far` gives."""
+        return sum(request.partial.num_tokens for request in self._requests)
+
     def finish_session(self, session_id: str) -> None:
         """Free what the strategy keeps of a session: no further request of it comes."""
         self._pool.strategy.finish_session(session_id)
@@ -227,7 +235,8 @@ class GeneratorRouter:
             return pooled.serving
 
     def remove_replica(self, name: str) -> None:
-        """Let a replica go; its requests are sent to others in full. Closing it is the caller's.
+        """Let a replica go; its requests go on at others, from the tokens that it has streamed. Closing it is the
+        caller's.
 
         Raises:
             ValueError: there is no replica of that name.
@@ -237,13 +246,26 @@ class GeneratorRouter:
         for request in self._requests.on(replica):
             request.cut_short()
 
+    async def retire_replica(self, name: str, finish_s: float) -> None:
+        """As `remove_replica`, of one that gets no further requests and has so long to finish what it has.
+
+        Raises:
+            ValueError: there is no replica of that name.
+        """
+        replica = self._pool.find(name)
+        self._pool.withdraw(replica, draining=True)
+        with suppress(TimeoutError):
+            await self._requests.wait(finish_s, replica.idle.wait())
+        if not replica.removed:
+            self.remove_replica(name)
+
     async def close(self) -> None:
         """Fail what is in flight with `EngineDeadError` and close every replica. Closing again does nothing."""
         self._shut(EngineDeadError("the router is closed"))
         if running := [request.done for request in self._requests]:
             await asyncio.wait(running, timeout=self._limits.cancel_s)
         await self._tasks.close(self._limits.cancel_s)
-        await asyncio.gather(*(self._close_replica(self._pool.remove(replica.name)) for replica in self._pool))
+        await self._pool.close(self._limits.call_s)
 
     def _stalled(self, replica: PooledReplica, error: EngineStalledError) -> None:
         self._health.quarantine(replica, error)
@@ -273,10 +295,3 @@ class GeneratorRouter:
         reason = EngineDeadError(f"the router failed: {error!r}")
         reason.__cause__ = error
         self._shut(reason)
-
-    async def _close_replica(self, replica: PooledReplica) -> None:
-        try:
-            async with limited(self._limits.call_s, "the close"):
-                await replica.calls.close()
-        except Exception as error:
-            logger.warning("replica %s did not close: %r", replica.name, error)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from titan_rl.calls.plain import safe_text
 from titan_rl.errors import DataError
 from titan_rl.rollout.renderer.messages import message_of, renderable
 from titan_rl.rollout.renderer.tool_support import require_tool_support
@@ -64,7 +65,11 @@ class GrowingPrompt:
         return list(self._prompt)
 
     def read(self, completion: Completion) -> ParsedAnswer | None:
-        """What a completion of the last prompt says; None if it cannot be parsed."""
+        """What a completion of the last prompt says; None if it cannot be parsed.
+
+        Raises:
+            TypeError: the renderer parses it to something else than its protocol says.
+        """
         self._completion = list(completion.token_ids)
         try:
             parsed = self._renderer.parse_response(
@@ -72,6 +77,11 @@ class GrowingPrompt:
             )
         except Exception:  # the model's doing: a parser may raise anything on malformed output
             return None
+        if wrong := [call for call in parsed.tool_calls if not hasattr(call, "status")]:
+            raise TypeError(
+                f"parse_response of the renderer gave {safe_text(wrong[0], repr)} among its tool_calls; each must be "
+                "an object with name, arguments, status and id, see titan_rl.rollout.renderer.ParsedToolCall"
+            )
         is_whole = parsed.reasoning_complete is not False and all(
             call.status in _WELL_FORMED for call in parsed.tool_calls
         )

@@ -16,6 +16,7 @@ from titan_rl.errors import StrayCancellationError
 from titan_rl.rollout.environment.seats import SeatedEnv, TokenSeat
 from titan_rl.rollout.environment.types import AgentEnv, RolloutPolicy, TokenEnv
 from titan_rl.rollout.types import Rollout
+from titan_rl.tracing.spans import span
 from titan_rl.types import Completion
 
 CLEANUP_S = 5.0
@@ -42,18 +43,28 @@ class EnvCalls:
         self._idle: asyncio.Future[None] | None = None  # what the task waits for while there is none
         self._task: asyncio.Task[None] | None = None
         self._left_behind = False
+        self._seconds = 0.0  # of calls, but for `close`
+        self.asks = isinstance(env, AgentEnv | SeatedEnv)  # the policy, within its calls
+
+    def own_seconds(self, asked_s: float) -> float:
+        """Of all calls so far but `close`, less those in which the policy was asked.
+
+        Args:
+            asked_s: of the rollout's requests.
+        """
+        return max(0.0, self._seconds - asked_s) if self.asks else self._seconds
 
     async def reset(self) -> Any:
-        return await self._run(self._env.reset)
+        return await self._run("env reset", self._env.reset)
 
     async def step(self, completion: Completion) -> Any:
-        return await self._run(lambda: self._env.step(completion))
+        return await self._run("env step", lambda: self._env.step(completion))
 
     async def play(self, policy: RolloutPolicy, rollout: Rollout) -> None:
-        await self._run(lambda: self._env.play(policy, rollout))
+        await self._run("env play", lambda: self._env.play(policy, rollout))
 
     async def play_seats(self, seats: Mapping[str, TokenSeat]) -> None:
-        await self._run(lambda: self._env.play_seats(seats))
+        await self._run("env play", lambda: self._env.play_seats(seats))
 
     async def close(self, timeout_s: float) -> str | None:
         """Close the environment; return what went wrong. Cancellation waits for that, but not longer than the time
@@ -77,7 +88,16 @@ class EnvCalls:
             raise cancelled
         return None if call.failure is None else summary(call.failure)
 
-    async def _run(self, function: Callable[[], Awaitable[Any]]) -> Any:
+    async def _run(self, name: str, function: Callable[[], Awaitable[Any]]) -> Any:
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        try:
+            with span(name, "environment", fine=True):
+                return await self._ask(function)
+        finally:
+            self._seconds += clock() - began
+
+    async def _ask(self, function: Callable[[], Awaitable[Any]]) -> Any:
         call, task = self._begin(function)
         try:
             await call.wait()

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 
 from titan_rl.calls.bounded import OutOfTimeError, limited
 from titan_rl.calls.stopwatch import Stopwatch
+from titan_rl.rollout.contexts import shared
 from titan_rl.rollout.environment.types import RolloutPolicy
 from titan_rl.rollout.group.boundary import EndsWith, RolloutEnded
 from titan_rl.rollout.group.env_calls import EnvCalls
@@ -65,6 +66,7 @@ async def play(
         ):
             await env.play(policy, rollout)
             _check(rollout)
+            rollout.turns = shared(rollout.turns)
     except OutOfTimeError:
         raise when_late() from None
 

@@ -28,6 +28,7 @@ from titan_rl.rollout.rewards.judging_pause import JudgingPause
 from titan_rl.rollout.rewards.rubric import Rubric
 from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus
+from titan_rl.tracing.spans import span
 from titan_rl.types import FinishReason, GenerateFn, SamplingParams
 
 
@@ -51,7 +52,7 @@ class Rollouter:
 
     In all of them the turns so far are kept, and the environment is closed once. Cancelling closes it too. An
     `AgentEnv` takes its turns itself, and says how it ended. Of a `SeatedEnv`, a game, each seat that the policy plays
-    is a rollout: docs/seats.md.
+    is a rollout: docs/how_to/seats.md.
 
     Example:
 
@@ -70,7 +71,7 @@ class Rollouter:
             policy's (`RolloutStatus.is_fault`) takes no part.
         limits: most turns, and seconds for a rollout in all and for each call of its environment.
         max_context: most tokens of prompt and completion together.
-        seed: base of the sampling seeds where the `SamplingParams` have none.
+        seed: base of the sampling seeds where the `SamplingParams` have none; with None requests have none either.
         finish_session: called once with the session id of each rollout, when it has ended, those that are run again
             included. What it raises is logged once.
     """
@@ -83,7 +84,7 @@ class Rollouter:
         max_context: int,
         advantage: AdvantageFn = standardized,
         limits: RolloutConfig | None = None,
-        seed: int = 0,
+        seed: int | None = 0,
         finish_session: Callable[[str], object] | None = None,
     ) -> None:
         if max_context < 2:
@@ -142,10 +143,10 @@ class Rollouter:
             judging.ended(rollout)
 
         run = partial(self._run, generate, sampling)
-        siblings = SiblingRollouts(new, run, ended, group_size=group_size, max_retries=self.limits.max_retries)
+        siblings = SiblingRollouts(new, run, group_size=group_size, max_retries=self.limits.max_retries)
         async with asyncio.TaskGroup() as tasks:
             judging = Judging(self.rubric, tasks, self._judging_pause, siblings.stop)
-            siblings.start(tasks)
+            siblings.start(tasks, ended)
         group = RolloutGroup(group_id, sample, siblings.rollouts())
         await judging.finish(group)
         compare(group, self.advantage)
@@ -154,6 +155,10 @@ class Rollouter:
     async def _run(self, generate: GenerateFn, sampling: SamplingParams, rollouts: list[Rollout]) -> None:
         """Run a rollout, in place; where its environment has several seats, it becomes one for each that the policy
         plays."""
+        with span("rollout", "environment", lane="rollout", fine=True, rollout=rollouts[0].rollout_id):
+            await self._run_timed(generate, sampling, rollouts)
+
+    async def _run_timed(self, generate: GenerateFn, sampling: SamplingParams, rollouts: list[Rollout]) -> None:
         loop = asyncio.get_running_loop()
         start = loop.time()
         watch = Stopwatch(self.limits.rollout_timeout_s)
@@ -165,16 +170,16 @@ class Rollouter:
             async with EndsWith(RolloutStatus.ERROR_ENV):
                 made = self._make_env(rollout.sample)
                 env = EnvCalls(made)
-                if isinstance(made, SeatedEnv):
+                if env.asks and isinstance(made, SeatedEnv):
                     players = made.players(rollout.sibling)
                     rollouts[:] = rollouts_of_seats(rollout, players)
-            if isinstance(made, SeatedEnv):
+            if env.asks and isinstance(made, SeatedEnv):
                 game = Game(rollouts, watch, env_timeout_s=self.limits.env_timeout_s)
                 turns_of = partial(self._turns, generate, seeded, watch, game.time_is_up)
                 await play_game(
                     env, rollout.rollout_id, players, rollouts, game, turns_of, max_turns=self.limits.max_turns
                 )
-            elif isinstance(made, AgentEnv):
+            elif env.asks and isinstance(made, AgentEnv):
                 await play(
                     env,
                     generate,
@@ -202,6 +207,7 @@ class Rollouter:
                 for rollout in rollouts:
                     self._give_back(rollout, failure)
                     rollout.metrics |= {"seconds": loop.time() - start, "own_seconds": watch.used_s}
+                    rollout.metrics["env_seconds"] = 0.0 if env is None else env.own_seconds(watch.asked_s)
 
     def _give_back(self, rollout: Rollout, close_failure: str | None) -> None:
         if close_failure is not None:
@@ -225,10 +231,13 @@ class Rollouter:
         def made() -> TokenEnv | AgentEnv | SeatedEnv:
             env = self.make_env(sample)
             kind = type(env).__name__
+            is_token_env = all(callable(getattr(env, name, None)) for name in ("reset", "step", "close"))
+            if is_token_env and not self.limits.env_in_thread:  # looking for a protocol takes several times as long
+                return env
             if isinstance(env, AgentEnv | SeatedEnv):
                 if self.limits.env_in_thread:
                     raise TypeError(f"{kind} needs the event loop; set rollout.env_in_thread = false")
-            elif not all(callable(getattr(env, name, None)) for name in ("reset", "step", "close")):
+            elif not is_token_env:
                 raise TypeError(f"make_env gave {kind}; it must give an environment, with reset, step and close")
             return env
 

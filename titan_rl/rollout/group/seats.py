@@ -197,13 +197,13 @@ class _OtherSeat(_Seat):
         if not isinstance(player, TokenPlayer):
             raise TypeError(f"seat {self.name!r} is asked in tokens, and no TokenPlayer plays it")
         prompt = token_ids_of(prompt_token_ids, "the prompt")
-        room = self._max_context - len(prompt)
+        room, base = self._max_context - len(prompt), self._sampling.seed
 
         async def answer() -> Completion:
             sampling = replace(
                 self._sampling.within(room),
                 temperature=self._sampling.temperature if player.temperature is None else player.temperature,
-                seed=turn_seed(self._sampling.seed or 0, self._session_id, self._num_turns),
+                seed=None if base is None else turn_seed(base, self._session_id, self._num_turns),
                 return_routed_experts=False,
             )
             request_id = f"{self._session_id}/{self._num_turns}"

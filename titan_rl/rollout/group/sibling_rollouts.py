@@ -18,7 +18,6 @@ class SiblingRollouts:
         new: the rollout of a sibling that has been run so often before, not begun.
         run: runs one to its end, in place: it is in a list, and where its environment has several seats that becomes
             one for each.
-        ended: called with each rollout when its sibling has ended for good, or was stopped.
         max_retries: of all siblings together.
     """
 
@@ -26,21 +25,24 @@ class SiblingRollouts:
         self,
         new: Callable[[int, int], Rollout],
         run: Callable[[list[Rollout]], Awaitable[object]],
-        ended: Callable[[Rollout], None],
         *,
         group_size: int,
         max_retries: int,
     ) -> None:
         self._new = new
         self._run = run
-        self._ended = ended
         self._retries_left = max_retries
         self._siblings = [[new(sibling, 0)] for sibling in range(group_size)]
         self._tasks: list[asyncio.Task[None]] = []
         self._why_stopped: str | None = None
 
-    def start(self, tasks: asyncio.TaskGroup) -> None:
-        self._tasks = [tasks.create_task(self._run_sibling(sibling)) for sibling in range(len(self._siblings))]
+    def start(self, tasks: asyncio.TaskGroup, ended: Callable[[Rollout], None]) -> None:
+        """
+        Args:
+            ended: called with each rollout when its sibling has ended for good, or was stopped. It is not kept, so that
+                a group holds no cycle of references, which would keep its tokens until the garbage collector finds it.
+        """
+        self._tasks = [tasks.create_task(self._run_sibling(sibling, ended)) for sibling in range(len(self._siblings))]
 
     def stop(self, why: str) -> None:
         """Those that still run end as ABORTED, with the turns they have."""
@@ -60,7 +62,7 @@ class SiblingRollouts:
                 raise StrayCancellationError(f"{what} was cancelled, though nobody had asked for that")
         return [rollout for rollouts in self._siblings for rollout in rollouts]
 
-    async def _run_sibling(self, sibling: int) -> None:
+    async def _run_sibling(self, sibling: int, ended: Callable[[Rollout], None]) -> None:
         attempt = 0
         while True:
             rollouts = self._siblings[sibling]
@@ -80,4 +82,4 @@ class SiblingRollouts:
             self._siblings[sibling] = [self._new(sibling, attempt)]
         for rollout in rollouts:
             rollout.metrics["retries"] = float(attempt)
-            self._ended(rollout)
+            ended(rollout)

@@ -9,6 +9,7 @@ from titan_rl.calls import stopwatch
 from titan_rl.calls.bounded import BoundedCall
 from titan_rl.calls.stopwatch import Stopwatch
 from titan_rl.rollout.copies import completion_of
+from titan_rl.tracing.spans import span
 from titan_rl.types import Completion, FinishReason, GenerateFn, SamplingParams
 
 RETURN_S = 60.0
@@ -46,13 +47,16 @@ async def generate_within(
         asked = generate(prompt_token_ids, request_id=request_id, session_id=session_id, sampling=sampling)
         call = BoundedCall(asked, f"generate for request {request_id!r}")
     try:
-        with watch.running(at_limit=end):
+        with watch.running(at_limit=end), span("request", "request", fine=True, request=request_id) as took:
             answer = await call.result()
     except TimeoutError:
         if not call.expired():
             raise
         return Completion(request_id, [], [], FinishReason.ABORT, ())
+    finally:
+        watch.asked_s += loop.time() - began
     completion = completion_of(answer, sampling.max_tokens)
+    took.args["tokens"] = len(completion.token_ids)
     if completion.finish_reason is not FinishReason.ABORT:
         counted_s = watch.used_s - used_s
         waited_s = max(completion.metrics.get("interrupted_s", 0.0), watch.waited_s - waited_s)

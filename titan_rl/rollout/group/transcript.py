@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -9,12 +10,12 @@ from titan_rl.calls.plain import plain_json
 from titan_rl.rollout.types import Rollout
 
 
-def transcript(rollout: Rollout) -> dict[str, Any]:
+def transcript(rollout: Rollout, tokens: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:
     """What a person wants to read of a rollout, and nothing that JSON would change.
 
-    Tokens are counted, not listed. What JSON has no word for is as `plain_json` puts it: objects become their `str`,
-    and a NaN becomes null. One of several seats also has `seat`, and one that an exception ended `error_at`, its place
-    in the user's code.
+    Tokens are counted, and listed in the `tokens` of each turn where they are given. What JSON has no word for is as
+    `plain_json` puts it: objects become their `str`, and a NaN becomes null. One of several seats also has `seat`, and
+    one that an exception ended `error_at`, its place in the user's code.
 
     Example, with one turn whose last two tokens came from newer weights:
 
@@ -26,6 +27,9 @@ def transcript(rollout: Rollout) -> dict[str, Any]:
                     "finish_reason": "stop", "version_spans": [[6, 3], [7, 2]], "rewards": {},
                     "sampling": {"max_tokens": 64, "temperature": 1.0, ...}}],
          "metrics": {"seconds": 0.4}}
+
+    Args:
+        tokens: of each turn, by `TokenRecords.of`.
     """
     turns = [
         {
@@ -37,7 +41,8 @@ def transcript(rollout: Rollout) -> dict[str, Any]:
             "rewards": turn.rewards,
             "sampling": None if turn.sampling is None else asdict(turn.sampling),
         }
-        for turn in rollout.turns
+        | ({} if tokens is None else {"tokens": tokens[place]})
+        for place, turn in enumerate(rollout.turns)
     ]
     return plain_json(
         {

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from titan_rl.calls.stopwatch import Stopwatch
+from titan_rl.rollout.contexts import Contexts
 from titan_rl.rollout.group.boundary import EndsWith, RolloutEnded
 from titan_rl.rollout.group.rollout_ids import turn_seed
 from titan_rl.rollout.group.timed import generate_within
@@ -19,7 +20,7 @@ class TurnTaker:
     """Takes the turns of one rollout, within its limits.
 
     Args:
-        sampling: with the seed that the turns draw theirs from.
+        sampling: with the seed that the turns draw theirs from, or with None.
         max_context: most tokens of prompt and completion together.
         generate_timeout_s: of one completion.
         when_late: makes what is raised when the time is used up.
@@ -32,6 +33,7 @@ class TurnTaker:
     max_context: int
     generate_timeout_s: float
     when_late: Callable[[], RolloutEnded]
+    _contexts: Contexts = field(default_factory=Contexts, init=False)
 
     async def take(self, prompt: list[int]) -> bool:
         """Ask for the next completion, which is the rollout's last turn then.
@@ -64,7 +66,7 @@ class TurnTaker:
             raise self.when_late()
         if is_cut:
             completion = replace(completion, finish_reason=completion.ended or FinishReason.LENGTH, ended=None)
-        rollout.turns.append(Turn(prompt, completion, sampling=sampling))
+        rollout.turns.append(self._contexts.add(Turn(prompt, completion, sampling=sampling)))
         if completion.finish_reason is FinishReason.ABORT:
             raise RolloutEnded(RolloutStatus.ABORTED)
         return is_cut
@@ -76,5 +78,6 @@ class TurnTaker:
                 RolloutStatus.TRUNCATED_PROMPT,
                 f"the prompt of turn {turn} has {len(prompt)} tokens, max_context is {self.max_context}",
             )
-        seed = turn_seed(self.sampling.seed or 0, self.rollout.rollout_id, turn)
+        base = self.sampling.seed
+        seed = None if base is None else turn_seed(base, self.rollout.rollout_id, turn)
         return replace(self.sampling.within(room), seed=seed)

@@ -16,7 +16,16 @@ class RenderedTokens(Protocol):
 
 
 class ParsedToolCall(Protocol):
-    """One attempt to call a tool. `status` is "ok", or says what is malformed."""
+    """One attempt to call a tool, as an object with these attributes: the dictionaries of OpenAI's clients are none.
+
+    Attributes:
+        name: of the tool; None where it cannot be read.
+        arguments: by their names, or the text that they were written in.
+        status: "ok", or what is malformed: then the policy's answer is an `error_parse`.
+        id: what the tool's answer refers to; None where the model writes none.
+
+    Example: `SimpleNamespace(name="add", arguments={"a": 1}, status="ok", id=None)`
+    """
 
     name: str | None
     arguments: dict[str, Any] | str | None

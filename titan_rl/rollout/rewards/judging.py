@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
+from typing import Any, TypeVar
 
 from titan_rl.calls.user_code import Failure
 from titan_rl.errors import RewardError
 from titan_rl.rollout.rewards.judging_pause import JudgingPause
 from titan_rl.rollout.rewards.rubric import Rubric
 from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +60,7 @@ class Judging:
         if self.error is None and not group.is_aborted:
             try:
                 # In a task of its own: a judge that cancels the current one cannot pass for whoever runs the group.
-                await asyncio.ensure_future(self._judging_pause.judge(lambda: self._rubric.score(group, self._begun)))
+                await asyncio.ensure_future(self._timed(lambda: self._rubric.score(group, self._begun), group.rollouts))
             except RewardError as error:
                 self.error = error
         if self.error is None:
@@ -73,12 +76,22 @@ class Judging:
 
     async def _begin(self, rollout: Rollout) -> None:
         try:
-            self._begun[rollout.rollout_id] = await self._judging_pause.judge(lambda: self._rubric.begin(rollout))
+            self._begun[rollout.rollout_id] = await self._timed(lambda: self._rubric.begin(rollout), [rollout])
         except RewardError as error:
             if self.error is None:
                 self.error = error
                 self._stop()
                 self._give_up(f"stopped, for a sibling could not be judged: {error}")
+
+    async def _timed(self, judge: Callable[[], Coroutine[Any, Any, T]], rollouts: Sequence[Rollout]) -> T:
+        """What `judge` gives; the time it takes, pauses included, is shared by the rollouts' `reward_seconds`."""
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        judged = await self._judging_pause.judge(judge)
+        for rollout in rollouts:
+            before = rollout.metrics.get("reward_seconds", 0.0)
+            rollout.metrics["reward_seconds"] = before + (clock() - began) / len(rollouts)
+        return judged
 
     def _stop(self) -> None:
         self._stopped = True

@@ -160,7 +160,7 @@ def copy_of(rollout: Rollout) -> Rollout:
 
 def _copy_of_turn(turn: Turn) -> Turn:
     return Turn(
-        list(turn.prompt_token_ids),
+        turn.prompt_token_ids,
         completion_to_give(turn.completion),
         dict(turn.rewards),
         None if turn.token_advantages is None else list(turn.token_advantages),

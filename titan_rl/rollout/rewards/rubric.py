@@ -23,6 +23,7 @@ from titan_rl.errors import RewardError
 from titan_rl.rollout.rewards.reward import EnvReward, FunctionReward, WeightedReward
 from titan_rl.rollout.rewards.reward_calls import FailurePolicy, UserFunction, about, checked, copy_of, together
 from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus
+from titan_rl.tracing.spans import span
 
 
 class Rubric:
@@ -175,7 +176,8 @@ class Rubric:
                 values = await UserFunction(reward.values, reward.name)(copies, where, self.timeout_s)
             return checked(values, len(rollouts), reward.name, where)
 
-        return await policy.apply(call)
+        with span(reward.name, "reward", lane="reward", fine=True, of=where):
+            return await policy.apply(call)
 
 
 def _per_rollout(reward: WeightedReward) -> bool:

@@ -10,9 +10,11 @@ from titan_rl.config.changes import check_unchanged
 from titan_rl.config.run import RunConfig
 from titan_rl.errors import CheckpointError, DamagedCheckpointError
 from titan_rl.run.directory import RunDirectory
-from titan_rl.run.journal.journal_state import JournalContents, list_segments, read_segments
+from titan_rl.run.journal.journal_state import JournalContents, read_segments
 from titan_rl.run.journal.run_state import RunState
+from titan_rl.run.journal.segments import list_segments
 from titan_rl.run.stages.rollout_stage import train_index
+from titan_rl.scheduling.mix.position import Position
 from titan_rl.training.state.checkpoint import list_checkpoints, step_of
 from titan_rl.training.state.checksums import verify
 
@@ -45,12 +47,14 @@ def resume_from_newest(config: RunConfig, run_dir: RunDirectory) -> Resumption:
 
     Raises:
         ConfigError: a setting that weights and rollouts come from has changed since.
-        CheckpointError: the run is finished, its state cannot be read, all its checkpoints are damaged, or its journal
-            is of another run.
+        CheckpointError: the run is finished, its state cannot be read or is of other tasks, all its checkpoints are
+            damaged, or its journal is of another run.
     """
     checkpoint, damaged = newest_whole(run_dir.checkpoints)
     state = RunState.read(checkpoint or run_dir.path)
     check_unchanged(config, state.settings, source=run_dir.config)
+    if state.tasks:
+        _check_mix(config, state, checkpoint or run_dir.path)
     if is_finished(config, run_dir, checkpoint):
         raise CheckpointError(
             f"{run_dir.path} has trained all its {state.step} steps; give it more with "
@@ -67,6 +71,13 @@ def resume_from_newest(config: RunConfig, run_dir: RunDirectory) -> Resumption:
     )
     run_dir.write_config(config)
     return Resumption(checkpoint, state, tuple(losses), journal)
+
+
+def _check_mix(config: RunConfig, state: RunState, folder: Path) -> None:
+    try:
+        Position.from_json(state.tasks, [source.name for source in config.tasks])
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder}: {error}") from error
 
 
 def is_finished(config: RunConfig, run_dir: RunDirectory, newest: Path | None) -> bool:

@@ -12,8 +12,9 @@ from titan_rl.config.sections import CheckpointConfig
 from titan_rl.errors import NoSpaceError
 from titan_rl.run.checkpoints.completion import complete, is_complete
 from titan_rl.run.machine.disk_space import free_bytes, gigabytes, no_space, require_room, size_of
+from titan_rl.tracing.spans import span
 from titan_rl.training.protocol import Trainer
-from titan_rl.training.state.checkpoint import keep_last, list_checkpoints, step_directory, step_of, temporary_of
+from titan_rl.training.state.checkpoint import being_written, keep_last, list_checkpoints, step_directory, step_of
 
 SHARE = 0.1
 """Of the time, at most, that checkpoints by `checkpoint.interval_s` are being written."""
@@ -90,7 +91,8 @@ class CheckpointSaver:
             CheckpointError: it cannot be written for another reason.
         """
         try:
-            await self._finish()
+            with span("checkpoint", "checkpoint", lane="checkpoint", step=self._begun):
+                await self._finish()
         except NoSpaceError as error:
             self._leave_out(self._begun, error)
             self._begun = self._whole
@@ -109,7 +111,7 @@ class CheckpointSaver:
         writing = asyncio.ensure_future(self._begin_and_finish(version))
         try:
             while not (await asyncio.wait([writing], timeout=TELL_EVERY_S))[0]:
-                written = size_of(temporary_of(path))
+                written = sum(map(size_of, being_written(self._root, path.name)))
                 self._tell(f"saving step {version}: {gigabytes(written)} of {gigabytes(size)} are written")
         finally:
             writing.cancel()

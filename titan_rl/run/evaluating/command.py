@@ -7,19 +7,22 @@ _evaluate_all     one policy after the other is opened, evaluated and closed
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 
+from titan_rl.actors.hosts.scratch import scratch_root
 from titan_rl.config.evaluation import EvalConfig
 from titan_rl.config.run import RunConfig
 from titan_rl.evaluation.evaluation import Evaluation
 from titan_rl.run.evaluating.evaluate import EvaluationRun
 from titan_rl.run.evaluating.files import EvaluationFiles, folder_name
-from titan_rl.run.machine.environment import file_modes, run_environment, scratch_root
+from titan_rl.run.evaluating.suites import chosen_suites
+from titan_rl.run.machine.environment import file_modes, run_environment
 from titan_rl.run.machine.event_loop import run_to_its_end
 from titan_rl.run.machine.guard import guarded
 from titan_rl.run.machine.log_file import log_to
 from titan_rl.run.machine.stop_signals import StopSignals
+from titan_rl.run.observability.progress import Progress
 from titan_rl.run.policies.opened import needs_engine, open_policy, require_engine
 from titan_rl.run.policies.source import find_policy
 from titan_rl.run.stopping import run_until_signal
@@ -33,13 +36,14 @@ def run_evaluations(
     policies: Sequence[str],
     out: Path,
     evaluations: list[Evaluation],
-    tell: Callable[[str], object],
+    progress: Progress,
 ) -> int:
     """Evaluate one policy after the other.
 
     Args:
         policies: folders and URLs.
         out: gets a folder for each.
+        progress: shows how far it is.
         evaluations: gets what is done, also of a policy whose evaluation is stopped or fails.
 
     Returns:
@@ -48,6 +52,7 @@ def run_evaluations(
     Raises:
         TitanRLError: what ended it, or kept it from starting.
     """
+    chosen_suites(config, settings)
     if needs_engine(policies):
         require_engine(config)
     for given in policies:
@@ -58,8 +63,9 @@ def run_evaluations(
         signals = resources.enter_context(StopSignals(STOPPING, ended))
         resources.enter_context(guarded(scratch_root(), files.run_id, ended))
         resources.enter_context(run_environment(config.pythonpath))
+        signals.tell = progress.end_with
         log_to(files.logs / "evaluation.log")
-        program = _evaluate_all(config, settings, policies, out, evaluations, files, tell)
+        program = _evaluate_all(config, settings, policies, out, evaluations, files, progress)
         return run_to_its_end(run_until_signal(program, signals, lambda: f"logs and transcripts are in {out}"))
 
 
@@ -77,13 +83,18 @@ async def _evaluate_all(
     out: Path,
     evaluations: list[Evaluation],
     files: EvaluationFiles,
-    tell: Callable[[str], object],
+    progress: Progress,
 ) -> None:
     taken: set[str] = set()
     for given in policies:
-        async with open_policy(given, config, settings, files, tell) as policy:
-            run = EvaluationRun(config, settings, policy, out / folder_name(policy.name, taken), tell)
+        async with contextlib.AsyncExitStack() as opened:
+            opening = open_policy(given, config, settings, files, progress.message)
+            with progress.working(f"loading {given}"):
+                policy = await opened.enter_async_context(opening)
+            run = EvaluationRun(config, settings, policy, out / folder_name(policy.name, taken), progress)
             try:
-                await run.run()
+                with progress.working(f"playing {policy.name}", progress.counted):
+                    await run.run()
             finally:
-                evaluations.append(run.evaluation())
+                if (evaluation := run.evaluation()).tasks:  # else nothing of it could be opened
+                    evaluations.append(evaluation)

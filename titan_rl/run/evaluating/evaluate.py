@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from titan_rl.config.evaluation import EvalConfig
@@ -15,10 +18,26 @@ from titan_rl.evaluation.results import task_result
 from titan_rl.rollout.types import RolloutGroup
 from titan_rl.run.evaluating.folder import EvaluationFolder
 from titan_rl.run.evaluating.suites import open_suites
+from titan_rl.run.observability.progress import Progress
 from titan_rl.run.policies.opened import OpenedPolicy
 from titan_rl.run.stopping import first_cause
 
-TELL_EVERY_S = 10.0
+
+@dataclass(frozen=True, slots=True)
+class SampledShown:
+    """How far an evaluation is, as the display shows it."""
+
+    step: int  # samples
+    seconds: float  # for each of the last
+    reward: float  # mean so far
+
+    @property
+    def curve(self) -> tuple[str, float, str]:
+        return "reward", self.reward, " so far"
+
+    @property
+    def figures(self) -> Mapping[str, str]:
+        return {}
 
 
 class EvaluationRun:
@@ -26,7 +45,7 @@ class EvaluationRun:
 
     Args:
         folder: that keeps it; prompts that are finished there are not played again. None keeps nothing.
-        tell: shows a person how far it is.
+        progress: shows a person how far it is.
     """
 
     def __init__(
@@ -35,13 +54,13 @@ class EvaluationRun:
         settings: EvalConfig,
         policy: OpenedPolicy,
         folder: Path | None,
-        tell: Callable[[str], object],
+        progress: Progress,
     ) -> None:
         self._config = config
         self._settings = settings
         self._policy = policy
         self._folder = None if folder is None else EvaluationFolder(folder)
-        self._tell = tell
+        self._progress = progress
         self._lines: list[Mapping[str, Any]] = []
         self._groups: dict[str, list[RolloutGroup]] = {}  # of tasks that measure them, by how their ids begin
         self._suites: list[Suite] = []
@@ -58,12 +77,14 @@ class EvaluationRun:
             ConfigError: the folder has an evaluation with other settings.
             TitanRLError: what ended it.
         """
-        opening = open_suites(self._config, self._settings, self._policy, self._place, self._tell)
+        tell = self._progress.message
+        opening = open_suites(self._config, self._settings, self._policy, self._place, tell)
         async with opening as self._suites:
             if self._folder is not None:
                 self._lines = self._folder.begin(self._made_with(), self._suites)
             if self._lines:
-                self._tell(f"{self._policy.name}: {len(self._lines)} samples are there already, in {self._place}")
+                tell(f"{self._policy.name}: {len(self._lines)} samples are there already, in {self._place}")
+            self._progress.count(sum(len(suite.prompts) * suite.samples_per_prompt for suite in self._suites))
             try:
                 await play_suites(
                     self._suites,
@@ -119,10 +140,8 @@ class EvaluationRun:
             self._folder.append(lines)
         self._lines += ({name: value for name, value in line.items() if name != "messages"} for line in lines)
         now = time.monotonic()
-        if now - self._told >= TELL_EVERY_S:
-            self._told = now
-            total = sum(len(suite.prompts) * suite.samples_per_prompt for suite in self._suites)
-            self._tell(f"{self._policy.name}: {len(self._lines)} of {total} samples after {now - self._began:.0f} s")
+        self._progress.reached(_sampled(len(self._lines), self._lines, (now - self._told) / max(len(lines), 1)))
+        self._told = now
 
     def _made_with(self) -> dict[str, Any]:
         """Number and places of the prompts may differ from one half of an evaluation to the other."""
@@ -138,3 +157,8 @@ class EvaluationRun:
         ]
         settings = self._config.model_dump(mode="json", include={"seed", "tasks", "rollout"})
         return {"policy": self._policy.name, "played": played, "settings": settings}
+
+
+def _sampled(count: int, lines: Sequence[Mapping[str, Any]], seconds: float) -> SampledShown:
+    rewards = [line["reward"] for line in lines if line["reward"] is not None]
+    return SampledShown(count, seconds, fmean(rewards) if rewards else math.nan)

@@ -7,10 +7,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from titan_rl.errors import ConfigError
 from titan_rl.evaluation.playing import Suite, finished_lines
 from titan_rl.run.directory import read_jsonl
 from titan_rl.run.json_lines import JsonLines, cut_records
+
+
+class _Rollout(msgspec.Struct, gc=False):
+    rollout_id: str
+    prompt_digest: str
 
 
 class EvaluationFolder:
@@ -50,7 +57,7 @@ class EvaluationFolder:
         settings.write_text(text, encoding="utf-8")
         finished = finished_lines(read_jsonl(self.rollouts), suites)
         kept = {(line["rollout_id"], line["prompt_digest"]) for line in finished}
-        cut_records(self.rollouts, lambda record: (record["rollout_id"], record["prompt_digest"]) in kept)
+        cut_records(self.rollouts, _Rollout, lambda found: (found.rollout_id, found.prompt_digest) in kept)
         return finished
 
     def append(self, lines: Sequence[Mapping[str, Any]]) -> None:

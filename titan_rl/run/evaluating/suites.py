@@ -46,7 +46,7 @@ async def open_suites(
     async with contextlib.AsyncExitStack() as tasks:
         suites: list[Suite] = []
         opened_tasks: set[str] = set()
-        for suite in _chosen(config, settings):
+        for suite in chosen_suites(config, settings):
             task = suite.source.task
             if suite.source.name not in opened_tasks:
                 opened_tasks.add(suite.source.name)
@@ -56,7 +56,12 @@ async def open_suites(
         yield suites
 
 
-def _chosen(config: RunConfig, settings: EvalConfig) -> list[ResolvedSuite]:
+def chosen_suites(config: RunConfig, settings: EvalConfig) -> list[ResolvedSuite]:
+    """What is to be played.
+
+    Raises:
+        ConfigError: a task that is asked for is not there.
+    """
     suites = {suite.name: suite for suite in config.suites or _of_all_tasks(config)}
     if settings.tasks is None:
         return [*suites.values()]
@@ -87,6 +92,7 @@ def _suite(
         max_tokens=settings.max_tokens or config.sampling_of(source).max_tokens,
         temperature=temperature,
         top_p=settings.top_p,
+        seed=config.seed,
         stop_token_ids=tuple(renderer.get_stop_token_ids()),
     )
     rollouter = _rollouter(config, source, policy, renderer)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,7 +23,8 @@ from titan_rl.run.journal.records import (
     mix_events,
 )
 from titan_rl.run.journal.run_state import DataPosition
-from titan_rl.scheduling.batch import step_from
+from titan_rl.run.journal.segments import segment_name, version_of
+from titan_rl.scheduling.batches.batch import step_from
 from titan_rl.scheduling.mix.events import MixEvent
 
 CompletionsOfGroup = dict[tuple[str, bytes], CompletionRecord]
@@ -123,32 +122,6 @@ class JournalState:
         self.unsettled.discard(index)
         self.finished.pop(index, None)
         self.completions.pop(index, None)
-
-
-def segment_name(version: int) -> str:
-    return f"step-{version:06d}.journal"
-
-
-def version_of(segment: Path) -> int:
-    return int(segment.stem.removeprefix("step-"))
-
-
-def list_segments(folder: Path) -> list[Path]:
-    """The oldest first. Other files of the folder are no concern of a journal.
-
-    Raises:
-        CheckpointError: the folder is there and cannot be read.
-    """
-    try:
-        names = os.listdir(folder)
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise CheckpointError(
-            f"{folder} cannot be read: {error.strerror}; it should be the folder of the journal. Mend it, or move it "
-            "away to go on from the checkpoint alone"
-        ) from error
-    return sorted((folder / name for name in names if re.fullmatch(r"step-\d+\.journal", name)), key=version_of)
 
 
 @dataclass(frozen=True, slots=True)

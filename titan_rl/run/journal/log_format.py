@@ -22,6 +22,9 @@ END = b"\n"
 _HEADER = struct.Struct("<4sII")
 _LENGTH = struct.Struct("<I")
 
+KEPT_BYTES = 1 << 24
+"""Of a file that have been read and are in memory still."""
+
 
 def read_log(path: Path, on_damage: Callable[[int, int], None] = lambda offset, size: None) -> Iterator[bytes]:
     """The whole records of a file, in order; none where it does not exist.
@@ -48,8 +51,12 @@ def read_log(path: Path, on_damage: Callable[[int, int], None] = lambda offset, 
 
 def _records_in(descriptor: int, on_damage: Callable[[int, int], None]) -> Iterator[bytes]:
     with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as data:
-        position = 0
+        position = dropped = 0
         while position < len(data):
+            if position - dropped >= KEPT_BYTES:
+                until = position - position % mmap.PAGESIZE
+                data.madvise(mmap.MADV_DONTNEED, dropped, until - dropped)
+                dropped = until
             if (record := _record_at(data, position)) is None:
                 start = position
                 position = _next_record(data, start + 1)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import asyncio
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from titan_rl.generation.listening import listener, listening
+from titan_rl.generation.partial import Partial
+from titan_rl.generation.request import EngineRequest, OnChunk
 from titan_rl.run.journal.records import CompletionRecord, digest
-from titan_rl.types import Completion, GenerateFn, SamplingParams
+from titan_rl.types import Completion, GenerateFn, SamplingParams, TokenChunk
 
 Known = Callable[[str, bytes, SamplingParams], Completion | None]
 """What a request came back with, by its id, the digest of its prompt, and how it was to be sampled."""
@@ -44,10 +48,16 @@ class Recorder:
             if (answer := known(request_id, prompt_digest, sampling)) is not None:
                 return answer
             self._asked[request_id] = (index, prompt_digest, sampling)
+            heard = Partial(EngineRequest(request_id, prompt_token_ids, sampling, session_id))
             try:
-                answer = await generate(
-                    prompt_token_ids, request_id=request_id, session_id=session_id, sampling=sampling
-                )
+                with listening(_both(listener(), heard.begin())):
+                    answer = await generate(
+                        prompt_token_ids, request_id=request_id, session_id=session_id, sampling=sampling
+                    )
+            except asyncio.CancelledError:  # who listens may have heard enough
+                if (so_far := heard.so_far).token_ids:
+                    self._on_completion(CompletionRecord(index, prompt_digest, sampling, so_far))
+                raise
             finally:
                 del self._asked[request_id]
             if answer.token_ids:
@@ -56,14 +66,26 @@ class Recorder:
 
         return recorded
 
-    def in_flight(self, tokens: Mapping[str, Completion]) -> list[CompletionRecord]:
-        """What is known of the requests that are out.
+    def in_flight(self, tokens: Mapping[str, Completion]) -> Iterator[CompletionRecord]:
+        """What is known of the requests that are out, and out still when it is their turn: of those that come back
+        meanwhile `on_completion` is told more.
 
         Args:
             tokens: request id -> the tokens so far, as an aborted completion.
         """
-        return [
-            CompletionRecord(index, prompt_digest, sampling, tokens[request_id])
-            for request_id, (index, prompt_digest, sampling) in self._asked.items()
-            if request_id in tokens and tokens[request_id].token_ids
-        ]
+        for request_id, asked in list(self._asked.items()):
+            so_far = tokens.get(request_id)
+            if so_far is not None and so_far.token_ids and self._asked.get(request_id) is asked:
+                yield CompletionRecord(*asked, so_far)
+
+
+def _both(listener: OnChunk | None, keep: OnChunk) -> OnChunk | None:
+    """Nothing is kept of what nobody listens to."""
+    if listener is None:
+        return None
+
+    def tell(chunk: TokenChunk) -> None:
+        keep(chunk)
+        listener(chunk)
+
+    return tell

@@ -8,16 +8,24 @@ from __future__ import annotations
 
 import hashlib
 import re
-from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import msgspec
 
+from titan_rl.arrays import token_array
 from titan_rl.calls.plain import plain
 from titan_rl.calls.user_code import Failure
 from titan_rl.rollout.types import Message, Rollout, RolloutGroup
+from titan_rl.run.journal.stored import (
+    StoredCompletion,
+    StoredRollout,
+    completion_of,
+    rollout_of,
+    stored_completion,
+    stored_rollout,
+)
 from titan_rl.scheduling.mix.events import Assigned, Dropped, MixEvent, Result
 from titan_rl.types import Completion, SamplingParams
 
@@ -46,7 +54,7 @@ class ResultRecord(msgspec.Struct, tag="result", frozen=True):
     rewards: tuple[float, ...]
 
 
-class CompletionRecord(msgspec.Struct, tag="completion", frozen=True):
+class CompletionRecord(msgspec.Struct, frozen=True):
     """What one request came back with: a whole completion, or what an interruption left of it."""
 
     index: int
@@ -55,11 +63,25 @@ class CompletionRecord(msgspec.Struct, tag="completion", frozen=True):
     completion: Completion
 
 
-class GroupRecord(msgspec.Struct, tag="group", frozen=True):
+class _StoredCompletionRecord(msgspec.Struct, tag="completion", frozen=True):
+    index: int
+    prompt_digest: bytes
+    sampling: SamplingParams
+    completion: StoredCompletion
+
+
+class GroupRecord(msgspec.Struct, frozen=True):
     index: int
     task: str
     sample: int
     rollouts: list[Rollout]
+
+
+class _StoredGroupRecord(msgspec.Struct, tag="group", frozen=True):
+    index: int
+    task: str
+    sample: int
+    rollouts: list[StoredRollout]
 
 
 class DropRecord(msgspec.Struct, tag="drop", frozen=True):
@@ -75,6 +97,9 @@ class BatchRecord(msgspec.Struct, tag="batch", frozen=True):
 
 
 JournalRecord = StartRecord | AssignRecord | CompletionRecord | ResultRecord | GroupRecord | DropRecord | BatchRecord
+_Stored = (
+    StartRecord | AssignRecord | _StoredCompletionRecord | ResultRecord | _StoredGroupRecord | DropRecord | BatchRecord
+)
 
 _ESCAPE = "\U0010ffff"  # stands for no character and never will
 _ESCAPE_BYTES = _ESCAPE.encode()
@@ -86,12 +111,18 @@ TextFn = Callable[[str], str]
 
 
 def encode(record: JournalRecord) -> bytes:
-    if isinstance(record, GroupRecord):
-        rollouts = [_with_text(rollout, _escape, _storable) for rollout in record.rollouts]
-        record = GroupRecord(record.index, record.task, record.sample, rollouts)
-    elif isinstance(record, DropRecord):
-        record = DropRecord(record.index, _escape(record.reason))
-    return _encoder.encode(record)
+    stored: _Stored
+    match record:
+        case GroupRecord(index, task, sample, rollouts):
+            texts = [stored_rollout(_with_text(rollout, _escape, _storable)) for rollout in rollouts]
+            stored = _StoredGroupRecord(index, task, sample, texts)
+        case CompletionRecord(index, prompt_digest, sampling, completion):
+            stored = _StoredCompletionRecord(index, prompt_digest, sampling, stored_completion(completion))
+        case DropRecord(index, reason):
+            stored = DropRecord(index, _escape(reason))
+        case _:
+            stored = record
+    return _encoder.encode(stored)
 
 
 def decode(data: bytes) -> JournalRecord:
@@ -99,14 +130,22 @@ def decode(data: bytes) -> JournalRecord:
 
     Raises:
         msgspec.DecodeError: these are not the bytes of one.
+        ValueError: its parts do not fit each other.
     """
-    record = _decoder.decode(data)
-    if _ESCAPE_BYTES not in data:
-        return record
-    if isinstance(record, GroupRecord):
-        rollouts = [_with_text(rollout, _unescape, _restored) for rollout in record.rollouts]
-        return GroupRecord(record.index, record.task, record.sample, rollouts)
-    return DropRecord(record.index, _unescape(record.reason)) if isinstance(record, DropRecord) else record
+    stored = _decoder.decode(data)
+    is_escaped = _ESCAPE_BYTES in data
+    match stored:
+        case _StoredGroupRecord(index, task, sample, of_group):
+            rollouts = list(map(rollout_of, of_group))
+            if is_escaped:
+                rollouts = [_with_text(rollout, _unescape, _restored) for rollout in rollouts]
+            return GroupRecord(index, task, sample, rollouts)
+        case _StoredCompletionRecord(index, prompt_digest, sampling, completion):
+            return CompletionRecord(index, prompt_digest, sampling, completion_of(completion))
+        case DropRecord(index, reason):
+            return DropRecord(index, _unescape(reason)) if is_escaped else stored
+        case _:
+            return stored
 
 
 def group_record(played: Assigned, group: RolloutGroup) -> GroupRecord:
@@ -150,7 +189,7 @@ def record_of(event: MixEvent) -> AssignRecord | ResultRecord | None:
 
 def digest(token_ids: Sequence[int]) -> bytes:
     """16 bytes that two prompts share only if they are equal."""
-    return hashlib.blake2b(array("q", token_ids).tobytes(), digest_size=16).digest()
+    return hashlib.blake2b(token_array(token_ids).tobytes(), digest_size=16).digest()
 
 
 def _with_text(rollout: Rollout, text: TextFn, message: Callable[[Message], Message]) -> Rollout:
@@ -205,18 +244,11 @@ def _unescape(text: str) -> str:
     return _ESCAPED.sub(lambda match: chr(int(match[1], 16)), text)
 
 
-def _array(value: Any) -> Any:
-    """Tokens and logprobs may be arrays."""
-    if not hasattr(value, "tolist"):
-        raise NotImplementedError(f"a record holds a {type(value).__name__}, which has no form on disk")
-    return value.tolist()
-
-
 def _extension(code: int, data: memoryview) -> int:
     if code != _LONG_INTEGER:
         raise ValueError(f"extension {code} is unknown")
     return int.from_bytes(data, "big", signed=True)
 
 
-_encoder = msgspec.msgpack.Encoder(enc_hook=_array)
-_decoder = msgspec.msgpack.Decoder(JournalRecord, ext_hook=_extension)
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(_Stored, ext_hook=_extension)

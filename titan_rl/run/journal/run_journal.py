@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from titan_rl.calls.threads import in_thread
 from titan_rl.errors import CheckpointError, NoSpaceError, means_no_space
 from titan_rl.rollout.types import RolloutGroup
-from titan_rl.run.journal.journal_state import JournalContents, list_segments, read_segments, segment_name, version_of
+from titan_rl.run.journal.journal_state import JournalContents, read_segments
 from titan_rl.run.journal.log_writer import LogWriter, flush_entry
 from titan_rl.run.journal.recorder import Recorder
 from titan_rl.run.journal.records import (
@@ -26,6 +25,7 @@ from titan_rl.run.journal.records import (
     record_of,
 )
 from titan_rl.run.journal.run_state import DataPosition
+from titan_rl.run.journal.segments import SEGMENT_BYTES, list_segments, needless, part_of, segment_name, version_of
 from titan_rl.scheduling.backlog import Backlog
 from titan_rl.scheduling.mix.events import Assigned, MixEvent
 from titan_rl.types import Completion, GenerateFn, SamplingParams
@@ -34,7 +34,8 @@ logger = logging.getLogger(__name__)
 
 
 class RunJournal:
-    """The journal of one run: remembers what a `SchedulerObserver` is told. One segment a checkpoint, in a folder.
+    """The journal of one run: remembers what a `SchedulerObserver` is told. A segment a checkpoint, in a folder; a
+    large one is several files.
 
     A segment begins with what the checkpoint of its version leaves open, and goes on with what happens after it. The
     checkpoint itself says where it is in the data, so nothing is skipped or trained twice whatever becomes of the
@@ -48,6 +49,7 @@ class RunJournal:
     Args:
         position: of the checkpoint to continue from; by default the model as loaded.
         found: what `read_segments` has found in the folder for that position, where it was read before.
+        segment_bytes: a file that has so many goes on in another.
 
     Raises:
         CheckpointError: the journal is of another run than the checkpoint, a record is not of its format, a segment
@@ -56,7 +58,12 @@ class RunJournal:
     """
 
     def __init__(
-        self, folder: Path, position: DataPosition | None = None, found: JournalContents | None = None
+        self,
+        folder: Path,
+        position: DataPosition | None = None,
+        found: JournalContents | None = None,
+        *,
+        segment_bytes: int = SEGMENT_BYTES,
     ) -> None:
         position = position or DataPosition()
         self._folder = folder
@@ -71,10 +78,13 @@ class RunJournal:
         self._version = position.version
         self._run = position.run
         self._recorder = Recorder(self._append)
+        self._segment_bytes = segment_bytes
         if found.begins:
-            self._writer = LogWriter(segments[-1])
+            self._segment, self._num_bytes = segments[-1], segments[-1].stat().st_size
+            self._writer = LogWriter(self._segment)
         else:
-            self._writer = LogWriter(self._segment(position.version))
+            self._segment, self._num_bytes = self._behind(segments, position.version), 0
+            self._writer = LogWriter(self._segment)
             self._append(StartRecord(position.version, position.next_index, list(position.unsettled), position.run))
             for event in self.events:
                 self.note(event)
@@ -171,27 +181,49 @@ class RunJournal:
             state.next_index = next_index
         position = DataPosition(version, state.next_index, tuple(sorted(state.unsettled)), self._run)
         open_records = state.records()
-        self._writer.switch(self._segment(version))
+        self._turn_over(version)
         self._append(StartRecord(version, position.next_index, list(position.unsettled), position.run))
         for record in self._recorder.in_flight(tokens or {}):
             self._append(record)
+            await self._writer.room()
+            await asyncio.sleep(0)  # of a thousand long answers, each takes a part of a millisecond
         for record in open_records:  # what is superseded meanwhile is in the segment as well
             await self._writer.room()
             if state.holds(record):
-                self._writer.append(encode(record))
+                self._write(record)
             await asyncio.sleep(0)
         await in_thread(self._writer.drain)
         return position
 
+    async def trained_since(self, position: DataPosition, version: int) -> list[list[RolloutGroup]]:
+        """The groups of each step from a checkpoint's version to another, as they were trained; without their samples.
+
+        Args:
+            position: of a checkpoint that is kept.
+
+        Raises:
+            CheckpointError: those of a step are damaged or gone; or as `read_segments`.
+        """
+        await in_thread(self._writer.drain)
+        return await in_thread(self._read_batches, position, version)
+
+    def _read_batches(self, position: DataPosition, version: int) -> list[list[RolloutGroup]]:
+        found = read_segments(list_segments(self._folder), position)
+        batches = found.state.batches_from(position.version)[: version - position.version]
+        if len(batches) < version - position.version:
+            lost = f": {'; '.join(found.losses)}" if found.losses else ""
+            raise CheckpointError(
+                f"{self._folder} does not have what step {position.version + len(batches) + 1} was trained on{lost}"
+            )
+        return [[group_of(found.state.finished[index], None) for index in batch] for batch in batches]
+
     def forget_before(self, version: int) -> None:
         """Delete the segments that no checkpoint from `version` on needs."""
-        segments = list_segments(self._folder)
-        for path, following in pairwise(segments):
-            if version_of(following) <= version:
-                try:
-                    path.unlink(missing_ok=True)
-                except OSError as error:  # it is in nobody's way
-                    logger.warning("%s is needed no more and cannot be deleted: %s", path, error.strerror)
+        for path in needless(list_segments(self._folder), version):
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:  # it is in nobody's way
+                logger.warning("%s is needed no more and cannot be deleted: %s", path, error.strerror)
 
     def drain(self) -> None:
         """Block until everything is on the disk."""
@@ -202,10 +234,24 @@ class RunJournal:
 
     def _append(self, record: JournalRecord) -> None:
         self.state.apply(record)
-        self._writer.append(encode(record))
+        self._write(record)
 
-    def _segment(self, version: int) -> Path:
-        return self._folder / segment_name(version)
+    def _write(self, record: JournalRecord) -> None:
+        data = encode(record)
+        if self._num_bytes and self._num_bytes + len(data) > self._segment_bytes:
+            self._turn_over(version_of(self._segment))
+        self._num_bytes += len(data)
+        self._writer.append(data)
+
+    def _turn_over(self, version: int) -> None:
+        """Go on in another file."""
+        segments = [*list_segments(self._folder), self._segment]  # the present one may not be on the disk yet
+        self._segment, self._num_bytes = self._behind(segments, version), 0
+        self._writer.switch(self._segment)
+
+    def _behind(self, segments: Sequence[Path], version: int) -> Path:
+        last = max((part_of(path) for path in segments if version_of(path) == version), default=-1)
+        return self._folder / segment_name(version, last + 1)
 
 
 def _make(folder: Path) -> None:

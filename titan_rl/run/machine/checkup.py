@@ -17,7 +17,8 @@ from typing import Literal
 
 from packaging.requirements import Requirement
 
-from titan_rl.run.machine.environment import LONGEST_TMPDIR, scratch_root
+from titan_rl.actors.hosts.scratch import LONGEST_TMPDIR, scratch_root
+from titan_rl.errors import install_command
 from titan_rl.weights.shard_files.shard_folder import shard_root
 
 LEAST_SHARED_MEMORY = 1 << 30  # bytes; two versions of the weights lie there, and what engines share
@@ -50,9 +51,7 @@ def check_up() -> Iterator[Finding]:
     yield from _machine()
     yield from _packages(extra)
     yield from _other_extras()
-    yield from try_out(
-        {**_TRIALS, **(_CUDA if extra == "gpu" else {})}, f"pip install --force-reinstall 'titan-rl[{extra}]'"
-    )
+    yield from try_out({**_TRIALS, **(_CUDA if extra == "gpu" else {})}, install_command(extra, "--force-reinstall"))
 
 
 def try_out(trials: Mapping[str, str], fix: str, timeout_s: float = 300.0) -> Iterator[Finding]:
@@ -130,7 +129,7 @@ def _extra() -> Literal["cpu", "gpu"]:
 
 def _packages(extra: str) -> Iterator[Finding]:
     """Against the versions that were tested together."""
-    install = f"pip install 'titan-rl[{extra}]'"
+    install = install_command(extra)
     for line in requires("titan-rl") or ():
         wanted = Requirement(line)
         if wanted.marker is None or not wanted.marker.evaluate({"extra": extra}):
@@ -160,7 +159,7 @@ def _other_extras() -> Iterator[Finding]:
         missing = [each.name for each in its_own if _installed(each.name) is None]
         if missing:
             lacks = f"lacks {', '.join(missing)}"
-            yield Finding(f"[{extra}]", "absent", lacks, f"pip install 'titan-rl[{extra}]'")
+            yield Finding(f"[{extra}]", "absent", lacks, install_command(extra))
         else:
             yield Finding(f"[{extra}]", "ok", ", ".join(f"{each.name} {_installed(each.name)}" for each in its_own))
 

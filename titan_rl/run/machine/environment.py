@@ -1,4 +1,4 @@
-"""What a run borrows from the machine beside its run directory, and how what a killed run left is given back."""
+"""What a run borrows from the machine beside its run directory."""
 
 from __future__ import annotations
 
@@ -10,18 +10,14 @@ import tempfile
 from collections.abc import Generator, Sequence
 from pathlib import Path
 
+from titan_rl.actors.hosts.scratch import (
+    ENVIRONMENT,
+    clean_up_after_dead_runs,
+    make_scratch,
+    remove_monarch_logs,
+    scratch_root,
+)
 from titan_rl.run.machine.guard import keep_clean
-from titan_rl.weights.shard_files.owned_folder import OwnedFolder, clean_dead_folders
-from titan_rl.weights.shard_files.shard_folder import clean_dead_shards
-
-ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",  # engines and trainer share the cores; threads of their own would thrash
-    "TOKENIZERS_PARALLELISM": "false",
-    "HF_HUB_OFFLINE": "1",  # a model is a folder; nothing is fetched while a run starts
-}
-
-SCRATCH = "titan_rl-run-"
-LONGEST_TMPDIR = 28  # Monarch makes sockets below it, whose paths end at 107 characters
 
 
 @contextlib.contextmanager
@@ -61,12 +57,12 @@ def process_scratch() -> Path:
 
 @functools.cache
 def _scratch_of(pid: int) -> Path:
-    folder = OwnedFolder(SCRATCH, scratch_root())
+    folder = make_scratch()
     guard = keep_clean(folder.path.parent, folder.path.name)
 
     def remove() -> None:
         if os.getpid() == pid:  # not one that was forked from it
-            _remove_monarch_logs(folder.path)
+            remove_monarch_logs(folder.path)
             folder.remove()
             if guard is not None:
                 guard.kill()
@@ -87,23 +83,3 @@ def file_modes(*, share: bool) -> Generator[None]:
         yield
     finally:
         os.umask(before)
-
-
-def scratch_root() -> Path:
-    root = Path(tempfile.gettempdir())
-    return root if len(str(root)) <= LONGEST_TMPDIR else Path("/tmp")
-
-
-def clean_up_after_dead_runs(root: Path) -> None:
-    """Remove the scratch folders in `root`, the logs of Monarch and the weights in shared memory of runs whose process
-    is gone."""
-    for scratch in clean_dead_folders(SCRATCH, root):
-        _remove_monarch_logs(scratch)
-    clean_dead_shards()
-
-
-def _remove_monarch_logs(scratch: Path) -> None:
-    for folder in Path("/tmp").iterdir():  # there wherever TMPDIR points
-        with contextlib.suppress(OSError):  # others remove folders of their own meanwhile
-            for log in folder.glob(f"monarch_log_{scratch.name}*"):
-                log.unlink(missing_ok=True)

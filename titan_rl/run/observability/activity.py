@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from titan_rl.generation.router.pool import ReplicaStatus
 from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.generation.types import GaugeSummary
 from titan_rl.run.observability.peak import Peak
+from titan_rl.run.terminal.view import SLOT_STYLES, ReplicaLook, RunLook
+from titan_rl.scheduling.group_state import GroupState
 
 
 class Activity:
@@ -22,8 +27,7 @@ class Activity:
 
     def progress(self) -> object:
         """Differs once a token or an answer has come."""
-        tokens = sum(len(answer.token_ids) for answer in self._router.tokens_so_far().values())
-        return self._requests.num_done, tokens
+        return self._requests.num_done, self._router.num_tokens_so_far
 
     def take_metrics(self, version: int) -> dict[str, float]:
         """Of the time since this was last called.
@@ -33,14 +37,40 @@ class Activity:
 
         Returns:
             generation/requests_in_flight_max; engine/<name>_mean, engine/<name>_max and engine/<count>, see
-            `GaugeSummary.metrics`, where the engines report gauges.
+            `GaugeSummary.metrics`, where the engines report gauges; engine/idle_share, of all engines' time, where
+            they say how long they were idle.
         """
         replicas = [replica for replica in self._router.replicas if replica.version == version]
         gauges = GaugeSummary.metrics(replica.gauges for replica in replicas if replica.gauges is not None)
+        if total := gauges.get("idle_s", 0.0) + gauges.get("busy_s", 0.0):
+            gauges["idle_share"] = gauges["idle_s"] / total
         return {
             "generation/requests_in_flight_max": float(self._requests.take()),
             **{f"engine/{name}": value for name, value in gauges.items()},
         }
+
+    def look(self, slots: Mapping[GroupState, int], running: Mapping[str, int], version: int) -> RunLook:
+        """What to show of it.
+
+        Args:
+            slots: by what their groups do.
+            running: groups that run, by what they are at. Suspended ones are among those that are generated.
+            version: that is trained.
+        """
+        suspended = slots.get(GroupState.SUSPENDED, 0)
+        states = {
+            "waiting": slots.get(GroupState.PENDING, 0),
+            **running,
+            "generating": max(running.get("generating", 0) - suspended, 0),
+            "suspended": suspended,
+            "finished": slots.get(GroupState.DONE, 0),
+            "training": slots.get(GroupState.TRAINING, 0),
+        }
+        return RunLook(
+            {state: states.get(state, 0) for state in SLOT_STYLES},
+            [_look_of(replica) for replica in self._router.replicas],
+            version,
+        )
 
     def waits_for(self) -> list[str]:
         """What generation has to do, as far as that is known."""
@@ -52,3 +82,12 @@ class Activity:
             f"{len(serving)} of {self._num_generators} generators serve",
             *errors,
         ]
+
+
+def _look_of(replica: ReplicaStatus) -> ReplicaLook:
+    gauges, waiting = replica.gauges, None
+    if gauges is not None and gauges.num_steps and "waiting_requests" in gauges.sums:
+        waiting = gauges.sums["waiting_requests"] / gauges.num_steps
+    return ReplicaLook(
+        replica.name, replica.serving, replica.version, replica.num_requests, waiting, replica.last_error
+    )

@@ -14,7 +14,7 @@ class Peak:
 
     def __init__(self) -> None:
         self.now = 0
-        self.num_done = 0  # blocks that were left
+        self.num_done = 0  # blocks that ended without an error
         self._most = 0
 
     @contextlib.contextmanager
@@ -23,9 +23,9 @@ class Peak:
         self._most = max(self._most, self.now)
         try:
             yield
+            self.num_done += 1
         finally:
             self.now -= 1
-            self.num_done += 1
 
     def take(self) -> int:
         """The largest count since this was last called."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from titan_rl.rollout.group.failures import ErrorCounts, error_in_full, error_kind, error_text
+from titan_rl.rollout.group.token_records import TokenRecords
 from titan_rl.rollout.group.transcript import transcript
 from titan_rl.rollout.types import Rollout, RolloutGroup
 from titan_rl.run.observability.best_effort import BestEffort, Tell
@@ -27,12 +28,20 @@ class RolloutLog:
     Args:
         write: appends a record to the file. What it raises is told of, and ends nothing.
         groups_per_step: groups of a step and phase that are written in full.
+        tokens: makes what is written of tokens; None writes none.
     """
 
-    def __init__(self, write: Callable[[Mapping[str, Any]], None], groups_per_step: int, tell: Tell) -> None:
+    def __init__(
+        self,
+        write: Callable[[Mapping[str, Any]], None],
+        groups_per_step: int,
+        tell: Tell,
+        tokens: TokenRecords | None = None,
+    ) -> None:
         self._write = write
         self._groups_per_step = groups_per_step
         self._tell = tell
+        self._tokens = tokens
         self._writing = BestEffort("writing rollouts.jsonl", tell)
         self._errors = ErrorCounts()
         self._told: set[str] = set()
@@ -62,16 +71,20 @@ class RolloutLog:
             logger.error("group %s is dropped: %s\n%s", group.group_id, failure, failure.traceback)
             self._tell(f"group {group.group_id} is dropped, as others will be: {failure}")
 
-    def finished(self, groups: Sequence[RolloutGroup], phase: str, step: int) -> None:
+    def finished(self, groups: Sequence[RolloutGroup], phase: str, step: int, *, trained_at: int | None = None) -> None:
         """Groups that a step was trained on, or of a validation. Siblings with an error are written of every group. One
-        whose reward failed is left out: it has been dropped."""
+        whose reward failed is left out: it has been dropped.
+
+        Args:
+            trained_at: the version that learned from them; None where none did.
+        """
         for position, group in enumerate(group for group in groups if group.failure is None):
             for rollout in group.rollouts:
                 labels = {"step": step, "phase": phase, "task": group.task}
                 if position < self._groups_per_step:
-                    self._record(rollout, labels)
+                    self._record(rollout, labels, trained_at)
                 elif rollout.status.is_error:
-                    self._record_first(rollout, error_kind(rollout), labels)
+                    self._record_first(rollout, error_kind(rollout), labels, trained_at)
 
     def dropped(self, group: RolloutGroup, reason: str, step: int, phase: str = "train") -> None:
         """A group that is not trained on, or does not count in a validation."""
@@ -103,15 +116,21 @@ class RolloutLog:
             self._tell(f"{self._lost.total()} groups were dropped for rewards that failed, most with {text}")
         self._writing.close()
 
-    def _record_first(self, rollout: Rollout, kind: str, labels: Mapping[str, Any]) -> None:
+    def _record_first(
+        self, rollout: Rollout, kind: str, labels: Mapping[str, Any], trained_at: int | None = None
+    ) -> None:
         key = (labels["step"], labels["phase"], kind)
         self._of_a_kind[key] += 1
         if self._of_a_kind[key] <= FIRST_OF_A_KIND:
-            self._record(rollout, labels)
+            self._record(rollout, labels, trained_at)
         else:
             self._num_left_out += 1
         for old in [key for key in self._of_a_kind if key[0] < labels["step"] - 1]:
             del self._of_a_kind[old]
 
-    def _record(self, rollout: Rollout, labels: Mapping[str, Any]) -> None:
-        self._writing.attempt(lambda: self._write({**labels, **transcript(rollout)}))
+    def _record(self, rollout: Rollout, labels: Mapping[str, Any], trained_at: int | None) -> None:
+        def write() -> None:
+            tokens = None if self._tokens is None else self._tokens.of(rollout, trained_at)
+            self._write({**labels, **transcript(rollout, tokens)})
+
+        self._writing.attempt(write)

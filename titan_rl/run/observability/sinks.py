@@ -1,4 +1,4 @@
-"""Where metrics go: always into the run directory, on request to Weights & Biases and TensorBoard too."""
+"""Where metrics go: always into the run's folder, and to the sinks that settings name."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from functools import partial
 
-from titan_rl.calls.imports import require
-from titan_rl.config.sections import LoggingConfig
 from titan_rl.run.directory import RunDirectory
+from titan_rl.run.observability.background_sink import BackgroundSink
 from titan_rl.run.observability.best_effort import BestEffort, Tell
-from titan_rl.run.observability.metric_sink import BackgroundSink, MetricSink
-
-EXTRA = "cpu"  # brings wandb and tensorboard, as dependencies of torchtitan
+from titan_rl.sinks.registry import find_sink
+from titan_rl.sinks.settings import LoggingConfig
+from titan_rl.sinks.types import MetricSink, SinkSpec
 
 
 class JSONLSink:
@@ -26,47 +25,6 @@ class JSONLSink:
 
     def close(self) -> None:
         self._run_dir.close()
-
-
-class WandbSink:
-    """A Weights & Biases run, whose files lie in the run directory. `WANDB_MODE=offline` needs no login.
-
-    Raises:
-        MissingExtraError: wandb is not installed.
-    """
-
-    def __init__(self, run_dir: RunDirectory, project: str) -> None:
-        wandb = require("wandb", EXTRA)
-        self._run = wandb.init(project=project, name=run_dir.run_id, dir=str(run_dir.path))
-        if run_dir.config.exists():
-            self._run.save(str(run_dir.config), base_path=str(run_dir.path), policy="now")
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        # Their own step counter must rise with every call, but a step's validation follows its training.
-        self._run.log({"step": step, **metrics})
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-class TensorBoardSink:
-    """TensorBoard events under `tensorboard/` of the run directory.
-
-    Raises:
-        MissingExtraError: tensorboard is not installed.
-    """
-
-    def __init__(self, run_dir: RunDirectory) -> None:
-        require("tensorboard", EXTRA)
-        module = require("torch.utils.tensorboard", EXTRA)
-        self._writer = module.SummaryWriter(str(run_dir.path / "tensorboard"))
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        self._writer.close()
 
 
 class Sinks:
@@ -93,22 +51,29 @@ class Sinks:
 
 @contextlib.contextmanager
 def open_sinks(
-    config: LoggingConfig, run_dir: RunDirectory, tell: Tell, others: Mapping[str, MetricSink] | None = None
+    settings: LoggingConfig,
+    run_dir: RunDirectory,
+    tell: Tell,
+    others: Mapping[str, MetricSink] | None = None,
+    *,
+    step: int = 0,
 ) -> Iterator[Sinks]:
-    """The sinks that the settings ask for, and others, closed at the end.
+    """The sinks that the settings ask for, each in a thread of its own, and others, closed at the end.
+
+    Args:
+        others: by their names for messages.
+        step: that the run goes on from.
 
     Raises:
-        MissingExtraError: one of them is not installed.
+        ConfigError: a sink that is named is not there.
+        MissingExtraError: what one of them needs is not installed.
     """
-    sinks: dict[str, MetricSink] = {"metrics.jsonl": JSONLSink(run_dir)}
-    if config.wandb:
-        require("wandb", EXTRA)
-        open_wandb = partial(WandbSink, run_dir, config.wandb_project)
-        sinks["Weights & Biases"] = BackgroundSink(open_wandb, "Weights & Biases", tell)
-    if config.tensorboard:
-        require("tensorboard", EXTRA)
-        sinks["TensorBoard"] = BackgroundSink(partial(TensorBoardSink, run_dir), "TensorBoard", tell)
-    opened = Sinks({**sinks, **(others or {})}, tell)
+    kinds = {name: find_sink(name) for name in settings.sinks}
+    for kind in kinds.values():
+        kind.check()
+    spec = SinkSpec(run_dir.run_id, run_dir.path, settings, step, tell)
+    named = {kind.title: BackgroundSink(partial(kind.make, spec), kind.title, tell) for kind in kinds.values()}
+    opened = Sinks({"metrics.jsonl": JSONLSink(run_dir), **named, **(others or {})}, tell)
     try:
         yield opened
     finally:

@@ -10,10 +10,11 @@ from statistics import fmean
 from titan_rl.rollout.types import RolloutGroup
 from titan_rl.run.observability.group_metrics import group_metrics
 from titan_rl.run.observability.group_records import DroppedGroups
-from titan_rl.run.observability.progress import Progress, StepReport
+from titan_rl.run.observability.progress import Progress
 from titan_rl.run.observability.rollout_log import RolloutLog
-from titan_rl.run.observability.warning_signs import WarningSigns
-from titan_rl.scheduling.batch import GroupBatch
+from titan_rl.run.observability.shown_step import StepReport
+from titan_rl.scheduling.batches.batch import GroupBatch
+from titan_rl.viewer.warning_signs import WarningSigns
 
 logger = logging.getLogger(__name__)
 
@@ -65,11 +66,11 @@ class StepReports:
         batch, metrics = self._trained.pop(step)
         metrics = group_metrics(batch.groups) | metrics
         metrics["throughput/tokens_per_s"] = batch.num_tokens / metrics["time/step_s"]
-        self._transcripts.finished(batch.groups, "train", step)
+        self._transcripts.finished(batch.groups, "train", step, trained_at=batch.version)
         self._log(step, metrics | self._transcripts.figures())
         for warning in self._warning_signs.look(metrics):
             logger.warning("step %d: %s", step, warning)
-            self._progress.message(f"warning: {warning}")
+            self._progress.warning(f"warning: {warning}")
         trained = metrics["rollout/reward_mean"]
         self._progress.step(
             StepReport(

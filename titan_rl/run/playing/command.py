@@ -130,8 +130,8 @@ def _played_by_person(
         assert tokenizer is not None
         return tokenizer.encode(text, add_special_tokens=False)
 
-    say(HELP)
-    player = Person(screen, lines, renderer, encode, is_terminal=is_terminal)
+    tell(HELP)
+    player = Person(screen, lines, renderer, encode, tell, is_terminal=is_terminal)
     if has_model:
         _show(rollouter, screen, player)
         return Cast(rollouter, player.generate, renderer, screen, player)
@@ -214,5 +214,6 @@ def _sampling(config: RunConfig, source: TaskSource, settings: EvalConfig, rende
         max_tokens=settings.max_tokens or of_task.max_tokens,
         temperature=of_task.temperature if settings.temperature is None else settings.temperature,
         top_p=settings.top_p,
+        seed=config.seed,
         stop_token_ids=tuple(renderer.get_stop_token_ids()),
     )

@@ -15,7 +15,8 @@ from titan_rl.rollout.types import Message
 from titan_rl.run.playing.screen import Screen
 from titan_rl.types import Completion, FinishReason, SamplingParams, VersionSpan
 
-HELP = '''    a line is a reply; a line of """ begins one of several lines, and another ends it
+HELP = '''what may be typed:
+    a line is a reply; a line of """ begins one of several lines, and another ends it
     /call NAME {"argument": 1}   call a tool
     /tokens                      the tokens of the prompt, and of the last reply
     /help                        this
@@ -45,6 +46,7 @@ class Person:
 
     Args:
         encode: the tokens of a text.
+        tell: takes what is told about the commands.
         is_terminal: ask for what is to be typed.
 
     Attributes:
@@ -58,6 +60,7 @@ class Person:
         lines: TextIO,
         renderer: Renderer,
         encode: Callable[[str], Sequence[int]],
+        tell: Callable[[str], object],
         *,
         is_terminal: bool,
     ) -> None:
@@ -67,6 +70,7 @@ class Person:
         self._lines = lines
         self._renderer = renderer
         self._encode = encode
+        self._tell = tell
         self._is_terminal = is_terminal
         self._last: Completion | None = None
 
@@ -93,9 +97,7 @@ class Person:
                 tokens = [*self._encode(typed), *self._stop()] if by_text else self._typed_tokens(typed)
         cut = tokens[: sampling.max_tokens]
         if len(tokens) > len(cut):
-            self._screen.say(
-                f"    the reply has {len(tokens)} tokens, and sampling.max_tokens is {sampling.max_tokens}"
-            )
+            self._tell(f"the reply has {len(tokens)} tokens, and sampling.max_tokens is {sampling.max_tokens}")
         ended = FinishReason.STOP if len(cut) == len(tokens) else FinishReason.LENGTH
         self._last = Completion(request_id, cut, [0.0] * len(cut), ended, (VersionSpan(0, len(cut)),))
         return self._last
@@ -128,13 +130,13 @@ class Person:
                 if (call := self._parsed_call(rest)) is not None:
                     return call
             elif command == "/help":
-                self._screen.say(HELP)
+                self._tell(HELP)
             elif command == "/tokens" and prompt_token_ids is not None:
                 self._screen.tokens(prompt_token_ids, self._last)
             elif command == "/tokens":
-                self._screen.say("    there are none without the model's tokenizer")
+                self._tell("there are none without the model's tokenizer")
             elif command.startswith("/"):
-                self._screen.say(f"    there is no {command}; /help says what there is")
+                self._tell(f"there is no {command}; /help says what there is")
             else:
                 return text
 
@@ -143,7 +145,7 @@ class Person:
         try:
             arguments: Any = json.loads(given or "{}")
         except ValueError as error:
-            self._screen.say(f"    {given!r} is no JSON: {error}")
+            self._tell(f"{given!r} is no JSON: {error}")
             return None
         return ToolCall(name, arguments)
 
@@ -151,7 +153,7 @@ class Person:
         try:
             return [int(piece) for piece in text.replace(",", " ").split()]
         except ValueError:
-            self._screen.say("    type token ids, such as: 5 9 2")
+            self._tell("type token ids, such as: 5 9 2")
             return None
 
     def _call(self, call: ToolCall) -> list[int] | None:
@@ -165,7 +167,7 @@ class Person:
         written = whole[len(before) :]
         end = next((place for place, token in enumerate(written) if token in stops), None)
         if whole[: len(before)] != before or end is None:
-            self._screen.say("    this renderer writes no calls; type the call as the model would")
+            self._tell("this renderer writes no calls; type the call as the model would")
             return None
         return written[: end + 1]
 
@@ -181,7 +183,7 @@ class Person:
         while (line := await self._line("... ")) is not None and line.strip() != QUOTES:
             lines.append(line)
         if line is None:
-            self._screen.say(f"    the input ends within {QUOTES}: that is no reply")
+            self._tell(f"the input ends within {QUOTES}: that is no reply")
             return None
         return "\n".join(lines)
 

@@ -151,8 +151,8 @@ async def _started(
     given: str, config: RunConfig, files: PolicyFiles, tell: Callable[[str], object]
 ) -> AsyncGenerator[OpenedPolicy]:
     # Monarch writes to the terminal when it is first used.
-    from titan_rl.actors.generator_processes import start_generators
     from titan_rl.actors.processes.transport import listen_below
+    from titan_rl.actors.server_processes import start_generators
 
     source = find_policy(given)
     model = _model_of(source, config)

@@ -10,26 +10,40 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+from titan_rl.config.hosts import check_own_machine
 from titan_rl.config.make_renderer import make_renderer
 from titan_rl.config.run import RunConfig
 from titan_rl.errors import CheckpointError, MissingExtraError
 from titan_rl.run.checkpoints.resumption import Resumption
 from titan_rl.run.directory import RunDirectory, run_name
 from titan_rl.run.end_messages import EndMessages
-from titan_rl.run.launch import open_run_dir, run_in_order
-from titan_rl.run.machine.environment import file_modes, process_scratch
-from titan_rl.run.machine.stop_signals import StopSignals
+from titan_rl.run.in_order import open_run_dir, run_in_order
+from titan_rl.run.machine.environment import file_modes
+from titan_rl.run.machine.stop_signals import StopSignals, tell_on_stderr
 from titan_rl.run.observability.outputs import open_outputs
+from titan_rl.run.observability.progress import Verbosity, status
+from titan_rl.run.observability.summary import show_summary
+from titan_rl.run.observability.trace import traced
+from titan_rl.run.parts import use_monarch
+from titan_rl.run.recovery.recovering_trainer import RecoveringTrainer, recovering
 from titan_rl.run.sft.install import install
+from titan_rl.run.sft.learned_steps import LearnedSteps
 from titan_rl.run.sft.loop import SupervisedLoop
 from titan_rl.run.sft.prepare import digest, find_demonstrations, make_start, plan_steps, supervised
 from titan_rl.run.sft.sources import Found
 from titan_rl.run.sft.token_source import TokenSource
 from titan_rl.run.stopping import STOPPING
+from titan_rl.run.workers import workers_started
+from titan_rl.weights.published_weights import PublishedWeights
 
 
 def run_sft(
-    config: RunConfig, resume: Path | None = None, *, name: str | None = None, begun_by: str | None = None
+    config: RunConfig,
+    resume: Path | None = None,
+    *,
+    name: str | None = None,
+    begun_by: str | None = None,
+    verbosity: Verbosity = Verbosity.NORMAL,
 ) -> int:
     """Teach a model demonstrations, from beginning to end.
 
@@ -38,6 +52,7 @@ def run_sft(
         resume: the folder of an earlier run with this config, which is continued from its newest checkpoint.
         name: of the folder of a run that begins.
         begun_by: the command to name where the run fails before there is anything to go on from.
+        verbosity: how much the screen shows.
 
     Returns:
         exit code: 0, or 128 + the number of the signal that ended the run in order.
@@ -49,14 +64,21 @@ def run_sft(
         if importlib.util.find_spec(module) is None:
             raise MissingExtraError(module, "cpu")
     found = find_demonstrations(config)
+    check_own_machine(config.hosts)
     with file_modes(share=config.share_run_dir):
         run_dir = open_run_dir(config, resume, name or f"sft-{run_name(config)}", supervised=True)
-        ready = prepared(config, found, run_dir.path)
+        with status("reading the model and the demonstrations", verbosity):
+            ready = prepared(config, found, run_dir.path)
         _check_data(run_dir.supervised, digest(found))
         if resume is None:
             run_dir.write_config(ready)
+
+        async def program(config: RunConfig, *given: Any) -> None:
+            async with workers_started(config, run_dir.logs, verbosity) as config:
+                await _run(config, *given, found=found, verbosity=verbosity)
+
         return run_in_order(
-            partial(_run, found=found),
+            program,
             run_dir,
             ready,
             begins=resume is None,
@@ -135,27 +157,42 @@ async def _run(
     messages: EndMessages,
     *,
     found: list[Found],
+    verbosity: Verbosity,
 ) -> None:
-    # Monarch writes to the terminal when it is first used.
-    from titan_rl.actors.processes.transport import listen_below
-    from titan_rl.actors.trainer_processes import start_trainer
+    with status("loading what trains models", verbosity):
+        from titan_rl.actors.trainer_processes import start_trainer
 
     await asyncio.sleep(0)  # a signal that came during those imports stops the run here
-    with open_outputs(config, run_dir) as (progress, sinks), contextlib.ExitStack() as resources:
+    use_monarch(config.hosts, tell_on_stderr)
+    outputs = open_outputs(config, run_dir, step=start.state.step, verbosity=verbosity)
+    with outputs as (progress, sinks), contextlib.ExitStack() as resources:
         signals.tell = progress.end_with
+        resources.enter_context(traced(config.logging, run_dir.trace, progress.message))
         progress.message(f"run directory: {run_dir.path}")
         for loss in start.losses:
-            progress.message(loss)
-        tokens = _token_source(config.model, found)
-        plan, held_out = plan_steps(config, tokens, len(found))
+            progress.warning(loss)
+        with progress.working("turning the demonstrations into tokens"):
+            tokens = _token_source(config.model, found)
+            plan, held_out = plan_steps(config, tokens, len(found))
         progress.message(
             f"{len(found) - len(held_out):,} demonstrations to learn in {len(plan):,} steps, and {len(held_out)} held "
             "out; starting a trainer"
         )
-        listen_below(process_scratch())
-        async with start_trainer(config, run_dir) as trainer:
+        async with contextlib.AsyncExitStack() as opened:
+            with progress.working("starting a trainer"):
+                training = await opened.enter_async_context(start_trainer(config, run_dir))
+            trainer = RecoveringTrainer(
+                training,
+                steps=LearnedSteps(tokens, plan),
+                checkpoints=run_dir.checkpoints,
+                published=PublishedWeights(),  # to nobody
+                max_respawns=config.training.max_respawns,
+                progress=progress,
+            )
+            await opened.enter_async_context(recovering(trainer))
             if start.checkpoint is not None:
-                start.loaded(await trainer.load(start.checkpoint))
+                with progress.working(f"loading {start.checkpoint}"):
+                    start.loaded(await trainer.load(start.checkpoint))
                 progress.message(f"continuing from {start.checkpoint}")
             loop = SupervisedLoop(
                 config,
@@ -172,5 +209,5 @@ async def _run(
             resources.callback(lambda: messages.stands_at(loop.step))
             signals.stopping = STOPPING
             summary = await loop.run()
-            await trainer.close()
-    progress.summary(summary)
+            await training.close()
+    show_summary(summary)

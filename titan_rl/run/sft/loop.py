@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -12,22 +10,32 @@ from pathlib import Path
 from typing import Any
 
 from titan_rl.calls.threads import in_thread
-from titan_rl.calls.user_code import reason
 from titan_rl.config.run import RunConfig
 from titan_rl.errors import NoSpaceError
 from titan_rl.run.checkpoints.saver import CheckpointSaver
+from titan_rl.run.checkpoints.saving import RunSaving
 from titan_rl.run.directory import RunDirectory
 from titan_rl.run.journal.run_state import RunState
 from titan_rl.run.machine.disk_space import checkpoint_bytes
-from titan_rl.run.observability.progress import Progress, format_seconds
+from titan_rl.run.observability.progress import Progress
+from titan_rl.run.observability.stages import LoopStages, Stage
 from titan_rl.run.sft.token_source import TokenSource
 from titan_rl.run.stages.trainer_calls import TrainerCalls
+from titan_rl.run.terminal.figures import format_seconds
 from titan_rl.training.data.sample import TrainingSample
 from titan_rl.training.protocol import Trainer
 
-logger = logging.getLogger(__name__)
-
-LOGGED = ("loss", "grad_norm", "lr", "entropy", "num_tokens", "num_samples", "padding_fraction")
+LOGGED = (
+    "loss",
+    "grad_norm",
+    "lr",
+    "entropy",
+    "num_tokens",
+    "num_samples",
+    "padding_fraction",
+    "respawns",
+    "recovery_s",
+)
 """Of the trainer's metrics. The others compare with a policy that sampled the tokens, and there is none."""
 
 
@@ -114,9 +122,9 @@ class SupervisedLoop:
         self._progress = progress
         self._install = install
         self._calls = TrainerCalls()
-        self._writing: asyncio.Task[None] | None = None  # the newest checkpoint, until it is whole
+        self._stages = LoopStages()
         self._num_too_long = 0
-        self._saver = CheckpointSaver(
+        saver = CheckpointSaver(
             config.checkpoint,
             run_dir.checkpoints,
             trainer,
@@ -126,6 +134,7 @@ class SupervisedLoop:
             tell=progress.message,
             version=start.step,
         )
+        self._saving = RunSaving(saver, self._calls, progress, lambda: self.step)
 
     @property
     def step(self) -> int:
@@ -144,13 +153,16 @@ class SupervisedLoop:
             async with asyncio.TaskGroup() as background:
                 await self._learn(held_out, background)
             after = await self._measure(held_out)
-            await self._saver.save_last(self.step)
+            self._stages.enter(Stage.CHECKPOINT, self.step)
+            await self._saving.save_last()
+            self._stages.close()
         except NoSpaceError:  # of the last save
             raise
         except BaseException:
-            await self._save_what_is_learned()
+            await self._saving.save_what_is_trained()
             raise
-        await self._trainer.export(self._run_dir.export)
+        with self._progress.working(f"exporting the model to {self._run_dir.export}"):
+            await self._trainer.export(self._run_dir.export)
         return SupervisedSummary(
             loss_before=before,
             loss_after=after,
@@ -164,19 +176,21 @@ class SupervisedLoop:
         coming: asyncio.Task[list[TrainingSample]] | None = None
         for step in range(self.step + 1, len(self._plan) + 1):
             began = time.monotonic()
+            self._stages.enter(Stage.BATCH, step)
             samples = await (coming or self._samples(step, background))
             waited = time.monotonic() - began
             coming = self._samples(step + 1, background) if step < len(self._plan) else None
-            await self._calls.finish(self._train_on(samples, waited_s=waited))
+            self._stages.enter(Stage.TRAIN, step)
+            with self._progress.working(f"training step {step}"):
+                await self._calls.finish(self._train_on(samples, waited_s=waited))
             if step == len(self._plan):  # the end has a measurement and a checkpoint of its own
                 break
             if self._config.sft.interval and step % self._config.sft.interval == 0:
                 await self._measure(held_out)
-            if self._saver.is_due(step):
-                await self._written()
-                if await self._calls.finish(self._saver.begin(step)):
-                    self._writing = background.create_task(self._saver.finish(), name=f"checkpoint-{step}")
-        await self._written()
+            if self._saving.is_due(step):
+                self._stages.enter(Stage.CHECKPOINT, step)
+                await self._saving.begin(step, background)
+        await self._saving.written()
 
     def _samples(self, step: int, background: asyncio.TaskGroup) -> asyncio.Task[list[TrainingSample]]:
         numbers = self._plan[step - 1]
@@ -198,7 +212,7 @@ class SupervisedLoop:
         self._progress.step(SupervisedStep(self.step, metrics["loss"], speed, seconds))
         if len(self._tokens.too_long) > self._num_too_long:
             self._num_too_long = len(self._tokens.too_long)
-            self._progress.message(
+            self._progress.warning(
                 f"{self._num_too_long} demonstrations so far are longer than model.max_context = "
                 f"{self._config.model.max_context} tokens, and are left out"
             )
@@ -207,7 +221,9 @@ class SupervisedLoop:
         """The loss of what is held out, which is logged and told."""
         if not held_out:
             return None
-        loss = await self._trainer.measure(held_out)
+        self._stages.enter(Stage.VALIDATION, self.step)
+        with self._progress.working("measuring the held-out loss"):
+            loss = await self._trainer.measure(held_out)
         self._log(self.step, {"validation/loss": loss})
         self._progress.message(f"held-out loss {loss:.3f} after step {self.step}")
         return loss
@@ -216,22 +232,6 @@ class SupervisedLoop:
         run_state = asdict(self._state)
         await self._trainer.begin_save(self._run_dir.checkpoints, run_state)
         return run_state
-
-    async def _written(self) -> None:
-        if self._writing is not None:
-            await asyncio.wait([self._writing])
-
-    async def _save_what_is_learned(self) -> None:
-        """On the way out of a run that failed or was stopped. What ended it is not to be hidden by this."""
-        try:
-            await self._calls.wait()
-            with contextlib.suppress(Exception):
-                await self._written()
-            if self.step:
-                await self._saver.save_last(self.step)
-        except Exception as error:
-            logger.warning("step %d is not saved", self.step, exc_info=error)
-            self._progress.message(f"step {self.step} is not saved: {reason(error)}")
 
 
 def _compared(before: float | None, after: float | None) -> str:

@@ -17,8 +17,12 @@ from titan_rl.rollout.task import calling
 from titan_rl.rollout.types import Rollout, RolloutGroup
 from titan_rl.run.journal.run_journal import RunJournal
 from titan_rl.run.observability.peak import Peak
+from titan_rl.run.stages.groups_at_work import GroupsAtWork
+from titan_rl.scheduling.filters import GroupFilter
 from titan_rl.scheduling.lease import Lease
 from titan_rl.scheduling.mix.task_mix import TaskMix
+from titan_rl.scheduling.observer import SchedulerObserver
+from titan_rl.scheduling.scheduler import GroupScheduler
 from titan_rl.types import Completion, GenerateFn, SamplingParams
 
 
@@ -53,6 +57,24 @@ class RolloutStage:
         self._on_ended = on_ended
         self._on_lost = on_lost
         self.requests = Peak()  # in flight, for training and validation
+        self.training, self.held_out = GroupsAtWork(), GroupsAtWork()
+
+    def make_scheduler(
+        self, filters: Sequence[GroupFilter], observer: SchedulerObserver, version: int
+    ) -> GroupScheduler:
+        """Of the groups to train on, from the step behind `version` to the run's last."""
+        config = self._config
+        return GroupScheduler(
+            self.run_training_group,
+            config.scheduling,
+            group_size=config.rollout.group_size,
+            budget=(config.training.steps - version) * config.scheduling.groups_per_step,
+            filters=filters,
+            version=version,
+            backlog=self._journal.backlog(self.train_sample),
+            observer=observer,
+            order=self._mix if len(config.tasks) > 1 else None,
+        )
 
     def train_sample(self, task: str, number: int) -> Any:
         seed = self._config.seed
@@ -70,6 +92,7 @@ class RolloutStage:
         task, sample = played.task, self.train_sample(played.task, played.sample)
         temperature = self._config.sampling_of(self._sources[task]).temperature
         return await self._run_group(
+            self.training,
             self._generate_for(lease),
             task,
             sample,
@@ -83,12 +106,13 @@ class RolloutStage:
         """The group of a held-out sample. Its seeds are the same each time, so that two validations differ by their
         weights alone."""
         return await self._run_group(
+            self.held_out,
             self._generate,
             suite.source.name,
             sample,
             group_id=group_id,
             group_size=suite.samples_per_prompt,
-            sampling=self._sampling(suite.source.name, suite.temperature),
+            sampling=self._sampling(suite.source.name, suite.temperature, seed=self._config.seed),
         )
 
     @contextlib.asynccontextmanager
@@ -116,6 +140,7 @@ class RolloutStage:
 
     async def _run_group(
         self,
+        at_work: GroupsAtWork,
         generate: GenerateFn,
         task: str,
         sample: Any,
@@ -125,15 +150,16 @@ class RolloutStage:
         sampling: SamplingParams,
         on_finished: Callable[[Rollout], None] = lambda rollout: None,
     ) -> RolloutGroup:
-        with Sessions(self._router.finish_session) as sessions:
+        with Sessions(self._router.finish_session) as sessions, at_work.one(group_size) as playing:
 
             def finish(rollout: Rollout) -> None:
+                playing.ended()
                 on_finished(rollout)
                 self._on_ended(rollout)
                 sessions.finish(rollout.rollout_id)
 
             group = await self._group_runners[task].run_group(
-                sessions.track(generate),
+                playing.track(sessions.track(generate)),
                 sample,
                 group_id=group_id,
                 group_size=group_size,
@@ -173,10 +199,13 @@ class RolloutStage:
             max_context=self._config.model.max_context,
         )
 
-    def _sampling(self, task: str, temperature: float, *, routed_experts: bool = False) -> SamplingParams:
+    def _sampling(
+        self, task: str, temperature: float, *, seed: int | None = None, routed_experts: bool = False
+    ) -> SamplingParams:
         return SamplingParams(
             max_tokens=self._config.sampling_of(self._sources[task]).max_tokens,
             temperature=temperature,
+            seed=seed,
             stop_token_ids=self._stop_token_ids,
             return_routed_experts=routed_experts,
         )

@@ -16,6 +16,7 @@ from titan_rl.rollout.task import measured
 from titan_rl.rollout.types import RolloutGroup
 from titan_rl.run.directory import RunDirectory
 from titan_rl.run.observability.group_metrics import validation_metrics
+from titan_rl.run.observability.progress import Progress
 from titan_rl.run.observability.rollout_log import RolloutLog
 from titan_rl.run.stages.rollout_stage import RolloutStage
 
@@ -32,7 +33,7 @@ class Validation:
         transcripts: takes what becomes of the groups.
         run_dir: where the metrics of earlier processes are looked up.
         log: called with (step, metrics).
-        tell: shows the user a message.
+        progress: shows what it comes to, and how far it is.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class Validation:
         run_dir: RunDirectory,
         *,
         log: Callable[[int, dict[str, float]], None],
-        tell: Callable[[str], None],
+        progress: Progress,
     ) -> None:
         self._suites = config.suites
         self._max_lost = config.scheduling.max_failed_groups
@@ -51,7 +52,7 @@ class Validation:
         self._transcripts = transcripts
         self._run_dir = run_dir
         self._log = log
-        self._tell = tell
+        self._progress = progress
 
     @property
     def is_on(self) -> bool:
@@ -88,22 +89,33 @@ class Validation:
     async def _run(self, version: int, suites: Sequence[ResolvedSuite]) -> float | None:
         if not suites:
             return None
-        samples = {suite.name: self._groups.validation_samples(suite) for suite in suites}
-        lost = LostInARow(min(self._max_lost, sum(map(len, samples.values()))))
-        async with asyncio.TaskGroup() as tasks:
-            running = {
-                suite.name: [
-                    tasks.create_task(self._run_group(version, suite, f"{suite.group_ids}-{index}", sample, lost))
-                    for index, sample in enumerate(samples[suite.name])
-                ]
-                for suite in suites
-            }
+        groups = await self._play(version, suites)
         figures: dict[str, float] = {}
         for suite in suites:
-            figures |= self._report(version, suite, [task.result() for task in running[suite.name]])
+            figures |= self._report(version, suite, groups[suite.name])
         mean = fmean(figures[_mean_of(suite)] for suite in suites)
         self._log(version, figures | ({MEAN: mean} if len(suites) == len(self._suites) else {}))
         return mean
+
+    async def _play(self, version: int, suites: Sequence[ResolvedSuite]) -> dict[str, list[RolloutGroup]]:
+        """The groups of each suite, all at once."""
+        samples = {suite.name: self._groups.validation_samples(suite) for suite in suites}
+        total, before = sum(map(len, samples.values())), self._groups.held_out.num_done
+        lost = LostInARow(min(self._max_lost, total))
+
+        def note() -> str:
+            return f"{self._groups.held_out.num_done - before} of {total} groups"
+
+        with self._progress.working(f"validating at step {version}", note):
+            async with asyncio.TaskGroup() as tasks:
+                running = {
+                    suite.name: [
+                        tasks.create_task(self._run_group(version, suite, f"{suite.group_ids}-{index}", sample, lost))
+                        for index, sample in enumerate(samples[suite.name])
+                    ]
+                    for suite in suites
+                }
+        return {name: [task.result() for task in of_suite] for name, of_suite in running.items()}
 
     async def _run_group(
         self, version: int, suite: ResolvedSuite, group_id: str, sample: Any, lost: LostInARow
@@ -131,7 +143,9 @@ class Validation:
         told = "".join(f", {name.removeprefix(f'{suite.prefix}/')} {value:.3f}" for name, value in figures.items())
         left_out = f", without those that failed: {errors.describe()}" if errors.num_errors else ""
         which = "" if suite.prefix == ALONE else f" of {suite.name}"
-        self._tell(f"validation{which} at step {version}: reward {metrics[_mean_of(suite)]:.3f}{told}{left_out}")
+        self._progress.message(
+            f"validation{which} at step {version}: reward {metrics[_mean_of(suite)]:.3f}{told}{left_out}"
+        )
         return metrics | figures
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import time
-
-from titan_rl.errors import TrainingError
+from titan_rl.errors import StateDictError, TrainingError
 from titan_rl.generation.router.pull import PullMode
 from titan_rl.generation.router.router import GeneratorRouter
+from titan_rl.tracing.spans import span
 from titan_rl.training.protocol import Trainer
 from titan_rl.weights.published_weights import PublishedWeights
 
@@ -45,12 +44,27 @@ class WeightSync:
             TrainingError: what the trainer publishes is another version.
             StateDictError: it cannot be published, or nobody can load it.
         """
-        began = time.monotonic()
-        manifest = await self._trainer.finish_publish()
+        with span("sync", "sync", lane="sync", version=version):
+            return await self._finish(version)
+
+    async def _finish(self, version: int) -> dict[str, float]:
+        with span("publish", "sync", version=version) as publishing:
+            manifest = await self._trainer.finish_publish()
         if manifest.version != version:
             raise TrainingError(f"the trainer publishes version {manifest.version} where the run is at {version}")
-        done = time.monotonic()
         self._published.announce(manifest)
-        await self._router.pull_state_dict(manifest.version, self._pull_mode)
-        pulled = time.monotonic()
-        return self._published.worst() | {"publish_s": done - began, "pull_s": pulled - done}
+        with span("pull", "sync", version=version) as pulling:
+            await self._pull(version)
+        return self._published.worst() | {"publish_s": publishing.seconds, "pull_s": pulling.seconds}
+
+    async def _pull(self, version: int) -> None:
+        while True:
+            manifest = self._published.manifest_of(version)
+            try:
+                await self._router.pull_state_dict(version, self._pull_mode)
+            except StateDictError:
+                await self._trainer.finish_publish()  # one that died with the weights is back, and has them again
+                if self._published.manifest_of(version) is manifest:
+                    raise
+            else:
+                return

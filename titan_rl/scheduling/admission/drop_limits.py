@@ -24,18 +24,22 @@ class DropLimits:
         self._max_refills = max_refills
         self._max_failed_groups = max_failed_groups
         self._drops: Counter[str] = Counter()
+        self._tasks: Counter[str] = Counter()  # of these groups
         self._num_unparsed = 0  # rollouts without a reward in these groups, for their answers could not be parsed
         self._num_lost = 0
         self._errors = ErrorCounts()  # of those groups
         self._within = asyncio.Event()  # neither limit is reached
         self._within.set()
 
-    def dropped(self, reason: str, group: RolloutGroup | None) -> None:
+    def dropped(self, reason: str, group: RolloutGroup | None, task: str | None = None) -> None:
         """
         Args:
             group: None where it had not finished.
+            task: None where there is one for all.
         """
         self._drops[reason] += 1
+        if task is not None:
+            self._tasks[task] += 1
         if group is not None and reason == "too_few_siblings":
             self._num_unparsed += sum(
                 rollout.status is RolloutStatus.ERROR_PARSE and rollout.reward is None for rollout in group.rollouts
@@ -56,6 +60,7 @@ class DropLimits:
 
     def batch_found(self) -> None:
         self._drops.clear()
+        self._tasks.clear()
         self._num_unparsed = 0
         self._update()
 
@@ -79,8 +84,11 @@ class DropLimits:
             )
         if self._too_many_drops:
             reasons = ", ".join(f"{reason} ({count})" for reason, count in self._drops.most_common())
+            tasks = ", ".join(f"{task} ({count})" for task, count in self._tasks.most_common())
+            of_tasks = f", of the tasks {tasks}" if tasks else ""
             raise TrainingError(
-                f"{self._drops.total()} groups in a row could not be trained on: {reasons}; {self._drop_advice()}"
+                f"{self._drops.total()} groups in a row could not be trained on{of_tasks}: {reasons}; "
+                f"{self._drop_advice()}"
             )
 
     def _drop_advice(self) -> str:

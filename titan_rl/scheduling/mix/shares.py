@@ -25,6 +25,10 @@ class Shares:
         self._shares = {name: weight / total for name, weight in exact.items()}
         self.taken = dict.fromkeys(weights, 0) | dict(taken or {})
 
+    def of(self, name: str) -> Fraction:
+        """Its share of the turns, of 1."""
+        return self._shares[name]
+
     def next(self) -> str:
         """Whose turn it is."""
         turn = sum(self.taken.values())

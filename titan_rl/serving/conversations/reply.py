@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from titan_rl.generation.partial import tokens_between
 from titan_rl.rollout.renderer.chat_template import ParsedText
 from titan_rl.rollout.renderer.types import ParsedResponse, Renderer
 from titan_rl.serving.conversations.reply_message import has_call, reply_from
 from titan_rl.serving.policy.text import Text, TextReader, find_stop
-from titan_rl.types import Completion, FinishReason, TokenChunk
+from titan_rl.types import Completion, FinishReason, TokenChunk, TopLogprobs
 
 _THINK, _THINK_END = "<think>", "</think>"
 _MAY_BEGIN_A_CALL = "<[{"
@@ -27,6 +28,7 @@ class Delta:
     tool_calls: Sequence[dict[str, Any]] = ()  # whole ones, in the form of OpenAI's chat
     token_ids: Sequence[int] = ()
     logprobs: Sequence[float] = ()  # [num_tokens]
+    top_logprobs: TopLogprobs | None = None  # [num_tokens, ...] where they were asked for
 
     def __bool__(self) -> bool:
         return bool(self.reasoning or self.content or self.tool_calls or self.token_ids)
@@ -153,7 +155,8 @@ class ReplyReader:
         if self._form.tools and any(map(self._form.text.is_special, chunk.token_ids[:count])):
             self._mode = _Mode.HELD
         reasoning, content = self._told_now(piece)
-        return Delta(reasoning, content, (), chunk.token_ids[:count], chunk.logprobs[:count]), end
+        kept = tokens_between(chunk, 0, count)
+        return Delta(reasoning, content, (), kept.token_ids, kept.logprobs, kept.top_logprobs), end
 
     def end(self, completion: Completion) -> tuple[Delta, Reply]:
         """The rest, and all of it."""

@@ -7,10 +7,12 @@ import re
 import secrets
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import partial
 from hashlib import blake2b
 
 from titan_rl.calls.user_code import Failure
-from titan_rl.errors import BusyError, EpisodeEndedError
+from titan_rl.errors import BusyError, EpisodeEndedError, RequestError
 from titan_rl.rollout.copies import completion_of
 from titan_rl.rollout.renderer.types import Renderer, Tools
 from titan_rl.rollout.types import Message, Rollout, RolloutStatus, Turn
@@ -97,7 +99,7 @@ class Episode:
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self._sampled: list[SamplingParams] = []  # by the turn's index
         self._rewards = EpisodeRewards()
-        self._in_flight: set[asyncio.Timeout] = set()
+        self._in_flight: dict[asyncio.Timeout, int] = {}  # and how many completions each asks for
         self._timer = self._loop.call_later(self._limits.time_s, self._own_time_is_up)
 
     def __repr__(self) -> str:
@@ -125,32 +127,41 @@ class Episode:
         return _EpisodeTalk(self, self.tree.prompt_of_tokens(token_ids, show))
 
     @asynccontextmanager
-    async def request(self) -> AsyncGenerator[None]:
-        """The block is one request, which is cancelled when the episode ends.
+    async def request(self, num_choices: int = 1) -> AsyncGenerator[None]:
+        """The block is one request for so many turns, which is cancelled when the episode ends.
 
         Raises:
             EpisodeEndedError: it is over, or ends meanwhile.
-            BusyError: as many requests are in flight as its limit allows.
+            RequestError: it asks for more turns than are left.
+            BusyError: as many requests are in flight as its limit allows, or they may take up the turns that are left.
         """
         self._require_open()
-        if len(self._sampled) >= self._limits.turns:
+        left = self._limits.turns - len(self._sampled)
+        if left <= 0:
             self.end(RolloutStatus.TRUNCATED_TURNS, f"it has had its {self._limits.turns} turns")
         elif self.tree.num_bytes >= self._limits.memory_bytes:
             self.end(RolloutStatus.TRUNCATED_LENGTH, "its conversations take up the memory that one episode may have")
         self._require_open()
+        if num_choices > left:
+            raise RequestError(
+                f"{num_choices} completions are asked for, and the episode has {left} of its {self._limits.turns} turns"
+                " left; each completion is one"
+            )
         if len(self._in_flight) >= self._limits.requests:
             raise BusyError(f"the episode has {len(self._in_flight)} requests in flight, which is its limit")
+        if num_choices > left - sum(self._in_flight.values()):
+            raise BusyError(f"the episode's requests in flight may take up the {left} turns that it has left")
         scope = asyncio.timeout(None)
         try:
             async with scope:
-                self._in_flight.add(scope)
+                self._in_flight[scope] = num_choices
                 yield
         except TimeoutError as error:
             if not scope.expired():
                 raise
             raise self._is_over() from error
         finally:
-            self._in_flight.discard(scope)
+            self._in_flight.pop(scope, None)
 
     def sampling_for(self, asked: SamplingParams, prompt_token_ids: Sequence[int]) -> SamplingParams:
         """How to sample a completion that was asked for like this; see `EpisodeSampling`."""
@@ -178,7 +189,7 @@ class Episode:
             ValueError: a logprob is not finite, or there are more tokens than were asked for.
         """
         self._require_open()
-        own = completion_of(completion, sampling.max_tokens)
+        own = replace(completion_of(completion, sampling.max_tokens), top_logprobs=None)  # they were the agent's
         self._rewards.add_turn(answer or (completion.request_id, 0))
         self._sampled.append(sampling)
         return self.tree.add(prompt, own, message)
@@ -267,9 +278,8 @@ class _EpisodeTalk:
         episode = self._episode
         own = episode.sampling_for(sampling, self.prompt_token_ids)
         self._first_index = first_index
-        self._ask = Ask(
-            self.prompt_token_ids, own, num_choices, episode.session_id, request_id, episode.stream, episode.request
-        )
+        scope = partial(episode.request, num_choices)
+        self._ask = Ask(self.prompt_token_ids, own, num_choices, episode.session_id, request_id, episode.stream, scope)
         return self._ask
 
     def record(self, index: int, completion: Completion, message: Message) -> None:

@@ -14,9 +14,9 @@ from titan_rl.types import SamplingParams
 class EpisodeSampling:
     """An agent says when its completions end, and training how they are sampled.
 
-    An agent chooses `max_tokens`, up to the episode's, and `stop_token_ids`. The rest is the episode's: training cannot
-    account for a nucleus or a temperature of 0, and an agent that always asks for the same seed would get the same
-    answer in every sibling.
+    An agent chooses `max_tokens`, up to the episode's, `stop_token_ids`, and how many `top_logprobs` it is told. The
+    rest is the episode's: training cannot account for a nucleus or a temperature of 0, and an agent that always asks
+    for the same seed would get the same answer in every sibling.
 
     Where the episode has a seed, each request draws one of its own from it, which depends on its prompt and on how
     often that was asked before: so agents that ask for several things at once get the same answers again, in whichever
@@ -43,6 +43,7 @@ class EpisodeSampling:
             min_tokens=min(own.min_tokens, max_tokens),
             seed=None if own.seed is None else self._draw(own.seed, prompt_token_ids),
             stop_token_ids=asked.stop_token_ids or own.stop_token_ids,
+            top_logprobs=asked.top_logprobs,
         )
 
     def _draw(self, seed: int, prompt_token_ids: Sequence[int]) -> int:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from titan_rl.errors import StateDictError
+from titan_rl.errors import StateDictError, UnavailableWeightsError
 from titan_rl.serving.http.api_error import ApiError
 from titan_rl.serving.http.body import Body, read
 from titan_rl.serving.http.keys import ADMIN_PREFIX
@@ -18,6 +19,8 @@ from titan_rl.serving.http.keys import ADMIN_PREFIX
 class Control(Protocol):
     """What the admin calls need: a `GeneratorRouter` is one."""
 
+    @property
+    def version(self) -> int | None: ...
     async def pause(self, mode: Any = ..., /) -> object: ...
     async def resume(self) -> None: ...
     async def pull_state_dict(self, version: int, /) -> object: ...
@@ -29,7 +32,7 @@ class PauseBody(Body):
 
 
 class PullBody(Body):
-    version: int
+    version: Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class Nothing(Body):
@@ -49,7 +52,17 @@ def admin_routes(control: Control) -> list[Route]:
         return Response(status_code=204)
 
     async def pull(request: Request) -> Response:
-        await control.pull_state_dict(read(request, PullBody).version)
+        version = read(request, PullBody).version
+        try:
+            await control.pull_state_dict(version)
+        except UnavailableWeightsError as error:
+            served = "no version is" if control.version is None else f"version {control.version} is the newest"
+            raise ApiError(
+                409,
+                f"version {version} is not published; {served}, and what is served is served on",
+                param="version",
+                code="unknown_version",
+            ) from error
         return Response(status_code=204)
 
     async def abort(request: Request) -> Response:

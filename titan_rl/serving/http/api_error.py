@@ -79,6 +79,8 @@ def bad_body(error: ValidationError) -> ApiError:
     """The first thing that is wrong with a body, and in which field."""
     details = error.errors(include_url=False, include_input=False)
     first = next((one for one in details if one["type"] == "extra_forbidden"), _nearest(details))
+    if (kind := next((one for one in details if one["loc"] == (*first["loc"][:-1], "type")), None)) is not None:
+        first = kind  # fields that its kind does not have are no news of an object that is of another
     param = ""
     for step in first["loc"]:
         if isinstance(step, str) and (step == "str" or not step.isidentifier()):

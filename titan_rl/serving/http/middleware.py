@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
 from collections.abc import Callable, Container, Mapping
-from urllib.parse import urlsplit
 
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from titan_rl.calls.loopback import host_of, names_this_machine
 from titan_rl.serving.http.api_error import ApiError, api_error_of
 from titan_rl.serving.http.dialect import OPENAI, Dialect
 from titan_rl.serving.http.exchange import send_error
@@ -30,6 +29,7 @@ class RequestMiddleware:
         admit: given a path and a key, says which path to serve and who asks, or raises an `ApiError`.
         paths: those that the metrics name.
         dialects: of paths whose errors are not told in OpenAI's form.
+        keyed: whether clients need a key, which no page of another host has.
     """
 
     def __init__(
@@ -40,6 +40,8 @@ class RequestMiddleware:
         metrics: ServerMetrics,
         paths: Container[str],
         dialects: Mapping[str, Dialect],
+        *,
+        keyed: bool,
     ) -> None:
         self._app = app
         self._admit = admit
@@ -47,6 +49,7 @@ class RequestMiddleware:
         self._metrics = metrics
         self._paths = paths
         self._dialects = dialects
+        self._keyed = keyed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -69,8 +72,7 @@ class RequestMiddleware:
                 raise ApiError(415, "the content-type is not application/json")
             if headers.get(b"content-encoding", b"identity") != b"identity":
                 raise ApiError(415, "the body is compressed; send it as it is, without a content-encoding")
-            if not _is_of_this_machine(headers.get(b"origin")):
-                raise ApiError(403, "pages of other hosts are not answered")
+            self._check_page(headers.get(b"origin"), headers.get(b"host", b""), scope.get("server"))
             # With an "app" in its scope, the router raises where it finds no route.
             await self._app({**scope, "app": self, "path": path, "caller": caller, "body": body}, receive, noted)
         except ClientDisconnect:
@@ -81,9 +83,22 @@ class RequestMiddleware:
                 raise
             await send_error(noted, api_error_of(error), self._dialect(path))
 
+    def _check_page(self, origin: bytes | None, host: bytes, server: tuple[str, int | None] | None) -> None:
+        """Browsers name the page that asks, unless they take the server for one of the page's own."""
+        if origin is not None and not names_this_machine(host_of(origin.decode(errors="replace"))):
+            raise ApiError(403, "pages of other hosts are not answered")
+        if self._keyed or server is None or not names_this_machine(server[0]):
+            return
+        if not names_this_machine(host_of(host.decode(errors="replace"))):
+            raise ApiError(
+                403,
+                "this server has no keys and is for this machine alone: ask it as localhost, or give it keys "
+                "(TITAN_RL_API_KEY)",
+            )
+
     def _dialect(self, path: str) -> Dialect:
-        """Also of a path that is an episode's, to whoever is not let in."""
-        return next((dialect for end, dialect in self._dialects.items() if path.endswith(end)), OPENAI)
+        """Also of a path that is an episode's, to whoever is not let in, and of one below that there is not."""
+        return next((dialect for part, dialect in self._dialects.items() if part in path), OPENAI)
 
     async def _body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
         most = self._limits.body_bytes
@@ -109,20 +124,8 @@ class RequestMiddleware:
 
 def _key(headers: dict[bytes, bytes]) -> bytes | None:
     scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
-    return key.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key")
+    return (key.strip() if scheme.lower() == b"bearer" else b"") or headers.get(b"x-api-key")
 
 
 def _is_json(headers: dict[bytes, bytes]) -> bool:
     return headers.get(b"content-type", b"").partition(b";")[0].strip().lower() == b"application/json"
-
-
-def _is_of_this_machine(origin: bytes | None) -> bool:
-    """Browsers name the page that asks. Its host may have been made to mean this machine after it was loaded, which
-    makes the server one of its own."""
-    if origin is None:
-        return True
-    try:
-        host = urlsplit(origin.decode()).hostname
-        return host == "localhost" or ipaddress.ip_address(host or "").is_loopback
-    except ValueError:
-        return False

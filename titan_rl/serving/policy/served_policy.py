@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
 
-from titan_rl.generation.partial import Partial
+from titan_rl.generation.partial import Partial, tokens_between
 from titan_rl.generation.request import EngineRequest, OnChunk
 from titan_rl.serving.http.api_error import ApiError
 from titan_rl.serving.http.metrics import ServerMetrics
-from titan_rl.serving.policy.stream import StreamFn, tokens_between
+from titan_rl.serving.policy.stream import StreamFn
 from titan_rl.types import Completion, FinishReason, SamplingParams, TokenChunk
 
 OnTokens = Callable[[int, TokenChunk], int | None]
@@ -92,7 +92,8 @@ class ServedPolicy:
         try:
             return SamplingParams(room if max_tokens is None else max_tokens, **given).within(room)  # pyright: ignore[reportArgumentType]
         except ValueError as error:
-            raise ApiError(400, str(error).removeprefix("SamplingParams.")) from None
+            message = str(error).removeprefix("SamplingParams.")
+            raise ApiError(400, message, param=message.partition(" ")[0]) from None
 
     async def complete(self, ask: Ask, on_tokens: OnTokens | None = None) -> list[Completion]:
         """Generate all completions of a request at once. One that fails ends the others.
@@ -129,7 +130,7 @@ class ServedPolicy:
     ) -> Completion:
         began = time.monotonic()
         if on_tokens is None:
-            return self._done(began, await stream(request, self._first_told(began)))
+            return self._done(began, await stream(request, self._first_told(began)), request.sampling)
         partial = Partial(request)
         keep, num_tokens, is_cut = partial.begin(), 0, False
         failure: Exception | None = None
@@ -141,6 +142,7 @@ class ServedPolicy:
             if not num_tokens:
                 self._metrics.first_token_s.observe(time.monotonic() - began)
             try:
+                _check_asked(request.sampling, chunk)
                 end = on_tokens(index, chunk)
             except Exception as error:  # no fault of the replica that tells
                 failure, end = error, 0
@@ -162,7 +164,7 @@ class ServedPolicy:
         if completion is None or is_cut:
             partial.keep_chunks()
             completion = replace(partial.so_far, finish_reason=FinishReason.STOP)
-        return self._done(began, completion)
+        return self._done(began, completion, request.sampling)
 
     def _first_told(self, began: float) -> OnChunk:
         is_first = True
@@ -175,12 +177,22 @@ class ServedPolicy:
 
         return tell
 
-    def _done(self, began: float, completion: Completion) -> Completion:
+    def _done(self, began: float, completion: Completion, sampling: SamplingParams) -> Completion:
         if completion.finish_reason is FinishReason.ABORT:
             raise ApiError(503, "generation was interrupted for too long; try again", headers={"retry-after": "1"})
+        _check_asked(sampling, completion)
         self._metrics.completion_tokens.inc(len(completion.token_ids))
         self._metrics.completion_s.observe(time.monotonic() - began)
         return completion
+
+
+def _check_asked(sampling: SamplingParams, given: Completion | TokenChunk) -> None:
+    """
+    Raises:
+        ApiError: 400, what generates has no other logprobs than the sampled tokens'.
+    """
+    if sampling.top_logprobs and given.token_ids and given.top_logprobs is None:
+        raise ApiError(400, "what generates here gives the sampled tokens' logprobs alone", param="top_logprobs")
 
 
 def _is_cancelled() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import UTC, datetime
 
 from starlette.requests import Request
@@ -12,7 +13,13 @@ from titan_rl.serving.http.metrics import ServerMetrics
 from titan_rl.serving.policy.served_policy import ServedPolicy
 
 
-def about_routes(policy: ServedPolicy, metrics: ServerMetrics) -> list[Route]:
+def about_routes(
+    policy: ServedPolicy, metrics: ServerMetrics, trouble: Callable[[], str | None] | None = None
+) -> list[Route]:
+    """
+    Args:
+        trouble: why the policy cannot answer at present; None while it can.
+    """
     # Of OpenAI's form and of Anthropic's, whose path is the same.
     card = {
         "id": policy.model,
@@ -26,6 +33,8 @@ def about_routes(policy: ServedPolicy, metrics: ServerMetrics) -> list[Route]:
     }
 
     async def health(request: Request) -> Response:
+        if trouble is not None and (why := trouble()) is not None:
+            return JSONResponse({"status": "unavailable", "reason": why}, 503, {"retry-after": "1"})
         return JSONResponse({"status": "ok"})
 
     async def metric_text(request: Request) -> Response:

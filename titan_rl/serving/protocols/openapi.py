@@ -28,12 +28,14 @@ class Operation:
     Args:
         answers: media types of the answer; none where it has no content.
         errors: in whose form they are.
+        also_deletes: what a GET tells of a DELETE removes.
     """
 
     summary: str
     body: type[BaseModel] | None = None
     answers: tuple[str, ...] = (_JSON,)
     errors: Literal["OpenAIError", "AnthropicError"] = "OpenAIError"
+    also_deletes: bool = False
 
 
 _GENERATES = (_JSON, _STREAM)
@@ -42,11 +44,12 @@ _OPERATIONS = {
     "/v1/completions": Operation("Text that goes on from a prompt.", CompletionBody, _GENERATES),
     "/v1/chat/completions": Operation("Messages in, a message out.", ChatBody, _GENERATES),
     "/v1/responses": Operation("Items in, items out.", ResponsesBody, _GENERATES),
+    "/v1/responses/{id}": Operation("A response that is stored.", also_deletes=True),
     "/v1/messages": Operation("Blocks in, blocks out.", MessagesBody, _GENERATES, "AnthropicError"),
     "/v1/messages/count_tokens": Operation("Tokens of a conversation.", ConversationBody, errors="AnthropicError"),
     "/v1/models": Operation("The model."),
     "/v1/models/{name}": Operation("The model, by its name."),
-    "/health": Operation("Whether the server answers."),
+    "/health": Operation("Whether the policy can answer; 503 with the reason where it cannot."),
     "/metrics": Operation("Metrics, as Prometheus has them.", answers=("text/plain",)),
     "/openapi.json": Operation("This description."),
     "/episodes": Operation("Open an episode.", OpenBody),
@@ -138,6 +141,6 @@ def _described(path: str, operation: Operation, with_keys: bool) -> dict[str, An
             {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
         ]
     if operation.body is None:
-        return {"get": told}
+        return {"get": told, "delete": told} if operation.also_deletes else {"get": told}
     body = {"$ref": _SCHEMAS.format(model=operation.body.__name__)}
     return {"post": {**told, "requestBody": {"required": True, "content": {_JSON: {"schema": body}}}}}

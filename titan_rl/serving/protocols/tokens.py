@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
+from itertools import repeat
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -19,6 +20,7 @@ from titan_rl.serving.protocols.wire import (
     SamplingBody,
     StreamOptions,
     TokenId,
+    TopCount,
     check_choices,
     session_id_of,
     usage,
@@ -32,12 +34,17 @@ class TokenSampling(SamplingBody):
 
     n: Count | None = None
     max_tokens: Count | None = None
-    logprobs: Annotated[int, Field(ge=0, le=1)] | None = None
+    logprobs: TopCount | None = None
+    """0 and 1 are the sampled tokens' alone; more is those of so many of the likeliest tokens, too."""
     skip_special_tokens: bool = True  # no text is made of them
     spaces_between_special_tokens: bool = True
     detokenize: bool = True
     stop: Annotated[Many[str], Field(max_length=0)] | None = None
     routed_experts_prompt_start: Annotated[int, Field(ge=0)] | None = None  # answers have no routed experts
+
+    @property
+    def num_top_logprobs(self) -> int:
+        return self.logprobs if self.logprobs is not None and self.logprobs > 1 else 0
 
 
 class GenerateBody(Body):
@@ -141,8 +148,14 @@ class TokenEndpoint:
 def _choice(index: int, tokens: Completion | TokenChunk, with_logprobs: bool) -> dict[str, Any]:
     logprobs = None
     if with_logprobs:
-        pairs = zip(tokens.token_ids, tokens.logprobs, strict=True)
-        logprobs = {"content": [_logprob(token_id, logprob) for token_id, logprob in pairs]}
+        top = tokens.top_logprobs or repeat((), len(tokens.token_ids))
+        rows = zip(tokens.token_ids, tokens.logprobs, top, strict=True)
+        logprobs = {
+            "content": [
+                {**_logprob(token_id, logprob), "top_logprobs": [_logprob(*pair) for pair in likeliest]}
+                for token_id, logprob, likeliest in rows
+            ]
+        }
     return {
         "index": index,
         "token_ids": list(tokens.token_ids),
@@ -154,4 +167,4 @@ def _choice(index: int, tokens: Completion | TokenChunk, with_logprobs: bool) ->
 def _logprob(token_id: int, logprob: float) -> dict[str, Any]:
     """`token` is what the client of the `renderers` package reads, `token_id` what vLLM's does."""
     value = max(logprob, LEAST_LOGPROB)
-    return {"token": f"token_id:{token_id}", "token_id": token_id, "logprob": value, "top_logprobs": ()}
+    return {"token": f"token_id:{token_id}", "token_id": token_id, "logprob": value}

@@ -9,13 +9,11 @@ from pydantic import AfterValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 from starlette.requests import Request
 
-from titan_rl.serving import LEAST_LOGPROB
 from titan_rl.serving.conversations.caller import NO_RENDERER
 from titan_rl.serving.conversations.turn import Turns
 from titan_rl.serving.http.api_error import UNSUPPORTED_VALUE, ApiError
 from titan_rl.serving.http.body import Body, Many
-from titan_rl.serving.policy.text import Text
-from titan_rl.types import Completion
+from titan_rl.types import MOST_TOP_LOGPROBS, Completion
 
 
 def _only(value: int) -> Any:
@@ -33,10 +31,11 @@ Zero = Annotated[float, *_only(0)] | None
 One = Annotated[float, *_only(1)] | None
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-Temperature = Annotated[float, Field(ge=0, le=1e6)]
+Temperature = Annotated[float, Field(ge=0, le=2)]
 Probability = Annotated[float, Field(ge=0, le=1)]
 TopP = Annotated[float, Field(gt=0, le=1)]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
+TopCount = Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)]
 
 
 def object_schema(required: Sequence[str], **properties: Any) -> dict[str, Any]:
@@ -71,6 +70,11 @@ class SamplingBody(Body):
     stop_token_ids: Many[TokenId] | None = None
     ignore_eos: bool = False
 
+    @property
+    def num_top_logprobs(self) -> int:
+        """How many of the likeliest tokens are told beside each sampled one."""
+        return 0
+
     def sampling(self, model_stops: Sequence[int]) -> dict[str, Any]:
         """Fields of `SamplingParams`, without the budget."""
         own = () if self.ignore_eos else model_stops
@@ -81,6 +85,7 @@ class SamplingBody(Body):
             "min_p": self.min_p or 0.0,
             "min_tokens": self.min_tokens or 0,
             "seed": self.seed,
+            "top_logprobs": self.num_top_logprobs,
             "stop_token_ids": tuple(dict.fromkeys((*(self.stop_token_ids or ()), *own))),
         }
 
@@ -191,13 +196,3 @@ def session_id_of(request: Request) -> str | None:
     if given is not None and len(given) > 256:
         raise ApiError(400, "the header X-Session-ID is longer than 256 characters")
     return given or None
-
-
-def token_logprobs(text: Text, token_ids: Sequence[int], logprobs: Sequence[float]) -> list[dict[str, Any]]:
-    """In the form of OpenAI's chat."""
-    told: list[dict[str, Any]] = []
-    for token_id, logprob in zip(token_ids, logprobs, strict=True):
-        piece = text.piece(token_id)
-        in_bytes = None if "\ufffd" in piece else list(piece.encode())  # else its bytes are part of a character
-        told.append({"token": piece, "logprob": max(logprob, LEAST_LOGPROB), "bytes": in_bytes, "top_logprobs": ()})
-    return told

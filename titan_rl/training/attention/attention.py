@@ -15,11 +15,6 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
-import titan_rl.training.device  # noqa: F401  before torchtitan
-
-# isort: split
-from torchtitan.protocols.module import Module
-
 MIN_FILL = 0.75
 """A bucket takes documents at least this long relative to its longest one."""
 
@@ -129,23 +124,22 @@ def layout_documents(documents: Sequence[Document], device: torch.device | str =
             members[-1].append(index)
         else:
             members.append([index])
-    token_of_slot: list[int] = []
-    slot_of_token = [0] * starts[-1]
-    padded_slots: list[int] = []
+    num_slots = sum(documents[bucket[0]].length * len(bucket) for bucket in members)
+    token_of_slot = torch.zeros(num_slots, dtype=torch.int64)
+    slot_of_token = torch.zeros(starts[-1], dtype=torch.int64)
+    is_padded = torch.ones(num_slots, dtype=torch.bool)
+    slot = 0
     for bucket in members:
         width = documents[bucket[0]].length
         for index in bucket:
-            start, length, slot = starts[index], documents[index].length, len(token_of_slot)
-            token_of_slot.extend(range(start, start + length))
-            slot_of_token[start : start + length] = range(slot, slot + length)
-            token_of_slot.extend([0] * (width - length))
-            padded_slots.extend(range(slot + length, slot + width))
-
-    def ints(values: list[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=device)
-
+            start, length = starts[index], documents[index].length
+            token_of_slot[slot : slot + length] = torch.arange(start, start + length)
+            slot_of_token[start : start + length] = torch.arange(slot, slot + length)
+            is_padded[slot : slot + length] = False
+            slot += width
     buckets = tuple(_bucket([documents[index] for index in bucket], device) for bucket in members)
-    return DocumentLayout(buckets, ints(token_of_slot), ints(slot_of_token), ints(padded_slots))
+    padded_slots = is_padded.nonzero().flatten()
+    return DocumentLayout(buckets, token_of_slot.to(device), slot_of_token.to(device), padded_slots.to(device))
 
 
 def _bucket(documents: Sequence[Document], device: torch.device | str) -> Bucket:
@@ -153,15 +147,15 @@ def _bucket(documents: Sequence[Document], device: torch.device | str) -> Bucket
     prefix_width = max(document.prefix_length for document in documents)
     if not prefix_width:
         return Bucket(count, width)
-    tokens: list[int] = []
-    for document in documents:
-        tokens += range(document.prefix_start, document.prefix_start + document.prefix_length)
-        tokens += [0] * (prefix_width - document.prefix_length)
+    tokens = torch.zeros(count, prefix_width, dtype=torch.int64)
+    for place, document in enumerate(documents):
+        start, length = document.prefix_start, document.prefix_length
+        tokens[place, :length] = torch.arange(start, start + length)
     lengths = torch.tensor([document.prefix_length for document in documents], device=device)
     in_prefix = torch.arange(prefix_width, device=device) < lengths[:, None]  # [num_documents, prefix_width]
     causal = torch.ones(width, width, dtype=torch.bool, device=device).tril()
     mask = torch.cat([in_prefix[:, None, None].expand(-1, -1, width, -1), causal.expand(count, 1, -1, -1)], dim=-1)
-    return Bucket(count, width, torch.tensor(tokens, device=device), mask)
+    return Bucket(count, width, tokens.flatten().to(device), mask)
 
 
 class _Gather(torch.autograd.Function):
@@ -189,28 +183,3 @@ class _Ungather(torch.autograd.Function):
     def backward(ctx: Any, grad_TNH: torch.Tensor) -> tuple[torch.Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         grad = grad_TNH.index_select(0, ctx.layout.token_of_slot)
         return grad.index_fill_(0, ctx.layout.padded_slots, 0), None
-
-
-class DocumentAttention(Module):
-    """A torchtitan inner attention that takes a `Layout` as its attention mask, which says how to attend, too."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(Module.Config):
-        pass
-
-    def __init__(self, config: Config) -> None:
-        super().__init__()
-
-    def forward(
-        self,
-        q_BLNH: torch.Tensor,
-        k_BLNH: torch.Tensor,
-        v_BLNH: torch.Tensor,
-        *,
-        attention_masks: Layout,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-        **_: Any,
-    ) -> torch.Tensor:
-        """Attend within documents. Batch and length of the result are those of the query.  # [B, L, N, H]"""
-        return attention_masks.attend(q_BLNH, k_BLNH, v_BLNH, scale=scale, enable_gqa=enable_gqa)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from titan_rl.arrays import LOGPROBS, TOKENS, VERSIONS, MaskArray, NumberArray
 from titan_rl.calls.user_code import describe
 from titan_rl.errors import DataError
 from titan_rl.rollout.renderer.messages import renderable
@@ -32,7 +33,7 @@ class DemonstrationTokens:
         Args:
             name: of the conversation, unlike those of others in its batch.
         """
-        nothing = [0.0] * len(self.token_ids)
+        nothing = NumberArray[float](array(LOGPROBS, (0.0,)) * len(self.token_ids))
         return TrainingSample(
             group_id=name,
             rollout_id=name,
@@ -40,7 +41,7 @@ class DemonstrationTokens:
             loss_mask=self.loss_mask,
             behaviour_logprobs=nothing,
             advantages=nothing,
-            versions=[0] * len(self.token_ids),
+            versions=NumberArray(array(VERSIONS, (0,)) * len(self.token_ids)),
             temperature=1.0,
         )
 
@@ -58,7 +59,7 @@ def encode(renderer: Renderer, demonstration: Demonstration) -> DemonstrationTok
     messages = renderable(demonstration.messages)
     tools: list[Any] | None = None if demonstration.tools is None else renderable(demonstration.tools)
     stop_token_ids = renderer.get_stop_token_ids()
-    token_ids, loss_mask = array("q"), bytearray()
+    token_ids, loss_mask = array(TOKENS), bytearray()
     prompt: list[int] = []
     completion: list[int] = []
     asked = 0  # messages that are in `token_ids`
@@ -66,25 +67,9 @@ def encode(renderer: Renderer, demonstration: Demonstration) -> DemonstrationTok
         prompt = _prompt(renderer, messages, asked, at, prompt, completion, tools)
         completion = _completion(renderer, messages[: at + 1], tools, stop_token_ids)
         loss_mask += bytes(len(prompt) - len(token_ids)) + b"\1" * len(completion)
-        token_ids = array("q", [*prompt, *completion])
+        token_ids = array(TOKENS, [*prompt, *completion])
         asked = at + 1
-    return DemonstrationTokens(token_ids, _Mask(loss_mask))
-
-
-class _Mask(Sequence[bool]):
-    """Booleans in a byte each: what a data set is kept as."""
-
-    __slots__ = ("_bytes",)
-
-    def __init__(self, values: bytes | bytearray) -> None:
-        self._bytes = bytes(values)
-
-    def __len__(self) -> int:
-        return len(self._bytes)
-
-    def __getitem__(self, index: Any) -> Any:
-        found = self._bytes[index]
-        return [bool(value) for value in found] if isinstance(found, bytes) else bool(found)
+    return DemonstrationTokens(NumberArray(token_ids), MaskArray(loss_mask))
 
 
 def _answers(messages: Sequence[Any]) -> Iterator[int]:

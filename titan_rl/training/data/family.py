@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from titan_rl.arrays import common_length, token_array
 from titan_rl.training.data.sample import TrainingSample
 
 SHORTEST = 8
@@ -73,14 +74,16 @@ def _family(samples: Sequence[TrainingSample], prefix_length: int) -> Family:
 
 
 def _shared(samples: Sequence[TrainingSample]) -> int:
-    first = samples[0].token_ids
-    length = min(_num_untrained(sample) for sample in samples)
+    first = token_array(samples[0].token_ids)[: min(map(_num_untrained, samples))]
     for sample in samples[1:]:
-        length = next((t for t in range(length) if sample.token_ids[t] != first[t]), length)
-    return length
+        first = first[: common_length(first, token_array(sample.token_ids))]
+    return len(first)
 
 
 def _num_untrained(sample: TrainingSample) -> int:
     """Tokens at the start that are neither trained nor predict one that is."""
-    first_trained = next((t for t, trained in enumerate(sample.loss_mask) if trained), len(sample.token_ids))
+    try:
+        first_trained = sample.loss_mask.index(True)
+    except ValueError:
+        first_trained = len(sample.token_ids)
     return max(0, first_trained - 1)

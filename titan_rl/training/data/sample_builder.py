@@ -7,9 +7,23 @@ whose history was edited opens a new one.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator
-from typing import Any
 
+from titan_rl.arrays import (
+    LOGPROBS,
+    TOKENS,
+    VERSIONS,
+    ExpertRows,
+    MaskArray,
+    NumberArray,
+    expert_rows,
+    free_rows,
+    joined_rows,
+    logprob_array,
+    token_array,
+)
+from titan_rl.rollout.contexts import goes_on
 from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus, Turn
 from titan_rl.training.data.sample import TrainingSample
 from titan_rl.types import SamplingParams
@@ -69,11 +83,9 @@ def _extending_runs(rollout: Rollout) -> Iterator[list[Turn]]:
     """Longest runs of turns in which each prompt begins with all tokens before it."""
     run: list[Turn] = []
     for turn in rollout.turns:
-        if run:
-            history = [*run[-1].prompt_token_ids, *run[-1].completion.token_ids]
-            if list(turn.prompt_token_ids[: len(history)]) != history:
-                yield run
-                run = []
+        if run and not goes_on(run[-1], turn):
+            yield run
+            run = []
         run.append(turn)
     if run:
         yield run
@@ -82,50 +94,95 @@ def _extending_runs(rollout: Rollout) -> Iterator[list[Turn]]:
 def _merge(
     rollout: Rollout, turns: list[Turn], advantage: float, temperature: float | None, oldest_version: int
 ) -> TrainingSample:
-    token_ids: list[int] = []
-    loss_mask: list[bool] = []
-    logprobs: list[float] = []
-    versions: list[int] = []
-    advantages: list[float] = []
-    temperatures: list[float] = []
-    experts: list[Any] = []
+    tokens = _SampleTokens()
     for turn in turns:
-        context = turn.prompt_token_ids[len(token_ids) :]
-        token_ids += context
-        loss_mask += [False] * len(context)
-        logprobs += [0.0] * len(context)
-        versions += [-1] * len(context)
-        advantages += [0.0] * len(context)
-        experts += [None] * len(context)
         completion = turn.completion
-        token_ids += completion.token_ids
-        fresh = [version >= oldest_version for version in completion.versions]
-        temperatures += [0.0] * len(context)
-        temperatures += [_temperature_of(turn, rollout, temperature)] * len(fresh) if any(fresh) else [0.0] * len(fresh)
-        loss_mask += fresh
-        logprobs += [logprob if ok else 0.0 for logprob, ok in zip(completion.logprobs, fresh, strict=True)]
-        versions += [version if ok else -1 for version, ok in zip(completion.versions, fresh, strict=True)]
-        added = turn.token_advantages or [0.0] * len(fresh)
-        rows = [None] * len(fresh) if completion.routed_experts is None else completion.routed_experts
-        if len(rows) != len(fresh):
+        tokens.add_context(token_array(turn.prompt_token_ids[len(tokens.token_ids) :]))
+        is_trained = any(span.version >= oldest_version and span.num_tokens for span in completion.version_spans)
+        sampled_at = _temperature_of(turn, rollout, temperature) if is_trained else 0.0
+        num_tokens = len(completion.token_ids)
+        experts = completion.routed_experts
+        if experts is not None and len(experts) != num_tokens:
             raise ValueError(
-                f"rollout {rollout.rollout_id!r} has a completion of {len(fresh)} tokens with {len(rows)} rows of "
+                f"rollout {rollout.rollout_id!r} has a completion of {num_tokens} tokens with {len(experts)} rows of "
                 "routed experts; each token needs its row"
             )
-        experts += rows
-        advantages += [advantage + own if ok else 0.0 for own, ok in zip(added, fresh, strict=True)]
-    trained_at = {value for value, trained in zip(temperatures, loss_mask, strict=True) if trained}
-    return TrainingSample(
-        group_id=rollout.group_id,
-        rollout_id=rollout.rollout_id,
-        token_ids=token_ids,
-        loss_mask=loss_mask,
-        behaviour_logprobs=logprobs,
-        advantages=advantages,
-        versions=versions,
-        temperature=trained_at.pop() if len(trained_at) == 1 else temperatures,
-        routed_experts=experts if any(row is not None for row in experts) else None,
-    )
+        tokens.add_completion(turn, advantage, sampled_at, oldest_version)
+    return tokens.sample(rollout)
+
+
+class _SampleTokens:
+    """What a sample's turns add up to."""
+
+    def __init__(self) -> None:
+        self.token_ids = array(TOKENS)
+        self._loss_mask = bytearray()
+        self._logprobs = array(LOGPROBS)
+        self._advantages = array(LOGPROBS)
+        self._versions = array(VERSIONS)
+        self._temperatures: list[tuple[float, int]] = []  # and of how many tokens each is
+        self._trained_at: set[float] = set()
+        self._experts: list[ExpertRows | int] = []  # or of how many tokens the router chooses
+
+    def add_context(self, token_ids: NumberArray[int]) -> None:
+        count = len(token_ids)
+        self.token_ids.extend(token_ids.array())
+        self._add_untrained(count)
+        self._temperatures.append((0.0, count))
+        self._experts.append(count)
+
+    def add_completion(self, turn: Turn, advantage: float, sampled_at: float, oldest_version: int) -> None:
+        completion = turn.completion
+        self.token_ids.extend(token_array(completion.token_ids).array())
+        logprobs, begin = logprob_array(completion.logprobs), 0
+        for span in completion.version_spans:
+            count, end = span.num_tokens, begin + span.num_tokens
+            if span.version < oldest_version:
+                self._add_untrained(count)
+            elif count:
+                self._loss_mask += b"\1" * count
+                self._logprobs.extend(logprobs[begin:end].array())
+                self._versions += array(VERSIONS, (span.version,)) * count
+                if turn.token_advantages is None:
+                    self._advantages += array(LOGPROBS, (advantage,)) * count
+                else:
+                    self._advantages.extend([advantage + own for own in turn.token_advantages[begin:end]])
+                self._trained_at.add(sampled_at)
+            begin = end
+        self._temperatures.append((sampled_at, begin))
+        experts = completion.routed_experts
+        self._experts.append(begin if experts is None else expert_rows(experts))
+
+    def sample(self, rollout: Rollout) -> TrainingSample:
+        temperature: float | NumberArray[float]
+        if len(self._trained_at) == 1:
+            (temperature,) = self._trained_at
+        else:
+            of_tokens = array(LOGPROBS)
+            for value, count in self._temperatures:
+                of_tokens += array(LOGPROBS, (value,)) * count
+            temperature = NumberArray(of_tokens)
+        like = next((rows for rows in self._experts if isinstance(rows, ExpertRows)), None)
+        experts = like and joined_rows(
+            free_rows(rows, like) if isinstance(rows, int) else rows for rows in self._experts
+        )
+        return TrainingSample(
+            group_id=rollout.group_id,
+            rollout_id=rollout.rollout_id,
+            token_ids=NumberArray(self.token_ids),
+            loss_mask=MaskArray(self._loss_mask),
+            behaviour_logprobs=NumberArray(self._logprobs),
+            advantages=NumberArray(self._advantages),
+            versions=NumberArray(self._versions),
+            temperature=temperature,
+            routed_experts=experts,
+        )
+
+    def _add_untrained(self, count: int) -> None:
+        self._loss_mask += bytes(count)
+        self._logprobs += array(LOGPROBS, (0.0,)) * count
+        self._advantages += array(LOGPROBS, (0.0,)) * count
+        self._versions += array(VERSIONS, (-1,)) * count
 
 
 def _temperature_of(turn: Turn, rollout: Rollout, otherwise: float | None) -> float:

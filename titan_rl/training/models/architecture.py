@@ -4,24 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
-
-from torch import nn
 
 import titan_rl.training.device  # noqa: F401  before torchtitan
 from titan_rl.errors import ModelError
-from titan_rl.training.attention.attention import DocumentAttention
+from titan_rl.training.attention.document_attention import DocumentAttention
+from titan_rl.training.models.vocabulary_head import VocabularyHead
 
 # isort: split
-from torchtitan.models.common import Embedding, Linear
+from torchtitan.models.common import Embedding
 from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
 from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.models.common.rope import RoPE
 
-# Weights are loaded, never drawn; torchtitan's configs ask for a way to draw them all the same.
-INIT: dict[str, Callable[..., Any]] = {"weight": partial(nn.init.normal_, std=0.02)}
-NORM_INIT: dict[str, Callable[..., Any]] = {"weight": nn.init.ones_}
+
+def _keep(parameter: Any) -> None:
+    """Weights are loaded, never drawn; torchtitan's configs ask for a way to draw them all the same."""
+
+
+KEPT: dict[str, Callable[..., Any]] = {"weight": _keep}
 
 REQUIRED = (
     "hidden_size",
@@ -96,7 +97,7 @@ class Dimensions:
         )
 
     def norm(self, size: int | None = None) -> RMSNorm.Config:
-        return RMSNorm.Config(normalized_shape=size or self.dim, eps=self.eps, param_init=NORM_INIT)
+        return RMSNorm.Config(normalized_shape=size or self.dim, eps=self.eps, param_init=KEPT)
 
     def attention(self, rope: RoPE.Config, *, qk_norm: RMSNorm.Config | None = None) -> Any:
         return make_gqa_config(
@@ -104,8 +105,8 @@ class Dimensions:
             n_heads=self.num_heads,
             n_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
-            wqkv_param_init=INIT,
-            wo_param_init=INIT,
+            wqkv_param_init=KEPT,
+            wo_param_init=KEPT,
             inner_attention=DocumentAttention.Config(),
             # Separate projections have the layout of the published weights, so publishing copies nothing.
             fuse_qkv=False,
@@ -114,7 +115,7 @@ class Dimensions:
         )
 
     def feed_forward(self) -> Any:
-        return make_ffn_config(dim=self.dim, hidden_dim=self.hidden_dim, w1_param_init=INIT, w2w3_param_init=INIT)
+        return make_ffn_config(dim=self.dim, hidden_dim=self.hidden_dim, w1_param_init=KEPT, w2w3_param_init=KEPT)
 
     def decoder(self, config_class: type[Any], layers: list[Any]) -> Any:
         return config_class(
@@ -122,7 +123,7 @@ class Dimensions:
             vocab_size=self.vocab_size,
             norm=self.norm(),
             enable_weight_tying=self.tied,
-            tok_embeddings=Embedding.Config(num_embeddings=self.vocab_size, embedding_dim=self.dim, param_init=INIT),
-            lm_head=Linear.Config(in_features=self.dim, out_features=self.vocab_size, param_init=INIT),
+            tok_embeddings=Embedding.Config(num_embeddings=self.vocab_size, embedding_dim=self.dim, param_init=KEPT),
+            lm_head=VocabularyHead.Config(in_features=self.dim, out_features=self.vocab_size, param_init=KEPT),
             layers=layers,
         )

@@ -2,6 +2,9 @@
 
 The folder's config and weights are compared by name and shape before anything is loaded, so that a mismatch is an
 error that names the tensor and not a model that generates noise.
+
+No rank ever holds more of the model than its part, and one tensor: it is built without memory, spread over the ranks,
+and what each of them holds is then read from the files.
 """
 
 from __future__ import annotations
@@ -12,21 +15,20 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 import titan_rl.training.device  # noqa: F401  before torchtitan
 from titan_rl.errors import ModelError
 from titan_rl.training.models import ARCHITECTURES, Architecture
 from titan_rl.training.models.architecture import Dimensions
+from titan_rl.training.models.hf_weights import HFWeights
 from titan_rl.training.models.slices import held_slices, hf_names
-from titan_rl.training.parallel.parallel import full_tensor
+from titan_rl.training.parallel.parallel import full_tensor, local_slice
 from titan_rl.training.parallel.world import World
-from titan_rl.weights.types import TensorSlice
+from titan_rl.weights.types import SlicePosition, TensorSlice
 
 # isort: split
 from torchtitan.models.common.decoder import Decoder
-from torchtitan.models.common.moe import MoE
-from torchtitan.models.common.rope import RoPE
+from torchtitan.protocols.sharding import ShardingConfig
 
 
 def read_hf_config(folder: Path) -> dict[str, Any]:
@@ -53,6 +55,8 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
 class HFModel:
     """A decoder and its names in a Hugging Face folder. Its forward returns hidden states; `lm_head` is applied apart.
 
+    It has no memory before `load`, so that it can be spread over ranks first.
+
     Args:
         max_context: the most positions that will be used; rotary caches are no longer than needed.
 
@@ -61,16 +65,51 @@ class HFModel:
             together.
     """
 
-    def __init__(self, folder: Path, device: torch.device, world: World, *, max_context: int) -> None:
+    def __init__(self, folder: Path, world: World, *, max_context: int) -> None:
         hf = read_hf_config(folder)
         self._architecture: Architecture = ARCHITECTURES[hf["model_type"]]
         config = self._architecture.build(Dimensions.of(hf, max_context), hf)
         if world.tensor_parallel > 1:
             self._architecture.plan_sharding(config)
-        self.decoder = build(config, device)
+            # The head takes what every rank has whole, and joins the ranks' results itself.
+            held = config.lm_head.sharding_config.state_shardings
+            config.lm_head.sharding_config = ShardingConfig(state_shardings=held)
+        with torch.device("meta"):
+            self.decoder = cast(Decoder, config.build())
+        # The head is applied to the hidden states of trained tokens alone.
+        self.decoder._skip_lm_head = True
         self._world = world
         self._names = hf_names(self._adapter(), self.decoder.state_dict())
-        self._load(folder)
+        self.layout = dict(self.named_tensors())  # without memory, whatever becomes of the decoder
+        expected = {name: tuple(tensor.shape) for name, tensor in self.layout.items()}
+        tied = self.decoder.enable_weight_tying
+        self._weights = HFWeights(
+            folder,
+            expected,
+            lambda name: name.endswith("rotary_emb.inv_freq") or (tied and name == "lm_head.weight"),
+        )
+
+    def load(self, device: torch.device) -> None:
+        """Give the decoder memory on a device, and read into it what this rank holds.
+
+        Raises:
+            ModelError: a file cannot be read.
+        """
+        self.decoder.to_empty(device=device)
+        self.decoder.init_states(buffer_device=device)  # the buffers: `KEPT` draws no weights
+        for parameter, tensor in self.decoder.state_dict().items():
+            piece = local_slice(tensor)
+            if (direct := self._names[parameter]) is None:
+                whole = self._computed(parameter, piece.position)
+                piece.tensor.copy_(_cut(whole, piece))
+            elif direct.are_rows:
+                first, *start = piece.position.start
+                position = SlicePosition(tuple(start), piece.position.whole_shape[1:])
+                for name, row in zip(direct.names[first:], piece.tensor, strict=False):
+                    self._weights.copy_into(row, name, position)
+            else:
+                for name in direct.names:
+                    self._weights.copy_into(piece.tensor, name, piece.position)
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every parameter under its Hugging Face name, detached, whole, and where that is possible sharing the model's
@@ -86,49 +125,16 @@ class HFModel:
         """What this rank publishes: see `titan_rl.training.models.slices.held_slices`."""
         return held_slices(self.decoder.state_dict(), self._names, self._adapter(), self._world, dtype)
 
-    def _load(self, folder: Path) -> None:
-        files = sorted(folder.glob("*.safetensors"))
-        if not files:
-            raise ModelError(f"{folder} has no *.safetensors")
-        expected = {name: tuple(tensor.shape) for name, tensor in self.named_tensors()}
-        tied = self.decoder.enable_weight_tying
-        weights: dict[str, torch.Tensor] = {}
-        for file in files:
-            try:
-                with safe_open(file, framework="pt", device="cpu") as tensors:
-                    for name in tensors.keys():  # noqa: SIM118  a safe_open is not a mapping
-                        if name.endswith("rotary_emb.inv_freq") or (tied and name == "lm_head.weight"):
-                            continue
-                        if name not in expected:
-                            raise ModelError(f"{file} has {name!r}, which config.json does not describe")
-                        shape = tuple(tensors.get_slice(name).get_shape())
-                        if shape != expected[name]:
-                            raise ModelError(
-                                f"{name!r} in {file} has shape {shape}; config.json describes {expected[name]}"
-                            )
-                        weights[name] = tensors.get_tensor(name)
-            except (SafetensorError, OSError) as error:
-                raise ModelError(f"{file} cannot be read: {error}") from error
-        if missing := sorted(expected.keys() - weights.keys()):
-            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-            raise ModelError(f"the weights in {folder} lack {missing[0]!r}{more}, which config.json describes")
-        self.decoder.load_state_dict(self._adapter().from_hf(weights))
+    def _computed(self, parameter: str, position: SlicePosition) -> torch.Tensor:
+        """A whole parameter that the adapter makes of its Hugging Face tensors."""
+        adapter = self._adapter()
+        names = adapter.to_hf({parameter: torch.empty(position.whole_shape, device="meta")})
+        return adapter.from_hf({name: self._weights.read(name) for name in names})[parameter]
 
     def _adapter(self) -> Any:
         return self._architecture.adapter(self.decoder.config, None)
 
 
-def build(config: Any, device: torch.device) -> Decoder:
-    """The decoder with uninitialized float32 weights."""
-    with torch.device("meta"):
-        decoder = cast(Decoder, config.build())
-    decoder.to_empty(device=device)
-    if config.enable_weight_tying:
-        # `to_empty` gave each of the two names a tensor of its own.
-        decoder.tok_embeddings.weight = decoder.lm_head.weight
-    for module in decoder.modules():
-        if isinstance(module, RoPE | MoE):
-            module._init_self_buffers(buffer_device=device)
-    # Only trained positions need logits, and they are few: the head is applied after they are gathered.
-    decoder._skip_lm_head = True
-    return decoder
+def _cut(whole: torch.Tensor, piece: TensorSlice) -> torch.Tensor:
+    sizes = zip(piece.position.start, piece.tensor.shape, strict=True)
+    return whole[tuple(slice(first, first + size) for first, size in sizes)]

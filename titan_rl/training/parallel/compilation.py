@@ -10,7 +10,7 @@ import torch
 
 import titan_rl.training.device  # noqa: F401  before torchtitan
 from titan_rl.errors import ConfigError
-from titan_rl.training.attention.attention import DocumentAttention
+from titan_rl.training.attention.document_attention import DocumentAttention
 
 # isort: split
 from torchtitan.models.common.moe import MoE

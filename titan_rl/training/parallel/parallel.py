@@ -23,12 +23,20 @@ _CHECKPOINTING = {"full": FullAC.Config, "selective": SelectiveAC.Config}
 
 
 def parallelize(
-    model: Any, world: World, *, compile: bool = False, activation_checkpointing: ActivationCheckpointing = "none"
+    model: Any,
+    world: World,
+    *,
+    dtype: torch.dtype = torch.float32,
+    compile: bool = False,
+    activation_checkpointing: ActivationCheckpointing = "none",
 ) -> None:
     """Compile and checkpoint activations on request and, in a world of several ranks, spread the parameters, all in
     place.
 
     Gradients are summed over the ranks, not averaged: the loss has a denominator of its own.
+
+    Args:
+        dtype: in which the ranks gather parameters, and compute. They hold them and sum gradients in float32.
     """
     if world.tensor_parallel > 1:
         model.parallelize(world.dims)
@@ -40,9 +48,8 @@ def parallelize(
         checkpointing().build(dump_folder="").apply(model)
     if world.size == 1:
         return
-    float32 = torch.float32
     apply_fsdp_to_decoder(
-        model, world.dims.get_mesh(["fsdp"]), param_dtype=float32, reduce_dtype=float32, pp_enabled=False
+        model, world.dims.get_mesh(["fsdp"]), param_dtype=dtype, reduce_dtype=torch.float32, pp_enabled=False
     )
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,9 +15,9 @@ from titan_rl.training.choices import ActivationCheckpointing, Attention, DType
 from titan_rl.training.device import local_device
 from titan_rl.training.models.experts import replay, routers
 from titan_rl.training.models.hf_model import HFModel, read_hf_config
-from titan_rl.training.parallel.parallel import full_tensor, local, parallelize
+from titan_rl.training.parallel.parallel import local, parallelize
 from titan_rl.training.parallel.world import World
-from titan_rl.training.policy.logprobs import selected_logprobs
+from titan_rl.training.policy.published import rounded_weights
 from titan_rl.training.policy.tensor_batch import LayOut, TensorBatch
 from titan_rl.weights.types import TensorSlice
 
@@ -56,10 +57,16 @@ class Policy:
         # Positions restart with every sample, so rows may be longer than what the model can attend to.
         positions = read_hf_config(folder).get("max_position_embeddings", row_tokens)
         self._longest = max(max_context, min(row_tokens, positions))
-        self._hf = HFModel(folder, self.device, world, max_context=self._longest)
+        self._hf = HFModel(folder, world, max_context=self._longest)
         self.model = self._hf.decoder
         self._routers = routers(self.model)
-        parallelize(self.model, world, compile=compile, activation_checkpointing=activation_checkpointing)
+        parallelize(
+            self.model, world, dtype=self.dtype, compile=compile, activation_checkpointing=activation_checkpointing
+        )
+        # Ranks gather parameters in that dtype. Autocast would convert each layer's for itself, and keep them until
+        # its backward pass.
+        self._autocasts = world.size == 1 and self.dtype is not torch.float32
+        self._hf.load(self.device)
 
     @property
     def vocab_size(self) -> int:
@@ -71,24 +78,44 @@ class Policy:
         for name, tensor in self._hf.named_tensors():
             yield name, tensor.to(self.dtype)
 
+    def layout(self) -> dict[str, torch.Tensor]:
+        """Dtypes and shapes of `named_tensors`, in that order, without memory."""
+        return {name: tensor.to(self.dtype) for name, tensor in self._hf.layout.items()}
+
     def held_slices(self) -> list[tuple[str, TensorSlice]]:
         """See `HFModel.held_slices`."""
         return self._hf.held_slices(self.dtype)
 
+    @contextmanager
+    def as_published(self) -> Generator[None]:
+        """Within the block logprobs are those of the weights that are published, computed in float32. No gradients."""
+        if self.dtype is torch.float32:
+            yield
+            return
+        autocasts, self._autocasts = self._autocasts, False
+        try:
+            with rounded_weights(self.model, self.dtype):
+                yield
+        finally:
+            self._autocasts = autocasts
+
     def logprobs(self, batch: TensorBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Logprobs and entropies of the trained tokens at their temperatures.  # [N], [N]"""
-        return selected_logprobs(self.logits(batch), batch.targets_N, batch.temperatures_N)
+        return self._head_of(batch, batch.targets_N, batch.temperatures_N)
 
     def logits(self, batch: TensorBatch) -> torch.Tensor:
-        """What the model predicts in place of each trained token.  # [N, V]
+        """What the model predicts in place of each trained token, for few of them.  # [N, V]"""
+        return self._head_of(batch)
+
+    def _head_of(self, batch: TensorBatch, *scored: torch.Tensor) -> Any:
+        """What the head makes of the hidden states before the trained tokens.
 
         A mixture of experts takes the experts that the batch brings, until the next call: backward may run it again.
         """
         replay(self._routers, batch.experts_BLRK)
-        autocast = self.dtype is not torch.float32
-        with torch.autocast(self.device.type, self.dtype) if autocast else nullcontext():
+        with torch.autocast(self.device.type, self.dtype) if self._autocasts else nullcontext():
             hidden_BLD = local(self.model(batch.token_ids_BL, batch.positions_BL, batch.layout))
-            return full_tensor(self.model.lm_head(hidden_BLD.flatten(0, 1).index_select(0, batch.predictors_N)))
+            return self.model.lm_head(hidden_BLD.flatten(0, 1).index_select(0, batch.predictors_N), *scored)
 
     def complaint(self, batch: TensorBatch) -> str | None:
         """Why this batch cannot be scored: a token id outside the vocabulary, or more positions than the model has."""

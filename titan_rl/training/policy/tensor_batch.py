@@ -8,9 +8,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from titan_rl.arrays import FREE_ROW, expert_rows
 from titan_rl.training.attention.attention import Document, Layout, layout_documents
 from titan_rl.training.data.family import Family
+from titan_rl.training.data.sample import TrainingSample
 from titan_rl.training.models.experts import FREE
 
 ROW_MULTIPLE = 16
@@ -56,73 +59,93 @@ def make_tensor_batch(
     """
     width = max(sum(family.num_tokens for family in row) for row in rows)
     width += -width % ROW_MULTIPLE
-    token_ids: list[int] = []
-    positions: list[int] = []
+    token_ids_T = np.zeros(len(rows) * width, np.int64)
+    positions_T = np.zeros(len(rows) * width, np.int64)
     documents: list[Document] = []
-    trained: list[int] = []
-    behaviour_logprobs: list[float] = []
-    advantages: list[float] = []
-    temperatures: list[float] = []
-    versions: list[int] = []
-    oldest_versions: list[int] = []
-    sequences: list[int] = []
-    num_sequences = 0
+    trained: list[_TrainedTokens] = []
     experts: dict[int, Any] = {}  # position of the token that the router sees -> [num_layers, top_k]
     num_padding = 0
     for index, row in enumerate(rows):
+        end = index * width
         for family in row:
-            prefix_start, prefix_length = len(token_ids), family.prefix_length
+            prefix_start, prefix_length = end, family.prefix_length
             if prefix_length:
-                token_ids += family.samples[0].token_ids[:prefix_length]
-                positions += range(prefix_length)
+                token_ids_T[end : end + prefix_length] = np.asarray(family.samples[0].token_ids[:prefix_length])
+                positions_T[end : end + prefix_length] = np.arange(prefix_length)
                 documents.append(Document(prefix_length))
+                end += prefix_length
             for sample in family.samples:
-                start, length = len(token_ids) - prefix_length, len(sample.token_ids)
-                token_ids += sample.token_ids[prefix_length:]
-                positions += range(prefix_length, length)
+                start, length = end - prefix_length, len(sample.token_ids)
+                begin, end = end, start + length
+                token_ids_T[begin:end] = np.asarray(sample.token_ids[prefix_length:])
+                positions_T[begin:end] = np.arange(prefix_length, length)
                 documents.append(Document(length - prefix_length, prefix_start, prefix_length))
-                targets = [t for t in range(1, length) if sample.loss_mask[t]]
-                trained += [start + t for t in targets]
-                behaviour_logprobs += [sample.behaviour_logprobs[t] for t in targets]
-                advantages += [sample.advantages[t] for t in targets]
-                sample_temperatures = sample.temperatures
-                temperatures += [sample_temperatures[t] for t in targets]
-                versions += [sample.versions[t] for t in targets]
-                for t, experts_RK in enumerate(sample.routed_experts or ()):
-                    if t > prefix_length and experts_RK is not None:
-                        experts[start + t - 1] = experts_RK
-                sequences += [num_sequences] * len(targets)
-                num_sequences += 1
-                oldest_versions += [min(sample.versions[t] for t in targets)] * len(targets) if targets else []
-        if padding := (index + 1) * width - len(token_ids):
-            token_ids += [0] * padding
-            positions += [0] * padding
+                if sample.routed_experts is not None:
+                    experts |= _experts_of(sample, start, prefix_length)
+                trained.append(_TrainedTokens.of(sample, start, len(trained)))
+        if padding := (index + 1) * width - end:
             documents.append(Document(padding))
             num_padding += padding
 
-    def floats(values: list[float]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=device)
+    def floats(values: list[NDArray[Any]]) -> torch.Tensor:
+        return torch.from_numpy(np.concatenate(values).astype(np.float32)).to(device)
 
-    def ints(values: list[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=device)
+    def ints(values: list[NDArray[Any]]) -> torch.Tensor:
+        return torch.from_numpy(np.concatenate(values).astype(np.int64)).to(device)
 
-    token_ids_T, trained_N = ints(token_ids), ints(trained)
+    trained_N = ints([each.positions for each in trained])
+    flat_T = torch.from_numpy(token_ids_T).to(device)
     return TensorBatch(
-        token_ids_BL=token_ids_T.view(len(rows), width),
-        positions_BL=ints(positions).view(len(rows), width),
+        token_ids_BL=flat_T.view(len(rows), width),
+        positions_BL=torch.from_numpy(positions_T).to(device).view(len(rows), width),
         layout=lay_out(documents, device),
         predictors_N=trained_N - 1,
-        targets_N=token_ids_T[trained_N],
-        behaviour_logprobs_N=floats(behaviour_logprobs),
-        advantages_N=floats(advantages),
-        temperatures_N=floats(temperatures),
-        versions_N=ints(versions),
-        oldest_versions_N=ints(oldest_versions),
-        sequences_N=ints(sequences),
-        num_sequences=num_sequences,
+        targets_N=flat_T[trained_N],
+        behaviour_logprobs_N=floats([each.behaviour_logprobs for each in trained]),
+        advantages_N=floats([each.advantages for each in trained]),
+        temperatures_N=floats([each.temperatures for each in trained]),
+        versions_N=ints([each.versions for each in trained]),
+        oldest_versions_N=ints([each.oldest_versions for each in trained]),
+        sequences_N=ints([each.sequences for each in trained]),
+        num_sequences=len(trained),
         experts_BLRK=_experts(experts, len(rows), width, device),
         num_padding=num_padding,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _TrainedTokens:
+    """Those of one sample, and what the loss needs of them.  # [num_trained] each"""
+
+    positions: NDArray[Any]  # in the flattened rows
+    behaviour_logprobs: NDArray[Any]
+    advantages: NDArray[Any]
+    temperatures: NDArray[Any]
+    versions: NDArray[Any]
+    oldest_versions: NDArray[Any]
+    sequences: NDArray[Any]
+
+    @staticmethod
+    def of(sample: TrainingSample, start: int, number: int) -> _TrainedTokens:
+        targets = 1 + np.flatnonzero(np.asarray(sample.loss_mask)[1:])
+        versions = np.asarray(sample.versions)[targets]
+        alone = not isinstance(sample.temperature, Sequence)
+        return _TrainedTokens(
+            start + targets,
+            np.asarray(sample.behaviour_logprobs)[targets],
+            np.asarray(sample.advantages)[targets],
+            np.full(len(targets), sample.temperature) if alone else np.asarray(sample.temperatures)[targets],
+            versions,
+            np.full(len(targets), versions.min()) if len(targets) else versions,
+            np.full(len(targets), number),
+        )
+
+
+def _experts_of(sample: TrainingSample, start: int, prefix_length: int) -> dict[int, Any]:
+    """Of the tokens behind the prefix whose experts are known, by the position of the token that the router sees."""
+    rows_TRK = np.asarray(expert_rows(sample.routed_experts))
+    known = np.flatnonzero(rows_TRK[:, 0, 0] != FREE_ROW)
+    return {start + int(t) - 1: rows_TRK[t] for t in known if t > prefix_length}
 
 
 def _experts(experts: dict[int, Any], num_rows: int, width: int, device: torch.device | str) -> torch.Tensor | None:

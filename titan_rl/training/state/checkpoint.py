@@ -1,6 +1,8 @@
 """Checkpoint folders that are either whole or absent, and the policy of which to keep. Standard library only.
 
-A checkpoint is written to a hidden folder beside its place, flushed to disk, and then renamed.
+A checkpoint is written to a hidden folder beside its place, flushed to disk, and then renamed. Where several may write
+the same one, for a trainer that is cut off does not know that another has taken its place, each does so under a name
+of its own, and only who started them puts it in place.
 """
 
 from __future__ import annotations
@@ -27,28 +29,43 @@ def atomic_directory(path: Path) -> Iterator[Path]:
         NoSpaceError: the disk is full.
         CheckpointError: anything else in the block or the move failed; the cause says what. Interrupts pass unchanged.
     """
-    temporary, replaced = temporary_of(path), path.with_name(f".{path.name}.old.tmp")
+    temporary = temporary_of(path)
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         yield temporary
         _flush(temporary)
-        if path.exists():
-            shutil.rmtree(replaced, ignore_errors=True)
-            path.rename(replaced)
-        try:
-            temporary.rename(path)
-        except OSError:
-            if replaced.exists():
-                replaced.rename(path)
-            raise
-        _flush_entry(path.parent)
-    except NoSpaceError:
+        put_in_place(temporary, path)
+    except (NoSpaceError, CheckpointError):
         raise
     except Exception as error:
         raise unwritten(path, error) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def put_in_place(written: Path, path: Path) -> None:
+    """Rename a whole folder to `path` beside it. What was there stays valid until then.
+
+    Raises:
+        NoSpaceError: the disk is full.
+        CheckpointError: it could not be renamed; what was at `path` is there.
+    """
+    replaced = path.with_name(f".{path.name}.old.tmp")
+    try:
+        if path.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
+            path.rename(replaced)
+        try:
+            written.rename(path)
+        except OSError:
+            if replaced.exists():
+                replaced.rename(path)
+            raise
+        _flush_entry(path.parent)
+    except OSError as error:
+        raise unwritten(path, error) from error
+    finally:
         if path.exists():
             shutil.rmtree(replaced, ignore_errors=True)
 
@@ -63,6 +80,16 @@ def unwritten(path: Path, error: Exception) -> CheckpointError:
 def temporary_of(path: Path) -> Path:
     """Where a block of `atomic_directory(path)` writes."""
     return path.with_name(f".{path.name}.tmp")
+
+
+def written_by(writer: str, path: Path) -> Path:
+    """Where one of several writers has `path`, until it is put in place."""
+    return path.with_name(f".{path.name}.{writer}")
+
+
+def being_written(root: Path, name: str = "step-") -> list[Path]:
+    """Folders that are to be in `root` under names that begin so: somebody writes them, or was killed before."""
+    return [*root.glob(f".*{name}*")]
 
 
 def step_directory(root: Path, step: int) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,18 @@ from titan_rl.training.state.tensor_file import write_tensors
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
 
 
-def export_hf(directory: Path, named_tensors: Iterable[tuple[str, torch.Tensor]], *, source: Path, dtype: str) -> None:
-    """Write `named_tensors` beside the config, tokenizer and chat template of `source`. All or nothing.
+def export_hf(
+    directory: Path,
+    layout: Mapping[str, torch.Tensor],
+    named_tensors: Iterable[tuple[str, torch.Tensor]],
+    *,
+    source: Path,
+    dtype: str,
+) -> None:
+    """Write `named_tensors` beside the config, tokenizer and chat template of `source`, one at a time. All or nothing.
 
     Args:
+        layout: as of `write_tensors`.
         named_tensors: Hugging Face names.
         source: the folder the model came from; every file of it that holds no weights is copied, but for the note
             `MADE_BY_SFT`: what is exported is not `titan-rl sft`'s to replace.
@@ -38,5 +46,4 @@ def export_hf(directory: Path, named_tensors: Iterable[tuple[str, torch.Tensor]]
         config.pop("torch_dtype", None)
         config["dtype"] = dtype
         (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in named_tensors}
-        write_tensors(temporary / "model.safetensors", tensors, {"format": "pt"})
+        write_tensors(temporary / "model.safetensors", layout, named_tensors, {"format": "pt"})

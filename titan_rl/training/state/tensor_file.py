@@ -6,7 +6,7 @@ Reading one executes nothing, and reads no more than the slices that are asked f
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,29 +42,32 @@ _NAMES = {
 def write_slices(path: Path, slices: Mapping[str, TensorSlice], took: Callable[[int], None] = _nothing) -> FileChecksum:
     """Write slices of tensors for `TensorFiles` to read. See `write_tensors`."""
     places = {name: [each.position.start, each.position.whole_shape] for name, each in slices.items()}
-    return write_tensors(
-        path, {name: each.tensor for name, each in slices.items()}, {_PLACES: json.dumps(places)}, took
-    )
+    tensors = {name: each.tensor for name, each in slices.items()}
+    return write_tensors(path, tensors, tensors.items(), {_PLACES: json.dumps(places)}, took)
 
 
 def write_tensors(
     path: Path,
-    tensors: Mapping[str, torch.Tensor],
+    layout: Mapping[str, torch.Tensor],
+    tensors: Iterable[tuple[str, torch.Tensor]],
     metadata: Mapping[str, str],
     took: Callable[[int], None] = _nothing,
 ) -> FileChecksum:
-    """Write a safetensors file of tensors on the CPU, one after the other: no second copy of all of them is made.
+    """Write a safetensors file of tensors on any device, one after the other: no copy is made but of one at a time.
 
     Args:
+        layout: their dtypes and shapes, for which tensors without memory do.
+        tensors: in that order.
         took: told of the bytes that the disk has taken.
 
     Raises:
         OSError: the disk is full, or cannot be written.
         TypeError: a tensor has a dtype that the format does not know.
+        ValueError: the tensors are not those of the layout.
     """
     header: dict[str, Any] = {}
     position = 0
-    for name, tensor in tensors.items():
+    for name, tensor in layout.items():
         if tensor.dtype not in _NAMES:
             raise TypeError(f"{name} is {tensor.dtype}, which a checkpoint cannot hold")
         end = position + tensor.numel() * tensor.itemsize
@@ -75,9 +78,11 @@ def write_tensors(
     with path.open("wb") as file:
         writer = SummingWriter(file, took)
         writer.write(memoryview(len(text).to_bytes(8, "little") + text))
-        for tensor in tensors.values():
+        for (name, tensor), (expected, place) in zip(tensors, layout.items(), strict=True):
+            if (name, tensor.dtype, tensor.shape) != (expected, place.dtype, place.shape):
+                raise ValueError(f"{name} {tensor.dtype} {tuple(tensor.shape)} is written in the place of {expected}")
             if tensor.numel():
-                data: Any = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+                data: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
                 writer.write(memoryview(data))
         return writer.close()
 

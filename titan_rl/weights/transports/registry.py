@@ -22,6 +22,10 @@ class TransportSpec:
     run_id: str  # in the names of whatever the run's processes share
     timeout_s: float = 120.0  # longest wait for the bytes of one shard
     rank: int = 0  # of the trainer, each of which publishes a shard of its own, or of the generator
+    host: str = ""  # the name of the one on which this process is; those with equal names share memory
+    address: str = "127.0.0.1"  # by which other hosts reach it; that of a run on one host is the loopback device's
+    fanout: int = 1  # hosts that one host sends a version to
+    anchor_interval: int = 16  # versions that are a multiple of it are sent whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +35,7 @@ class TransportKind:
 
     make: Callable[[TransportSpec], StateDictTransport]
     needs_gpus: bool = False  # it cannot be had on a host without one
+    spans_hosts: bool = True  # generators may be on other hosts than the trainer
 
     def __call__(self, spec: TransportSpec) -> StateDictTransport:
         return self.make(spec)
@@ -46,7 +51,25 @@ def _rdma(spec: TransportSpec) -> StateDictTransport:
     from titan_rl.weights.transports.rdma import RDMATransport
     from titan_rl.weights.transports.shared_memory import SharedMemoryTransport
 
-    return RDMATransport(SharedMemoryTransport(spec.run_id), timeout_s=spec.timeout_s)
+    return RDMATransport(SharedMemoryTransport(spec.run_id), host=spec.host, timeout_s=spec.timeout_s)
+
+
+def _tcp(spec: TransportSpec) -> StateDictTransport:
+    from titan_rl.weights.transports.tcp import TCPTransport
+
+    return TCPTransport(
+        spec.run_id,
+        host=spec.host,
+        interface=spec.address,
+        timeout_s=spec.timeout_s,
+        fanout=spec.fanout,
+        anchor_interval=spec.anchor_interval,
+    )
+
+
+def _auto(spec: TransportSpec) -> StateDictTransport:
+    is_alone = spec.address.startswith("127.")
+    return _shared_memory(spec) if is_alone else _tcp(spec)
 
 
 def _cuda_ipc(spec: TransportSpec) -> StateDictTransport:
@@ -56,9 +79,11 @@ def _cuda_ipc(spec: TransportSpec) -> StateDictTransport:
 
 
 BY_NAME = {
-    "shared_memory": TransportKind(_shared_memory),
+    "auto": TransportKind(_auto),
+    "shared_memory": TransportKind(_shared_memory, spans_hosts=False),
+    "tcp": TransportKind(_tcp),
     "rdma": TransportKind(_rdma),
-    "cuda_ipc": TransportKind(_cuda_ipc, needs_gpus=True),
+    "cuda_ipc": TransportKind(_cuda_ipc, needs_gpus=True, spans_hosts=False),
 }
 """The library's own that `statedict.transport` names."""
 

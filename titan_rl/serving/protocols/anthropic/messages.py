@@ -82,7 +82,11 @@ class _Work:
         (reply,) = await self._turn.replies()
         blocks = ReplyBlocks(lambda event: None)
         blocks.take(Delta(reply.reasoning, reply.content, reply.tool_calls))
-        message = {**self._message(blocks.blocks), **_ending(reply), "usage": self._usage(reply)}
+        message = {
+            **self._message(blocks.blocks),
+            **_ending(reply),
+            "usage": self._usage(len(reply.completion.token_ids)),
+        }
         body = encoded({**message, **self._extension(reply)})
         self._turn.keep([reply])
         return body
@@ -105,7 +109,7 @@ class _Work:
         begin()
         self._turn.keep([reply])
         blocks.end()
-        usage = self._usage(reply)
+        usage = self._usage(len(reply.completion.token_ids))
         emit({"type": "message_delta", "delta": _ending(reply), "usage": usage, **self._extension(reply)})
         emit({"type": "message_stop"})
 
@@ -118,25 +122,24 @@ class _Work:
             "content": content,
             "stop_reason": None,
             "stop_sequence": None,
-            "usage": {"input_tokens": len(self._turn.prompt_token_ids), "output_tokens": 0},
+            "usage": self._usage(0),
         }
 
-    def _usage(self, reply: Reply) -> dict[str, Any]:
-        """Tokens of the prompt that were cached are counted beside the others, not among them."""
-        num_prompt = len(self._turn.prompt_token_ids)
-        cached = min(num_prompt, int(reply.completion.metrics.get("cached_prompt_tokens", 0)))
+    def _usage(self, num_completion_tokens: int) -> dict[str, Any]:
+        """The prompt is counted as one, however much of it is cached: that is not known when a stream begins, and its
+        end must tell what its beginning told."""
         return {
-            "input_tokens": num_prompt - cached,
-            "cache_read_input_tokens": cached,
-            "cache_creation_input_tokens": 0,
-            "output_tokens": len(reply.completion.token_ids),
+            "input_tokens": len(self._turn.prompt_token_ids),
+            "cache_read_input_tokens": None,
+            "cache_creation_input_tokens": None,
+            "output_tokens": num_completion_tokens,
         }
 
     def _extension(self, reply: Reply) -> dict[str, Any]:
         told: dict[str, Any] = {"weight_versions": weight_versions(reply.completion)}
         if self._with_token_ids:
             told["prompt_token_ids"] = list(self._turn.prompt_token_ids)
-            told["token_ids"] = reply.completion.token_ids
+            told["token_ids"] = list(reply.completion.token_ids)
         return told
 
 

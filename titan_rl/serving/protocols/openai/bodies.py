@@ -14,6 +14,7 @@ from titan_rl.serving.protocols.wire import (
     SamplingBody,
     StreamOptions,
     TokenId,
+    TopCount,
     object_schema,
     union_schema,
 )
@@ -100,17 +101,21 @@ class TextBody(SamplingBody):
 
 class CompletionBody(TextBody):
     prompt: str | Prompts[str] | Many[TokenId] | Prompts[Many[TokenId]]
-    logprobs: Literal[0] | None = None
+    logprobs: TopCount | None = None
     echo: Literal[False] | None = None
     best_of: Literal[1] | None = None
     suffix: Literal[""] | None = None
+
+    @property
+    def num_top_logprobs(self) -> int:
+        return self.logprobs or 0
 
 
 class ChatBody(TextBody):
     messages: Annotated[Many[Chat], Field(min_length=1)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
-    top_logprobs: Literal[0] | None = None
+    top_logprobs: TopCount | None = None
     tools: Many[Tool] | None = None
     tool_choice: Literal["auto", "none"] | None = None
     parallel_tool_calls: bool | None = None
@@ -124,6 +129,10 @@ class ChatBody(TextBody):
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
     service_tier: Literal["auto", "default"] | None = None
+
+    @property
+    def num_top_logprobs(self) -> int:
+        return self.top_logprobs or 0
 
 
 class TextFormat(Body):
@@ -148,7 +157,7 @@ class ResponsesBody(SamplingBody):
     parallel_tool_calls: bool | None = None
     store: bool | None = None
     include: Many[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
-    top_logprobs: Literal[0] | None = None
+    top_logprobs: TopCount | None = None
     text: ResponsesText | None = None
     truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
@@ -161,3 +170,11 @@ class ResponsesBody(SamplingBody):
     prompt_cache_retention: str | None = None
     safety_identifier: str | None = None
     service_tier: Literal["auto", "default"] | None = None
+
+    @property
+    def with_logprobs(self) -> bool:
+        return "message.output_text.logprobs" in (self.include or ())
+
+    @property
+    def num_top_logprobs(self) -> int:
+        return (self.top_logprobs or 0) if self.with_logprobs else 0

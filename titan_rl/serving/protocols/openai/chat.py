@@ -11,15 +11,16 @@ from starlette.requests import Request
 from titan_rl.serving.conversations.caller import caller_of
 from titan_rl.serving.conversations.reply import Delta, Reply
 from titan_rl.serving.conversations.turn import ServedTurn, TurnAsk, Turns
+from titan_rl.serving.http.api_error import ApiError
 from titan_rl.serving.http.body import read
 from titan_rl.serving.http.exchange import Answer, Emit, Exchanges, encoded
 from titan_rl.serving.policy.text import Text
+from titan_rl.serving.protocols.logprobs import Tokens, token_logprobs
 from titan_rl.serving.protocols.openai.bodies import ChatBody
 from titan_rl.serving.protocols.openai.messages import messages_from, tools_from
 from titan_rl.serving.protocols.wire import (
     check_choices,
     session_id_of,
-    token_logprobs,
     turns_of,
     usage,
     weight_versions,
@@ -39,6 +40,8 @@ class ChatEndpoint:
         turns.policy.check_model(body.model)
         num_choices = body.n or 1
         check_choices(num_choices, self._exchanges.limits.num_choices, "n")
+        if body.top_logprobs and not body.logprobs:
+            raise ApiError(400, "top_logprobs are told with logprobs; set logprobs to true", param="top_logprobs")
         messages, tools = messages_from(body.messages), tools_from(body.tools)
         turn = turns.begin(
             TurnAsk(
@@ -78,7 +81,7 @@ class _Work:
                 "index": index,
                 "message": reply.message,
                 "logprobs": None,
-                **self._tokens(reply.completion.token_ids, reply.completion.logprobs),
+                **self._tokens(reply.completion),
                 **_ending(reply),
             }
             for index, reply in enumerate(replies)
@@ -104,7 +107,7 @@ class _Work:
 
         def on_delta(index: int, delta: Delta) -> None:
             begin(index)
-            said, tokens = _said(delta), self._tokens(delta.token_ids, delta.logprobs) if delta.token_ids else {}
+            said, tokens = _said(delta), self._tokens(delta) if delta.token_ids else {}
             if said or tokens:
                 tell(index, said, **tokens)
 
@@ -122,12 +125,12 @@ class _Work:
     def _prompt(self) -> dict[str, Any]:
         return {"prompt_token_ids": list(self._turn.prompt_token_ids)} if self._body.return_token_ids else {}
 
-    def _tokens(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any]:
+    def _tokens(self, tokens: Tokens) -> dict[str, Any]:
         told: dict[str, Any] = {}
         if self._body.logprobs:
-            told["logprobs"] = {"content": token_logprobs(self._text, token_ids, logprobs), "refusal": None}
+            told["logprobs"] = {"content": token_logprobs(self._text, tokens), "refusal": None}
         if self._body.return_token_ids:
-            told["token_ids"] = list(token_ids)
+            told["token_ids"] = list(tokens.token_ids)
         return told
 
     def _envelope(self, kind: str) -> dict[str, Any]:

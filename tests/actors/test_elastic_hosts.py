@@ -1,0 +1,113 @@
+"""Hosts that leave, or cannot be used: what the run shows of them meanwhile, and what it leaves there."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
+
+from titan_rl.actors.elastic_hosts import ElasticHosts
+from titan_rl.actors.hosts.hosts import Hosts
+from titan_rl.actors.hosts.preflight import HostNeeds
+from titan_rl.config.hosts import HostsConfig
+from titan_rl.errors import ActorDiedError
+
+
+class Endpoint:
+    def __init__(self, function: Callable[..., Awaitable[Any]]) -> None:
+        self.call_one = function
+
+
+class LeavingHosts:
+    """One host, which takes its time to leave."""
+
+    config = HostsConfig()
+
+    def __init__(self) -> None:
+        self.hosts = {"there": SimpleNamespace(name="there", worker="10.0.0.2:22222")}
+        self.may_end = asyncio.Event()
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.hosts)
+
+    def __iter__(self):
+        return iter(self.hosts.values())
+
+    def __getitem__(self, name: str) -> Any:
+        return self.hosts[name]
+
+    async def detach(self, name: str) -> None:
+        del self.hosts[name]
+        await self.may_end.wait()
+
+
+class Processes:
+    def __init__(self, hosts: LeavingHosts) -> None:
+        self.hosts = hosts
+
+    def names_on(self, host: str) -> list[str]:
+        return []
+
+    async def leave(self, host: str, router: Any, why: str) -> None: ...
+
+
+async def test_a_host_is_known_all_the_while_that_it_leaves():
+    hosts = LeavingHosts()
+    elastic = ElasticHosts(Processes(hosts), None, lambda text: None)  # pyright: ignore[reportArgumentType]
+    leaving = asyncio.ensure_future(elastic.drain("there", "asked to"))
+    seen: list[str] = []
+    while hosts.names or not seen:
+        await asyncio.sleep(0)
+        ((state, address),) = [(host.state, host.address) for host in elastic.states()]  # else it would be taken in
+        assert address == "10.0.0.2:22222"
+        seen.append(state)
+    assert seen[-1] == "left"
+    hosts.may_end.set()
+    await leaving
+
+
+class Supervisor:
+    def __init__(self) -> None:
+        self.running: set[str] = set()
+        self.scratch: set[str] = set()
+        self.attach, self.spawn = Endpoint(self._attach), Endpoint(self._spawn)
+        self.terminate = Endpoint(self._terminate)
+
+    async def _attach(self, key: str, worker: str) -> None: ...
+
+    async def _spawn(self, key: str, *args: Any) -> Any:
+        self.running.add(key)
+        return SimpleNamespace(
+            enter=Endpoint(self._enter), look=Endpoint(self._refuse), clean_up=Endpoint(self._clean_up)
+        )
+
+    async def _enter(self) -> None:
+        self.scratch |= self.running
+
+    async def _refuse(self, question: object) -> None:
+        raise ActorDiedError("no room")
+
+    async def _clean_up(self) -> None:
+        assert self.running  # it is asked while it is there
+        self.scratch.clear()
+
+    async def _terminate(self, keys: tuple[str, ...]) -> None:
+        self.running.difference_update(keys)
+
+
+async def test_nothing_is_left_on_a_host_that_cannot_be_taken_in(tmp_path: Path):
+    supervisor = Supervisor()
+    hosts = Hosts(supervisor, HostsConfig(), HostNeeds(tmp_path, tmp_path))
+    async with await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0) as worker:
+        port = worker.sockets[0].getsockname()[1]
+        with pytest.raises(ActorDiedError, match="no room"):
+            await hosts.attach([f"127.0.0.1:{port}"])
+    assert supervisor.running == supervisor.scratch == set()
+    assert hosts.names == []

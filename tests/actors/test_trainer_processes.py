@@ -1,0 +1,81 @@
+"""Where a trainer that died comes up again. No process is started."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
+
+from titan_rl.actors import trainer_processes
+from titan_rl.actors.hosts.placement import ProcessPlace, place_trainer_again
+from titan_rl.actors.processes.remote_process import RemoteProcess
+from titan_rl.actors.trainer_actor import TrainerSettings
+from titan_rl.actors.trainer_processes import TrainerProcesses
+from titan_rl.errors import ConfigError
+from titan_rl.training.settings import CorrectionConfig, ModelConfig, TrainingConfig
+
+TRAINING = TrainingConfig(data_parallel=2)
+SETTINGS = TrainerSettings(ModelConfig(path="unused", max_context=16), TRAINING, CorrectionConfig(), None, "run", 0)
+
+
+class Processes:
+    """Remembers what was asked of it, in order."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    async def spawn(self, name: str, actor_class: object, *arguments: Any, places: Sequence[ProcessPlace]) -> Any:
+        self.asked.append(f"start on {' '.join(place.host for place in places)}")
+        return RemoteProcess(name), [None for _ in places]
+
+    async def clear(self, remote: RemoteProcess, timeout_s: float) -> None:
+        self.asked.append("clear")
+
+
+def processes_on(hosts: dict[str, tuple[str, ...]], told: list[str], wait_s: float) -> tuple[Processes, Any]:
+    places = [ProcessPlace("a"), ProcessPlace("a")]
+    processes: Any = Processes()
+    again = lambda: place_trainer_again(TRAINING, places, hosts)  # noqa: E731
+    return processes, TrainerProcesses(processes, SETTINGS, again, wait_s=wait_s, tell=told.append)
+
+
+async def test_what_is_left_of_it_is_cleared_before_another_starts_on_a_host_that_is_there() -> None:
+    hosts: dict[str, tuple[str, ...]] = {"a": (), "b": ()}
+    processes, training = processes_on(hosts, [], 10.0)
+    first = await training.start()
+    del hosts["a"]
+    assert await training.restart() is training.trainer is not first
+    assert processes.asked == ["start on a a", "clear", "start on b b"]
+
+
+async def test_where_no_host_is_left_it_waits_for_one_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer_processes, "LOOK_S", 0.0)
+    hosts: dict[str, tuple[str, ...]] = {"a": ()}
+    told: list[str] = []
+    processes, training = processes_on(hosts, told, 60.0)
+    await training.start()
+    hosts.clear()
+    restarting = asyncio.ensure_future(training.restart())
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not restarting.done()
+    hosts["c"] = ()
+    await restarting
+    assert processes.asked[-1] == "start on c c"
+    assert told == [
+        "the trainer waits for hosts, 60 s at most: no host is left for the trainer; `titan-rl hosts RUN add ADDRESS` "
+        "adds one"
+    ]
+
+
+async def test_it_waits_no_longer_than_it_may() -> None:
+    hosts: dict[str, tuple[str, ...]] = {"a": ()}
+    _, training = processes_on(hosts, [], 0.0)
+    await training.start()
+    hosts.clear()
+    with pytest.raises(ConfigError, match="no host is left"):
+        await training.restart()

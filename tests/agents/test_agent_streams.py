@@ -1,0 +1,68 @@
+"""What an agent in training hears of a completion before it ends, and how it can end one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+from serving.served import Engines
+from test_agent_task import addresses, stage, trained
+
+from titan_rl.rollout.types import Rollout, RolloutStatus
+
+CHAT = "/v1/chat/completions"
+ASKED: dict[str, Any] = {"messages": [{"role": "user", "content": "b a"}], "return_token_ids": True}
+
+
+@asynccontextmanager
+async def episode(folder: Path, engines: Engines, over: list[Rollout]) -> AsyncIterator[httpx.AsyncClient]:
+    """An agent that talks for the length of the block; then its rollout is in `over`."""
+    async with stage(folder, command=(), engines=engines) as it:
+        running = asyncio.create_task(it.group(size=1))
+        server = json.loads(addresses(folder)[0].read_text())
+        async with httpx.AsyncClient(timeout=60) as client:
+            headers = {"authorization": f"Bearer {server['key']}"}
+            opened = (await client.post(f"{server['url']}/episodes", json={"wait_s": 60}, headers=headers)).json()
+        own = {"x-api-key": opened["key"]}
+        async with httpx.AsyncClient(base_url=opened["base_url"], headers=own, timeout=60) as agent:
+            yield agent
+            await agent.post("/reward", json={"rewards": {"reward": 1.0}})
+            await agent.post("/end", json={})
+        over += (await running).rollouts
+    assert over[0].status is RolloutStatus.COMPLETED
+
+
+async def test_streams_bring_tokens_as_they_are_sampled(tmp_path: Path) -> None:
+    engines, over, heard = Engines(1, vocab_size=400, block_at_step=6), list[Rollout](), list[int]()
+    async with (
+        episode(tmp_path, engines, over) as agent,
+        agent.stream("POST", CHAT, json={**ASKED, "stream": True}) as answer,
+    ):
+        async for line in answer.aiter_lines():
+            if line.startswith("data: {"):
+                heard += [t for choice in json.loads(line[6:])["choices"] for t in choice.get("token_ids", ())]
+                if len(heard) == 5:  # the engine stands in its sixth step
+                    engines.engines[0].release.set()
+    assert len(heard) == 16
+    assert trained(over[0]) == [heard]
+
+
+async def test_what_an_agent_stops_is_generated_no_further(tmp_path: Path) -> None:
+    engines, over = Engines(1, vocab_size=400, block_at_step=16 + 10), list[Rollout]()
+    async with episode(tmp_path, engines, over) as agent:
+        logprobs = {**ASKED, "logprobs": True}
+        (whole,) = (await agent.post(CHAT, json=logprobs)).json()["choices"]
+        pieces = [one["token"] for one in whole["logprobs"]["content"]]
+        at = next(at for at in range(3, 8) if pieces[at].strip() and "\ufffd" not in pieces[at])
+        # The same context is answered with the same tokens, and the engine stands in the tenth.
+        (cut,) = (await agent.post(CHAT, json={**ASKED, "stop": pieces[at]})).json()["choices"]
+        engines.engines[0].release.set()
+    assert cut["finish_reason"] == "stop"
+    assert len(cut["token_ids"]) < 10
+    assert cut["token_ids"] == whole["token_ids"][: len(cut["token_ids"])]
+    assert sorted(trained(over[0])) == sorted([whole["token_ids"], cut["token_ids"]])

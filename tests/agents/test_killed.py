@@ -1,0 +1,51 @@
+"""Agents whose run is killed are played again from the start, and answered again what they were answered before."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from killed import play
+
+from titan_rl import RolloutGroup, RolloutStatus
+from titan_rl.agents.reaper import VARIABLE
+
+
+def tokens(group: RolloutGroup) -> list[list[list[int]]]:
+    return [[list(turn.completion.token_ids) for turn in rollout.turns] for rollout in group.rollouts]
+
+
+def agents_of(folder: Path) -> list[int]:
+    """Processes that are marked as agents and work below a folder."""
+    found: list[int] = []
+    for process in Path("/proc").iterdir():
+        try:
+            if process.name.isdigit() and VARIABLE.encode() in (process / "environ").read_bytes():
+                found += [int(process.name)] if (process / "cwd").resolve().is_relative_to(folder) else []
+        except OSError:  # it is gone
+            continue
+    return found
+
+
+def test_a_killed_run_plays_its_agents_again_and_samples_nothing_twice(tmp_path: Path) -> None:
+    undisturbed, all_asked = asyncio.run(play(tmp_path / "undisturbed"))
+    folder = tmp_path / "killed"
+    program = [sys.executable, str(Path(__file__).with_name("killed.py")), str(folder), "3"]
+    ended = subprocess.run(
+        program, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}, timeout=60, check=False
+    )
+    assert ended.returncode == -signal.SIGKILL
+    deadline = time.monotonic() + 20.0  # what ends them outlives the run by a moment
+    while agents_of(folder):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    resumed, asked = asyncio.run(play(folder))
+    assert all(rollout.status is RolloutStatus.COMPLETED for rollout in resumed.rollouts)
+    assert tokens(resumed) == tokens(undisturbed)
+    assert set(asked) < set(all_asked)
+    assert len(asked) < len(all_asked)

@@ -1,0 +1,49 @@
+"""Where `titan-rl worker` listens, and what it ends with."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
+
+from titan_rl.cli.main import main
+
+
+def test_ctrl_c_ends_a_worker_at_once_and_it_names_the_way_that_has_runs_move_first(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def interrupted(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("titan_rl.run.worker.run_worker", interrupted)
+    assert main(["worker", "--listen", "127.0.0.1:0"]) == 130
+    said = capsys.readouterr().err
+    assert "titan-rl: stopped at once, with what runs had here; SIGTERM has them move it first" in said
+    assert "before a run began" not in said
+
+
+@pytest.mark.parametrize(
+    ("listen", "says"),
+    [
+        ("0.0.0.0:0", "'0.0.0.0:0' stands for all interfaces; name one address"),
+        ("[::]:0", "'[::]:0' stands for all interfaces"),
+        ("*:0", "'*:0' stands for all interfaces"),
+        ("0:0", "'0:0' stands for all interfaces"),
+        ("[]:0", "'[]:0' is not HOST or HOST:PORT"),
+        ("203.0.113.9:0", "203.0.113.9:0: Cannot assign requested address; name a free port of an address of this"),
+    ],
+)
+def test_a_worker_listens_on_one_address_of_its_machine(listen: str, says: str, capsys: pytest.CaptureFixture[str]):
+    assert main(["worker", "--listen", listen]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_name_that_means_nothing_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    def create_server(address: tuple[str, int], **_: object):
+        raise OSError(-2, f"Name or service not known (while attempting to bind on address {address!r})")
+
+    monkeypatch.setattr(socket, "create_server", create_server)
+    assert main(["worker", "--listen", "far:0"]) == 2
+    assert "--listen far:0: Name or service not known; name a free port of an address" in capsys.readouterr().err

@@ -1,0 +1,111 @@
+"""What `[hosts]` takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from titan_rl.config.hosts import HostsConfig, Roles, address_towards, check_own_machine, is_loopback, split_address
+from titan_rl.errors import ConfigError
+from titan_rl.providers.settings import SSHConfig
+
+
+def test_addresses_are_a_list_or_between_commas_and_have_a_port_if_none_is_said() -> None:
+    expected = ("10.0.0.1:22222", "node-2:4000", "[fd00::1]:22222")
+    assert HostsConfig.model_validate({"addresses": ["10.0.0.1", "node-2:4000", "[fd00::1]"]}).addresses == expected
+    assert HostsConfig.model_validate({"addresses": "10.0.0.1, node-2:4000,[fd00::1]:22222"}).addresses == expected
+    assert HostsConfig(addresses=expected).elsewhere
+    assert not HostsConfig().elsewhere
+
+
+@pytest.mark.parametrize(
+    "address", ["", ":22222", "tcp://a:1", "a:0", "a:65536", "a:b", "a:", "10.0.0.2 10.0.0.3", "a\tb:1"]
+)
+def test_what_is_no_address_is_refused(address: str) -> None:
+    with pytest.raises(ValidationError, match="must be HOST or HOST:PORT"):
+        HostsConfig.model_validate({"addresses": [address]})
+
+
+def test_a_worker_is_named_once() -> None:
+    with pytest.raises(ValidationError, match="a:22222 is there more than once"):
+        HostsConfig.model_validate({"addresses": ["a", "a:22222"]})
+
+
+def test_loopback_is_what_only_this_machine_reaches() -> None:
+    assert [is_loopback(split_address(each)[0]) for each in ("127.0.0.1", "localhost", "[::1]:1")] == [True] * 3
+    assert not any(map(is_loopback, ("0.0.0.0", "10.0.0.1", "node-2")))
+    assert address_towards(HostsConfig(addresses=("127.0.0.1:22222",))) == "127.0.0.1"
+
+
+EVERYWHERE = ("0.0.0.0", "0.0.0.0:22222", "[::]:22222", "*:22222", "0:22222", "[]:22222", "[::ffff:0.0.0.0]:1")
+
+
+@pytest.mark.parametrize("address", EVERYWHERE)
+def test_all_interfaces_are_no_address(address: str) -> None:
+    with pytest.raises(ValueError, match=r"all interfaces; name one address of the machine|is not HOST or HOST:PORT"):
+        split_address(address)
+    with pytest.raises(ValidationError, match=r"all interfaces|must be HOST or HOST:PORT"):
+        HostsConfig.model_validate({"addresses": [address]})
+
+
+@pytest.mark.parametrize("listen", ["0.0.0.0", "::", "*"])
+def test_a_controller_listens_on_one_address(listen: str) -> None:
+    with pytest.raises(ValidationError, match="all interfaces; name one address"):
+        HostsConfig.model_validate({"addresses": ["a"], "listen": listen})
+
+
+def test_a_controller_listens_on_an_address_of_its_machine() -> None:
+    check_own_machine(HostsConfig(addresses=("127.0.0.1",), listen="127.0.0.1"))
+    for listen in ("203.0.113.9", "a..b", "fe80::1:2:3:4"):
+        with pytest.raises(ConfigError, match=rf"hosts\.listen = '{listen}': .*name an address of this machine"):
+            check_own_machine(HostsConfig(addresses=("127.0.0.1",), listen=listen))
+
+
+def test_a_file_of_addresses_is_there_and_adds_to_hosts(tmp_path: Path) -> None:
+    file = tmp_path / "addresses"
+    with pytest.raises(ValidationError, match=r"addresses_file = .* needs addresses or provider"):
+        HostsConfig(addresses_file=str(file))
+    config = HostsConfig(addresses=("127.0.0.1",), addresses_file=str(file))
+    with pytest.raises(ConfigError, match=r"hosts\.addresses_file = '.*': No such file or directory; make it"):
+        check_own_machine(config)
+    file.touch()
+    check_own_machine(config)
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        ({"train": 3}, "hosts.train is 3, and there is 1 host;"),
+        ({"addresses": (), "train": 3}, "hosts.train is 3, and there is 1 host;"),
+        ({"addresses": ("a",), "generate": 5}, "hosts.generate is 5, and there is 1 host;"),
+        ({"addresses": ("a", "b"), "play": 3}, "hosts.play is 3, and there are 2 hosts;"),
+        ({"provider": "ssh", "ssh": {"hosts": ("a",)}, "train": 2}, "hosts.train is 2, and there is 1 host;"),
+        (
+            {"provider": "kubernetes", "kubernetes": {"image": "i", "volume": "v"}, "train": 3},
+            "hosts.train is 3, and there is 1 host;",
+        ),
+        ({"addresses": ("a", "b"), "train": 2, "generate": 2}, None),
+        ({"provider": "slurm", "train": 3}, None),  # an allocation says how many it has
+        ({"provider": "mine:workers", "train": 3}, None),
+    ],
+)
+def test_roles_need_no_more_hosts_than_settings_name(table: dict[str, object], said: str | None) -> None:
+    found = list(HostsConfig.model_validate(table).too_few())
+    assert [line.startswith(said) for line in found] == [True] if said else not found
+
+
+def test_slurm_has_as_many_hosts_as_the_job_that_is_launched() -> None:
+    config = HostsConfig(provider="slurm", train=3)
+    assert list(config.too_few(launched=True)) == [
+        "hosts.train is 3, and there is 1 host; lower it, or have more hosts"
+    ]
+    with pytest.raises(ConfigError, match=r"hosts\.train is 3, and there is 1 host;"):
+        Roles.of(config, ["a"])
+
+
+def test_hosts_of_ssh_are_a_list_or_between_commas() -> None:
+    assert SSHConfig.model_validate({"hosts": "gpu-1,me@gpu-2"}).hosts == ("gpu-1", "me@gpu-2")
+    with pytest.raises(ValidationError, match="must be an IP address"):
+        SSHConfig.model_validate({"hosts": "a", "addresses": {"a": "a.example"}})

@@ -1,0 +1,83 @@
+"""Whether a generator in bfloat16 has loaded a version, on a CPU, by vLLM and torchtitan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from e2e.tiny_policy import make_tiny_qwen3, on_policy_samples
+
+from titan_rl.errors import VerificationError
+from titan_rl.generation.vllm_engine import VLLMEngine
+from titan_rl.training.publishing import WeightPublisher
+from titan_rl.training.settings import ModelConfig, TrainingConfig
+from titan_rl.training.trainer import TrainerCore
+from titan_rl.weights.probes import ProbeFigures, SwapCheck
+from titan_rl.weights.transports.shared_memory import SharedMemoryTransport
+
+
+class Run:
+    """A trainer that publishes, and an engine that is checked."""
+
+    def __init__(self, folder: Path, engine: VLLMEngine, root: Path, *, lr: float, num_probes: int) -> None:
+        self.trainer = TrainerCore(
+            ModelConfig(path=str(folder), dtype="bfloat16"), TrainingConfig(steps=10, lr=lr), seed=0
+        )
+        self.transport = SharedMemoryTransport("run", root=root)
+        self.publisher = WeightPublisher(self.trainer, self.transport, num_probes=num_probes)
+        self.engine, self.swaps = engine, SwapCheck()
+        self.manifest = self.publisher.publish()
+        self.pull()
+
+    def step(self) -> None:
+        self.trainer.step(on_policy_samples(self.trainer, *[60] * 12))
+        self.manifest = self.publisher.publish()
+
+    def pull(self, *, without: str | None = None) -> ProbeFigures:
+        """Of the newest version, without the tensors whose names have that in them."""
+        items = [pair for pair in self.transport.pull(self.manifest) if without is None or without not in pair[0]]
+        self.engine.load_state_dict(items, self.manifest.version)
+        return self.verify()
+
+    def verify(self) -> ProbeFigures:
+        manifest = self.manifest
+        return self.swaps.verify(manifest.probes, self.engine.score, manifest.tolerance, version=manifest.version)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_qwen3(tmp_path_factory.mktemp("model") / "model")
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Iterator[VLLMEngine]:
+    engine = VLLMEngine(str(folder), dtype="bfloat16", max_context=256, kv_cache_gib=0.05)
+    yield engine
+    engine.close()
+
+
+def test_the_update_of_one_layer_that_is_withheld_is_caught(folder: Path, engine: Any, tmp_path: Path) -> None:
+    run = Run(folder, engine, tmp_path, lr=3e-4, num_probes=32)
+    before = run.manifest
+    run.step()
+    for layer in range(2):
+        engine.load_state_dict(run.transport.pull(before), 0)
+        with pytest.raises(VerificationError, match="not loaded"):
+            run.pull(without=f"layers.{layer}.")
+    figures = run.pull()
+    assert figures.missed <= figures.margin < 0.1
+    run.publisher.close()
+
+
+def test_a_swap_that_did_nothing_is_caught_at_a_learning_rate_of_3e_6(
+    folder: Path, engine: Any, tmp_path: Path
+) -> None:
+    run = Run(folder, engine, tmp_path, lr=3e-6, num_probes=384)
+    run.step()
+    with pytest.raises(VerificationError, match="not loaded"):
+        run.verify()
+    figures = run.pull()
+    assert figures.missed <= figures.margin < 0.5
+    run.publisher.close()

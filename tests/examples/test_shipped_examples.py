@@ -1,0 +1,22 @@
+"""What every example must pass: a dry run of its settings, with a tiny model in the place of its base model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from titan_rl.config.load import load_config
+from titan_rl.run.rehearsal import rehearse
+from titan_rl.tiny_model import make_tiny_model
+
+EXAMPLES = sorted(path.parent.name for path in Path("examples").glob("*/cpu.toml"))
+EXAMPLES.remove("agent")  # played by a program, which no dry run starts
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_its_settings_can_be_rehearsed(name: str, tmp_path: Path) -> None:
+    path = Path("examples", name, "cpu.toml")
+    context = load_config(path, check_files=False).model.max_context
+    make_tiny_model(tmp_path / "base", texts=(), level="byte", parameters=100_000, max_context=context)
+    assert rehearse(load_config(path, [("model.path", str(tmp_path / "base"))]), print)

@@ -1,0 +1,109 @@
+"""The likeliest tokens beside each sampled one: who gets them, and that they are of the weights that sampled it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from titan_rl import EngineLoop, GeneratorRouter, SamplingParams, ScriptedEngine, VersionSpan
+from titan_rl.errors import GenerationError
+from titan_rl.generation.engine import TokenDelta
+from titan_rl.generation.loop.local_replica import LocalReplica
+from titan_rl.generation.request import EngineRequest
+from titan_rl.generation.scripted_engine import scripted_logprobs
+from titan_rl.serving.policy.stream import unbroken
+from titan_rl.types import Completion, TokenChunk
+
+VOCAB = 32
+PROMPT = [1, 2]
+ASKING = SamplingParams(max_tokens=12, top_logprobs=3)
+
+
+def expected(completion: Completion) -> list[list[tuple[int, float]]]:
+    """What the weights of each token's version say of every token in its place."""
+    context, rows = list(PROMPT), []
+    for token, version in zip(completion.token_ids, completion.versions, strict=True):
+        scored = [(scripted_logprobs([*context, other], version)[-1], other) for other in range(VOCAB)]
+        rows.append([(other, logprob) for logprob, other in sorted(scored, reverse=True)[:3]])
+        context.append(token)
+    return rows
+
+
+async def test_a_request_has_them_if_it_asks_and_another_of_the_batch_has_none() -> None:
+    loop = EngineLoop(lambda: ScriptedEngine(vocab_size=VOCAB))
+    await loop.start()
+    asking, other = await asyncio.gather(
+        loop.generate(PROMPT, request_id="a", sampling=ASKING),
+        loop.generate(PROMPT, request_id="b", sampling=SamplingParams(max_tokens=12)),
+    )
+    await loop.close()
+    assert asking.top_logprobs == expected(asking)
+    assert (other.top_logprobs, other.token_ids, other.logprobs) == (None, asking.token_ids, asking.logprobs)
+
+
+class Blocked(ScriptedEngine):
+    """Stops in its fourth step, and may then fail."""
+
+    def __init__(self, *, fails: bool = False) -> None:
+        super().__init__(vocab_size=VOCAB, block_at_step=4, fail_at_step=5 if fails else None)
+
+
+async def test_they_outlive_a_dead_engine_a_pause_an_abort_and_a_pull() -> None:
+    """All of it in one stream, whose chunks are the completion."""
+    engines: list[ScriptedEngine] = []
+
+    def make() -> ScriptedEngine:
+        engines.append(Blocked(fails=not engines))
+        return engines[-1]
+
+    loops = [EngineLoop(make, stream_interval=1) for _ in range(2)]
+    for loop in loops:
+        await loop.start()
+    router = GeneratorRouter([LocalReplica(f"e{at}", loop, lambda _: []) for at, loop in enumerate(loops)])
+    stream, told = unbroken(router.stream, wait_until_resumed=router.wait_resumed), list[TokenChunk]()
+    asked = asyncio.ensure_future(stream(EngineRequest("a", PROMPT, ASKING), told.append))
+    for engine in [engines[0], engines[1]]:
+        assert await asyncio.to_thread(engine.started.wait, 10)
+        if engine is engines[1]:
+            pausing = asyncio.ensure_future(router.pause("keep"))
+            while loops[1].paused is None:  # noqa: ASYNC110 what engines do in their threads sets no event
+                await asyncio.sleep(0)
+            engine.release.set()
+            await pausing
+            await loops[1].abort()
+            await router.pull_state_dict(1)
+            await router.resume()
+        engine.release.set()
+    completion = await asked
+    await router.close()
+    assert set(completion.versions) == {0, 1}
+    assert completion.top_logprobs == expected(completion)
+    assert [row for chunk in told for row in chunk.top_logprobs or ()] == completion.top_logprobs
+
+
+class Forgetful(ScriptedEngine):
+    """Knows nothing of top logprobs."""
+
+    def step(self) -> list[TokenDelta]:
+        return [TokenDelta(d.request_id, d.token_ids, d.logprobs, d.finish_reason) for d in super().step()]
+
+
+async def test_a_token_without_them_fails_its_request_alone() -> None:
+    loop = EngineLoop(lambda: Forgetful(vocab_size=VOCAB))
+    await loop.start()
+    with pytest.raises(GenerationError, match="'a' asked for top logprobs"):
+        await loop.generate(PROMPT, request_id="a", sampling=ASKING)
+    await loop.generate(PROMPT, request_id="b", sampling=SamplingParams(max_tokens=2))
+    await loop.close()
+
+
+@pytest.mark.parametrize("number", [-1, 21])
+def test_there_are_as_many_as_may_be_asked_for(number: int) -> None:
+    with pytest.raises(ValueError, match=f"top_logprobs is {number}; it must be from 0 to 20"):
+        SamplingParams(max_tokens=1, top_logprobs=number)
+
+
+def test_a_completion_that_lacks_a_row_cannot_be_made() -> None:
+    with pytest.raises(ValueError, match="2 token_ids and 1 rows in top_logprobs"):
+        TokenChunk("a", [1, 2], [-1.0, -1.0], (VersionSpan(0, 2),), top_logprobs=[[(1, -0.5)]])

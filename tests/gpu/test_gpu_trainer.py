@@ -1,0 +1,34 @@
+"""A trainer on a GPU, by torchtitan. Skipped where there is no GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torchtitan", reason="needs the cpu or gpu extra")
+
+import torch
+from e2e.tiny_policy import make_tiny_qwen3, on_policy_samples, sequences
+from transformers import AutoModelForCausalLM
+
+from titan_rl.training.settings import ModelConfig, TrainingConfig
+from titan_rl.training.trainer import TrainerCore
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; the CPU path has tests of its own")
+
+
+def test_it_learns_in_bfloat16_and_scores_what_it_publishes_in_float32(tmp_path: Path) -> None:
+    folder = make_tiny_qwen3(tmp_path / "model")
+    trainer = TrainerCore(ModelConfig(path=str(folder), dtype="bfloat16"), TrainingConfig(steps=20, lr=1e-3), seed=0)
+    samples = on_policy_samples(trainer, 64, 48, 80)
+    losses = [trainer.step(samples).metrics["loss"] for _ in range(10)]
+    assert losses[-1] < losses[0]
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model.load_state_dict({name: tensor.cpu() for name, tensor in trainer.named_tensors()}, strict=False)
+    (ids,) = sequences(60)
+    with torch.no_grad():
+        expected = (
+            model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1).gather(-1, torch.tensor(ids)[1:, None])[:, 0]
+        )
+    torch.testing.assert_close(torch.tensor(trainer.score_published([ids])[0]), expected, rtol=0, atol=5e-3)

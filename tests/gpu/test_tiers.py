@@ -1,0 +1,50 @@
+"""Which tiers of the tests on GPUs are run, and what is said of the others."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+SPEC = importlib.util.spec_from_file_location("run_tiers", ROOT / "scripts/test_gpu.py")
+assert SPEC is not None
+assert SPEC.loader is not None
+tiers = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(tiers)
+
+
+def test_a_tier_whose_packages_are_missing_or_that_has_no_time_says_so() -> None:
+    assert tiers.why_not(["json", "no_such_package", "nor_this"], 60) == "no_such_package, nor_this not installed"
+    assert tiers.why_not(["json"], 0.5) == "no time is left of --limit"
+    assert tiers.why_not(["json"], 60) is None
+
+
+def test_every_test_of_a_gpu_is_in_a_tier() -> None:
+    listed = {file for _, _, files in tiers.TIERS for file in files}
+    there = {str(path.relative_to(ROOT)) for path in (ROOT / "tests/gpu").glob("test_*.py")} - {
+        "tests/gpu/test_tiers.py"
+    }
+    assert there <= listed
+    assert all((ROOT / file).is_file() for file in listed)
+
+
+def test_what_takes_too_long_is_a_failure_with_its_time() -> None:
+    fine, line = tiers.run(["tests/gpu/test_torch_alone.py"], 0.01)
+    assert (fine, line) == (False, "not done within 0 s")
+
+
+def test_the_first_tier_needs_torch_alone() -> None:
+    code = """
+import sys
+class Refuse:
+    def find_spec(self, name, *_):
+        if name.split(".")[0] in ("torchtitan", "vllm", "monarch", "transformers"):
+            raise ImportError(name)
+sys.meta_path.insert(0, Refuse())
+import gpu.test_torch_alone, gpu.test_cuda_ipc_processes
+"""
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)

@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from hosts.namespaces import HostProcess, Namespaces, namespaces, why_not
+
+
+@pytest.fixture(scope="session")
+def needs_namespaces() -> None:
+    pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
+    if (reason := why_not()) is not None:
+        pytest.skip(reason)
+
+
+@pytest.fixture(scope="module")
+def hosts(needs_namespaces: None) -> Generator[Namespaces]:
+    """Three hosts beside each other, for the tests of a module."""
+    with namespaces(3) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def workers(hosts: Namespaces, tmp_path_factory: pytest.TempPathFactory) -> list[HostProcess]:
+    """`titan-rl worker` on each of them. What it says is in `worker-NAME.txt`."""
+    folder: Path = tmp_path_factory.mktemp("workers")
+    with ThreadPoolExecutor() as threads:
+        return list(threads.map(lambda host: host.start_worker(folder / f"worker-{host.name}.txt"), hosts))

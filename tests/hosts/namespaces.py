@@ -1,0 +1,301 @@
+"""Hosts of their own on this machine: namespaces of the kernel, each with an address, shared memory, a hostname and
+process ids. Only root may make them, so that tests which need them are skipped elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Generator, Mapping, Sequence
+from pathlib import Path
+
+PROJECT = Path(__file__).parents[2]
+TOOLS = ("ip", "unshare", "nsenter", "setpriv")
+PREFIX = "trl"
+PORT = 22222
+START_S = 20.0
+_SPACES = ("net", "mount", "uts", "ipc", "pid")
+# The first process of a host collects what ends there, and runs until it is killed, which ends all of them.
+_INIT = (
+    "mount -t proc proc /proc && mount -t tmpfs tmpfs /dev/shm && {private} hostname {name} && ip link set lo up "
+    "&& echo ready && while :; do sleep 1000 & wait $!; done"
+)
+
+
+def why_not() -> str | None:
+    """What keeps this machine from having such hosts; None where nothing does."""
+    if sys.platform != "linux" or os.geteuid() != 0:
+        return "hosts are made of namespaces, which only root may make"
+    missing = [tool for tool in TOOLS if shutil.which(tool) is None]
+    if missing:
+        return f"hosts are made with {', '.join(missing)}: install iproute2 and util-linux"
+    tried = subprocess.run(
+        ["unshare", "--net", "--mount", "--pid", "--fork", "mount", "-t", "tmpfs", "tmpfs", "/dev/shm"],
+        capture_output=True,
+        text=True,
+    )
+    if tried.returncode:
+        return f"no namespaces can be made here: {tried.stderr.strip()}"
+    probe = f"{PREFIX}{os.getpid()}p"
+    if subprocess.run(["ip", "link", "add", probe, "type", "bridge"], capture_output=True).returncode:
+        return "no bridge can be made here"
+    _ip("link", "del", probe)
+    return None
+
+
+class HostProcess:
+    """A process on a host.
+
+    Attributes:
+        pid: as this machine counts.
+    """
+
+    def __init__(self, outer: subprocess.Popen[str], pid: int) -> None:
+        self.outer = outer
+        self.pid = pid
+
+    def send(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+            if number == signal.SIGCONT:
+                self.outer.send_signal(number)  # it stops when its child does
+
+    def wait(self, timeout_s: float = 30.0) -> int:
+        """Its exit status."""
+        return self.outer.wait(timeout_s)
+
+
+class NamespaceHost:
+    """One host. It runs until `kill`; `start` makes it anew, with the same name and address and nothing else."""
+
+    def __init__(self, name: str, address: str, bridge: str, link: str, private: Sequence[Path]) -> None:
+        self.name, self.address = name, address
+        self._bridge, self._link = bridge, link
+        self._private = private
+        self._unshare: subprocess.Popen[str]
+        self._init: int
+
+    def start(self) -> None:
+        private = "".join(f"mount -t tmpfs tmpfs {folder} && " for folder in self._private)
+        spaces = [f"--{space}" for space in _SPACES]
+        script = _INIT.format(name=self.name, private=private)
+        self._unshare = subprocess.Popen(
+            ["setpriv", "--pdeathsig", "KILL", "unshare", *spaces, "--fork", "--kill-child", "bash", "-c", script],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
+        )
+        assert self._unshare.stdout is not None
+        assert self._unshare.stdout.readline() == "ready\n"
+        self._init = _child_of(self._unshare.pid)
+        peer = f"{self._link}p"
+        _ip("link", "add", self._link, "type", "veth", "peer", "name", peer)
+        _ip("link", "set", peer, "netns", str(self._init))
+        _ip("link", "set", self._link, "master", self._bridge, "up")
+        for command in (
+            f"ip link set {peer} name eth0",
+            f"ip link set eth0 address {_hardware_address(self.address)}",  # a machine that comes back has its old one
+            f"ip addr add {self.address}/24 dev eth0",
+            "ip link set eth0 up",
+        ):
+            subprocess.run([*self._enter("net"), *command.split()], check=True)
+
+    def run(
+        self, command: Sequence[str], env: Mapping[str, str] | None = None, output: Path | None = None
+    ) -> HostProcess:
+        """Start a process there, in this project."""
+        with contextlib.ExitStack() as files:
+            log = subprocess.DEVNULL if output is None else files.enter_context(output.open("a"))
+            process = subprocess.Popen(
+                [*self._enter(*_SPACES)[:-1], f"--wdns={PROJECT}", "--", *command],
+                env={**os.environ, "PYTHONPATH": str(PROJECT), "OMP_NUM_THREADS": "1", **(env or {})},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+                cwd=PROJECT,
+            )
+        return HostProcess(process, _child_of(process.pid))
+
+    def ask(self, command: Sequence[str], env: Mapping[str, str] | None = None, timeout_s: float = 60.0) -> str:
+        """What a command says there, which ends by itself.
+
+        Raises:
+            subprocess.CalledProcessError: it fails; its `stdout` has what it said of that, too.
+        """
+        done = subprocess.run(
+            [*self._enter(*_SPACES)[:-1], f"--wdns={PROJECT}", "--", *command],
+            env={**os.environ, "PYTHONPATH": str(PROJECT), **(env or {})},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=timeout_s,
+            check=True,
+        )
+        return done.stdout
+
+    def start_worker(self, output: Path, *options: str, env: Mapping[str, str] | None = None) -> HostProcess:
+        """`titan-rl worker`, once it listens on `worker_address`.
+
+        Args:
+            output: what it prints goes there, behind what is there.
+        """
+        before = output.stat().st_size if output.exists() else 0
+        command = [sys.executable, "-m", "titan_rl.cli.main", "worker", "--listen", self.worker_address, *options]
+        worker = self.run(command, env, output)
+        deadline = time.monotonic() + START_S
+        while "listening on" not in output.read_text()[before:]:
+            if worker.outer.poll() is not None or time.monotonic() > deadline:
+                raise AssertionError(f"the worker on {self.name} did not start:\n{output.read_text()[before:]}")
+            time.sleep(0.01)
+        return worker
+
+    @property
+    def worker_address(self) -> str:
+        return f"{self.address}:{PORT}"
+
+    def processes(self) -> list[str]:
+        """The command lines of what runs there, but for the first process of the host and what it waits for."""
+        found: list[str] = []
+        space = os.readlink(f"/proc/{self._init}/ns/pid")
+        for entry in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):
+                if entry.name.isdigit() and os.readlink(entry / "ns/pid") == space and int(entry.name) != self._init:
+                    line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+                    found += [line] if line and line != "sleep 1000" else []
+        return found
+
+    def files(self, folder: str) -> list[str]:
+        """What lies in a folder as that host sees it."""
+        return sorted(os.listdir(f"/proc/{self._init}/root{folder}"))
+
+    def kill(self) -> None:
+        """End the host whole, as a power failure would."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._init, signal.SIGKILL)
+        self._unshare.wait()
+        assert self._unshare.stdout is not None
+        self._unshare.stdout.close()
+        subprocess.run(["ip", "link", "del", self._link], capture_output=True)
+
+    def link_down(self) -> None:
+        """A partition: nothing reaches it any more, and nothing comes from there."""
+        _ip("link", "set", self._link, "down")
+
+    def link_up(self) -> None:
+        _ip("link", "set", self._link, "up")
+
+    def cap(self, mbit: int) -> None:
+        """Limit what it sends and receives, in megabits a second."""
+        shape = ["root", "tbf", "rate", f"{mbit}mbit", "burst", "64kb", "latency", "200ms"]
+        subprocess.run(["tc", "qdisc", "replace", "dev", self._link, *shape], check=True)
+        subprocess.run([*self._enter("net"), "tc", "qdisc", "replace", "dev", "eth0", *shape], check=True)
+
+    def uncap(self) -> None:
+        """As fast as this machine again."""
+        subprocess.run(["tc", "qdisc", "del", "dev", self._link, "root"], check=True)
+        subprocess.run([*self._enter("net"), "tc", "qdisc", "del", "dev", "eth0", "root"], check=True)
+
+    def _enter(self, *spaces: str) -> list[str]:
+        return ["nsenter", "--target", str(self._init), *[f"--{space}" for space in spaces], "--"]
+
+
+class Namespaces:
+    """Hosts beside each other on a bridge. This process has an address there, too.
+
+    Attributes:
+        gateway: the address of this process.
+    """
+
+    def __init__(self, hosts: Sequence[NamespaceHost], gateway: str) -> None:
+        self.hosts = hosts
+        self.gateway = gateway
+
+    def __getitem__(self, index: int) -> NamespaceHost:
+        return self.hosts[index]
+
+    def __iter__(self):
+        return iter(self.hosts)
+
+    def __len__(self) -> int:
+        return len(self.hosts)
+
+
+@contextlib.contextmanager
+def namespaces(count: int, private: Sequence[Path] = ()) -> Generator[Namespaces]:
+    """Hosts that are gone with the block, whatever ended it.
+
+    Args:
+        private: folders of which each host has an empty one of its own; the rest of the file system is shared.
+    """
+    _clean_up_after_the_dead()
+    stem = f"{PREFIX}{os.getpid()}"
+    bridge, network = f"{stem}b{_numbers()}", _free_network()
+    _ip("link", "add", bridge, "type", "bridge")
+    hosts: list[NamespaceHost] = []
+    try:
+        _ip("addr", "add", f"{network}.1/24", "dev", bridge)
+        _ip("link", "set", bridge, "up")
+        for index in range(1, count + 1):
+            host = NamespaceHost(f"{stem}h{index}", f"{network}.{index + 1}", bridge, f"{bridge}{index}", private)
+            host.start()
+            hosts.append(host)
+        yield Namespaces(hosts, f"{network}.1")
+    finally:
+        for host in hosts:
+            host.kill()
+        subprocess.run(["ip", "link", "del", bridge], capture_output=True)
+
+
+_made = iter("abcdefghijklmnopqrstuvwxyz" * 40)
+
+
+def _numbers() -> str:
+    return next(_made)
+
+
+def _hardware_address(address: str) -> str:
+    return ":".join(["02", "00", *(f"{int(part):02x}" for part in address.split("."))])
+
+
+def _free_network() -> str:
+    """The first three numbers of a network that nobody here has."""
+    taken = subprocess.run(["ip", "-o", "-4", "addr"], capture_output=True, text=True, check=True).stdout
+    first = os.getpid() * 7
+    for number in range(first, first + 25_600):
+        network = f"10.{100 + number // 256 % 100}.{number % 256}"
+        if f" {network}." not in taken:
+            return network
+    raise AssertionError("every network is taken")
+
+
+def _clean_up_after_the_dead() -> None:
+    """Remove the bridges of test runs that were killed; their hosts ended with them."""
+    for line in subprocess.run(["ip", "-o", "link"], capture_output=True, text=True, check=True).stdout.splitlines():
+        name = line.split(": ")[1].partition("@")[0]
+        pid = "".join(c for c in name.removeprefix(PREFIX).partition("b")[0] if c.isdigit())
+        if name.startswith(PREFIX) and pid and not Path(f"/proc/{pid}").exists():
+            subprocess.run(["ip", "link", "del", name], capture_output=True)
+
+
+def _child_of(pid: int) -> int:
+    """The one child of a process of this machine, once there is one."""
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        with contextlib.suppress(FileNotFoundError):
+            children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+            if children:
+                return int(children[0])
+        time.sleep(0.001)
+    raise AssertionError(f"process {pid} started nothing")
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)

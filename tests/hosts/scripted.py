@@ -1,0 +1,87 @@
+"""What runs on hosts where no model is needed: scripted generators, and the program of a controller that asks them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import AsyncGenerator, Sequence
+from pathlib import Path
+from typing import Any
+
+from titan_rl.config.hosts import HostsConfig
+from titan_rl.config.run import RunConfig
+from titan_rl.config.sections import GenerationConfig
+from titan_rl.config.tasks import TaskSource
+from titan_rl.generation.engine import Engine
+from titan_rl.generation.registry import EngineSpec
+from titan_rl.generation.scripted_engine import CostModel, ScriptedEngine
+from titan_rl.run.directory import RunDirectory
+from titan_rl.types import SamplingParams
+
+TESTS = Path(__file__).parents[1]
+LIMIT_S = 60
+
+
+def make(spec: EngineSpec) -> Engine:
+    """An engine that takes a millisecond a step."""
+    return ScriptedEngine(cost=CostModel(step=0.001))
+
+
+def config(addresses: Sequence[str], **sections: Any) -> RunConfig:
+    """Of scripted generators on these workers."""
+    from run.test_controller import Counting
+
+    given: dict[str, Any] = {
+        "generation": GenerationConfig(engine="hosts.scripted:make", num_generators=3),
+        "hosts": HostsConfig(addresses=tuple(addresses), generate=len(addresses) or None),
+    }
+    model = {"path": str(TESTS), "max_context": 256}
+    task = TaskSource(task=Counting())  # pyright: ignore[reportArgumentType]
+    return RunConfig.model_validate({"model": model, "tasks": [task], **given, **sections})
+
+
+@contextlib.asynccontextmanager
+async def generators(config: RunConfig, folder: Path) -> AsyncGenerator[tuple[Any, Any]]:
+    """The processes and a router of the generators that settings describe."""
+    from titan_rl.actors.run_processes import start_processes
+    from titan_rl.run.machine.environment import run_environment
+    from titan_rl.run.parts import use_monarch
+    from titan_rl.weights.published_weights import PublishedWeights
+
+    with run_environment((str(TESTS), *config.pythonpath)):
+        use_monarch(config.hosts, print)
+        async with start_processes(config, RunDirectory(folder), PublishedWeights(), print, trains=False) as processes:
+            yield processes, processes.make_router()
+
+
+async def ask(router: Any, count: int, tokens: int = 16) -> list[list[int]]:
+    """What generators answer to as many prompts."""
+    sampling = SamplingParams(max_tokens=tokens, min_tokens=tokens, temperature=1.0)
+    async with asyncio.timeout(LIMIT_S):
+        answers = await asyncio.gather(
+            *[router.generate([5, 6, n], request_id=f"r{n}", sampling=sampling) for n in range(count)]
+        )
+    return [list(answer.token_ids) for answer in answers]
+
+
+def run_controller(program: str, *arguments: str, timeout_s: float = LIMIT_S) -> str:
+    """What a program prints that runs in a process of its own, since Monarch listens where it first did.
+
+    Args:
+        program: Python, in which everything of this module is there.
+    """
+    text = f"from hosts.scripted import *\nimport asyncio, sys, os\n{program}"
+    environment = {**os.environ, "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}"}
+    done = subprocess.run(
+        [sys.executable, "-c", text, *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        cwd=TESTS.parent,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout

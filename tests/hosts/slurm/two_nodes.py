@@ -1,0 +1,137 @@
+"""`titan-rl launch` on a real cluster of Slurm with two nodes, in namespaces of this machine: a job that comes to its
+end, and one that is requeued when its time is up, goes on with its run, and is cancelled then.
+
+    python tests/hosts/slurm/two_nodes.py [CONFIG.toml]
+
+As root, with Debian's slurmctld, slurmd, slurm-client and munge, in about four minutes. No part of the tests, since
+those install no scheduler. The model of the config has to be there.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+PROJECT = Path(__file__).parents[3]
+sys.path[:0] = [str(PROJECT), str(PROJECT / "tests"), str(PROJECT / "tests" / "hosts")]
+
+from slurm.cluster import SlurmCluster, slurm_cluster  # noqa: E402
+
+LIMIT_S = 240.0
+SMALL = {
+    "generation.num_generators": 1,
+    "scheduling.groups_per_step": 4,
+    "rollout.group_size": 4,
+    "validation.num_prompts": 0,
+    "hosts.provider": "slurm",
+    "hosts.slurm.nodes": 2,
+}
+BEGAN = time.monotonic()
+
+
+def main() -> None:
+    config = sys.argv[1] if sys.argv[1:] else str(PROJECT / "examples" / "alphabet_sort" / "cpu.toml")
+    folder = Path(tempfile.mkdtemp(prefix="slurm-"))
+    with slurm_cluster(folder) as cluster:
+        show(cluster.run("sinfo", "--version") + cluster.run("sinfo"))
+        comes_to_its_end(cluster, config, folder / "first")
+        is_requeued_and_cancelled(cluster, config, folder / "second")
+        left = {node.name: [line for line in node.processes() if "slurmd" not in line] for node in cluster.nodes}
+        show(f"left on the nodes: {left}")
+        assert not any(left.values())
+
+
+def comes_to_its_end(cluster: SlurmCluster, config: str, runs: Path) -> None:
+    job = launched(cluster, config, runs, {"training.steps": 3})
+    wait_for(cluster, job, "COMPLETED")
+    assert cluster.job(job)["ExitCode"] == "0:0"
+    show_end(runs)
+    run = run_of(runs)
+    assert (run / "export").is_dir()
+    assert status(runs)["state"] == "finished"
+    show("logs: " + ", ".join(sorted(path.name for path in (run / "logs").iterdir())))
+
+
+def is_requeued_and_cancelled(cluster: SlurmCluster, config: str, runs: Path) -> None:
+    """Slurm counts a job's time in minutes, and signals up to one before it is asked to."""
+    settings = {"training.steps": 500, "hosts.slurm.time_limit": "2", "hosts.slurm.grace_s": 60}
+    job = launched(cluster, config, runs, settings)
+    cluster.wait_until(lambda: cluster.job(job)["Restarts"] == "1", "its time is up, and it is requeued", LIMIT_S)
+    before = steps(runs)
+    show(f"job {job} is requeued after {before} steps: {cluster.job(job)['JobState']}")
+    wait_for(cluster, job, "RUNNING")
+    cluster.wait_until(lambda: steps(runs) > before, "the run goes on", LIMIT_S)
+    show(f"its run goes on: {steps(runs)} steps")
+    is_cancelled(cluster, job, runs)
+    assert len(runs_of(runs)) == 1
+
+
+def is_cancelled(cluster: SlurmCluster, job: str, runs: Path) -> None:
+    """By its controller, while the workers stay for that."""
+    cluster.run("scancel", "--batch", "--signal=TERM", job)
+    show(f"scancel --batch --signal=TERM {job}")
+    wait_for(cluster, job, "FAILED")
+    assert cluster.job(job)["ExitCode"] == "143:0"
+    assert status(runs)["state"] == "stopped"
+    show_end(runs)
+
+
+def launched(cluster: SlurmCluster, config: str, runs: Path, settings: dict[str, object]) -> str:
+    """The number of the job."""
+    options = [
+        word for key, value in {**SMALL, **settings, "run_dir": runs}.items() for word in (f"--{key}", str(value))
+    ]
+    command = [sys.executable, "-m", "titan_rl.cli.main", "launch", config, *options]
+    show(f"$ titan-rl launch {' '.join(command[4:])}")
+    said = cluster.run(*command)
+    show(said)
+    (number,) = re.findall(r"job (\d+) is submitted", said)
+    return number
+
+
+def wait_for(cluster: SlurmCluster, job: str, state: str) -> None:
+    def there() -> bool:
+        found = cluster.job(job)["JobState"]
+        assert found in (state, "PENDING", "CONFIGURING", "RUNNING", "COMPLETING"), cluster.job(job)
+        return found == state
+
+    took = cluster.wait_until(there, f"job {job} is {state}", LIMIT_S)
+    found = cluster.job(job)
+    show(f"job {job} is {state} after {took:.0f} s on {found['NodeList']}, ExitCode={found['ExitCode']}")
+
+
+def runs_of(runs: Path) -> list[Path]:
+    return [path for path in runs.iterdir() if path.is_dir() and not path.is_symlink()] if runs.is_dir() else []
+
+
+def run_of(runs: Path) -> Path:
+    return runs_of(runs)[0]
+
+
+def steps(runs: Path) -> int:
+    """Those of which there is a record."""
+    found = [path / "metrics.jsonl" for path in runs_of(runs)]
+    lines = [line for path in found if path.exists() for line in path.read_text().splitlines()]
+    return max((int(json.loads(line)["step"]) for line in lines), default=0)
+
+
+def status(runs: Path) -> dict[str, object]:
+    return json.loads((run_of(runs) / "status.json").read_text())
+
+
+def show_end(runs: Path) -> None:
+    show(f"status.json: {json.dumps(status(runs))}")
+    (log,) = runs.glob("*.log")
+    show(f"{log.name}:\n" + "\n".join(f"    {line}" for line in log.read_text().splitlines()))
+
+
+def show(text: str) -> None:
+    print(f"[{time.monotonic() - BEGAN:5.1f} s] {text.strip()}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

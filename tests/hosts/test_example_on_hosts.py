@@ -1,0 +1,93 @@
+"""The example on three hosts, of which two train and one generates. One dies, with a rank of the trainer and the
+rollout worker, which come up on others."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
+pytest.importorskip("vllm", reason="needs the cpu or gpu extra")
+
+import torch
+from e2e.runs import Run, run_training
+from hosts.namespaces import HostProcess, Namespaces
+from safetensors.torch import load_file
+
+from titan_rl.cli.main import main
+
+pytestmark = pytest.mark.skipif(
+    not os.environ.get("TITAN_RL_TEST_HOSTS"), reason="two minutes on two cores; make test-hosts runs it"
+)
+
+SETTINGS: dict[str, Any] = {
+    "scheduling__max_staleness": 0,
+    "training__steps": 2,
+    "training__data_parallel": 2,
+    "checkpoint__interval": 2,
+    "validation__num_prompts": 1,
+}
+
+
+def what_was_computed(run: Run) -> tuple[list[list[float]], list[tuple[str, int, str]]]:
+    numbers = [[record["train/loss"], record["train/grad_norm"]] for record in run.metrics() if "train/loss" in record]
+    transcripts = [json.loads(line) for line in (run.folder / "rollouts.jsonl").read_text().splitlines()]
+    return numbers, sorted((t["rollout_id"], t["step"], json.dumps(t["messages"])) for t in transcripts)
+
+
+def weights_of(run: Run) -> dict[str, torch.Tensor]:
+    return load_file(run.folder / "export" / "model.safetensors")
+
+
+def listed_hosts(run: Run, capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
+    """What `titan-rl hosts` shows of them, by cell."""
+    assert main(["hosts", str(run.folder), "list"]) == 0
+    return sorted(re.split("  +", line) for line in capsys.readouterr().out.splitlines()[1:])
+
+
+def test_at_staleness_0_it_has_the_same_bits_on_one_host_and_on_three_of_which_one_dies(
+    hosts: Namespaces, workers: list[HostProcess], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, *others = hosts
+    before = [(host.files("/dev/shm"), len(host.processes())) for host in others]
+    elsewhere: dict[str, Any] = {
+        "hosts__addresses": ",".join(host.worker_address for host in hosts),
+        "hosts__train": 2,  # the first two
+        "hosts__generate": 1,  # the last
+        "hosts__play": 3,
+        "rollout__num_workers": 1,  # on the first
+    }
+    for name in ("one", "three"):
+        (tmp_path / name).mkdir()
+    with run_training(tmp_path / "three", **SETTINGS, **elsewhere) as run:
+        run.wait_for(lambda: (tmp_path / "three" / "runs" / "latest" / "hosts.json").exists())
+        listed = listed_hosts(run, capsys)
+        run.wait_for_step(1)
+        hosts[0].kill()
+        assert run.wait() == 0, run.output
+        assert "trainer is there again after" in run.output
+        assert f"host {hosts[0].name} is lost" in run.output
+        assert "rollout-worker-0 is there again after" in run.output
+        three = what_was_computed(run), weights_of(run)
+        logs = {path.stem: path.read_text() for path in (run.folder / "logs").iterdir()}
+        assert run.leftovers() == []
+        shown = [path for path in run.folder.rglob("*") if path.stat().st_mode & 0o077]
+    assert shown == [], "what other hosts write is for this user alone, too"
+    assert listed == [
+        [hosts[0].name, hosts[0].worker_address, "in the run", "rollout-worker-0, trainer"],
+        [hosts[1].name, hosts[1].worker_address, "in the run", "trainer"],
+        [hosts[2].name, hosts[2].worker_address, "in the run", "generator-0"],
+    ]
+    assert [(host.files("/dev/shm"), len(host.processes())) for host in others] == before
+    assert {"trainer", "trainer-rank1", "generator-0", "rollout-worker-0"} <= logs.keys()
+    with run_training(tmp_path / "one", **SETTINGS) as run:
+        assert run.wait() == 0, run.output
+        one = what_was_computed(run), weights_of(run)
+    assert len(one[0][0]) == 2
+    assert three[0] == one[0]
+    assert all(torch.equal(tensor, three[1][name]) for name, tensor in one[1].items())

@@ -1,0 +1,50 @@
+"""An address for each host that the others reach, too."""
+
+import socket
+
+import pytest
+
+from titan_rl.errors import ProviderError
+from titan_rl.providers import addresses
+from titan_rl.providers.addresses import addresses_of, source_towards, with_port
+
+
+@pytest.fixture
+def names(monkeypatch: pytest.MonkeyPatch):
+    known = {"me": ["127.0.1.1"], "two": ["10.0.0.2"], "six": ["fd00::6"], "both": ["fd00::7", "10.0.0.7"]}
+
+    def getaddrinfo(name: str, *_: object, **__: object):
+        if name not in known:
+            raise socket.gaierror(-2, "Name or service not known")
+        kinds = [socket.AF_INET6 if ":" in address else socket.AF_INET for address in known[name]]
+        return [
+            (kind, socket.SOCK_STREAM, 6, "", (address, 0)) for kind, address in zip(kinds, known[name], strict=True)
+        ]
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    monkeypatch.setattr(addresses, "source_towards", lambda address: f"towards {address}")
+
+
+@pytest.mark.usefixtures("names")
+def test_this_hosts_own_name_does_not_stand_for_loopback_where_there_are_others():
+    assert addresses_of(["me", "two"]) == {"me": "towards 10.0.0.2", "two": "10.0.0.2"}
+    assert addresses_of(["me"]) == {"me": "127.0.1.1"}
+    assert addresses_of(["me", "two"], {"two": "127.0.0.2"}) == {"me": "127.0.1.1", "two": "127.0.0.2"}
+
+
+@pytest.mark.usefixtures("names")
+def test_an_old_address_is_preferred_to_a_new_one():
+    assert addresses_of(["six", "both"]) == {"six": "fd00::6", "both": "10.0.0.7"}
+    assert with_port("fd00::6", 5) == "[fd00::6]:5"
+
+
+@pytest.mark.usefixtures("names")
+def test_a_name_that_means_nothing_is_told():
+    with pytest.raises(ProviderError, match="three has no address here: Name or service not known; mend DNS"):
+        addresses_of(["two", "three"])
+    with pytest.raises(ProviderError, match="not known; say it elsewhere"):
+        addresses_of(["three"], fix="say it elsewhere")
+
+
+def test_the_way_to_a_host_begins_at_an_address_of_this_one():
+    assert source_towards("127.0.0.1") == "127.0.0.1"

@@ -1,0 +1,147 @@
+"""Hosts of Kubernetes: manifests that its schemas allow, and what is asked of kubectl."""
+
+import json
+import os
+import socket
+import subprocess
+from pathlib import Path
+
+import kubernetes_validate
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from providers.fakes import Commands
+
+from titan_rl.errors import ConfigError, ProviderError
+from titan_rl.providers import kubernetes
+from titan_rl.providers.settings import KubernetesConfig, ProviderSettings
+from titan_rl.providers.spec import ProviderSpec, Submission
+
+CONFIG = KubernetesConfig(
+    image="registry.example/titan_rl:1",
+    volume="claim",
+    workers=2,
+    resources={"nvidia.com/gpu": "8", "memory": "64Gi"},
+    kubectl="kubectl --context=far",
+)
+SETTINGS = ProviderSettings(provider="kubernetes", kubernetes=CONFIG)
+TOML = "[model]\n  path = 'it''s'\n"
+
+
+def submission(**more) -> Submission:
+    given = {"tomls": {"folder/cpu.toml": TOML}, "overrides": [("training.lr", "-1e-3")], **more}
+    return Submission(SETTINGS, "Word_sort-lr=1", "", time="1122-180000", **given)
+
+
+def objects(text: str) -> dict[str, dict]:
+    return {found["kind"]: found for found in yaml.safe_load_all(text)}
+
+
+@pytest.mark.parametrize("version", ["1.31", kubernetes_validate.latest_version()])
+def test_the_manifests_are_those_that_the_schemas_allow(version: str):
+    made = objects(kubernetes.render(submission()))
+    assert made.keys() == {"ConfigMap", "Service", "NetworkPolicy", "StatefulSet", "Job"}
+    for manifest in made.values():
+        kubernetes_validate.validate(manifest, version, strict=True)
+        assert manifest["metadata"]["name"] == "word-sort-lr-1-1122-180000"
+
+
+def test_each_worker_has_a_name_that_the_controller_knows():
+    made = objects(kubernetes.render(submission()))
+    workers, job = made["StatefulSet"]["spec"], made["Job"]["spec"]["template"]["spec"]
+    name = made["Service"]["metadata"]["name"]
+    assert workers["serviceName"] == name
+    variables = {one["name"]: one["value"] for one in job["containers"][0]["env"]}
+    assert variables[kubernetes.WORKERS].split() == [f"{name}-0.{name}", f"{name}-1.{name}"]
+    worker = workers["template"]["spec"]["containers"][0]
+    assert worker["command"] == ["titan-rl", "worker", "--listen", "[$(POD_IP)]:22222"]
+    assert worker["resources"]["limits"] == {"nvidia.com/gpu": "8", "memory": "64Gi"}
+    assert len(f"{name}-0123456789") <= 63
+
+
+def test_only_pods_of_the_run_reach_a_worker():
+    made = objects(kubernetes.render(submission()))
+    policy, labels = made["NetworkPolicy"]["spec"], made["StatefulSet"]["spec"]["template"]["metadata"]["labels"]
+    selected = policy["podSelector"]["matchLabels"]
+    assert selected.items() <= labels.items()
+    assert policy["ingress"] == [{"from": [{"podSelector": {"matchLabels": selected}}]}]
+    assert selected == {"app.kubernetes.io/instance": made["Job"]["metadata"]["name"]}
+
+
+def begin(script: str, folder: Path, commands: Commands) -> list[list[str]]:
+    """Run what the controller's pod runs, and say what it calls."""
+    commands.make("titan-rl", "")
+    subprocess.run(["sh", "-c", script], cwd=folder, check=True, timeout=60)
+    return [arguments for arguments, _ in commands.calls("titan-rl")]
+
+
+def test_a_second_pod_goes_on_with_the_run_of_the_first(tmp_path: Path, commands: Commands):
+    script = objects(kubernetes.render(submission()))["ConfigMap"]["data"]["begin.sh"]
+    name = "word-sort-lr-1-1122-180000"
+    first = ["train", "/etc/titan_rl/0-cpu.toml", "--training.lr=-1e-3", "--name", name]
+    assert begin(script, tmp_path, commands) == [first]
+    for run in (f"runs/20260101-000000-{name}", "runs/20260101-000001-another"):
+        (tmp_path / run).mkdir(parents=True)
+        (tmp_path / run / "run_state.json").touch()
+    assert begin(script, tmp_path, commands)[-1] == ["train", "--resume", f"runs/20260101-000000-{name}"]
+
+
+@given(
+    st.text(st.characters(min_codepoint=32, max_codepoint=0x17F, exclude_characters="\x7f", exclude_categories=["Cc"]))
+)
+def test_settings_arrive_as_they_are(text: str):
+    toml = f"a = '{text}'\n\n  b = 1\n"
+    made = objects(kubernetes.render(submission(tomls={"a.toml": toml, "b.toml": TOML})))
+    assert made["ConfigMap"]["data"]["0-a.toml"] == toml
+    assert made["ConfigMap"]["data"]["1-b.toml"] == TOML
+
+
+def test_what_is_made_belongs_to_the_job(commands: Commands):
+    commands.make("kubectl", "print('some-uid' if 'get' in argv else '')", reads=True)
+    text = kubernetes.render(submission())
+    said = kubernetes.submit(submission(), text)
+    name = "word-sort-lr-1-1122-180000"
+    assert said.endswith(f"kubectl --context=far --namespace default delete job {name} ends it in order")
+    create, get, *patches = commands.calls("kubectl")
+    assert create == (["--context=far", "--namespace", "default", "create", "--filename", "-"], text)
+    assert get[0][3:6] == ["get", "job", name]
+    assert [arguments[4] for arguments, _ in patches] == ["statefulset", "service", "configmap", "networkpolicy"]
+    for arguments, _ in patches:
+        (owner,) = json.loads(arguments[-1])["metadata"]["ownerReferences"]
+        assert owner == {"apiVersion": "batch/v1", "kind": "Job", "name": name, "uid": "some-uid"}
+
+
+async def test_workers_are_taken_when_all_listen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        monkeypatch.setenv(kubernetes.WORKERS, "localhost 127.0.0.1")
+        settings = SETTINGS.model_copy(update={"port": port})
+        async with kubernetes.workers(ProviderSpec(settings, tmp_path)) as addresses:
+            assert addresses == [f"127.0.0.1:{port}", f"127.0.0.1:{port}"]
+
+
+async def test_one_that_is_not_there_yet_is_asked_for_again(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(kubernetes, "LOOK_S", 0)
+    known, asked = {"a-0.a": "10.0.0.7"}, list[str]()
+
+    def find(name: str) -> str:
+        asked.append(name)
+        if len(asked) == 3:
+            known["a-1.a"] = "10.0.0.8"
+        if name not in known:
+            raise socket.gaierror(-2, "Name or service not known")
+        return known[name]
+
+    assert await kubernetes.found_by(find, ["a-0.a", "a-1.a"], 60) == ["10.0.0.7", "10.0.0.8"]
+    assert asked == ["a-0.a", "a-1.a", "a-1.a"]
+    with pytest.raises(ProviderError, match=r"a-2.a: no worker listens there after 0.05 s; kubectl describe"):
+        await kubernetes.found_by(find, ["a-0.a", "a-2.a"], 0.05)
+
+
+async def test_elsewhere_than_in_its_job_the_way_in_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv(kubernetes.WORKERS, raising=False)
+    assert kubernetes.WORKERS not in os.environ
+    with pytest.raises(ConfigError, match="begin the run with that"):
+        async with kubernetes.workers(ProviderSpec(SETTINGS, tmp_path)):
+            pytest.fail("it began")

@@ -1,0 +1,34 @@
+"""A provider of the user's own, as docs/hosts.md has one."""
+
+from pathlib import Path
+
+import pytest
+from docs.pages import ROOT, blocks
+
+from titan_rl.errors import ConfigError
+from titan_rl.providers.registry import find_provider
+from titan_rl.providers.settings import ProviderSettings
+from titan_rl.providers.spec import ProviderSpec
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ProviderSpec:
+    (tmp_path / "my_cloud.py").write_text(blocks(ROOT / "docs" / "hosts.md", "python")[0])
+    monkeypatch.syspath_prepend(tmp_path)
+    return ProviderSpec(ProviderSettings(provider="my_cloud:rented", port=700), tmp_path)
+
+
+async def test_its_workers_are_those_of_the_block(own: ProviderSpec):
+    told = list[str]()
+    provider = find_provider("my_cloud:rented")
+    async with provider.workers(ProviderSpec(own.settings, own.logs, told.append)) as addresses:
+        assert addresses == ["10.0.0.2:700", "10.0.0.3:700"]
+        assert told == []
+    assert told == ["gives back 2 machines"]
+    assert provider.render is None
+
+
+@pytest.mark.usefixtures("own")
+def test_one_that_is_not_there_is_told():
+    with pytest.raises(ConfigError, match="my_cloud has no function lent; it has: rented"):
+        find_provider("my_cloud:lent")

@@ -1,0 +1,78 @@
+"""Hosts over ssh, which is a command that runs here what it is to run there."""
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+from providers.fakes import Commands, worker_command
+
+from titan_rl.errors import ProviderError
+from titan_rl.providers.registry import find_provider
+from titan_rl.providers.settings import ProviderSettings, SSHConfig
+from titan_rl.providers.spec import ProviderSpec, Submission
+
+SSH = """
+if "-G" in argv:
+    print(f"user somebody\\nhostname {dict(alias='127.0.0.1').get(argv[-1], argv[-1])}\\nport 22")
+elif "refusing" in argv:
+    sys.exit("Permission denied (publickey).")
+else:
+    os.execvp("sh", ["sh", "-c", argv[-1]])
+"""
+
+
+def settings(tmp_path: Path, *hosts: str, **more) -> ProviderSettings:
+    ssh = SSHConfig(hosts=hosts, options=("-p", "2222"), **more)
+    return ProviderSettings(provider="ssh", port=700, command=worker_command(tmp_path), ssh=ssh)
+
+
+async def test_each_host_has_a_worker_where_it_is_reached(tmp_path: Path, commands: Commands):
+    commands.make("ssh", SSH)
+    given = settings(tmp_path, "alias", "me@far", addresses={"me@far": "127.0.0.2"})
+    async with find_provider("ssh").workers(ProviderSpec(given, tmp_path)) as addresses:
+        assert addresses == ["127.0.0.1:700", "127.0.0.2:700"]
+    assert "told to end" in (tmp_path / "worker-me@far.log").read_text()
+    for arguments, _ in commands.calls("ssh"):
+        assert arguments[:2] == ["-p", "2222"]
+        assert "-G" in arguments or "BatchMode=yes" in arguments
+
+
+async def test_a_host_that_refuses_says_so(tmp_path: Path, commands: Commands):
+    commands.make("ssh", SSH)
+    given = settings(tmp_path, "refusing", addresses={"refusing": "127.0.0.1"})
+    with pytest.raises(ProviderError, match=r"refusing has ended with code 1: Permission denied \(publickey\)"):
+        async with find_provider("ssh").workers(ProviderSpec(given, tmp_path)):
+            pytest.fail("it began")
+
+
+def test_a_dry_run_shows_commands_that_a_shell_takes(tmp_path: Path, commands: Commands):
+    commands.make("ssh", "print(argv[-2], argv[-1])")
+    given = settings(tmp_path, "me@far", addresses={"me@far": "10.0.0.2"})
+    render = find_provider("ssh").render
+    assert render is not None
+    text = render(Submission(given, "run", "", {}))
+    with os.popen(text) as shell:
+        said = shell.read()
+    assert said.startswith("me@far sh -c ")
+    assert said.endswith(f"{given.command} worker --listen 10.0.0.2:700\n")
+
+
+@pytest.mark.parametrize(
+    ("says", "message"),
+    [
+        ("user somebody", "ssh -G far says no hostname; .*~/.ssh/config"),
+        ("hostname far.invalid", r"far\.invalid has no address here: .*hosts\.ssh\.addresses"),
+    ],
+)
+async def test_a_host_that_is_not_found_says_how_it_is(
+    says: str, message: str, tmp_path: Path, commands: Commands, monkeypatch: pytest.MonkeyPatch
+):
+    def nothing(*_: object, **__: object):
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", nothing)
+    commands.make("ssh", f"print({says!r})")
+    with pytest.raises(ProviderError, match=message):
+        async with find_provider("ssh").workers(ProviderSpec(settings(tmp_path, "far"), tmp_path)):
+            pytest.fail("it began")

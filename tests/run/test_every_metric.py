@@ -1,0 +1,157 @@
+"""The table of metrics and the code have the same names."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+from test_controller import Rig as SmallRig
+from test_killed_mix import TASKS
+from test_killed_run import Rig
+from test_tasks_of_a_run import SUITES
+
+from scripts.write_metric_docs import PAGE, page
+from titan_rl import Completion, EngineLoop, FinishReason, LocalReplica, Rollout, RolloutGroup, Turn, VersionSpan
+from titan_rl.config.run import RunConfig
+from titan_rl.config.sections import ValidationConfig
+from titan_rl.generation.scripted_engine import ScriptedEngine
+from titan_rl.generation.types import GaugeSummary
+from titan_rl.metrics.metric import MetricGroup
+from titan_rl.metrics.table import METRICS, find_metric, match_metric
+from titan_rl.run.directory import read_jsonl
+from titan_rl.run.observability.group_metrics import group_metrics, validation_metrics
+from titan_rl.run.observability.step_reports import prefixed
+from titan_rl.run.sft.loop import LOGGED
+from titan_rl.serving.http.metrics import ServerMetrics
+
+PACKAGE = Path(__file__).parents[2] / "titan_rl"
+
+
+def strings(path: str, function: str, pattern: str = r"[a-z_]+") -> set[str]:
+    """What a function of a module says, where it cannot be run without an engine or torch."""
+    (found,) = [
+        node
+        for node in ast.walk(ast.parse((PACKAGE / path).read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == function
+    ]
+    texts = {node.value for node in ast.walk(found) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    return {text for text in texts if re.fullmatch(pattern, text)}
+
+
+def of_code() -> set[str]:
+    """Of the trainer, the generators, vLLM and titan-rl sft."""
+    trainer = strings("training/trainer.py", "train") | strings("training/policy/minibatch.py", "packing_metrics")
+    trainer |= strings("training/objective/token_stats.py", "token_metrics")
+    trainer |= strings("actors/trainer_actor.py", "_train") & {"idle_s"}
+    gauges = strings("generation/vllm_engine.py", "gauges")
+    values = {name: 1.0 for name in gauges if not name.endswith("_total")}
+    totals = {name.removesuffix("_total"): 1.0 for name in gauges if name.endswith("_total")}
+    return {
+        *prefixed("train", dict.fromkeys([*trainer, *LOGGED], 0.0)),
+        *prefixed("engine", GaugeSummary.metrics([GaugeSummary(1, values, values, totals)])),
+        *prefixed("sync", dict.fromkeys(strings("actors/generator_actor.py", "pull"), 0.0)),
+        *prefixed("sync", dict.fromkeys(strings("weights/transports/tcp.py", "_note"), 0.0)),
+        *(f"completion/{name}" for name in strings("generation/partial.py", "_continued_metrics")),
+        *(text for text in strings("run/sft/loop.py", "_train_on", r"[a-z]+/[a-z_]+")),
+        *(text for text in strings("run/sft/loop.py", "_measure", r"[a-z]+/[a-z_]+")),
+        *re.findall(r"^# HELP (?!\w+_created )(\w+?)(?:_total)? ", ServerMetrics().text().decode(), re.M),
+    }
+
+
+def of_games_and_agents() -> set[str]:
+    """What the library gives rollouts of some kinds alone."""
+    of_some = ("retries", "close_failed", "branches", "completion_tokens")
+    completion = Completion(
+        "r", [9], [-0.5], FinishReason.STOP, [VersionSpan(0, 1)], metrics={"completion_tokens": 1.0}
+    )
+    rollout = Rollout("g/0", "g", 0, None, turns=[Turn([1], completion)], reward=1.0, seat="first")
+    rollout.metrics |= dict.fromkeys(of_some, 1.0)
+    group = RolloutGroup("g", None, [rollout])
+    return {*group_metrics([group]), *validation_metrics([group])}
+
+
+async def of_runs(folder: Path) -> set[str]:
+    """Of several tasks with suites, and of an engine that has gauges."""
+    validation = ValidationConfig(num_prompts=4, samples_per_prompt=2, suites=SUITES)
+    await Rig(folder, 0, tasks=TASKS, steps=6, validation=validation, max_staleness=0).run()
+    loop = EngineLoop(lambda: ScriptedEngine(script=lambda context: context[-1] - 1))
+    await loop.start()
+    small = SmallRig(folder / "small", steps=2, replica=LocalReplica("engine", loop, lambda version: []))
+    await small.run()
+    await loop.close()
+    records = [*read_jsonl(folder / "metrics.jsonl"), *(metrics for _, metrics in small.records)]
+    return {name for record in records for name in record} - {"step", "time_s"}
+
+
+async def test_the_table_has_what_is_written_and_nothing_else(tmp_path: Path):
+    written = await of_runs(tmp_path) | of_code() | of_games_and_agents()
+    assert len(written) > 200
+    found = {name: find_metric(name) for name in written}
+    assert sorted(name for name, metric in found.items() if metric is None) == []
+    rewards_of_tasks_here = re.compile(r"(rollout|validation(/\w+)?)/reward/turns")
+    own = [n for n, metric in found.items() if metric and metric.is_open and not rewards_of_tasks_here.fullmatch(n)]
+    assert own == [], "the library's own metrics have entries of their own"
+    told = {metric.name for metric in found.values() if metric}
+    assert [metric.name for metric in METRICS if not metric.is_open and metric.name not in told] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "entry"),
+    [
+        ("task/sums/dropped/a/b c", "task/<task>/dropped/<reason>"),
+        ("task/status/share", "task/<task>/share"),
+        ("validation/status/completed", "validation/status/completed"),
+        ("validation/hard/reward_mean", "validation/<suite>/reward_mean"),
+        ("validation/hard/completion/queue_s", "validation/<suite>/completion/queue_s"),
+        ("validation/exploitability", "validation/<measure>"),
+        ("rollout/reward/seconds/x", "rollout/reward/<reward>"),
+        ("engine/queue_tokens_mean", "engine/<gauge>_mean"),
+        ("completion/my_metric", "completion/<metric>"),
+        ("scheduling/age/-1", "scheduling/age/<age>"),
+    ],
+)
+def test_a_name_has_the_most_exact_entry(name: str, entry: str):
+    metric = find_metric(name)
+    assert metric is not None
+    assert metric.name == entry
+
+
+def test_what_stands_in_the_places_of_an_entry_is_told():
+    match = match_metric("validation/hard/reward/in place")
+    assert match is not None
+    assert (match.metric.name, match.places) == (
+        "validation/<suite>/reward/<reward>",
+        {"suite": "hard", "reward": "in place"},
+    )
+
+
+def test_a_name_of_nothing_has_no_entry():
+    assert [find_metric(name) for name in ("train/los", "task/share", "loss", "", "step")] == [None] * 5
+
+
+def test_what_is_said_of_rollouts_is_said_of_held_out_ones():
+    metric = find_metric("validation/hard/turns_mean")
+    assert metric is not None
+    assert (metric.help, metric.group) == ("Turns of a rollout. Of held-out samples.", MetricGroup.VALIDATION)
+
+
+def test_entries_are_whole_and_name_settings_that_there_are():
+    names = [metric.name for metric in METRICS]
+    assert len(set(names)) == len(names)
+    assert list(dict.fromkeys(metric.group for metric in METRICS)) == list(MetricGroup)
+    tables = {name: field.annotation for name, field in RunConfig.model_fields.items()}
+    for metric in METRICS:
+        for sentence in (metric.help, metric.normal, metric.otherwise):
+            assert not sentence or sentence.endswith("."), metric.name
+            for table, setting in re.findall(r"(?<![\w/.])([a-z]+)\.([a-z_]+)\b", sentence):
+                if isinstance(model := tables.get(table), type) and issubclass(model, BaseModel):
+                    assert setting in model.model_fields, f"{metric.name} names {table}.{setting}"
+            for other in re.findall(r"\b(?:rollout|train|sync|time|scheduling|task|throughput)/[\w/<>]*\w>?", sentence):
+                assert find_metric(re.sub(r"[<>]", "", other)) is not None, f"{metric.name} names {other}"
+
+
+def test_the_page_is_that_of_the_table():
+    assert PAGE.read_text(encoding="utf-8") == page(), "run: .venv/bin/python scripts/write_metric_docs.py"

@@ -1,0 +1,178 @@
+"""Hosts come and go as files and requests ask, in virtual time. The hosts are made up; the files are real."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from titan_rl.actors.liveness.host_state import HostState
+from titan_rl.errors import ActorDiedError, ConfigError, TitanRLError
+from titan_rl.run.hosts.requests import HostFiles, HostRequest, HostStates, describe
+from titan_rl.run.hosts.roster import RETRY_S, Roster
+from titan_rl.run.status import noted
+from titan_rl.viewer.run_status import RunStatus
+
+
+class Hosts:
+    """Those whose workers are `up` can be taken in."""
+
+    def __init__(self, *up: str) -> None:
+        self.up = set(up)
+        self.inside: dict[str, str] = {}  # address -> state
+        self.tries: list[str] = []
+
+    def states(self) -> list[HostState]:
+        return [HostState(f"h{address.split('.')[3][0]}", address, state) for address, state in self.inside.items()]
+
+    async def add(self, address: str) -> None:
+        self.tries.append(address)
+        if address not in self.up:
+            raise ActorDiedError("no worker answers")
+        self.inside[address] = "in the run"
+
+    async def drain(self, name: str, why: str) -> None:
+        by_name = {host.name: host.address for host in self.states()}
+        if name not in by_name:
+            raise ConfigError(f"there is no host {name!r}")
+        self.inside[by_name[name]] = "left"
+
+
+H1, H2 = "10.0.0.1:22222", "10.0.0.2:22222"
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    (tmp_path / "config.toml").write_text("")
+    return tmp_path
+
+
+@pytest.fixture
+def goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    status = RunStatus("running", began=0.0)
+    monkeypatch.setattr("titan_rl.run.hosts.requests.read_status", lambda folder: status)
+
+
+def roster_of(run_dir: Path, hosts: Hosts, *addresses: str, file: Path | None = None) -> tuple[Roster, list[str]]:
+    told: list[str] = []
+    return Roster(hosts, HostFiles(run_dir), addresses, file, told.append), told
+
+
+@pytest.mark.looptime
+@pytest.mark.usefixtures("goes_on")
+async def test_a_host_that_is_gone_is_taken_in_again_once_it_answers(run_dir: Path):
+    hosts = Hosts(H1)
+    roster, told = roster_of(run_dir, hosts, H1, "10.0.0.2")
+    watching = asyncio.ensure_future(roster.watch())
+    await asyncio.sleep(10 * RETRY_S)
+    assert hosts.inside == {H1: "in the run"}
+    assert told == [f"the host at {H2} is not taken in: no worker answers"]
+    assert 9 <= hosts.tries.count(H2) <= 11
+    hosts.up.add(H2)
+    hosts.inside[H1] = "gone"
+    await asyncio.sleep(2 * RETRY_S)
+    watching.cancel()
+    assert hosts.inside == {H1: "in the run", H2: "in the run"}
+    assert [host.name for host in HostFiles(run_dir).states().hosts] == ["h1", "h2"]
+
+
+@pytest.mark.looptime
+async def test_a_file_of_addresses_is_followed(run_dir: Path):
+    file = run_dir / "addresses"
+    file.write_text("10.0.0.1  # the first\n\n10.0.0.2 10.0.0.3\nhttp://a\n0.0.0.0\n")
+    hosts = Hosts(H1, H2)
+    roster, told = roster_of(run_dir, hosts, file=file)
+    watching = asyncio.ensure_future(roster.watch())
+    await asyncio.sleep(1)
+    assert hosts.inside == {H1: "in the run"}
+    file.write_text(f"{H2}\n")
+    await asyncio.sleep(1)
+    assert hosts.inside == {H1: "left", H2: "in the run"}
+    file.unlink()
+    await asyncio.sleep(10 * RETRY_S)
+    watching.cancel()
+    assert hosts.inside == {H1: "left", H2: "in the run"}
+    assert told == []
+
+
+async def asked(run_dir: Path, roster: Roster, do, what: str) -> None:
+    """As `titan-rl hosts` asks, while the roster looks."""
+    asking = asyncio.ensure_future(asyncio.to_thread(HostFiles(run_dir).ask, do, what, 30.0))
+    while not asking.done():
+        roster.look()
+        await asyncio.sleep(0.01)
+    await asking
+
+
+@pytest.mark.usefixtures("goes_on")
+async def test_what_is_asked_is_answered(run_dir: Path):
+    hosts = Hosts(H1)
+    roster, _ = roster_of(run_dir, hosts)
+    await asked(run_dir, roster, "add", "10.0.0.1")
+    assert describe(HostFiles(run_dir).states()).splitlines() == [
+        "host  address         state       processes",
+        "h1    10.0.0.1:22222  in the run",
+    ]
+    with pytest.raises(ConfigError, match="no worker answers"):
+        await asked(run_dir, roster, "add", "10.0.0.2")
+    with pytest.raises(ConfigError, match="there is no host 'h7'"):
+        await asked(run_dir, roster, "drain", "h7")
+    await asked(run_dir, roster, "drain", "h1")
+    assert hosts.inside == {H1: "left"}
+    for _ in range(3):
+        roster.look()
+        await asyncio.sleep(0)
+    assert hosts.inside == {H1: "left"}
+
+
+def test_a_run_that_is_over_is_not_asked(run_dir: Path):
+    with noted(run_dir, begins=True):
+        pass
+    with pytest.raises(ConfigError, match="does not go on: it is finished"):
+        HostFiles(run_dir).ask("drain", "h1", 1.0)
+    HostFiles(run_dir).write(HostStates([HostState("h1", H1, "in the run")]))
+    with pytest.raises(ConfigError, match="does not go on: it is finished"):
+        HostFiles(run_dir).states()
+    assert not (run_dir / "hosts.jsonl").exists()
+
+
+@pytest.mark.usefixtures("goes_on")
+async def test_a_run_whose_processes_start_forgets_what_it_said_before_and_answers_later(run_dir: Path):
+    HostFiles(run_dir).write(HostStates([HostState("h9", H1, "in the run")]))
+    (files := HostFiles(run_dir)).begin()
+    with pytest.raises(ConfigError, match="they are listed once its processes have started"):
+        HostFiles(run_dir).states()
+    with pytest.raises(TitanRLError, match="has not answered within 0 s"):
+        HostFiles(run_dir).ask("add", "10.0.0.1", 0.0)
+    hosts = Hosts(H1)
+    roster = Roster(hosts, files, (), None, print)
+    roster.look()
+    await asyncio.sleep(0)
+    assert hosts.inside == {H1: "in the run"}
+
+
+@pytest.mark.usefixtures("goes_on")
+@pytest.mark.parametrize("mode", [0o700, 0o755])
+def test_what_is_asked_may_be_read_by_whom_the_run_is_for(run_dir: Path, mode: int):
+    run_dir.chmod(mode)
+    before = os.umask(0o022)
+    try:
+        with pytest.raises(TitanRLError, match="has not answered within 0 s"):
+            HostFiles(run_dir).ask("drain", "h1", 0.0)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((run_dir / "hosts.jsonl").stat().st_mode) == mode & 0o644
+
+
+def test_a_line_that_is_being_written_is_read_once_it_is_whole(run_dir: Path):
+    files = HostFiles(run_dir)
+    with (run_dir / "hosts.jsonl").open("ab") as file:
+        file.write(b'{"id": "a", "do": "add", "wh')
+        file.flush()
+        assert files.new_requests() == []
+        file.write(b'at": "10.0.0.1"}\nnonsense\n{"id": "b", "do": "drain", "what": "h1"}\n')
+    assert files.new_requests() == [HostRequest("a", "add", "10.0.0.1"), HostRequest("b", "drain", "h1")]
+    assert files.new_requests() == []

@@ -1,0 +1,86 @@
+"""A run's folder says that the run goes on, and how it ended; the report says it, too."""
+
+from __future__ import annotations
+
+import fcntl
+import signal
+from pathlib import Path
+
+import pytest
+
+from titan_rl.errors import TrainingError
+from titan_rl.run.status import noted, reported
+from titan_rl.viewer.run_status import read_status
+from titan_rl.viewer.runs import is_run
+
+
+def test_a_run_goes_on_and_is_finished(tmp_path: Path) -> None:
+    with (tmp_path / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with noted(tmp_path, begins=True):
+            began = read_status(tmp_path)
+            assert (began.state, began.resumed, began.ended) == ("running", [], None)
+    ended = read_status(tmp_path)
+    assert (ended.state, ended.reason, ended.began) == ("finished", "", began.began)
+    assert ended.ended is not None
+
+
+def test_a_stop_and_a_failure_are_kept_until_the_run_goes_on(tmp_path: Path) -> None:
+    with noted(tmp_path, begins=True) as outcome:
+        outcome.code = 130
+    first = read_status(tmp_path)
+    assert first.state == "stopped"
+    failure = TrainingError("the loss is nan")
+    failure.add_note("go on with: titan-rl train --resume x")
+    with pytest.raises(TrainingError), noted(tmp_path, begins=False):
+        raise failure
+    second = read_status(tmp_path)
+    assert (second.state, second.began, len(second.resumed)) == ("failed", first.began, 1)
+    assert second.reason == "the loss is nan\ngo on with: titan-rl train --resume x"
+    with noted(tmp_path, begins=False):
+        pass
+    third = read_status(tmp_path)
+    assert (third.state, third.reason, len(third.resumed)) == ("finished", "", 2)
+
+
+def test_the_report_of_a_failed_run_says_why(tmp_path: Path) -> None:
+    out = tmp_path / "report.html"
+    with pytest.raises(TrainingError), reported(tmp_path, out), noted(tmp_path, begins=True):
+        raise TrainingError("no generator is left")
+    assert "no generator is left" in out.read_text()
+
+
+def test_the_report_of_a_run_that_failed_before_its_first_step_says_why(tmp_path: Path) -> None:
+    """The run's folder is locked as the report is written, and nothing else is in it."""
+    out = tmp_path / "report.html"
+    with (tmp_path / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(ValueError, match="no host"), reported(tmp_path, out), noted(tmp_path, begins=True):
+            raise ValueError("no host")
+        assert '"state":"failed","reason":"ValueError: no host"' in out.read_text()
+        with noted(tmp_path, begins=False):
+            assert read_status(tmp_path).state == "running"
+    assert is_run(tmp_path), "it is shown among the others"
+
+
+def test_ctrl_c_while_the_report_is_written_leaves_the_run_as_it_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "report.html"
+    monkeypatch.setattr("titan_rl.viewer.report.report_page", lambda *_: signal.raise_signal(signal.SIGINT))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a loop of other tests may have set its own
+    try:
+        with reported(tmp_path, out), noted(tmp_path, begins=True):
+            pass
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert read_status(tmp_path).state == "finished"
+    assert f"the run has ended; its report was not written: titan-rl view {tmp_path}" in capfd.readouterr().err
+    assert not [*tmp_path.glob("*report.html*")]
+
+
+def test_a_disk_that_takes_nothing_ends_no_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    gone = tmp_path / "gone"
+    with reported(gone, gone / "report.html"), noted(gone, begins=True):
+        pass
+    assert "writing report.html failed" in capfd.readouterr().err

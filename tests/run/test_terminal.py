@@ -1,0 +1,321 @@
+"""What is drawn on a terminal: how it fits, what it says, and what it says of work that takes long."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import re
+import threading
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+from rich.text import Text
+
+from titan_rl.run.observability.progress import Progress, Verbosity
+from titan_rl.run.observability.shown_step import StepReport
+from titan_rl.run.observability.summary import RunSummary, show_summary
+from titan_rl.run.terminal.live import LiveLines
+from titan_rl.run.terminal.view import SLOT_STYLES, ReplicaLook, RunLook, View, flow, layout
+from titan_rl.run.terminal.works import Works
+
+LOOK = RunLook(
+    {**dict.fromkeys(SLOT_STYLES, 0), "generating": 12, "in the environment": 3, "finished": 1},
+    [
+        ReplicaLook("generator-0", True, 11, 40),
+        ReplicaLook("generator-1", True, 12, 38, waiting=2.6),
+        ReplicaLook("generator-2", False, None, 0, error="it died: exit code -9"),
+    ],
+    12,
+)
+VIEW = View(
+    "step",
+    25,
+    100,
+    75.2,
+    30.0,
+    ("reward", [0.1, 0.2, 0.4], 0.4, " (trained on 0.3)"),
+    {"tokens/s": "21034", "staleness": "0.8"},
+    LOOK,
+    ["validating at step 25, 12.0 s: 3 of 64 groups"],
+)
+
+
+def drawn(view: View, width: int = 100, height: int = 30, *, ascii_only: bool = False) -> list[str]:
+    return [line.plain for line in layout(view, width, height, ascii_only=ascii_only)]
+
+
+def test_a_wide_terminal_shows_everything():
+    assert drawn(VIEW) == [
+        "step 25/100 ━━━━━━━━━─────────────────────────── 1 min 15 s left, 30.0 s so far",
+        "reward 0.400 ▁▃█ (trained on 0.3)   tokens/s 21034   staleness 0.8",
+        "slots ████████████▓▓▓▬  █ 12 generating  ▓ 3 in the environment  ▬ 1 finished",
+        "⠋ validating at step 25, 12.0 s: 3 of 64 groups",
+        "● generator-0  v11  40 requests",
+        "● generator-1  v12  38 requests, 3 waiting",
+        "✗ generator-2  starting  0 requests  it died: exit code -9",
+    ]
+
+
+def test_a_narrow_terminal_shows_it_below_each_other():
+    lines = drawn(VIEW, 40, 20)
+    assert max(map(len, lines)) < 40
+    assert lines[0] == "step 25/100 ━━───────── 1 min 15 s left"
+    assert "tokens/s 21034   staleness 0.8" in lines
+    assert any("finished" in line for line in lines)
+    assert any(line.endswith("…") for line in lines)
+
+
+def test_where_replicas_do_not_fit_those_that_do_not_serve_are_shown():
+    many = [ReplicaLook(f"generator-{n}", n != 7, 3, 10, error=None if n != 7 else "it hangs") for n in range(16)]
+    lines = drawn(View("step", 0, 10, float("nan"), 0.0, look=RunLook({}, many, 3)), height=6)
+    assert lines[1].startswith("✗ generator-7")
+    assert lines[-1] == "  13 more: 13 serve, 130 requests"
+    assert len(lines) == 5
+
+
+def test_a_terminal_without_unicode_gets_none():
+    text = "\n".join(drawn(VIEW, ascii_only=True))
+    assert text.isascii()
+    assert "slots ############eee=" in text
+
+
+@given(
+    width=st.integers(1, 220),
+    height=st.integers(1, 60),
+    slots=st.lists(st.integers(0, 500), min_size=len(SLOT_STYLES), max_size=len(SLOT_STYLES)),
+    num_replicas=st.integers(0, 40),
+    ascii_only=st.booleans(),
+    text=st.text(max_size=60),
+)
+def test_nothing_is_wider_or_higher_than_the_terminal(
+    width: int, height: int, slots: list[int], num_replicas: int, ascii_only: bool, text: str
+):
+    look = RunLook(
+        dict(zip(SLOT_STYLES, slots, strict=True)),
+        [
+            ReplicaLook(f"generator-{number}", number % 3 > 0, number, number, 1.0, text)
+            for number in range(num_replicas)
+        ],
+        3,
+    )
+    view = View("step", 3, 10, 10.0, 5.0, ("reward", [0.1, float("nan")], 0.1, text), {"tokens/s": text}, look, [text])
+    lines = layout(view, width, height, ascii_only=ascii_only)
+    assert len(lines) <= max(height - 1, 1)
+    assert all(line.cell_len <= max(width - 1, 1) for line in lines)
+    assert all(line.plain.isprintable() for line in lines), "an error's text breaks no line and moves no cursor"
+
+
+def test_items_flow_into_as_many_lines_as_they_need():
+    assert [line.plain for line in flow([Text("aa"), Text("bb"), Text("cc")], 7)] == ["aa   bb", "cc"]
+    assert flow([], 7) == []
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_work_that_takes_long_is_told_of_now_and_then_and_at_its_end():
+    said: list[str] = []
+    clock = Clock()
+    works = Works(said.append, clock)
+    works.tells = True
+    with works.begin("starting 2 generators"):
+        for clock.now in (1.0, 9.0, 10.0, 12.0, 29.0, 31.0, 45.0, 61.0):
+            works.tick()
+        clock.now = 70.2
+    with works.begin("opening the tasks"):
+        clock.now = 72.0
+        works.tick()
+    assert said == [
+        "still starting 2 generators, 10.0 s",
+        "still starting 2 generators, 31.0 s",
+        "still starting 2 generators, 1 min 1 s",
+        "starting 2 generators took 1 min 10 s",
+    ]
+
+
+def test_several_at_a_time_are_each_told_of_with_their_notes():
+    said: list[str] = []
+    clock = Clock()
+    works = Works(said.append, clock)
+    works.tells = True
+    done = 0
+    with works.begin("validating", lambda: f"{done} of 64 groups"):
+        clock.now = 5.0
+        with works.begin("writing the checkpoint"):
+            done, clock.now = 3, 11.0
+            works.tick()
+            clock.now = 16.0
+            works.tick()
+    assert said[:2] == ["still validating, 11.0 s: 3 of 64 groups", "still writing the checkpoint, 11.0 s"]
+    assert [work.text for work, _ in works.shown(0.0)] == []
+
+
+def test_work_that_fails_is_not_said_to_have_taken_its_time():
+    said: list[str] = []
+    clock = Clock()
+    works = Works(said.append, clock)
+    works.tells = True
+    with pytest.raises(ValueError, match="no"), works.begin("starting"):  # noqa: PT012
+        clock.now = 12.0
+        works.tick()
+        raise ValueError("no")
+    assert said == ["still starting, 12.0 s"]
+
+
+class Terminal(io.StringIO):
+    encoding = "utf-8"  # pyright: ignore
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("LINES", "30")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    return Terminal()
+
+
+STEP = StepReport(1, 0.5, 0.5, 100.0, 0.0, 1.0)
+
+
+def plain(text: str) -> str:
+    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
+
+
+def test_what_is_printed_and_told_meanwhile_scrolls_above_the_display(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("sys.stdout", terminal)
+    with Progress(10, terminal) as progress:
+        progress.step(STEP)
+        progress.message("a message of the run")
+        print("a print of the user's code")
+        progress.refresh()
+        shown = plain(terminal.getvalue())
+    assert shown.index("a message of the run") < shown.rindex("step 1/10")
+    assert shown.index("a print of the user's code") < shown.rindex("step 1/10")
+    assert terminal.getvalue().rstrip("\n").endswith("\x1b[?25h"), "the cursor is shown again"
+
+
+def test_what_is_printed_into_a_pipe_goes_there_beside_the_display(terminal: Terminal, monkeypatch: pytest.MonkeyPatch):
+    pipe = io.StringIO()
+    monkeypatch.setattr("sys.stdout", pipe)
+    with Progress(10, terminal):
+        print("a result")
+    assert pipe.getvalue() == "a result\n"
+    assert "a result" not in terminal.getvalue()
+
+
+def test_a_terminal_that_becomes_narrower_keeps_no_rows_of_what_was_drawn(terminal: Terminal):
+    console = Console(file=terminal, force_terminal=True, width=100, height=30)
+    live = LiveLines(console, lambda: [Text("x" * 99), Text("y" * 30)])
+    live.start()
+    try:
+        terminal.truncate(0)
+        console.width = 40
+        live.refresh()
+        assert re.match(r"\D*?(\x1b\[2K\x1b\[1A){3}\x1b\[2K(?!\x1b\[1A)", terminal.getvalue()), "99 cells are 3 rows"
+    finally:
+        live.stop()
+
+
+async def test_what_generation_was_at_is_not_shown_once_it_is_over(terminal: Terminal):
+    looked = asyncio.Event()
+
+    def look() -> RunLook:
+        looked.set()
+        return LOOK
+
+    with Progress(10, terminal) as progress:
+        following = asyncio.create_task(progress.follow(look))
+        await looked.wait()
+        progress.refresh()
+        assert "generator-0" in plain(terminal.getvalue())
+        following.cancel()
+        await asyncio.wait([following])
+        terminal.truncate(0)
+        progress.refresh()
+    assert "generator-0" not in plain(terminal.getvalue())
+
+
+def test_a_path_is_left_in_one_piece_for_the_terminal_to_wrap(terminal: Terminal, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "30")
+    monkeypatch.setattr("sys.stdout", terminal)
+    path = "/a/folder/of/runs/" + "x/" * 30
+    with Progress(10, terminal) as progress:
+        progress.message(f"run directory: {path}")
+        progress.warning(f"look at {path}")
+        print(f"printed: {path}")
+    show_summary(RunSummary(0.1, 0.2, 1, 1, 1.0, Path(path)), terminal)
+    lines = plain(terminal.getvalue()).replace("\r", "").splitlines()
+    for said in (f"run directory: {path}", f"look at {path}", f"printed: {path}", f"{path}report.html"):
+        assert any(line.endswith(said) for line in lines), said
+
+
+def test_the_display_shows_work_after_two_seconds_and_then_nothing_of_it(terminal: Terminal):
+    clock = Clock()
+    with Progress(10, terminal, clock=clock) as progress:
+        with progress.working("starting 2 generators"):
+            clock.now = 1.9
+            progress.message("early")
+            assert "starting 2 generators" not in terminal.getvalue()
+            clock.now = 12.0
+            terminal.truncate(0)
+            progress.refresh()
+            assert "starting 2 generators, 12.0 s" in plain(terminal.getvalue())
+        terminal.truncate(0)
+        progress.refresh()
+        assert "starting 2 generators" not in terminal.getvalue()
+
+
+def test_no_color_is_heeded(terminal: Terminal, monkeypatch: pytest.MonkeyPatch):
+    with Progress(10, terminal) as progress:
+        progress.step(STEP)
+    assert re.search(r"\x1b\[[0-9;]*3[0-9]m", terminal.getvalue())
+    monkeypatch.setenv("NO_COLOR", "1")
+    without = Terminal()
+    with Progress(10, without) as progress:
+        progress.step(STEP)
+    assert not re.search(r"\x1b\[[0-9;]*3[0-9]m", without.getvalue())
+
+
+@pytest.mark.parametrize("on_terminal", [True, False])
+def test_a_quiet_run_says_what_one_must_know_and_nothing_else(terminal: Terminal, on_terminal: bool):
+    file = terminal if on_terminal else io.StringIO()
+    with Progress(10, file, verbosity=Verbosity.QUIET) as progress:
+        progress.message("run directory: runs/1")
+        with progress.working("starting"):
+            progress.step(STEP)
+        progress.warning("rollout train-0/1 ended in ValueError")
+    assert plain(file.getvalue()) == "rollout train-0/1 ended in ValueError\n"
+
+
+def test_a_verbose_run_shows_what_is_logged():
+    import logging
+
+    logger, file = logging.getLogger("titan_rl.run.controller"), io.StringIO()
+    level, logging.getLogger("titan_rl").level = logging.getLogger("titan_rl").level, logging.INFO
+    try:
+        for verbosity in (Verbosity.NORMAL, Verbosity.VERBOSE):
+            with Progress(10, file, verbosity=verbosity):
+                logger.info("generator-0 pulled version %d", 3)
+    finally:
+        logging.getLogger("titan_rl").setLevel(level)
+    assert file.getvalue() == "info: generator-0 pulled version 3\n"
+
+
+def test_a_thread_that_tells_of_work_ends_with_the_display():
+    with Progress(10, io.StringIO()):
+        assert "works" in {thread.name for thread in threading.enumerate()}
+    assert "works" not in {thread.name for thread in threading.enumerate()}

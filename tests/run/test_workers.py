@@ -1,0 +1,60 @@
+"""Behind the start of its workers, a run knows hosts by their addresses alone."""
+
+import contextlib
+from pathlib import Path
+
+import pytest
+from run.test_controller import Counting
+
+from titan_rl.config.run import RunConfig
+from titan_rl.config.tasks import TaskSource
+from titan_rl.errors import ProviderError
+from titan_rl.providers.spec import ProviderSpec
+from titan_rl.run.workers import workers_started
+
+events = list[str]()
+
+
+@contextlib.asynccontextmanager
+async def two(spec: ProviderSpec):
+    events.append(f"logs go to {spec.logs.name}")
+    try:
+        yield ["10.0.0.2:22222", "10.0.0.3:22222"]
+    finally:
+        events.append("ended")
+
+
+@contextlib.asynccontextmanager
+async def none(spec: ProviderSpec):
+    raise ProviderError("no machine is to be had")
+    yield
+
+
+def config(**hosts: object) -> RunConfig:
+    tasks = [TaskSource(task=Counting())]  # pyright: ignore[reportArgumentType]
+    return RunConfig.model_validate({"model": {"path": "policy", "max_context": 256}, "tasks": tasks, "hosts": hosts})
+
+
+async def test_a_providers_workers_are_there_for_the_block_however_it_ends(tmp_path: Path):
+    events.clear()
+    given = config(provider=f"{__name__}:two", train=2)
+    with contextlib.suppress(ZeroDivisionError):
+        async with workers_started(given, tmp_path) as started:
+            assert started.hosts.addresses == ("10.0.0.2:22222", "10.0.0.3:22222")
+            assert (started.hosts.provider, started.hosts.train) == (None, 2)
+            assert started.model == given.model
+            assert events == [f"logs go to {tmp_path.name}"]
+            raise ZeroDivisionError
+    assert events[1:] == ["ended"]
+
+
+async def test_without_a_provider_settings_are_as_they_were(tmp_path: Path):
+    given = config(addresses=("10.0.0.2:22222",))
+    async with workers_started(given, tmp_path) as started:
+        assert started is given
+
+
+async def test_a_provider_that_has_none_keeps_the_run_from_starting(tmp_path: Path):
+    with pytest.raises(ProviderError, match="no machine is to be had"):
+        async with workers_started(config(provider=f"{__name__}:none"), tmp_path):
+            pytest.fail("it began")

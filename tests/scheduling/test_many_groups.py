@@ -1,0 +1,86 @@
+"""What is kept so that a change of one group costs little says the same as going through all of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from titan_rl.scheduling.batches.ready_queue import ReadyQueue
+from titan_rl.scheduling.batches.waiting_groups import choose
+from titan_rl.scheduling.mix.turns import TaskTurns
+
+
+@given(
+    window=st.integers(1, 6),
+    size=st.integers(1, 4),
+    events=st.lists(st.tuples(st.sampled_from(["add", "finish", "finish", "drop", "batch"]), st.integers(0, 9))),
+)
+def test_a_queue_agrees_with_going_through_all_that_wait(window: int, size: int, events: list[tuple[str, int]]):
+    queue, finished, admitted = ReadyQueue(), dict[int, bool](), 0
+    for event, number in events:
+        running = [place for place, is_done in finished.items() if not is_done]
+        if event == "add":
+            admitted += 1 + number % 2  # places need not follow each other
+            queue.add(admitted, -admitted)
+            finished[admitted] = False
+        elif event == "finish" and running:
+            place = running[number % len(running)]
+            queue.finish(place)
+            finished[place] = True
+        elif event == "drop" and finished:
+            place = list(finished)[number % len(finished)]
+            queue.remove(place)
+            del finished[place]
+        expected = choose(finished, lambda place: finished[place], size=size, window=window)
+        if event == "batch" and queue.count(window) >= size:
+            assert queue.first(size) == [-place for place in expected]
+            for place in expected:
+                queue.remove(place)
+                del finished[place]
+        else:
+            assert min(queue.count(window), size) == len(expected)
+
+
+@given(
+    old=st.lists(st.sampled_from("abc"), max_size=4),
+    events=st.lists(st.tuples(st.sampled_from(["admit", "admit", "drop", "batch", "train"]), st.sampled_from("abc"))),
+)
+def test_turns_agree_with_a_list_of_them(old: list[str], events: list[tuple[str, str]]):
+    turns, dealt, num_old = TaskTurns(old, len(old)), list(old), len(old)
+    groups: Counter[str] = Counter()
+    batched: Counter[str] = Counter()
+    for event, task in events:
+        if event == "admit":
+            if not turns.fill(task):
+                turns.deal(task)
+                dealt.append(task)
+            groups[task] += 1
+        elif event == "drop" and groups[task] > batched[task]:
+            turns.free(task, in_batch=False)
+            groups[task] -= 1
+        elif event == "batch" and groups[task] > batched[task]:
+            turns.batched(task)
+            batched[task] += 1
+        elif event == "train" and batched[task]:
+            turns.take(task, in_batch=True)
+            num_old -= dealt.index(task) < num_old
+            dealt.remove(task)
+            groups[task] -= 1
+            batched[task] -= 1
+        assert turns.all() == dealt
+        assert turns.num_old == num_old
+        assert turns.first_free() == next(iter(without(dealt, groups)), None)
+        assert turns.next(2) == without(dealt, batched)[:2]
+    assert len(turns) == len(dealt)
+
+
+def without(turns: list[str], taken: Counter[str]) -> list[str]:
+    """What is left, where of each task the first so many are taken."""
+    left, seen = list[str](), Counter[str]()
+    for task in turns:
+        seen[task] += 1
+        if seen[task] > taken[task]:
+            left.append(task)
+    return left

@@ -1,0 +1,188 @@
+"""Several tasks under a real scheduler, in virtual time: the mix of what is trained on, the age bound, the end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import looptime
+import pytest
+from depth import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_scheduler import MORE_AGE, aged, group_of
+
+from titan_rl import RolloutGroup
+from titan_rl.errors import TrainingError
+from titan_rl.scheduling.backlog import Backlog
+from titan_rl.scheduling.lease import Lease
+from titan_rl.scheduling.mix.curricula import InOrder
+from titan_rl.scheduling.mix.task_mix import Share, TaskMix
+from titan_rl.scheduling.scheduler import GroupScheduler
+from titan_rl.scheduling.settings import SchedulingConfig
+
+
+@dataclass
+class Kind:
+    """A task as far as a scheduler sees it."""
+
+    weight: float = 1.0
+    seconds: float = 1.0  # of a group, on the mean; a step takes one
+    dropped: float = 0.0
+    stuck_s: float = 0.0  # so much longer its first group takes
+
+
+@dataclass
+class Played:
+    tasks: list[str] = field(default_factory=list[str])  # of the groups that were trained on
+    seconds: float = 0.0
+
+
+class Play:
+    """The observer of a scheduler whose groups take time and are dropped by chance."""
+
+    def __init__(self, kinds: dict[str, Kind], config: SchedulingConfig, steps: int, seed: int) -> None:
+        self.kinds, self.config, self.steps, self.random = kinds, config, steps, random.Random(seed)
+        self.mix = TaskMix({name: Share(kind.weight, InOrder()) for name, kind in kinds.items()})
+        self.version = 0
+        self.drops: set[int] = set()
+
+    def finished(self, index: int, group: RolloutGroup) -> None:
+        self.mix.finished(index, [])
+
+    def dropped(self, step: int, index: int, reason: str, group: RolloutGroup | None) -> None:
+        self.mix.dropped(index)
+
+    def batch(self, version: int, indices: Sequence[int]) -> None: ...
+
+    async def run_group(self, lease: Lease) -> RolloutGroup:
+        first = self.version
+        played = self.mix.assignment(lease.index)
+        kind = self.kinds[played.task]
+        stuck_s = kind.stuck_s if played.sample == 0 else 0.0
+        will_drop = self.random.random() < kind.dropped
+        await asyncio.sleep(kind.seconds * self.random.choice([0.2, 1.0, 1.0, 4.0]) + stuck_s)
+        await lease.suspension.wait_resumed()
+        if will_drop:
+            self.drops.add(lease.index)
+        return group_of(lease.index, first, self.version)
+
+    async def run(self) -> Played:
+        played = Played()
+        size = self.config.groups_per_step
+        scheduler = GroupScheduler(
+            self.run_group,
+            self.config,
+            group_size=1,
+            budget=self.steps * size,
+            filters=[lambda group: "picked" if int(group.group_id) in self.drops else None],
+            observer=self,
+            order=self.mix,
+        )
+        began = asyncio.get_running_loop().time()
+        async with scheduler:
+            async for batch in scheduler.batches():
+                indices = [int(group.group_id) for group in batch.groups]
+                played.tasks += [self.mix.assignment(index).task for index in indices]
+                await asyncio.sleep(1.0)
+                self.mix.trained(indices)
+                self.version = batch.step
+        played.seconds = asyncio.get_running_loop().time() - began
+        return played
+
+
+def play(kinds: dict[str, Kind], steps: int, seed: int = 0, **knobs: Any) -> Played:
+    config = SchedulingConfig(**{"max_refills": 10_000, **knobs})
+    loop = looptime.new_event_loop()
+    try:
+        return loop.run_until_complete(Play(kinds, config, steps, seed).run())
+    finally:
+        loop.close()
+
+
+def most_off(tasks: Sequence[str], kinds: dict[str, Kind], size: int) -> float:
+    """By how many groups a task is most off its share, after any number of batches."""
+    total = sum(kind.weight for kind in kinds.values())
+    ends = range(size, len(tasks) + 1, size)
+    return max(abs(tasks[:end].count(n) - end * k.weight / total) for end in ends for n, k in kinds.items())
+
+
+@given(
+    kinds=st.dictionaries(
+        st.sampled_from("abc"),
+        st.builds(Kind, st.floats(0.1, 10), st.sampled_from([0.1, 1.0, 10.0]), st.sampled_from([0.0, 0.0, 0.5, 0.9])),
+        min_size=2,
+    ),
+    knobs=st.fixed_dictionaries(
+        {
+            "groups_per_step": st.integers(1, 8),
+            "max_staleness": st.integers(0, 3),
+            "oversample": st.sampled_from([0.0, 0.5, 2.0]),
+            "window": st.sampled_from([None, 1, 3, 16]),
+            "tail": st.sampled_from(["carry_over", "tail_batch", "drop"]),
+            "max_running_rollouts": st.sampled_from([None, 2, 5]),
+            "more_age": MORE_AGE,
+        }
+    ).map(aged),
+    seed=st.integers(0, 999),
+)
+@settings(deadline=None, max_examples=examples(100))
+def test_every_batch_has_the_tasks_whose_turn_it_is_and_no_token_is_too_old(kinds, knobs, seed):
+    """The age is checked by the scheduler, whose run would end."""
+    played = play(kinds, 30, seed, **knobs)
+    assert most_off(played.tasks, kinds, knobs["groups_per_step"]) < 1 + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("kinds", "knobs"),
+    [
+        ({"a": Kind(), "b": Kind(dropped=0.5)}, {"groups_per_step": 128}),
+        ({"a": Kind(), "b": Kind(dropped=0.9)}, {}),
+        ({"a": Kind(), "b": Kind(seconds=10)}, {"tail": "drop", "oversample": 1.0}),
+    ],
+)
+def test_many_drops_and_slow_tasks_leave_the_mix_as_it_is(kinds, knobs):
+    size = knobs.get("groups_per_step", 16)
+    assert most_off(play(kinds, 2048 // size, **knobs).tasks, kinds, size) < 1 + 1e-9
+
+
+def test_a_group_is_overtaken_by_fewer_of_a_rare_task():
+    """One turn of it is ten of all: two that overtake would move the stuck one by ten steps, beyond the bound."""
+    kinds = {"often": Kind(9.0, 0.1), "rarely": Kind(1.0, 0.1, stuck_s=30.0)}
+    knobs = {"groups_per_step": 2, "max_staleness": 10, "window": 3}
+    assert most_off(play(kinds, 50, **knobs).tasks, kinds, 2) < 1 + 1e-9
+
+
+async def test_a_run_that_is_cut_short_ends_with_the_groups_that_there_are():
+    """The turn of a group that was dropped comes first, and no group for it fits into what is left to train."""
+    tasks = {"a": Share(1.0, InOrder()), "b": Share(2.0, InOrder())}
+    earlier = TaskMix(tasks)
+    assert [earlier.assignment(index).task for index in range(3)] == ["b", "a", "b"]
+    earlier.dropped(0)
+    earlier.dropped(2)
+    assert earlier.assignment(3).task == "b"
+    mix = TaskMix(tasks, state=json.loads(json.dumps(earlier.state())))
+
+    async def run_group(lease: Lease) -> RolloutGroup:
+        return group_of(lease.index, 0)
+
+    backlog, settings = Backlog(next_index=4, unsettled=[1]), SchedulingConfig(groups_per_step=1, max_staleness=2)
+    scheduler = GroupScheduler(
+        run_group, settings, group_size=1, budget=1, filters=[lambda group: None], backlog=backlog, order=mix
+    )
+    async with scheduler:
+        batch = await asyncio.wait_for(scheduler.next_batch(), 5)
+        assert [group.group_id for group in batch.groups] == ["1"]
+        mix.trained([1])
+        assert mix.turns(9) == ["b", "b"]
+        batch.release()
+
+
+def test_a_task_all_of_whose_groups_are_dropped_ends_the_run_and_is_named():
+    kinds = {"easy": Kind(), "hopeless": Kind(dropped=1.0)}
+    with pytest.raises(TrainingError, match=r"65 groups .* of the tasks hopeless \(65\): picked \(65\); raise"):
+        play(kinds, 10, max_refills=4)

@@ -1,0 +1,127 @@
+"""Packed numbers read as the lists that they were made of."""
+
+import json
+import pickle
+from array import array
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from titan_rl.arrays import (
+    LOGPROBS,
+    TOKENS,
+    MaskArray,
+    NumberArray,
+    array_from_bytes,
+    common_length,
+    expert_rows,
+    free_rows,
+    joined_rows,
+    logprob_array,
+    token_array,
+    version_array,
+)
+from titan_rl.calls.plain import json_line
+
+TOKEN_LISTS = st.lists(st.integers(0, 2**31 - 1), max_size=30)
+
+
+@given(TOKEN_LISTS, TOKEN_LISTS, st.slices(30))
+def test_tokens_read_as_their_list(tokens: list[int], more: list[int], part: slice) -> None:
+    packed = token_array(tokens)
+    assert packed == tokens
+    assert tokens == packed
+    assert packed == tuple(tokens)
+    assert packed == array("q", tokens)
+    assert packed != [*tokens, 1]
+    assert packed[part] == tokens[part]
+    assert list(packed) == packed.tolist() == tokens
+    assert (len(packed), bool(packed)) == (len(tokens), bool(tokens))
+    assert more + packed == [*more, *tokens]
+    assert packed + more == [*tokens, *more]
+    assert hash(packed) == hash(tuple(tokens))
+    assert sorted([packed, token_array(more)]) == sorted([tokens, more])
+    assert pickle.loads(pickle.dumps(packed)) == tokens
+    assert array_from_bytes(TOKENS, packed.tobytes()) == tokens
+    assert json.loads(json_line({"ids": packed})) == {"ids": tokens}
+    assert np.asarray(packed).tolist() == tokens
+    assert token_array(packed) is packed
+
+
+@given(st.lists(st.floats(allow_nan=False), max_size=30))
+def test_logprobs_keep_every_bit(values: list[float]) -> None:
+    packed = logprob_array(values)
+    assert packed == values
+    assert array_from_bytes(LOGPROBS, packed.tobytes()) == values
+    assert packed.nbytes == 8 * len(values)
+
+
+@given(TOKEN_LISTS, TOKEN_LISTS)
+def test_how_much_two_begin_with(one: list[int], other: list[int]) -> None:
+    found = common_length(token_array(one), token_array(other))
+    assert one[:found] == other[:found]
+    assert one[found : found + 1] != other[found : found + 1] or found == len(one) == len(other)
+    assert common_length(token_array(one + other), token_array(one)) == len(one)
+
+
+def test_a_window_shows_what_it_did_when_its_array_grows() -> None:
+    line = array(TOKENS, [7, 8, 9])
+    window = NumberArray(line, 1, 3)
+    lent = np.asarray(window)
+    line.extend([1] * 1000)
+    assert window == [8, 9] == lent.tolist()
+    assert (window[0], window[-1], list(window)) == (8, 9, [8, 9])
+    with pytest.raises(IndexError):
+        window[2]
+
+
+def test_windows_on_one_array_are_sent_with_one_array() -> None:
+    line = array(TOKENS, range(10_000))
+    sent = pickle.dumps([NumberArray(line, 0, stop) for stop in range(9000, 9100)])
+    assert len(sent) < 2 * line.itemsize * len(line)
+    assert [len(window) for window in pickle.loads(sent)] == list(range(9000, 9100))
+
+
+@pytest.mark.parametrize("tokens", [["a"], [0.5], [None]])
+def test_what_is_no_token_is_refused(tokens: list[object]) -> None:
+    with pytest.raises(TypeError):
+        token_array(tokens)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(OverflowError):
+        token_array([2**31])
+
+
+def test_versions_of_spans() -> None:
+    assert version_array([(6, 3), (7, 0), (8, 2)]) == [6, 6, 6, 8, 8]
+
+
+@given(st.lists(st.booleans(), max_size=20))
+def test_a_mask_reads_as_its_list(values: list[bool]) -> None:
+    mask = MaskArray(bytes(values))
+    assert mask == values
+    assert mask.count(True) == sum(values)
+    assert mask[1:] == values[1:]
+    assert np.asarray(mask).tolist() == pickle.loads(pickle.dumps(mask)).tolist() == values
+
+
+ROWS = st.lists(
+    st.none() | st.lists(st.lists(st.integers(0, 200), min_size=2, max_size=2), min_size=3, max_size=3), min_size=1
+)
+
+
+@given(ROWS.filter(any))
+def test_experts_read_as_their_rows(rows: list[list[list[int]] | None]) -> None:
+    packed = expert_rows(rows)
+    assert packed == rows
+    assert [packed[place] for place in range(len(packed))] == rows
+    assert pickle.loads(pickle.dumps(packed)) == rows
+    assert joined_rows([packed[:1], packed[1:], free_rows(2, packed)]) == [*rows, None, None]
+    assert len(packed.tobytes()) == 2 * 3 * 2 * len(rows)
+    assert expert_rows(np.asarray(packed)[[row is not None for row in rows]]) == [row for row in rows if row]
+
+
+@pytest.mark.parametrize("rows", [[[1, 2]], [[[1]], [[1], [2]]], [[[0.5]]], [[[70_000]]], [[["a"]]], [None]])
+def test_what_are_no_experts_is_refused(rows: object) -> None:
+    with pytest.raises(TypeError):
+        expert_rows(rows)

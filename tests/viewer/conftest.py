@@ -1,0 +1,90 @@
+"""The page in a browser: one Chromium and one server for all tests of a worker.
+
+A test is a coroutine marked `pytest.mark.asyncio(loop_scope="session")` that takes `open_page`:
+
+    page = await open_page("#tab=curves&runs=20260101-000000-first", width=390)
+
+`runs_folder` has the runs that are served. Each page fails its test if it says anything on the console, or asks anybody
+but this server.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from viewer.viewed import FIRST, SECOND, OpenPage, serving, until
+
+from benchmarks.synthetic_run import write_run
+
+CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
+FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--no-proxy-server",
+]
+
+
+@pytest.fixture(scope="session")
+def runs_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders of `FIRST` and `SECOND`; what is added is served, too."""
+    folder = tmp_path_factory.mktemp("viewed") / "runs"
+    write_run(folder / FIRST, steps=60, rollouts=240)
+    write_run(folder / SECOND, steps=60, rollouts=240, seed=1)
+    config = folder / SECOND / "config.toml"
+    config.write_text(config.read_text().replace("lr = 0.0003", "lr = 0.001"))
+    return folder
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def viewer_url(runs_folder: Path) -> AsyncGenerator[str]:
+    async with serving(runs_folder) as url:
+        yield url
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def browser() -> AsyncGenerator[Any]:
+    if CHROMIUM is None:
+        pytest.skip("there is no Chromium: apt-get install chromium, or name one in the variable CHROMIUM")
+    playwright = pytest.importorskip("playwright.async_api", reason="playwright is not installed: the extra dev has it")
+    async with playwright.async_playwright() as driver:
+        found = await driver.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield found
+        await found.close()
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def open_page(browser: Any, viewer_url: str) -> AsyncGenerator[OpenPage]:
+    """Opens the page at a hash, or a file: `await open_page("#tab=curves", width=390, color_scheme="dark")`."""
+    contexts: list[Any] = []
+    said: list[str] = []
+    asked: list[str] = []
+
+    async def open_it(hash_or_url: str = "", *, width: int = 1280, height: int = 800, **options: Any) -> Any:
+        context = await browser.new_context(viewport={"width": width, "height": height}, **options)
+        contexts.append(context)
+        context.set_default_timeout(10_000)
+        page = await context.new_page()
+        page.on("console", lambda message: said.append(f"{message.type}: {message.text}"))
+        page.on("pageerror", lambda error: said.append(str(error)))
+        page.on("request", lambda request: asked.append(request.url))
+        is_hash = hash_or_url.startswith("#") or not hash_or_url
+        await page.goto(viewer_url + hash_or_url if is_hash else hash_or_url)
+        await until(page, "window.viewer?.settled")
+        return page
+
+    yield open_it
+    for context in contexts:
+        await context.close()
+    assert not said
+    assert not [url for url in asked if not url.startswith((viewer_url, "data:", "file:", "blob:"))]

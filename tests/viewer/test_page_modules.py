@@ -1,0 +1,43 @@
+"""What the page's modules may not do: make markup, links or code of what a run says."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from titan_rl.viewer.html import page_file, page_files
+
+MAKES_MARKUP = re.compile(
+    r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|createContextualFragment|DOMParser|setHTMLUnsafe|srcdoc"
+)
+MAKES_CODE = re.compile(r"\beval\(|new Function\(|setTimeout\(\s*[\"'`]|javascript:")
+OWN = [path for path in page_files() if path.endswith(".js") and not path.startswith("vendor/")]
+
+
+@pytest.mark.parametrize("path", OWN)
+def test_text_of_a_run_becomes_neither_markup_nor_code(path: str) -> None:
+    source = page_file(path)[0].decode()
+    assert not MAKES_MARKUP.findall(source)
+    assert not MAKES_CODE.findall(source)
+
+
+@pytest.mark.parametrize("path", [path for path in OWN if path.startswith(("rollouts/", "timeline/"))])
+def test_views_of_what_a_run_says_make_no_links(path: str) -> None:
+    assert not re.findall(
+        r"\bhref\b|h\(\"a\"|h\(\"(img|iframe|object|embed)\"", page_file(path)[0].decode().replace("location.href", "")
+    )
+
+
+@pytest.mark.parametrize("path", OWN)
+def test_what_a_module_imports_is_there(path: str) -> None:
+    source = page_file(path)[0].decode()
+    for names, module in re.findall(r'import (?:\{([^}]*)\}|\* as \w+) from "viewer/([\w/]+)"', source):
+        assert f"{module}.js" in OWN
+        exported = re.findall(
+            r"^export (?:default )?(?:async )?(?:function\*?|class|const|let) (\w+)",
+            page_file(f"{module}.js")[0].decode(),
+            re.MULTILINE,
+        )
+        wanted = {name.split(" as ")[0].strip() for name in names.split(",") if name.strip()}
+        assert wanted <= {*exported}, module

@@ -1,0 +1,47 @@
+"""A line of JSON that Python wrote: what JSON has no number for is null, whatever reads it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from titan_rl.viewer.records import read_json, strict_json
+
+
+@pytest.mark.parametrize(
+    ("line", "value"),
+    [
+        (b'{"a": NaN, "b": [Infinity, -Infinity, 0.5]}', {"a": None, "b": [None, None, 0.5]}),
+        (b'{"a": 1e999}', {"a": None}),
+        (b'{"a": "\\ud83d NaN"}', {"a": "\ud83d NaN"}),
+        (b'{"a": 1}', {"a": 1}),
+        (b"[1]", None),
+        (b"{", None),
+        (b"\xff", None),
+        (b"[" * 10_000, None),
+        (b'{"a": "\xff"}', None),
+    ],
+)
+def test_what_is_no_number_is_null_and_what_is_no_object_is_none(line: bytes, value: Any) -> None:
+    assert read_json(line) == value
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b'{"a": NaN, "b": [Infinity, 0.5]}', b'{"a": "\\ud83d", "b": NaN}', b'{"a": "\xff", "b": 1}', b'{"a": 1e999}'],
+)
+def test_what_a_page_reads_is_json_that_every_reader_takes(line: bytes) -> None:
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    strict = strict_json(line)
+    told = json.loads(strict.decode(), parse_constant=refuse)
+    json.dumps(told, allow_nan=False)
+    assert set(told) == {"a"} | ({"b"} if b'"b"' in line else set())
+
+
+def test_a_line_that_is_json_stays_as_it_is() -> None:
+    line = b'{"b":1,  "a": "\xc3\xa9"}'
+    assert strict_json(line) is line

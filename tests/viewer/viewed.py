@@ -1,0 +1,48 @@
+"""What the tests of the page look at, and how they wait."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from titan_rl.viewer.app import make_viewer
+from titan_rl.viewer.runs import Runs
+
+FIRST, SECOND = "20260101-000000-first", "20260102-000000-second"
+"""Ids of the runs that are always there."""
+
+OpenPage = Callable[..., Awaitable[Any]]
+"""The fixture `open_page`; it gives a `playwright.async_api.Page`."""
+
+
+async def until(page: Any, expression: str, arg: Any = None, *, within_s: float = 10) -> Any:
+    """What a JavaScript expression, or a function of `arg`, comes to once it is truthy. The page's policy forbids
+    Playwright's own way to wait for one, which evaluates text in the page."""
+    loop = asyncio.get_running_loop()
+    limit = loop.time() + within_s
+    while not (found := await page.evaluate(expression, arg)):
+        assert loop.time() < limit, f"not true within {within_s} s: {expression}"
+        await asyncio.sleep(0.02)
+    return found
+
+
+@contextlib.asynccontextmanager
+async def serving(folder: Path) -> AsyncGenerator[str]:
+    """The address at which the runs in a folder are shown."""
+    runs = Runs([folder])
+    app = make_viewer(runs, look_s=0.05)
+    server = uvicorn.Server(uvicorn.Config(app, port=0, lifespan="off", ws="none", log_level="warning"))
+    task = asyncio.create_task(server.serve())
+    while not server.started:
+        assert not task.done()
+        await asyncio.sleep(0.01)
+    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/"
+    app.end()
+    server.should_exit = True
+    await task
+    runs.close()

@@ -1,0 +1,284 @@
+"""Versions between hosts: once over the trainer's link, of changed bytes, whoever dies on the way."""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from weights.relay.hosts import Hosts, OddHost, arrived, silent
+
+from titan_rl.errors import StateDictError
+from titan_rl.weights.relay import messages, pace
+from titan_rl.weights.transports.registry import TransportSpec, find_transport, make_transport
+from titan_rl.weights.transports.shared_memory import SharedMemoryTransport
+from titan_rl.weights.transports.tcp import TCPTransport
+from titan_rl.weights.types import Manifest
+
+NUMBERS = 2_200_000  # in bfloat16: five chunks
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[Hosts]:
+    made = Hosts(tmp_path)
+    yield made
+    made.close()
+    assert not made.left()
+
+
+def weights(seed: int = 0) -> torch.Tensor:
+    return torch.randn(NUMBERS, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def stepped(tensor: torch.Tensor, seed: int, share: float = 0.02) -> torch.Tensor:
+    """The same, but for a unit in the last place of a few."""
+    at = torch.rand(len(tensor), generator=torch.Generator().manual_seed(seed)) < share
+    return (tensor.view(torch.int16) + at.to(torch.int16)).view(torch.bfloat16)
+
+
+def publish(writer: TCPTransport, version: int, tensor: torch.Tensor) -> Manifest:
+    return arrived(writer.publish(version, [("w", tensor)]))
+
+
+def read(reader: TCPTransport, manifest: Manifest) -> torch.Tensor:
+    ((name, tensor),) = reader.pull(manifest)
+    assert name == "w"
+    return tensor.clone()
+
+
+def test_by_default_it_is_what_a_run_on_several_hosts_has() -> None:
+    assert isinstance(make_transport("auto", TransportSpec("run")), SharedMemoryTransport)
+    assert isinstance(make_transport("auto", TransportSpec("run", address="10.0.0.1")), TCPTransport)
+    assert not find_transport("shared_memory").spans_hosts
+    assert find_transport("auto").spans_hosts
+
+
+def test_several_hosts_get_a_version_and_the_trainer_sends_it_once(hosts: Hosts) -> None:
+    writer, readers = hosts.end("t"), [hosts.end(f"h{index}") for index in range(4)]
+    manifest = publish(writer, 1, weights())
+    with ThreadPoolExecutor(4) as threads:
+        for tensor in threads.map(lambda reader: read(reader, manifest), readers):
+            assert tensor.equal(weights())
+    assert writer.sent_bytes == manifest.shards[0].num_bytes
+
+
+def test_processes_of_a_host_share_one_transfer(hosts: Hosts) -> None:
+    writer, readers = hosts.end("t"), [hosts.end("h") for _ in range(4)]
+    manifest = publish(writer, 1, weights())
+    with ThreadPoolExecutor(4) as threads:
+        for tensor in threads.map(lambda reader: read(reader, manifest), readers):
+            assert tensor.equal(weights())
+    assert writer.sent_bytes == manifest.shards[0].num_bytes
+    assert all(reader.pull_figures()["received_share"] == 1.0 for reader in readers)
+    assert len(list(hosts.root.glob("h/*/1"))) == 1
+
+
+def test_a_reader_on_the_writers_host_receives_nothing(hosts: Hosts) -> None:
+    writer, reader = hosts.end("t"), hosts.end("t")
+    assert read(reader, publish(writer, 1, weights())).equal(weights())
+    assert (writer.sent_bytes, reader.pull_figures()) == (0, {})
+
+
+def test_of_the_next_version_only_what_changed_is_sent(hosts: Hosts) -> None:
+    writer, readers = hosts.end("t"), [hosts.end(f"h{index}") for index in range(3)]
+    tensor = weights()
+    for version in range(1, 6):
+        manifest = publish(writer, version, tensor)
+        writer.release(version - 2)
+        sent = writer.sent_bytes
+        for reader in readers:
+            assert read(reader, manifest).equal(tensor)
+            share = reader.pull_figures()["received_share"]
+            assert share < 0.1 if version > 1 else share == 1.0
+        assert writer.sent_bytes - sent == readers[0].pull_figures()["received_bytes"]
+        tensor = stepped(tensor, version)
+
+
+def test_an_anchor_is_sent_whole(hosts: Hosts) -> None:
+    writer, reader = hosts.end("t", anchor_interval=3), hosts.end("h")
+    shares, tensor = list[float](), weights()
+    for version in range(1, 8):
+        assert read(reader, publish(writer, version, tensor)).equal(tensor)
+        shares.append(reader.pull_figures()["received_share"])
+        tensor = stepped(tensor, version)
+    assert [share == 1.0 for share in shares] == [True, False, True, False, False, True, False]
+
+
+def test_a_version_of_which_most_changed_is_sent_whole(hosts: Hosts) -> None:
+    writer, reader = hosts.end("t"), hosts.end("h")
+    for version in (1, 2):
+        assert read(reader, publish(writer, version, weights(version))).equal(weights(version))
+        assert reader.pull_figures()["received_share"] == 1.0
+
+
+def test_who_joins_late_gets_it_whole_from_who_got_the_change(hosts: Hosts) -> None:
+    writer, early, late = hosts.end("t"), hosts.end("early"), hosts.end("late")
+    first, second = weights(), stepped(weights(), 1)
+    read(early, publish(writer, 1, first))
+    manifest = publish(writer, 2, second)
+    assert read(early, manifest).equal(second)
+    sent = writer.sent_bytes
+    assert read(late, manifest).equal(second)
+    assert (writer.sent_bytes, late.pull_figures()["received_share"]) == (sent, 1.0)
+
+
+def test_if_the_process_that_reads_ends_another_takes_its_place(hosts: Hosts) -> None:
+    writer, first, second = hosts.end("t"), hosts.end("h"), hosts.end("h")
+    manifest = publish(writer, 1, weights())
+    for reader in (first, second):
+        assert read(reader, manifest).equal(weights())
+    first.close()
+    manifest = publish(writer, 2, stepped(weights(), 1))
+    assert read(second, manifest).equal(stepped(weights(), 1))
+
+
+def test_who_does_not_answer_is_left_for_another(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(messages, "SILENCE_S", 0.3)
+    writer, reader, behind = hosts.end("t"), hosts.end("h"), hosts.end("behind")
+    manifest = publish(writer, 1, weights())
+    odd = OddHost("odd", manifest)
+    with silent() as server:
+        odd.place("odd", f"127.0.0.1:{server.getsockname()[1]}")
+        assert read(reader, manifest).equal(weights())
+        assert read(behind, manifest).equal(weights())
+    odd.server.close()
+    assert writer.sent_bytes == manifest.shards[0].num_bytes
+
+
+def test_a_slow_host_holds_up_nobody(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would take half a minute."""
+    monkeypatch.setattr(pace, "TRIAL_S", 0.1)
+    writer, readers = hosts.end("t"), [hosts.end("b"), hosts.end("c")]
+    manifest = publish(writer, 1, weights())
+    slow, stop = OddHost("slow", manifest), threading.Event()
+    with ThreadPoolExecutor(3) as threads:
+        sending = threads.submit(slow.sends_slowly, weights().view(torch.uint8).numpy(), 6.0, stop)
+        for tensor in threads.map(lambda reader: read(reader, manifest), readers):
+            assert tensor.equal(weights())
+        assert not slow.copy.is_whole
+        stop.set()
+        sending.result()
+    slow.server.close()
+
+
+def test_a_host_whose_reader_does_not_answer_reads_by_another(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(messages, "SILENCE_S", 0.3)
+    writer, hung, other = hosts.end("t"), hosts.end("h"), hosts.end("h")
+    read(hung, publish(writer, 1, weights()))
+    (leader,) = hosts.root.glob("h/*-reader/leader")
+    with silent() as server:
+        said = leader.read_text()
+        leader.write_text(f'{{"address": "127.0.0.1:{server.getsockname()[1]}", "token": ""}}')
+        assert read(other, publish(writer, 2, weights(2))).equal(weights(2))
+        leader.write_text(said)
+
+
+def test_a_version_that_the_trainer_has_no_more_is_an_error(hosts: Hosts) -> None:
+    writer, reader = hosts.end("t"), hosts.end("h")
+    manifest = publish(writer, 1, weights())
+    writer.release(1)
+    with pytest.raises(StateDictError, match="version 1 is not here"):
+        reader.pull(manifest)
+
+
+def test_a_trainer_that_is_gone_is_an_error(hosts: Hosts) -> None:
+    writer, reader = hosts.end("t"), hosts.end("h")
+    manifest = publish(writer, 1, weights())
+    writer.close()
+    with pytest.raises(StateDictError, match="could not be read from the trainer"):
+        reader.pull(manifest)
+
+
+def test_what_takes_too_long_is_an_error(hosts: Hosts) -> None:
+    writer, reader = hosts.end("t"), hosts.end("h", timeout_s=0.2)
+    manifest = publish(writer, 1, weights())
+    waits_for_ever = OddHost("odd", manifest)
+    with pytest.raises(StateDictError, match=r"from odd within 0\.2 s: 0 of 5 chunks are here"):
+        reader.pull(manifest)
+    waits_for_ever.server.close()
+
+
+def test_nobody_reads_without_the_token(hosts: Hosts) -> None:
+    writer, reader = hosts.end("t"), hosts.end("h")
+    manifest = publish(writer, 1, weights())
+    (shard,) = manifest.shards
+    stranger = replace(shard, remote=replace(shard.remote, token="0" * 32))
+    with pytest.raises(StateDictError, match="token"):
+        reader.pull(replace(manifest, shards=(stranger,)))
+
+
+def test_a_writer_after_another_begins_anew(hosts: Hosts) -> None:
+    reader = hosts.end("h")
+    for attempt in range(2):
+        writer = hosts.end("t")
+        for version in (1, 2):
+            tensor = stepped(weights(attempt), version)
+            assert read(reader, publish(writer, version, tensor)).equal(tensor)
+        writer.close()
+    assert len(list(hosts.root.glob("h/*"))) == 2  # its own folder and what the last writer wrote
+
+
+def odd_bytes() -> bytes:
+    return struct.pack("<BBI", 2, 1, 0)  # a delta that says nothing changed
+
+
+ODD = ("is gone", "closes", "zeros", "wrong delta", "wrong sum", "no delta", "withdraws")
+
+
+def misbehave(host: OddHost, how: str) -> None:
+    match how:
+        case "is gone":
+            host.server.close()
+        case "closes":
+            host.sends_one_chunk()
+            host.server.close()
+        case "zeros":
+            host.sends_zeros()
+        case "wrong delta":
+            host.sends_deltas(odd_bytes())
+        case "wrong sum":
+            host.sends_deltas(odd_bytes(), crc=1)
+        case "no delta":
+            host.sends_deltas(b"\x02\x01garbage")
+        case _:
+            host.copy.withdraw("it could not be read")
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(st.sampled_from(["step", "jump", "join", "leave", *ODD]), min_size=1, max_size=8), st.integers(1, 2))
+def test_whatever_happens_on_the_way_every_host_ends_with_the_exact_bytes(events: list[str], fanout: int) -> None:
+    with TemporaryDirectory() as folder:
+        hosts = Hosts(Path(folder))
+        try:
+            writer = hosts.end("t", fanout=fanout, anchor_interval=5)
+            readers, odd = [hosts.end("first")], list[OddHost]()
+            tensor = weights()
+            for version, event in enumerate(events, 1):
+                tensor = weights(version) if event == "jump" else stepped(tensor, version)
+                manifest = publish(writer, version, tensor)
+                match event:
+                    case "join":
+                        readers.append(hosts.end(f"h{version}"))
+                    case "leave" if len(readers) > 1:
+                        readers.pop(0).close()
+                    case how if how in ODD:
+                        odd.append(OddHost("odd", manifest))
+                        misbehave(odd[-1], how)
+                    case _:
+                        pass
+                with ThreadPoolExecutor(len(readers)) as threads:
+                    for found in threads.map(lambda reader, manifest=manifest: read(reader, manifest), readers):
+                        assert found.equal(tensor)
+        finally:
+            hosts.close()
+            for host in odd:
+                host.server.close()
+        assert not hosts.left()

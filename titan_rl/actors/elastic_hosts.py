@@ -1,0 +1,115 @@
+"""Hosts that come to a run and leave it, with the processes that they bring and take."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from titan_rl.actors.generator_processes import GeneratorProcesses
+from titan_rl.actors.hosts.host import Host
+from titan_rl.actors.liveness.host_state import HostState
+from titan_rl.calls.user_code import reason
+from titan_rl.errors import ConfigError, TitanRLError
+from titan_rl.generation.router.router import GeneratorRouter
+
+
+class ElasticHosts:
+    """The hosts of a run while it goes on. A host that joins generates; one that is silent is gone, and may join again.
+
+    Args:
+        tell: shows a person which hosts come and go.
+    """
+
+    def __init__(
+        self,
+        processes: GeneratorProcesses,
+        router: GeneratorRouter,
+        tell: Callable[[str], object],
+    ) -> None:
+        self._processes = processes
+        self._hosts = hosts = processes.hosts
+        self._router = router
+        self._tell = tell
+        self._joining: set[str] = set()  # addresses
+        self._draining: dict[str, str] = {}  # name -> why
+        self._gone: dict[str, HostState] = {}  # by name; those that left, too
+        self._drains: set[asyncio.Task[None]] = set()
+        hosts.on_lost = self._lost
+        hosts.on_leaving = self._leaving
+
+    def states(self) -> list[HostState]:
+        """Of all hosts that are, come or were there."""
+        here = [
+            HostState(
+                host.name,
+                host.worker,
+                "draining" if host.name in self._draining else "in the run",
+                self._draining.get(host.name, ""),
+                tuple(sorted(self._processes.names_on(host.name))),
+            )
+            for host in self._hosts
+        ]
+        gone = [state for name, state in self._gone.items() if name not in self._hosts.names]
+        return [*here, *[HostState("", address, "joining") for address in sorted(self._joining)], *gone]
+
+    async def add(self, address: str) -> None:
+        """Take in the host of a worker.
+
+        Raises:
+            ActorDiedError: no worker answers there, or what starts there does not come up.
+            ConfigError: it is in the run already, or differs from this machine in what the run needs.
+        """
+        if not self._hosts.config.elsewhere:
+            raise ConfigError(
+                "the run is on this machine alone, where no other reaches it: begin it with hosts.addresses"
+            )
+        if address in self._joining or any(host.worker == address for host in self._hosts):
+            raise ConfigError(f"the host at {address} is in the run already")
+        self._joining.add(address)
+        try:
+            (host,) = await self._hosts.attach([address])
+        finally:
+            self._joining.discard(address)
+        self._gone.pop(host.name, None)
+        started = await self._processes.join(host.name, self._router)
+        brings = f" with {', '.join(started)}" if started else ", and nothing is started there"
+        self._tell(f"host {host.name} at {address} has joined{brings}")
+
+    async def drain(self, name: str, why: str) -> None:
+        """Let a host go, once its requests have ended or moved.
+
+        Raises:
+            ConfigError: there is no such host, or the trainer is there.
+        """
+        if name not in self._hosts.names:
+            raise ConfigError(f"there is no host {name!r}; there are {', '.join(self._hosts.names)}")
+        if name in self._draining:
+            raise ConfigError(f"host {name} is draining already")
+        self._draining[name] = why
+        try:
+            address = self._hosts[name].worker
+            await self._processes.leave(name, self._router, why)
+            if name in self._hosts.names:  # else it was lost meanwhile
+                self._gone[name] = HostState(
+                    name, address, "left", why
+                )  # first: else it may be taken in again meanwhile
+                await self._hosts.detach(name)
+        finally:
+            del self._draining[name]
+        self._tell(f"host {name} is drained: {why}")
+
+    def _lost(self, host: Host, why: str) -> None:
+        self._tell(f"host {host.name} is lost: {why}")
+        self._gone[host.name] = HostState(host.name, host.worker, "gone", why)
+        self._processes.host_lost(host, why)
+
+    def _leaving(self, host: Host, why: str) -> None:
+        task = asyncio.ensure_future(self._drain(host.name, why))
+        self._drains.add(task)
+        task.add_done_callback(self._drains.discard)
+
+    async def _drain(self, name: str, why: str) -> None:
+        try:
+            await self.drain(name, why)
+        except TitanRLError as error:
+            self._tell(f"host {name} says that it is about to go ({why}), and cannot be drained: {reason(error)}")

@@ -1,0 +1,70 @@
+"""What the processes of another host say, brought into the run's folder."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+
+from titan_rl.actors.hosts.host import Host
+from titan_rl.errors import ActorDiedError
+
+INTERVAL_S = 0.5
+TIMEOUT_S = 10.0
+
+
+class HostOutput:
+    """Logs and traces of a host, as they grow. A disk that takes no more costs them, and not the run.
+
+    Args:
+        run_dir: of the run, on this machine.
+        tell: called once with why something cannot be written here.
+    """
+
+    def __init__(self, host: Host, run_dir: Path, tell: Callable[[str], object]) -> None:
+        self._host = host
+        self._run_dir = run_dir
+        self._tell = tell
+        self._had: dict[str, int] = {}  # bytes of each file that have arrived
+        self._failed = False
+
+    async def collect(self) -> None:
+        """While the run goes on, until cancelled."""
+        while True:
+            await asyncio.sleep(INTERVAL_S)
+            with contextlib.suppress(ActorDiedError):  # it may answer later; one that is gone is detached
+                await self._take()
+
+    async def take_rest(self) -> None:
+        """Nothing more where the host is gone."""
+        with contextlib.suppress(ActorDiedError):
+            while await self._take():
+                pass
+
+    async def _take(self) -> bool:
+        """Whether something came."""
+        output = await self._host.link.call(self._host.agent.new_output, self._had, timeout_s=TIMEOUT_S)
+        try:
+            for name, data in output:
+                self._append(self._run_dir / name, data)
+                self._had[name] = self._had.get(name, 0) + len(data)
+        except OSError as error:
+            if not self._failed:
+                self._tell(f"what host {self._host.name} says is not written here for now: {error}")
+            self._failed = True
+            return False
+        return bool(output)
+
+    def _append(self, path: Path, data: bytes) -> None:
+        """All of it or nothing."""
+        path.parent.mkdir(exist_ok=True)
+        with path.open("ab", buffering=0) as file:
+            size = file.tell()
+            try:
+                rest = memoryview(data)
+                while rest:
+                    rest = rest[file.write(rest) :]
+            except OSError:
+                file.truncate(size)
+                raise

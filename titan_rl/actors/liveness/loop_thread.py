@@ -1,0 +1,56 @@
+"""An event loop in a thread of its own, which turns whatever holds up the others."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+
+class LoopThread:
+    """A context manager: within its block `main` runs, unless it ends by itself.
+
+    Args:
+        main: made and run in the thread; cancelled at the end of the block.
+        on_failure: told, in the thread, of what `main` raises.
+    """
+
+    def __init__(
+        self, name: str, main: Callable[[], Coroutine[Any, Any, object]], on_failure: Callable[[BaseException], object]
+    ) -> None:
+        self._main = main
+        self._on_failure = on_failure
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._started = threading.Event()
+        self._loop: asyncio.AbstractEventLoop
+        self._task: asyncio.Task[object]
+
+    def __enter__(self) -> LoopThread:
+        self._thread.start()
+        self._started.wait()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.soon(self._task.cancel)
+        self._thread.join()
+
+    def soon(self, function: Callable[..., object], *args: Any) -> None:
+        """Call it in the thread, from any other. Once the thread has ended, nothing happens."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(function, *args)
+
+    def _run(self) -> None:
+        asyncio.run(self._to_its_end())
+
+    async def _to_its_end(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._task = asyncio.ensure_future(self._main())
+        self._loop.call_soon(self._started.set)
+        try:
+            await self._task
+        except asyncio.CancelledError:
+            pass
+        except BaseException as error:
+            self._on_failure(error)

@@ -1,0 +1,68 @@
+"""`titan-rl launch CONFIG.toml ... [--table.setting value ...] [--dry-run]`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from titan_rl.cli.options import Parser
+from titan_rl.config.load import dump_config, load_config
+from titan_rl.config.run import RunConfig
+from titan_rl.errors import ConfigError
+from titan_rl.providers.registry import find_provider
+from titan_rl.providers.spec import Submission
+from titan_rl.run.run_name import run_name
+from titan_rl.run.terminal.standard_streams import say, tell
+
+
+def set_up(parser: Parser) -> None:
+    parser.usage = "titan-rl launch CONFIG.toml ... [--table.setting value ...] [--dry-run]"
+    parser.description = (
+        "Submit the run that CONFIG.toml describes to the provider that hosts.provider names: a batch script to Slurm, "
+        "manifests to Kubernetes. Files and options are those of titan-rl train."
+    )
+    parser.add_argument("config", metavar="CONFIG.toml", nargs="+", help="the run's settings")
+    parser.add_argument("--dry-run", action="store_true", help="print what would be submitted, and stop")
+    parser.add_settings(RunConfig)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    paths = [Path(toml) for toml in arguments.config]
+    config = load_config(paths, arguments.overrides, check_files=False)
+    hosts = config.hosts
+    if hosts.provider is None:
+        raise ConfigError(
+            "hosts.provider says who starts the run, and is not set; set it to slurm or kubernetes, or begin the run "
+            "here with titan-rl train"
+        )
+    for problem in hosts.too_few(launched=True):
+        raise ConfigError(problem)
+    provider = find_provider(hosts.provider)
+    if provider.shares_files:
+        config = load_config(paths, arguments.overrides)
+    submission = Submission(
+        settings=hosts,
+        name=run_name(config, paths, arguments.overrides),
+        config=dump_config(config),
+        tomls={str(path): path.read_text(encoding="utf-8") for path in paths},
+        overrides=arguments.overrides,
+        run_dir=config.run_dir,
+    )
+    if provider.render is None:
+        raise _takes_no_jobs(hosts.provider)
+    text = provider.render(submission)
+    if arguments.dry_run:
+        say(text)
+        return 0
+    if provider.submit is None:
+        raise _takes_no_jobs(hosts.provider)
+    tell(f"titan-rl: {provider.submit(submission, text)}")
+    return 0
+
+
+def _takes_no_jobs(provider: str) -> ConfigError:
+    return ConfigError(
+        f'hosts.provider = "{provider}" takes no jobs; titan-rl train begins the run here, and has the provider start '
+        "its workers"
+    )

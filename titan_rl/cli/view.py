@@ -1,0 +1,101 @@
+"""`titan-rl view [RUN ...] [--port PORT] [--open]`: a page that shows runs; `--report FILE` writes it."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import secrets
+import webbrowser
+from collections.abc import Sequence
+from pathlib import Path
+
+from titan_rl.cli.options import Parser
+from titan_rl.errors import ConfigError, MissingExtraError
+from titan_rl.run.machine.environment import file_modes
+from titan_rl.run.terminal.standard_streams import say, tell
+from titan_rl.viewer.report import write_report
+from titan_rl.viewer.runs import Runs
+from titan_rl.viewer.trace.chrome import chrome_trace
+
+USUAL = "runs"
+
+
+def set_up(parser: Parser) -> None:
+    parser.description = (
+        "Show runs in a browser, also while they go on: curves, rollouts token by token, where time goes, settings. A "
+        "RUN is the folder of a run or of an evaluation, or one that has such in it; without one: ./runs. The page "
+        "is served to this machine alone, and to whoever has the address that is printed, until Ctrl-C."
+    )
+    parser.add_argument("runs", metavar="RUN", nargs="*", help="folder of a run, or of several (default: runs)")
+    parser.add_argument("--port", type=int, help="to serve on; 0 takes any that is free (default: 8484 if it is free)")
+    parser.add_argument("--open", action="store_true", help="open the page in a browser")
+    parser.add_argument("--json", action="store_true", help="print what is known of each run, a line each, and stop")
+    parser.add_argument("--report", metavar="FILE", help="write the page as one HTML file, without a server, and stop")
+    parser.add_argument(
+        "--trace", metavar="FILE", help="write the Chrome trace of a run, for ui.perfetto.dev, and stop"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if not arguments.runs and not Path(USUAL).is_dir():
+        raise ConfigError(f"there is no folder {USUAL} here; name a run: titan-rl view RUN")
+    with contextlib.closing(Runs([Path(name) for name in arguments.runs or [USUAL]])) as runs:
+        if arguments.json:
+            for one in runs.describe():
+                say(json.dumps(one) + "\n")
+            return 0
+        if arguments.report is not None:
+            with file_modes(share=False):
+                _write_report(runs, Path(arguments.report))
+            return 0
+        if arguments.trace is not None:
+            with file_modes(share=False):
+                _write_trace([*runs.folders().values()], Path(arguments.trace))
+            return 0
+        return _serve(runs, arguments.port, opens=arguments.open)
+
+
+def _write_trace(folders: Sequence[Path], out: Path) -> None:
+    if len(folders) != 1:
+        raise ConfigError(f"--trace {out}: that is of one run, and {len(folders)} are here; name it")
+    (folder,) = folders
+    if not (folder / "trace").is_dir():
+        raise ConfigError(f"--trace {out}: {folder} has no trace; runs with logging.trace = true have")
+    try:
+        with out.open("wb") as file:
+            file.writelines(chrome_trace(folder))
+    except OSError as error:
+        raise ConfigError(f"--trace {out}: {error.strerror}; name a file in a folder that you may write to") from None
+    say(f"{out}\n")
+
+
+def _write_report(runs: Runs, out: Path) -> None:
+    try:
+        say(f"{write_report([*runs.folders().values()], out)}\n")
+    except OSError as error:
+        raise ConfigError(f"--report {out}: {error.strerror}; name a file in a folder that you may write to") from None
+
+
+def _serve(runs: Runs, port: int | None, *, opens: bool) -> int:
+    for module in ("starlette", "uvicorn"):
+        if importlib.util.find_spec(module) is None:
+            raise MissingExtraError(module, "serve")
+    from titan_rl.viewer.app import make_viewer
+    from titan_rl.viewer.server import listen, run_viewer
+
+    key = secrets.token_urlsafe(16)
+    app = make_viewer(runs, key=key)
+    with listen(port) as listener:
+        url = f"http://localhost:{listener.getsockname()[1]}/?key={key}"
+
+        def ready() -> None:
+            num_runs = len(runs.folders())
+            say(f"{num_runs} run{'' if num_runs == 1 else 's'} at {url}\n")
+            tell("titan-rl: Ctrl-C ends this page")
+            if opens:
+                webbrowser.open(url)
+
+        return run_viewer(app, listener, ready)

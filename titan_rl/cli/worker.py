@@ -1,0 +1,67 @@
+"""`titan-rl worker [--listen HOST:PORT]`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import signal
+import socket
+
+from titan_rl.cli.options import Parser
+from titan_rl.config.hosts import WORKER_PORT, join_address, split_address
+from titan_rl.errors import ConfigError, MissingExtraError
+from titan_rl.run.terminal.standard_streams import tell
+
+
+def set_up(parser: Parser) -> None:
+    parser.usage = "titan-rl worker [--listen HOST:PORT] [--drain-s SECONDS]"
+    parser.description = (
+        "Let runs that are started on other machines have processes on this one, one run after the other: "
+        "`titan-rl train CONFIG.toml --hosts.addresses HOST:PORT,...` on one of the machines uses it."
+    )
+    parser.add_argument(
+        "--listen",
+        metavar="HOST:PORT",
+        default=f"127.0.0.1:{WORKER_PORT}",
+        help="address of this machine, by which the others reach it; whoever reaches it can run programs here "
+        f"(default: 127.0.0.1:{WORKER_PORT}, which no other machine does)",
+    )
+    parser.add_argument(
+        "--drain-s",
+        type=float,
+        default=120.0,
+        help="on SIGTERM, as of a machine that is about to be taken away, runs have so many seconds to finish or move "
+        "what they have here (default: 120)",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    address = _free(arguments.listen)
+    if importlib.util.find_spec("monarch") is None:
+        raise MissingExtraError("monarch", "cpu")
+    from titan_rl.run.worker import run_worker
+
+    try:
+        run_worker(address, lambda text: tell(f"titan-rl: {text}"), arguments.drain_s)
+    except KeyboardInterrupt:
+        tell("titan-rl: stopped at once, with what runs had here; SIGTERM has them move it first")
+        return 128 + signal.SIGINT
+    return 128 + signal.SIGTERM
+
+
+def _free(listen: str) -> str:
+    """The address to listen on, with a port of its own if none is asked for by 0.
+
+    Raises:
+        ConfigError: this machine does not have it, or the port is taken; Monarch says nothing of that a user could use.
+    """
+    try:
+        host, port = split_address(listen, least_port=0)
+        with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            return join_address(host, probe.getsockname()[1])
+    except ValueError as error:
+        raise ConfigError(f"--listen {error}") from None
+    except OSError as error:
+        problem = str(error.strerror).partition(" (while")[0]  # create_server repeats the address
+        raise ConfigError(f"--listen {listen}: {problem}; name a free port of an address of this machine") from None

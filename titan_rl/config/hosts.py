@@ -1,0 +1,259 @@
+"""The machines of a run. Checked before any process starts; the settings alone look nothing up."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import socket
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Self
+
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from titan_rl.errors import ConfigError
+from titan_rl.providers.settings import ProviderSettings, split_list
+
+OPEN = (
+    "whoever reaches it can run programs as this user: nothing is encrypted, and nobody is asked who they are; close "
+    "it to all but the hosts of your runs"
+)
+"""What is to be known of an address that others than this machine reach."""
+
+EVERYWHERE = "stands for all interfaces; name one address of the machine, that by which the others reach it"
+
+WORKER_PORT = 22222
+"""Where `titan-rl worker` listens, and is looked for, if nothing else is said."""
+
+
+def split_address(address: str, *, least_port: int = 1) -> tuple[str, int]:
+    """`"10.0.0.1:22222"` is `("10.0.0.1", 22222)`; without a port it is that of `WORKER_PORT`. IPv6 addresses stand in
+    brackets, IPv4 ones may.
+
+    Raises:
+        ValueError: it is no address, or stands for all interfaces.
+    """
+    has_port = ":" in address.rpartition("]")[2]
+    host, _, port = address.rpartition(":") if has_port else (address, "", str(WORKER_PORT))
+    host = host.strip("[]")
+    is_host = host and "/" not in host and not any(map(str.isspace, host))
+    if not is_host or not (port.isdecimal() and least_port <= int(port) < 2**16):
+        raise ValueError(f"{address!r} is not HOST or HOST:PORT")
+    if is_everywhere(host):
+        raise ValueError(f"{address!r} {EVERYWHERE}")
+    return host, int(port)
+
+
+def join_address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_everywhere(host: str) -> bool:
+    """Whether who listens there does so on all interfaces."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:  # a name, or a short form of IPv4
+        with contextlib.suppress(OSError):
+            return not any(socket.inet_aton(host))
+        return host == "*"
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_unspecified
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches it."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name
+        return host == "localhost"
+
+
+def address_towards(config: HostsConfig) -> str:
+    """The address of this machine from which it reaches the first worker. Nothing is sent.
+
+    Raises:
+        ConfigError: there is no way there.
+    """
+    host, port = split_address(config.addresses[0])
+    try:
+        (family, kind, _, _, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)
+            return probe.getsockname()[0]
+    except OSError as error:
+        raise ConfigError(f"hosts.addresses: {host} cannot be reached from here: {error.strerror}") from None
+
+
+def own_address(config: HostsConfig) -> str:
+    """The address of this machine on which the others reach it.
+
+    Raises:
+        ConfigError: `listen` is none of this machine, or there is no way to the first worker.
+    """
+    if not config.listen:
+        return address_towards(config)
+    try:
+        (family, kind, _, _, address), *_ = socket.getaddrinfo(config.listen, 0, type=socket.SOCK_STREAM)
+        with socket.socket(family, kind) as probe:
+            probe.bind(address)
+    except (OSError, UnicodeError) as error:
+        problem = error.strerror if isinstance(error, OSError) else "no name of a host"
+        raise ConfigError(
+            f"hosts.listen = {config.listen!r}: {problem}; name an address of this machine, without a port"
+        ) from None
+    return config.listen
+
+
+def check_own_machine(config: HostsConfig) -> None:
+    """What the settings name of the machine where the run begins.
+
+    Raises:
+        ConfigError: it is not there.
+    """
+    if config.listen and config.elsewhere:
+        own_address(config)
+    if config.addresses_file:
+        try:
+            Path(config.addresses_file).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            problem = error.strerror if isinstance(error, OSError) else "no text"
+            raise ConfigError(
+                f"hosts.addresses_file = {config.addresses_file!r}: {problem}; make it a file of addresses, one a "
+                "line, empty where there are no further ones yet"
+            ) from None
+
+
+def _address(text: str) -> str:
+    try:
+        return join_address(*split_address(text))
+    except ValueError as error:
+        said = EVERYWHERE if EVERYWHERE in str(error) else "must be HOST or HOST:PORT"
+        raise PydanticCustomError("address", "{said}", {"said": said}) from None
+
+
+def _one_interface(host: str) -> str:
+    if is_everywhere(host):
+        raise PydanticCustomError("address", "{said}", {"said": EVERYWHERE})
+    return host
+
+
+class HostsConfig(ProviderSettings):
+    """The machines on which a run has its processes, by default this one. The first of them train, the last generate
+    and play rollouts."""
+
+    addresses: Annotated[
+        tuple[Annotated[str, AfterValidator(_address)], ...], BeforeValidator(split_list), Field(strict=False)
+    ] = ()
+    """HOST:PORT of `titan-rl worker` on each machine, a list or between commas, where no provider starts
+    them; none for this machine alone."""
+    listen: Annotated[str, AfterValidator(_one_interface)] = ""
+    """Address of this machine on which the others reach it; by default that from which it reaches the first of them.
+    Whoever reaches it can run programs here: only within a network that you trust."""
+    train: PositiveInt = 1
+    """Hosts of the trainer's ranks, which are shared out evenly."""
+    generate: PositiveInt | None = None
+    """Hosts of the generators; by default those that do not train, or all if there are no others."""
+    play: PositiveInt | None = None
+    """Hosts of the rollout workers; by default those of the generators."""
+    addresses_file: str = ""
+    """A file of further addresses, one a line, that is read again and again: a host whose address comes joins the run,
+    and one whose address goes is drained. None by default."""
+    silence_s: PositiveFloat = 3.0
+    """A host of which nothing is heard for so long is gone. What it was at goes on elsewhere."""
+    lease_s: PositiveFloat = 15.0
+    """A host that hears nothing of the controller for so long ends its processes. More than silence_s."""
+    hang_timeout_s: PositiveFloat = 60.0
+    """A process that for so long neither answers nor computes is killed, and so is one whose step does not get on."""
+    drain_s: NonNegativeFloat = 60.0
+    """A host that is to go has so long to finish what it is at; what is left then goes on elsewhere."""
+    wait_s: PositiveFloat = 3600.0
+    """Longest wait for hosts, where fewer generators serve than generation.least_generators, or none can train or play
+    rollouts."""
+
+    sync: bool = False
+    """Copy the model's folder, and those of `pythonpath` and PYTHONPATH, to hosts that lack what is in them. The copies
+    go with the run."""
+
+    @model_validator(mode="after")
+    def _each_once_from_one_side(self) -> Self:
+        twice = sorted({address for address in self.addresses if self.addresses.count(address) > 1})
+        if twice:
+            raise ValueError(f"addresses: {', '.join(twice)} is there more than once; name each worker once")
+        if self.addresses and self.provider is not None:
+            raise ValueError(f'addresses and provider = "{self.provider}" exclude each other; leave one out')
+        if self.addresses_file and not self.elsewhere:
+            raise ValueError(
+                f"addresses_file = {self.addresses_file!r} needs addresses or provider: it names hosts that join others"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _lost_before_it_ends(self) -> Self:
+        if self.lease_s <= self.silence_s:
+            raise ValueError(
+                f"lease_s = {self.lease_s:g} is not more than silence_s = {self.silence_s:g}: hosts would end what is "
+                "not yet given up; raise the one or lower the other"
+            )
+        return self
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether processes are started by workers, and not by this process."""
+        return bool(self.addresses) or self.provider is not None
+
+    def too_few(self, *, launched: bool = False) -> Iterator[str]:
+        """Say of which role there are more hosts than settings name, where these say how many there are.
+
+        Args:
+            launched: as a job of its own, which with Slurm has `slurm.nodes`; else an allocation says how many.
+        """
+        counts = {
+            None: len(self.addresses) or 1,
+            "ssh": len(self.ssh.hosts),
+            "slurm": self.slurm.nodes if launched else None,
+            "kubernetes": self.kubernetes.workers,
+        }
+        if (count := counts.get(self.provider)) is not None:
+            yield from self.too_few_of(count)
+
+    def too_few_of(self, count: int) -> Iterator[str]:
+        """Of which role there are more than so many hosts."""
+        there = "is 1 host" if count == 1 else f"are {count} hosts"
+        for name in ("train", "generate", "play"):
+            wanted: int | None = getattr(self, name)
+            if wanted is not None and wanted > count:
+                yield f"hosts.{name} is {wanted}, and there {there}; lower it, or have more hosts"
+
+
+@dataclass(frozen=True, slots=True)
+class Roles:
+    """The names of the hosts that do each of the three; one may do several."""
+
+    train: tuple[str, ...]
+    generate: tuple[str, ...]
+    play: tuple[str, ...]
+
+    @staticmethod
+    def of(config: HostsConfig, hosts: Sequence[str]) -> Roles:
+        """
+        Example: of hosts a, b and c, a trains by default, and b and c generate and play.
+
+        Raises:
+            ConfigError: a role needs more hosts than there are.
+        """
+        for problem in config.too_few_of(len(hosts)):
+            raise ConfigError(problem)
+        generate = config.generate or len(hosts) - config.train or len(hosts)
+        last = tuple(hosts[len(hosts) - generate :])
+        play = last if config.play is None else tuple(hosts[len(hosts) - config.play :])
+        return Roles(tuple(hosts[: config.train]), last, play)

@@ -1,0 +1,105 @@
+"""What the steps of a run spend most of their time on, and what to do about it.
+
+It is told by `metrics.jsonl` alone. The stages of the training loop say when it was held up by training, by the way of
+the weights, by validation and checkpoints. It waits for a batch because of generation for as long as the engines were
+busy, and for the rest of that because of environments and rewards, as rollouts spent their time in them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+ADVICE = {
+    "generation": "more generators, shorter completions (sampling.max_tokens), or a larger scheduling.max_staleness",
+    "environments": "a faster environment, rollout.num_workers, or more rollouts in flight "
+    "(scheduling.max_staleness, generation.max_running)",
+    "rewards": "a faster reward, or one in threads of its own (in_thread=True)",
+    "training": "fewer or shorter rollouts a step, longer rows (training.row_tokens), or more ranks "
+    "(training.data_parallel)",
+    "weight sync": "another statedict.transport, or fewer probes (statedict.num_probes)",
+    "validation": "a larger validation.interval, or a smaller validation.num_prompts",
+    "checkpoints": "a larger checkpoint.interval, or a faster disk",
+}
+"""What helps against each."""
+
+_STAGES = {
+    "time/samples_s": "training",
+    "time/train_s": "training",
+    "sync/wait_for_pull_s": "weight sync",
+    "sync/begin_publish_s": "weight sync",
+    "time/validation_s": "validation",
+    "time/checkpoint_s": "checkpoints",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Bottleneck:
+    """
+    Args:
+        name: one of `ADVICE`.
+        share: of the steps' time that is spent on it, in [0, 1].
+        sentence: for a person, with what may help.
+    """
+
+    name: str
+    share: float
+    sentence: str
+
+
+def bottleneck(records: Iterable[Mapping[str, Any]]) -> Bottleneck | None:
+    """Of one step, or of several together.
+
+    Args:
+        records: of `metrics.jsonl`. Those that are of no step are left out.
+
+    Returns:
+        None where no record says how long a step's stages took.
+
+    Example:
+
+        found = bottleneck(read_jsonl(run_dir.metrics))
+        found.sentence  # "generation takes 71% of a step; it may help to have more generators, ..."
+    """
+    parts: defaultdict[str, float] = defaultdict(float)
+    for record in records:
+        for name, seconds in parts_of(record).items():
+            parts[name] += seconds
+    return bottleneck_of(parts)
+
+
+def bottleneck_of(parts: Mapping[str, float]) -> Bottleneck | None:
+    """Of sums of `parts_of`; None where nothing took any time."""
+    total = sum(parts.values())
+    if not total:
+        return None
+    name = max(parts, key=lambda name: parts[name])
+    share = parts[name] / total
+    return Bottleneck(name, share, f"{name} takes {share:.0%} of a step; it may help to have {ADVICE[name]}")
+
+
+def parts_of(record: Mapping[str, Any]) -> dict[str, float]:
+    """Seconds of one step by what they were spent on; none of a record that does not say."""
+    if "time/train_s" not in record:
+        return {}
+    parts: defaultdict[str, float] = defaultdict(float)
+    for metric, name in _STAGES.items():
+        parts[name] += _number(record, metric)
+    wait = _number(record, "time/wait_for_rollouts_s")
+    window = sum(parts.values()) + wait
+    busy_s = window * (1.0 - _number(record, "engine/idle_share"))
+    environments = _number(record, "rollout/metrics/env_seconds")
+    rewards = _number(record, "rollout/metrics/reward_seconds")
+    elsewhere = max(0.0, wait - busy_s) if environments + rewards else 0.0
+    parts["generation"] = wait - elsewhere
+    if elsewhere:
+        parts["environments"] = elsewhere * environments / (environments + rewards)
+        parts["rewards"] = elsewhere * rewards / (environments + rewards)
+    return dict(parts)
+
+
+def _number(record: Mapping[str, Any], name: str) -> float:
+    value = record.get(name)
+    return float(value) if isinstance(value, int | float) else 0.0

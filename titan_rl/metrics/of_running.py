@@ -1,0 +1,267 @@
+"""Metrics of where time goes: steps, slots, engines, the way of the weights, the server."""
+
+from __future__ import annotations
+
+from titan_rl.metrics.metric import Metric, MetricGroup
+
+SPEED, SCHEDULING = MetricGroup.SPEED, MetricGroup.SCHEDULING
+SYNC, ENGINES, SERVER = MetricGroup.SYNC, MetricGroup.ENGINES, MetricGroup.SERVER
+
+SPEED_METRICS = (
+    Metric(
+        "throughput/tokens_per_s",
+        "tokens/s",
+        "Tokens that steps take per second: of completions, or in titan-rl sft of whole conversations.",
+        SPEED,
+        "Steady.",
+        "Falling: see which of time/wait_for_rollouts_s and the rest of time/step_s has grown.",
+    ),
+    Metric(
+        "time/step_s",
+        "s",
+        "From one step to the next, without validations and the copies of checkpoints between them.",
+        SPEED,
+        "Steady.",
+    ),
+    Metric(
+        "time/wait_for_rollouts_s",
+        "s",
+        "Of that, waiting until a batch of groups had finished.",
+        SPEED,
+        "Near 0 where training takes longer than generation; otherwise the rest of a step's time.",
+        "Most of the step: generation or environments hold it up. A larger scheduling.max_staleness, more generators, "
+        "or a faster environment (rollout/metrics/own_seconds).",
+    ),
+    Metric("time/samples_s", "s", "Of a step, making training samples of the batch.", SPEED, "Near 0."),
+    Metric(
+        "time/train_s",
+        "s",
+        "Of a step, from handing the samples to the trainer until it has the next version.",
+        SPEED,
+        "Most of the step, where nothing but training holds it up.",
+    ),
+    Metric("time/validation_s", "s", "Validation since the step before.", SPEED),
+    Metric(
+        "time/checkpoint_s",
+        "s",
+        "Copying a checkpoint since the step before, and waiting until the one before is written.",
+        SPEED,
+        "0 for most steps.",
+        "The disk is slow: a larger checkpoint.interval.",
+    ),
+    Metric(
+        "time/wait_for_tokens_s",
+        "s",
+        "In titan-rl sft: waiting until a step's demonstrations were tokens.",
+        SPEED,
+        "Near 0.",
+        "The renderer is slower than the trainer.",
+    ),
+)
+
+SCHEDULING_METRICS = (
+    Metric("scheduling/slot_s/pending", "s", "Time of all slots, waiting for rollouts in flight to end.", SCHEDULING),
+    Metric(
+        "scheduling/slot_s/running",
+        "s",
+        "Time of all slots in which their groups were generated, played and scored.",
+        SCHEDULING,
+        "Most of all slots' time.",
+    ),
+    Metric(
+        "scheduling/slot_s/suspended",
+        "s",
+        "Time of all slots, waiting with their tokens for a later batch.",
+        SCHEDULING,
+    ),
+    Metric(
+        "scheduling/slot_s/done",
+        "s",
+        "Time of all slots, waiting finished for their batch.",
+        SCHEDULING,
+        "Small.",
+        "Most of it: training holds up generation, or one slow group holds up a batch "
+        "(scheduling.window, scheduling.oversample).",
+    ),
+    Metric("scheduling/slot_s/training", "s", "Time of all slots, in a batch until its version is pulled.", SCHEDULING),
+    Metric("scheduling/age/<age>", "groups", "Groups whose oldest token is so many versions old.", SCHEDULING),
+    Metric("scheduling/age_mean", "steps", "Mean age of a group's oldest token, in versions.", SCHEDULING),
+    Metric(
+        "scheduling/dropped/<reason>",
+        "groups",
+        "Groups that were not trained on, by the reason: failed, reward_failed, aborted, too_few_siblings, too_old, "
+        "too_stale, too_long, or what a filter gives.",
+        SCHEDULING,
+        "None, but for filters.",
+        "failed and reward_failed: your code raises, see the messages. too_old, too_stale: generation is slower than "
+        "training.",
+    ),
+    Metric(
+        "scheduling/wasted_tokens",
+        "tokens",
+        "Completion tokens of dropped groups.",
+        SCHEDULING,
+        "A small part of train/num_tokens.",
+        "A filter that drops most groups: samples of the right difficulty, or a curriculum.",
+    ),
+    Metric(
+        "scheduling/accepted_tokens_mean",
+        "tokens",
+        "Completion tokens of a rollout, of those trained on, over the run.",
+        SCHEDULING,
+        "As scheduling/generated_tokens_mean.",
+        "Less than that: the schedule prefers short answers; scheduling.window = 1 trains in data order.",
+    ),
+    Metric(
+        "scheduling/generated_tokens_mean",
+        "tokens",
+        "Completion tokens of a rollout, of all that finished, over the run.",
+        SCHEDULING,
+    ),
+)
+
+SYNC_METRICS = (
+    Metric("sync/publish_s", "s", "From the copy of the weights until all of a version can be read.", SYNC),
+    Metric("sync/pull_s", "s", "Until every generator has loaded and verified it.", SYNC),
+    Metric("sync/load_s", "s", "Loading it, of the slowest generator.", SYNC),
+    Metric("sync/verify_s", "s", "Verifying it with probes, of the slowest generator.", SYNC),
+    Metric(
+        "sync/stall_s",
+        "s",
+        "Time in which an engine did not step for a pull, of the slowest generator.",
+        SYNC,
+        "A small part of time/step_s.",
+        'Fewer statedict.num_probes; statedict.transport = "cuda_ipc" on GPUs of one host.',
+    ),
+    Metric(
+        "sync/received_bytes",
+        "bytes",
+        'What a host was sent of it, of the one that was sent most, with statedict.transport = "tcp" on several hosts.',
+        SYNC,
+    ),
+    Metric(
+        "sync/received_share",
+        "share",
+        "The same as a share of all its bytes: 1 where it was sent whole.",
+        SYNC,
+        "Far below 1 but for every statedict.anchor_interval-th version, in bfloat16.",
+        "In float32 nearly every number changes. In bfloat16 a large learning rate, or a host that joined just then.",
+    ),
+    Metric("sync/begin_publish_s", "s", "How long the trainer took to fix a version.", SYNC, "Near 0."),
+    Metric(
+        "sync/wait_for_pull_s",
+        "s",
+        "How long a step waited for the slowest pull of the version before.",
+        SYNC,
+        "Near 0.",
+        "The step is shorter than a pull: see sync/pull_s.",
+    ),
+    Metric(
+        "sync/probe_diff",
+        "nats",
+        "Mean difference between trainer and generator of a probe's logprobs, of the worst probe.",
+        SYNC,
+        "Below statedict.tolerance; a pull above it fails.",
+        "The engine computes with other weights than it was given.",
+    ),
+    Metric(
+        "sync/probe_margin",
+        "",
+        "Part of a step's change in the probes' logprobs that rounding can hide, of the worst generator.",
+        SYNC,
+        "Below 0.5, from where on a pull fails that loads nothing.",
+        "A step changes little against rounding: more statedict.num_probes; above 0.5 a swap is compared with versions "
+        "further back alone.",
+    ),
+    Metric(
+        "sync/probe_missed",
+        "",
+        "Part of a step's change in the probes' logprobs that a generator does not show, or shows too much of.",
+        SYNC,
+        "Below sync/probe_margin; a pull above it fails where that is below 0.5.",
+        "The engine did not load all weights that it was given.",
+    ),
+)
+
+ENGINE_METRICS = (
+    Metric("generation/requests_in_flight_max", "requests", "Most requests in flight at once.", ENGINES),
+    Metric(
+        "completion/queue_s",
+        "s",
+        "From the request until its engine first ran it.",
+        ENGINES,
+        "Near 0.",
+        "A larger generation.max_running, more generators, or fewer rollouts in flight.",
+    ),
+    Metric("completion/time_to_first_token_s", "s", "From the request to its first token.", ENGINES),
+    Metric("completion/inter_token_s", "s", "Between two tokens of a completion.", ENGINES),
+    Metric("completion/requests_in_flight", "requests", "Requests that its engine had when one came.", ENGINES),
+    Metric("completion/cached_prompt_tokens", "tokens", "Prompt tokens that the prefix cache had.", ENGINES),
+    Metric(
+        "completion/interrupted_s",
+        "s",
+        "Time in which a request waited for a pause, a suspension or another generator, where any did.",
+        ENGINES,
+    ),
+    Metric(
+        "completion/num_resumes",
+        "resumes",
+        "How often a request was sent again behind the tokens that it had, where any was.",
+        ENGINES,
+    ),
+    Metric("completion/completion_tokens", "tokens", "Tokens that a policy behind a URL says it wrote.", ENGINES),
+    Metric("completion/<metric>", "", "Mean of a metric that your engine gives its completions.", ENGINES),
+    Metric("engine/running_requests_mean", "requests", "Requests in the batch of one engine.", ENGINES),
+    Metric("engine/running_requests_max", "requests", "The same, at most.", ENGINES),
+    Metric(
+        "engine/waiting_requests_mean",
+        "requests",
+        "Requests that wait for a place in it.",
+        ENGINES,
+        "Near 0.",
+        "A larger generation.max_running or generation.kv_cache_gib.",
+    ),
+    Metric("engine/waiting_requests_max", "requests", "The same, at most.", ENGINES),
+    Metric("engine/kv_cache_usage_mean", "share", "Share of the KV cache that requests hold.", ENGINES, "Below 0.9."),
+    Metric("engine/kv_cache_usage_max", "share", "The same, at most.", ENGINES),
+    Metric(
+        "engine/preemptions",
+        "requests",
+        "Requests that gave up their part of the KV cache, and are computed again.",
+        ENGINES,
+        "0.",
+        "A larger generation.kv_cache_gib, or a smaller generation.max_running.",
+    ),
+    Metric("engine/prefix_cache_queries", "tokens", "Prompt tokens that were looked up in the prefix cache.", ENGINES),
+    Metric(
+        "engine/prefix_cache_hits",
+        "tokens",
+        "Those that it had.",
+        ENGINES,
+        "Most, where rollouts have several turns or long prompts.",
+        'routing.strategy = "group_affinity".',
+    ),
+    Metric("engine/busy_s", "s", "Time of all engines in which they generated or pulled weights.", ENGINES),
+    Metric("engine/idle_s", "s", "Time of all engines in which they had no request, or were paused.", ENGINES),
+    Metric(
+        "engine/idle_share",
+        "",
+        "Share of all engines' time in which they were idle.",
+        ENGINES,
+        "Near 0 with scheduling.max_staleness of 1 or more.",
+        "The engines wait for training, environments or rewards: see the timeline.",
+    ),
+    Metric("engine/<gauge>_mean", "", "Mean over its steps of what your engine's gauges give.", ENGINES),
+    Metric("engine/<gauge>_max", "", "The same, at most.", ENGINES),
+    Metric("engine/<gauge>", "", "What a count of your engine has grown by.", ENGINES),
+)
+
+SERVER_METRICS = (
+    Metric("titan_rl_responses", "responses", "Responses of a server, by path and status.", SERVER),
+    Metric("titan_rl_completions_running", "completions", "Completions under way.", SERVER),
+    Metric("titan_rl_prompt_tokens", "tokens", "Prompt tokens.", SERVER),
+    Metric("titan_rl_completion_tokens", "tokens", "Sampled tokens.", SERVER),
+    Metric("titan_rl_clients_gone", "requests", "Requests whose client went away before the answer.", SERVER, "Few."),
+    Metric("titan_rl_time_to_first_token_seconds", "s", "From the request to the first token of a completion.", SERVER),
+    Metric("titan_rl_completion_seconds", "s", "From the request to the last token of a completion.", SERVER),
+)

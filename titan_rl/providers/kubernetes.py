@@ -1,0 +1,125 @@
+"""Hosts of Kubernetes: the pods of a StatefulSet, with a worker in each; and the job that is their controller."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import shlex
+import socket
+from collections.abc import AsyncGenerator, Callable, Sequence
+from functools import partial
+from pathlib import PurePath
+
+from titan_rl.errors import ConfigError, ProviderError
+from titan_rl.providers.addresses import with_port
+from titan_rl.providers.spec import ProviderSpec, Submission
+from titan_rl.providers.templates import rendered
+from titan_rl.providers.tools import run_tool
+
+WORKERS = "TITAN_RL_WORKERS"
+"""In the environment of the controller's pod: the names of the workers' pods, with spaces between."""
+
+LONGEST_NAME = 50
+"""A StatefulSet's pods carry its name with ten characters more in a label, which has 63 at most."""
+
+OWNED = ("statefulset", "service", "configmap", "networkpolicy")
+"""What is to go with the job."""
+
+LOOK_S = 1.0
+CONNECT_S = 5.0
+
+
+@contextlib.asynccontextmanager
+async def workers(spec: ProviderSpec) -> AsyncGenerator[Sequence[str]]:
+    """The workers that were started beside this pod, once all listen. They stay for the pod that goes on with the run
+    if this one dies."""
+    names = os.environ.get(WORKERS, "").split()
+    if not names:
+        raise ConfigError(
+            'hosts.provider = "kubernetes" takes the workers that titan-rl launch CONFIG makes, and here are none '
+            f"({WORKERS} is not set): begin the run with that"
+        )
+    port = spec.settings.port
+    addresses = await found_by(partial(_reached, port=port), names, spec.wait_s)
+    yield [with_port(address, port) for address in addresses]
+
+
+def _reached(name: str, port: int) -> str:
+    """The address of a pod, which DNS has once it is placed, and whose worker listens some time after that."""
+    with socket.create_connection((name, port), timeout=CONNECT_S) as connection:
+        return connection.getpeername()[0]
+
+
+async def found_by(find: Callable[[str], str], names: Sequence[str], wait_s: float) -> list[str]:
+    """What `find` gives for each name, asked again where it raises OSError.
+
+    Raises:
+        ProviderError: it does so for too long.
+    """
+    found = dict[str, str]()
+    try:
+        async with asyncio.timeout(wait_s):
+            while missing := [name for name in names if name not in found]:
+                for name in missing:
+                    with contextlib.suppress(OSError):
+                        found[name] = await asyncio.to_thread(find, name)
+                if len(found) < len(names):
+                    await asyncio.sleep(LOOK_S)
+    except TimeoutError:
+        missing = [name for name in names if name not in found]
+        raise ProviderError(
+            f"{', '.join(missing)}: no worker listens there after {wait_s:g} s; kubectl describe pod says what keeps it"
+        ) from None
+    return [found[name] for name in names]
+
+
+def render(submission: Submission) -> str:
+    """The manifests of a run: its settings, its workers with their names in DNS, who may reach them, its controller."""
+    settings = submission.settings
+    name = object_name(submission.name, submission.time)
+    tomls = {f"{index}-{PurePath(toml).name}": text for index, (toml, text) in enumerate(submission.tomls.items())}
+    given = [f"/etc/titan_rl/{toml}" for toml in tomls]
+    options = [f"--{key}={value}" for key, value in submission.overrides]
+    return rendered(
+        "kubernetes.yaml.jinja",
+        kubernetes=settings.kubernetes,
+        name=name,
+        tomls=tomls,
+        port=settings.port,
+        command=settings.command or "titan-rl",
+        worker=[*shlex.split(settings.command or "titan-rl"), "worker", "--listen", f"[$(POD_IP)]:{settings.port}"],
+        which_run=rendered(
+            "which_run.sh.jinja", run_dir=submission.run_dir, settings=shlex.join([*given, *options])
+        ).rstrip(),
+        variable=WORKERS,
+        pods=" ".join(f"{name}-{index}.{name}" for index in range(settings.kubernetes.workers)),
+    )
+
+
+def submit(submission: Submission, manifests: str) -> str:
+    """Give the manifests to the cluster, and all but the job to the job: whoever deletes that deletes them."""
+    kubernetes = submission.settings.kubernetes
+    kubectl = [*shlex.split(kubernetes.kubectl), "--namespace", kubernetes.namespace]
+    name = object_name(submission.name, submission.time)
+    run_tool([*kubectl, "create", "--filename", "-"], manifests)
+    uid = run_tool([*kubectl, "get", "job", name, "--output", "jsonpath={.metadata.uid}"]).strip()
+    owner = {"apiVersion": "batch/v1", "kind": "Job", "name": name, "uid": uid}
+    patch = json.dumps({"metadata": {"ownerReferences": [owner]}})
+    for kind in OWNED:
+        run_tool([*kubectl, "patch", kind, name, "--type", "merge", "--patch", patch])
+    shown = shlex.join(kubectl)
+    shows, ends = f"{shown} logs --follow job/{name}", f"{shown} delete job {name}"
+    return f"job {name} is submitted; {shows} shows it, {ends} ends it in order"
+
+
+def object_name(run: str, time: str) -> str:
+    """The run's name as Kubernetes takes names, and when it was submitted.
+
+    >>> object_name("Word_sort-lr=1e-3", "1122-180501")
+    'word-sort-lr-1e-3-1122-180501'
+    """
+    plain = re.sub(r"[^a-z0-9]+", "-", f"run-{run}".lower() if not run[:1].isalpha() else run.lower())
+    return f"{plain[: LONGEST_NAME - 1 - len(time)].strip('-')}-{time}"

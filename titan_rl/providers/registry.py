@@ -1,0 +1,53 @@
+"""The providers by name: the library's own, or the user's as "module:function"."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from titan_rl.calls.imports import find_function
+from titan_rl.providers import kubernetes, slurm, ssh
+from titan_rl.providers.spec import ProviderSpec, Submission
+
+Workers = AbstractAsyncContextManager[Sequence[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class ProviderKind:
+    """How hosts are had from a provider. A plain function from `ProviderSpec` to `Workers` is of a kind that takes no
+    jobs.
+
+    Args:
+        workers: starts a worker a host, gives their addresses as "10.0.0.2:22222", and ends at the block's end what it
+            started.
+        render: what `titan-rl launch` submits, as text.
+        shares_files: whether hosts have the files that are here, the model's for instance.
+        submit: hands that over, and says what became of it; None where nothing takes jobs.
+    """
+
+    workers: Callable[[ProviderSpec], Workers]
+    shares_files: bool = True
+    render: Callable[[Submission], str] | None = None
+    submit: Callable[[Submission, str], str] | None = None
+
+
+BY_NAME = {
+    "ssh": ProviderKind(ssh.workers, render=ssh.render),
+    "slurm": ProviderKind(slurm.workers, render=slurm.render, submit=slurm.submit),
+    "kubernetes": ProviderKind(
+        kubernetes.workers, shares_files=False, render=kubernetes.render, submit=kubernetes.submit
+    ),
+}
+"""The library's own that `hosts.provider` names."""
+
+
+def find_provider(name: str) -> ProviderKind:
+    """The kind of provider that `hosts.provider` names.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    found: Any = find_function("hosts.provider", name, BY_NAME)
+    return found if isinstance(found, ProviderKind) else ProviderKind(found)

@@ -1,0 +1,154 @@
+"""What the table [hosts] says of providers, each with a table of its own."""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import re
+import shlex
+from collections.abc import Mapping
+from typing import Annotated, Self
+
+from pydantic import AfterValidator, BeforeValidator, Field, PositiveInt, model_validator
+from pydantic_core import PydanticCustomError
+
+from titan_rl.settings import FunctionName, Section
+
+NAMES = ("ssh", "slurm", "kubernetes")
+"""The library's own providers, see `titan_rl.providers.registry`."""
+
+
+def split_list(value: object) -> object:
+    """What stands between commas, as of the command line."""
+    return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+
+
+def _line(text: str) -> str:
+    if "\n" in text or not text.strip():
+        raise PydanticCustomError("line", "must be one line that says something")
+    return text
+
+
+def _duration(value: object) -> object:
+    """TOML takes 30 for a number, and "10:00:00" on the command line for a time of day."""
+    return str(value) if isinstance(value, int | datetime.time) and not isinstance(value, bool) else value
+
+
+def _time_limit(text: str) -> str:
+    if not re.fullmatch(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|(?i:unlimited|infinite)", text):
+        raise PydanticCustomError("time_limit", 'must be a time as sbatch takes it: "24:00:00", "2-12:00" or minutes')
+    return text
+
+
+def _ip(text: str) -> str:
+    try:
+        return str(ipaddress.ip_address(text))
+    except ValueError:
+        raise PydanticCustomError("ip", "must be an IP address") from None
+
+
+def _option(text: str) -> str:
+    if not _line(text).startswith("-"):
+        raise PydanticCustomError("option", "must begin with -, as --partition=gpu does")
+    return text
+
+
+def _host(text: str) -> str:
+    if text.startswith("-") or text.split() != [text]:
+        raise PydanticCustomError("host", "must be a host's name as ssh takes it, without spaces and options")
+    return text
+
+
+def _words(text: str) -> str:
+    try:
+        shlex.split(text)
+    except ValueError as error:
+        raise PydanticCustomError("words", "must be words as in a shell: {problem}", {"problem": str(error)}) from None
+    return text
+
+
+class SSHConfig(Section):
+    """Hosts that ssh reaches without a question, where `hosts.provider` names ssh. Each has a worker for as long as
+    the run."""
+
+    hosts: Annotated[
+        tuple[Annotated[str, AfterValidator(_host)], ...], BeforeValidator(split_list), Field(strict=False)
+    ] = ()
+    """As ssh takes them, a list or between commas: a name, user@name, or what ~/.ssh/config calls one."""
+    options: tuple[Annotated[str, AfterValidator(_line)], ...] = Field(default=(), strict=False)
+    """Of ssh, each word of its own: ["-p", "2222", "-i", "key"]."""
+    addresses: Mapping[str, Annotated[str, AfterValidator(_ip)]] = Field(default={}, strict=False)
+    """By host, the IP address at which its worker listens, where that is not what its name means here."""
+
+
+class SlurmConfig(Section):
+    """Where `hosts.provider` names slurm, each node of the allocation is a host. The rest is for the job that
+    `titan-rl launch` submits."""
+
+    nodes: PositiveInt = 1
+    """Of the job."""
+    time_limit: Annotated[str, BeforeValidator(_duration), AfterValidator(_time_limit)] | None = None
+    """As sbatch takes it, "24:00:00", or minutes; by default the partition's."""
+    options: tuple[Annotated[str, AfterValidator(_option)], ...] = Field(default=(), strict=False)
+    """Further ones of sbatch: ["--partition=gpu", "--gpus-per-node=8", "--exclusive"]."""
+    setup: tuple[Annotated[str, AfterValidator(_line)], ...] = Field(default=(), strict=False)
+    """Lines of shell before the run begins: ["module load cuda"]."""
+    requeue: bool = True
+    """When the time is up, the job is preempted or its first node fails, it waits for its next turn, and goes on with
+    the run then."""
+    grace_s: PositiveInt = 120
+    """Seconds before the end of its time in which the run ends in order."""
+
+
+class KubernetesConfig(Section):
+    """Workers as a StatefulSet and the controller as a Job, which `titan-rl launch` makes where `hosts.provider` names
+    kubernetes."""
+
+    image: str = ""
+    """With titan_rl and the task installed, or with them on the volume."""
+    workers: PositiveInt = 1
+    """Hosts, a pod each; the controller has one more, which needs no GPU."""
+    volume: str = ""
+    """A PersistentVolumeClaim that all pods mount, with the model, and for the run's folder."""
+    folder: str = Field(default="/workspace", pattern=r"^/[^\s:]+$")
+    """Where the volume is, and the current folder of the run and of its workers."""
+    namespace: str = "default"
+    """In which all of it is made."""
+    resources: Mapping[str, str] = Field(default={}, strict=False)
+    """Of each worker, requested and at most: { "nvidia.com/gpu" = "8", memory = "200Gi", cpu = "32" }."""
+    controller_resources: Mapping[str, str] = Field(default={}, strict=False)
+    """Of the controller."""
+    shared_memory: str = "8Gi"
+    """Size of /dev/shm in each pod, where weights travel and PyTorch's workers talk."""
+    kubectl: Annotated[str, AfterValidator(_words)] = "kubectl"
+    """The command, which may have options: "kubectl --context=cluster"."""
+
+
+class ProviderSettings(Section):
+    """Who starts the workers of a run, and how."""
+
+    provider: Annotated[str, FunctionName(NAMES, ("spec",), may_be_class=False)] | None = None
+    """Starts a worker on each host: over ssh, in an allocation of Slurm, or as pods of Kubernetes. A function of yours
+    gives an async context manager for a `titan_rl.providers.registry.ProviderSpec`, of the workers' addresses."""
+    port: int = Field(default=22222, ge=0, le=65535)
+    """On which the workers of a provider listen; with 0 each takes one that is free, but for kubernetes."""
+    command: Annotated[str, AfterValidator(_words)] | None = None
+    """What runs titan-rl there; by default what runs it here, and with kubernetes titan-rl."""
+    ssh: SSHConfig = SSHConfig()
+    slurm: SlurmConfig = SlurmConfig()
+    kubernetes: KubernetesConfig = KubernetesConfig()
+
+    @model_validator(mode="after")
+    def _says_what_the_provider_needs(self) -> Self:
+        if self.provider == "ssh" and not self.ssh.hosts:
+            raise ValueError('provider = "ssh" needs ssh.hosts, the names of the hosts')
+        if self.provider == "ssh" and (strays := self.ssh.addresses.keys() - set(self.ssh.hosts)):
+            raise ValueError(
+                f"ssh.addresses has {', '.join(sorted(strays))}, which ssh.hosts lacks; write a host the same in both"
+            )
+        if self.provider == "kubernetes" and not self.port:
+            raise ValueError('port = 0 with provider = "kubernetes": its service has to name the port; set one')
+        for name in ("image", "volume") if self.provider == "kubernetes" else ():
+            if not getattr(self.kubernetes, name):
+                raise ValueError(f'provider = "kubernetes" needs kubernetes.{name}; set it')
+        return self

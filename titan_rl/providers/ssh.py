@@ -1,0 +1,69 @@
+"""Hosts over ssh: a worker on each for as long as the run, ended when the connection is."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shlex
+from collections.abc import AsyncGenerator, Sequence
+from pathlib import Path
+
+from titan_rl.errors import ProviderError
+from titan_rl.providers.addresses import addresses_of, with_port
+from titan_rl.providers.settings import ProviderSettings
+from titan_rl.providers.spec import ProviderSpec, Submission, command
+from titan_rl.providers.tools import said_by
+from titan_rl.providers.worker_process import tethered, worker_processes
+
+DEFAULTS = (
+    *("-o", "BatchMode=yes"),  # a question would wait for ever
+    *("-o", "ConnectTimeout=15"),
+    *("-o", "ServerAliveInterval=15"),
+    *("-o", "ServerAliveCountMax=4"),
+)
+"""Of ssh, which takes the first value that it is given: a user's options stand before them."""
+
+FIX = 'mend DNS or /etc/hosts, or say by host where its worker listens: hosts.ssh.addresses = { "HOST" = "10.0.0.2" }'
+
+
+@contextlib.asynccontextmanager
+async def workers(spec: ProviderSpec) -> AsyncGenerator[Sequence[str]]:
+    """A worker on each host of `hosts.ssh.hosts`, which ssh starts."""
+    ssh = spec.settings.ssh
+    names = {host: await _name(host, ssh.options) for host in ssh.hosts}
+    known = {names[host]: address for host, address in ssh.addresses.items()}
+    by_name = await asyncio.to_thread(addresses_of, list(names.values()), known, fix=FIX)
+    addresses = {host: by_name[name] for host, name in names.items()}
+    async with worker_processes(commands(spec.settings, addresses), spec.logs, spec.tell, spec.wait_s) as listening:
+        yield listening
+
+
+def commands(settings: ProviderSettings, addresses: dict[str, str]) -> list[tuple[str, list[str]]]:
+    """(host, what starts its worker) of each host with its address."""
+    return [
+        (host, ["ssh", *settings.ssh.options, *DEFAULTS, host, _remote(settings, address)])
+        for host, address in addresses.items()
+    ]
+
+
+def render(submission: Submission) -> str:
+    """The commands that a run starts, a line each."""
+    settings = submission.settings
+    addresses = {host: settings.ssh.addresses.get(host, f"ADDRESS_OF_{host}") for host in settings.ssh.hosts}
+    return "".join(f"{shlex.join(words)}\n" for _, words in commands(settings, addresses))
+
+
+def _remote(settings: ProviderSettings, address: str) -> str:
+    """For whichever shell the user has there. It begins in this folder where that is there, too."""
+    words = [*command(settings), "worker", "--listen", with_port(address, settings.port)]
+    return shlex.join(tethered(words, str(Path.cwd())))
+
+
+async def _name(host: str, options: Sequence[str]) -> str:
+    """What ssh connects to, which `~/.ssh/config` may know by another name."""
+    known = await said_by(["ssh", *options, "-G", host])
+    for line in known.splitlines():
+        key, _, value = line.partition(" ")
+        if key == "hostname" and value:
+            return value
+    raise ProviderError(f"ssh -G {host} says no hostname; see what ~/.ssh/config says of {host}, and which ssh is here")

@@ -1,0 +1,148 @@
+"""A command of this host that runs a worker on another one: what it says, and that it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import shlex
+from collections.abc import AsyncGenerator, Callable, Sequence
+from pathlib import Path
+
+from titan_rl.errors import ProviderError
+
+LISTENS = re.compile(rb"listening on (\S+)\s")
+KEPT = 4096
+"""Bytes of what a worker has said last."""
+
+END_S = 20.0
+"""For a worker that is told to end; a run's processes there have ended before."""
+
+_TETHERED = 'exec 3<&0 </dev/null; (cat <&3; kill -TERM $$) >/dev/null 2>&1 & exec 3<&-; exec "$@"'
+
+
+def tethered(words: Sequence[str], folder: str | None = None) -> list[str]:
+    """The command, told to end when its standard input does: when who started it closes that, or is no more.
+
+    Args:
+        folder: to begin in, if it is there.
+    """
+    there = "" if folder is None else f"cd {shlex.quote(folder)} 2>/dev/null; "
+    return ["sh", "-c", f"{there}{_TETHERED}", "sh", *words]
+
+
+class WorkerProcess:
+    """A command that is started, and says where its worker listens.
+
+    Args:
+        host: for messages.
+        log: a file for all that it says.
+        tell: shows a person that the worker ends while it should not.
+    """
+
+    def __init__(self, host: str, words: Sequence[str], log: Path, tell: Callable[[str], object]) -> None:
+        self.host = host
+        self._words = words
+        self.log = log
+        self._tell = tell
+        self._ending = False
+        self._address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._process: asyncio.subprocess.Process
+        self._following: asyncio.Task[None]
+
+    async def start(self) -> None:
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *self._words,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C in the terminal is not for it
+            )
+        except OSError as error:
+            raise ProviderError(f"{self._words[0]} cannot be started: {error.strerror}") from None
+        self._following = asyncio.create_task(self._follow(), name=f"worker on {self.host}")
+
+    @property
+    def listens(self) -> bool:
+        return self._address.done()
+
+    async def address(self) -> str:
+        """Where the worker listens, once it does.
+
+        Raises:
+            ProviderError: it has ended instead.
+        """
+        return await asyncio.shield(self._address)
+
+    async def end(self) -> None:
+        """Have the worker end, and wait for that. One that does not is left to its host: the command is killed."""
+        self._ending = True
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        try:
+            async with asyncio.timeout(END_S):
+                await self._process.wait()
+        except TimeoutError:
+            self._tell(f"the worker on {self.host} has not ended in {END_S:g} s; see {self.log}")
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+            await self._process.wait()
+        await self._following
+
+    async def _follow(self) -> None:
+        assert self._process.stdout is not None
+        recent = b""
+        with self.log.open("ab", buffering=0) as log:
+            while said := await self._process.stdout.read(1 << 16):
+                log.write(said)
+                recent += said
+                if not self._address.done() and (listens := LISTENS.search(recent)):
+                    self._address.set_result(listens[1].decode())
+                recent = recent[-KEPT:]
+        code = await self._process.wait()
+        last = recent.decode(errors="replace").strip().rpartition("\n")[2] or "it said nothing"
+        ended = f"the worker on {self.host} has ended with code {code}: {last}"
+        if not self._address.done():
+            self._address.set_exception(ProviderError(f"{ended}; its log: {self.log}"))
+            self._address.exception()  # whoever waits hears of it; nobody need
+        elif not self._ending:
+            self._tell(ended)
+
+
+@contextlib.asynccontextmanager
+async def worker_processes(
+    commands: Sequence[tuple[str, Sequence[str]]],
+    logs: Path,
+    tell: Callable[[str], object],
+    wait_s: float,
+) -> AsyncGenerator[list[str]]:
+    """Run (host, command) of each, and give the workers' addresses in that order. All have ended behind the block.
+
+    Raises:
+        ProviderError: one does not listen in time.
+    """
+    workers = list[WorkerProcess]()
+    try:
+        for host, words in commands:
+            worker = WorkerProcess(host, words, logs / f"worker-{_plain(host)}.log", tell)
+            await worker.start()
+            workers.append(worker)
+        yield await _all_listening(workers, wait_s)
+    finally:
+        await asyncio.shield(asyncio.gather(*(worker.end() for worker in workers)))
+
+
+async def _all_listening(workers: Sequence[WorkerProcess], wait_s: float) -> list[str]:
+    """The first that ends instead fails all."""
+    try:
+        async with asyncio.timeout(wait_s):
+            return await asyncio.gather(*(worker.address() for worker in workers))
+    except TimeoutError:
+        silent = ", ".join(worker.host for worker in workers if not worker.listens)
+        logs = f"{workers[0].log.parent}/worker-*"
+        raise ProviderError(f"no worker listens after {wait_s:g} s on {silent}; see {logs}") from None
+
+
+def _plain(host: str) -> str:
+    return re.sub(r"[^\w.@-]", "_", host)

@@ -1,0 +1,1 @@
+"""Hosts come to a run and leave it while it goes on."""

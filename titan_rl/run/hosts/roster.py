@@ -1,0 +1,152 @@
+"""Which hosts a run is to have, and what is done until it has them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from titan_rl.actors.liveness.host_state import HostState
+from titan_rl.calls.user_code import reason
+from titan_rl.config.hosts import join_address, split_address
+from titan_rl.errors import TitanRLError
+from titan_rl.run.hosts.requests import AddressFile, HostFiles, HostRequest, HostStates
+
+LOOK_S = 0.5
+RETRY_S = 5.0
+
+
+class JoinableHosts(Protocol):
+    """The hosts of a run, as far as they come and go."""
+
+    def states(self) -> Sequence[HostState]: ...
+
+    async def add(self, address: str) -> None:
+        """Take in the host of a worker.
+
+        Raises:
+            TitanRLError: it is not there, or cannot be used.
+        """
+        ...
+
+    async def drain(self, name: str, why: str) -> None:
+        """Let a host go, once its requests have ended or moved.
+
+        Raises:
+            TitanRLError: there is no such host, or the run cannot go on without it.
+        """
+        ...
+
+
+class Roster:
+    """Takes in whoever is asked for, by settings, a file of addresses or `titan-rl hosts`, and whoever was lost once it
+    answers again; has those drained that are asked for no more. One that left comes back when it is asked for anew.
+
+    Args:
+        addresses: that settings name.
+        addresses_file: one that is read again and again.
+        tell: shows a person a line.
+    """
+
+    def __init__(
+        self,
+        hosts: JoinableHosts,
+        files: HostFiles,
+        addresses: Iterable[str],
+        addresses_file: Path | None,
+        tell: Callable[[str], object],
+    ) -> None:
+        self._hosts = hosts
+        self._files = files
+        self._wanted = {_full(address) for address in addresses}
+        self._file = None if addresses_file is None else AddressFile(addresses_file)
+        self._listed: frozenset[str] = frozenset()  # in that file, when it was read last
+        self._tell = tell
+        self._tried_at: dict[str, float] = {}
+        self._told: dict[str, str] = {}  # why a host could not be taken in, by address
+        self._answers: dict[str, str] = {}
+        self._written: HostStates | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def watch(self) -> None:
+        """Until it is cancelled."""
+        try:
+            while True:
+                self.look()
+                await asyncio.sleep(LOOK_S)
+        finally:
+            for task in self._tasks:
+                task.cancel()
+
+    def look(self) -> None:
+        """Begin what is to be done now, and write down how it stands."""
+        for request in self._files.new_requests():
+            self._begin(self._answer(request))
+        self._read_file()
+        now = asyncio.get_running_loop().time()
+        here = {host.address for host in self._hosts.states() if host.state != "gone"}
+        for address in self._wanted - here:
+            if now - self._tried_at.get(address, -RETRY_S) >= RETRY_S:
+                self._tried_at[address] = now
+                self._begin(self._try(address))
+        self._write()
+
+    def _read_file(self) -> None:
+        if self._file is None:
+            return
+        before, self._listed = self._listed, frozenset(_full(address) for address in self._file.read())
+        self._wanted |= self._listed - before
+        for address in before - self._listed:
+            self._wanted.discard(address)
+            for host in self._hosts.states():
+                if host.address == address and host.state == "in the run":
+                    self._begin(self._drain(host.name, "its address is no longer in the file of addresses"))
+
+    async def _answer(self, request: HostRequest) -> None:
+        try:
+            if request.do == "add":
+                address = _full(request.what)
+                self._tried_at[address] = asyncio.get_running_loop().time()
+                await self._hosts.add(address)
+                self._wanted.add(address)
+            else:
+                of = {host.name: host.address for host in self._hosts.states()}
+                self._wanted.discard(of.get(request.what, ""))
+                await self._hosts.drain(request.what, "it was asked to")
+        except (TitanRLError, ValueError) as error:
+            self._answers[request.id] = reason(error)
+        else:
+            self._answers[request.id] = ""
+        self._write()
+
+    async def _try(self, address: str) -> None:
+        try:
+            await self._hosts.add(address)
+        except TitanRLError as error:
+            if self._told.get(address) != (why := reason(error)):
+                self._told[address] = why
+                self._tell(f"the host at {address} is not taken in: {why}")
+        else:
+            self._told.pop(address, None)
+
+    async def _drain(self, name: str, why: str) -> None:
+        try:
+            await self._hosts.drain(name, why)
+        except TitanRLError as error:
+            self._tell(f"host {name} cannot be drained: {reason(error)}")
+
+    def _begin(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _write(self) -> None:
+        states = HostStates(list(self._hosts.states()), dict(self._answers))
+        if states != self._written:
+            self._written = states
+            self._files.write(states)
+
+
+def _full(address: str) -> str:
+    return join_address(*split_address(address))

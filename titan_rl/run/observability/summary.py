@@ -1,0 +1,95 @@
+"""What a person is told of a run that has finished."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, TextIO
+
+from rich.text import Text
+
+from titan_rl.metrics.bottleneck import bottleneck
+from titan_rl.run.directory import each_of
+from titan_rl.run.terminal.console import ForgivingConsole
+from titan_rl.run.terminal.figures import format_seconds
+
+
+class ShownSummary(Protocol):
+    """What is said of a finished run."""
+
+    @property
+    def rows(self) -> Mapping[str, str]:
+        """By their labels."""
+        ...
+
+    @property
+    def achieved(self) -> str | None:
+        """The label of the row to be glad of, if there is one."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """A finished run. The rewards are of the same held-out samples; None where validation is off."""
+
+    reward_before: float | None
+    reward_after: float | None
+    steps: int
+    tokens: int  # completion tokens trained on
+    seconds: float
+    run_dir: Path
+
+    @property
+    def rows(self) -> Mapping[str, str]:
+        return {
+            "validation reward": _validated(self.reward_before, self.reward_after),
+            "steps": f"{self.steps:,}",
+            "tokens": f"{self.tokens:,}",
+            "time": format_seconds(self.seconds),
+            **self._held_up_by,
+            "policy": f"{self.run_dir / 'export'}",
+            "report": f"{self.run_dir / 'report.html'}",
+        }
+
+    @property
+    def achieved(self) -> str | None:
+        before, after = self.reward_before, self.reward_after
+        return "validation reward" if before is not None and after is not None and after > before else None
+
+    @property
+    def _held_up_by(self) -> Mapping[str, str]:
+        found = bottleneck(each_of(self.run_dir / "metrics.jsonl"))
+        return {} if found is None else {"held up by": f"{found.name}, {found.share:.0%} of a step's time"}
+
+    @property
+    def rewards(self) -> list[float]:
+        """The mean reward of each step's rollouts, also of steps before the run was resumed."""
+        rewards: dict[int, float] = {}
+        for record in each_of(self.run_dir / "metrics.jsonl"):
+            reward = record.get("rollout/finished_reward_mean", record.get("rollout/reward_mean"))
+            if isinstance(reward, int | float):
+                rewards[record["step"]] = reward
+        return [reward for _, reward in sorted(rewards.items())]
+
+
+def show_summary(summary: ShownSummary, file: TextIO | None = None) -> None:
+    """The closing table.
+
+    Args:
+        file: where to write; by default standard output.
+    """
+    console = ForgivingConsole(file or sys.stdout)
+    label_width = max(map(len, summary.rows))
+    console.print()
+    for label, value in summary.rows.items():
+        style = "bold green" if label == summary.achieved else ""
+        console.print(Text.assemble((f"{label:<{label_width}}  ", "dim"), (value, style)))
+
+
+def _validated(before: float | None, after: float | None) -> str:
+    if before is None or after is None:
+        measured = "" if before is None else f"{before:.3f} before; "
+        return f"{measured}off (validation.num_prompts = 0)"
+    return f"{before:.3f} before, {after:.3f} after ({after - before:+.3f})"

@@ -1,0 +1,256 @@
+"""A trainer whose processes may die: others take their place, and train again what the checkpoint lacks.
+
+Who calls it notices nothing but time. A call that a death cut short is made again once the trainer is back at the
+version it had, and what the run has heard of is done again without being told again:
+
+    load      the newest checkpoint that is whole, else the model as loaded
+    repeat    each step since, on what it was trained on; where a version was being saved, it is saved once more
+    publish   the version that was published last, so that generators that start now find it. Those that have it keep
+              it: a version that was loaded never goes back
+
+With the same bits computed again, the run's result is that of an undisturbed one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from titan_rl.errors import ActorDiedError, DamagedCheckpointError, StateDictError, TrainingError
+from titan_rl.run.observability.progress import Progress
+from titan_rl.run.recovery.deaths import Deaths
+from titan_rl.run.recovery.trained_steps import TrainedSteps
+from titan_rl.run.recovery.trainer_group import MortalTrainer, TrainerGroup
+from titan_rl.scheduling.batches.batch import step_from
+from titan_rl.tracing.spans import span
+from titan_rl.training.data.sample import TrainingSample
+from titan_rl.training.protocol import StepResult
+from titan_rl.training.state.checkpoint import list_checkpoints, step_of
+from titan_rl.weights.published_weights import PublishedWeights
+from titan_rl.weights.types import Manifest
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True)
+class _Save:
+    """A checkpoint that is being written."""
+
+    version: int
+    root: Path
+    run_state: dict[str, Any]
+
+
+class RecoveringTrainer:
+    """The `Trainer` of a run. Made by `recovering`, which watches it.
+
+    Args:
+        group: its trainer has loaded the model, and no checkpoint.
+        steps: what was trained.
+        checkpoints: the folder of them.
+        published: is told of the version that is published again.
+        max_respawns: as `training.max_respawns`.
+    """
+
+    def __init__(
+        self,
+        group: TrainerGroup,
+        *,
+        steps: TrainedSteps,
+        checkpoints: Path,
+        published: PublishedWeights,
+        max_respawns: int,
+        progress: Progress,
+    ) -> None:
+        self._group = group
+        self._trainer = group.trainer
+        self._steps = steps
+        self._checkpoints = checkpoints
+        self._published = published
+        self._deaths = Deaths(max_respawns)
+        self._progress = progress
+        self._is_up = True
+        self._lost: str | None = None  # why no other takes its place
+        self._changed = asyncio.Event()
+        self._in_flight = 0  # calls
+        self._version = 0  # as the trainer said, to whoever asked
+        self._begun: int | None = None  # the version that is published, or being so
+        self._is_published = False
+        self._saving: _Save | None = None
+        self._recovery_s = 0.0  # since the last step
+
+    async def step(self, samples: Sequence[TrainingSample]) -> StepResult:
+        """As `Trainer.step`. Its metrics have what a death since the step before has cost: respawns, of the whole run,
+        and recovery_s."""
+        result = await self._call(lambda trainer: self._step(trainer, step_from(self._version), samples))
+        self._version = result.version
+        if not self._recovery_s:
+            return result
+        figures = {"respawns": float(self._deaths.num_respawns), "recovery_s": self._recovery_s}
+        self._recovery_s = 0.0
+        return replace(result, metrics=result.metrics | figures)
+
+    async def measure(self, samples: Sequence[TrainingSample]) -> float:
+        return await self._call(lambda trainer: trainer.measure(samples))
+
+    async def begin_publish(self) -> None:
+        await self._call(lambda trainer: trainer.begin_publish())
+        self._begun, self._is_published = self._version, False
+
+    async def finish_publish(self) -> Manifest:
+        manifest = await self._call(lambda trainer: trainer.finish_publish())
+        self._is_published = True
+        return manifest
+
+    async def begin_save(self, root: Path, run_state: dict[str, Any]) -> int:
+        version = await self._call(lambda trainer: trainer.begin_save(root, run_state))
+        self._saving = _Save(version, root, run_state)
+        return version
+
+    async def finish_save(self) -> None:
+        await self._call(lambda trainer: trainer.finish_save())
+        self._saving = None
+
+    async def load(self, checkpoint: Path) -> int:
+        self._version = await self._call(lambda trainer: trainer.load(checkpoint))
+        return self._version
+
+    async def export(self, path: Path) -> None:
+        await self._call(lambda trainer: trainer.export(path))
+
+    async def watch(self) -> None:
+        """Start the trainer again whenever it dies, until cancelled.
+
+        Raises:
+            ActorDiedError: it died once more than it may.
+            TitanRLError: it cannot be brought back to where it was.
+        """
+        try:
+            while True:
+                await self._recover(await self._trainer.ended())
+        except Exception as error:
+            self._lost = str(error)
+            raise
+        finally:
+            self._lost = self._lost or "trainer died, and the run ends"
+            self._notify()
+
+    async def _call(self, call: Callable[[MortalTrainer], Awaitable[R]]) -> R:
+        """What the call returns, of the trainer that lives long enough for it.
+
+        Raises:
+            ActorDiedError: no other takes the place of one that died.
+        """
+        while True:
+            await self._until(lambda: self._is_up)
+            trainer = self._trainer
+            self._in_flight += 1
+            try:
+                return await call(trainer)
+            except ActorDiedError as error:
+                self._is_up = False
+                trainer.end(str(error))
+            finally:
+                self._in_flight -= 1
+                self._notify()
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            if self._lost is not None:
+                raise ActorDiedError(self._lost)
+            await self._changed.wait()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _step(self, trainer: MortalTrainer, number: int, samples: Sequence[TrainingSample]) -> StepResult:
+        try:
+            return await trainer.step(samples)
+        except ActorDiedError:
+            self._deaths.within(number, samples)
+            raise
+
+    async def _recover(self, why: str) -> None:
+        self._is_up = False
+        with span("trainer recovery", "trainer", lane="trainer recovery") as recovery:
+            while True:
+                await self._until(lambda: not self._in_flight)  # then it is known at what it died
+                self._progress.warning(self._deaths.note(why))
+                try:
+                    with self._progress.working("starting the trainer again"):
+                        trainer = await self._group.restart()
+                    said = await self._bring_back(trainer)
+                except ActorDiedError as error:
+                    why = str(error)
+                else:
+                    break
+        self._trainer, self._is_up = trainer, True
+        self._recovery_s += recovery.seconds
+        self._progress.warning(f"trainer is there again after {recovery.seconds:.0f} s, {said}")
+        self._notify()
+
+    async def _bring_back(self, trainer: MortalTrainer) -> str:
+        """Have a trainer that has just started where the last one was, and say what that took."""
+        checkpoint = await self._load_newest(trainer)
+        first = at = 0 if checkpoint is None else step_of(checkpoint)
+        with self._progress.working("training again", lambda: f"{at - first} of {self._version - first} steps"):
+            await self._repeat_beside(trainer, at)
+            async with contextlib.aclosing(self._steps.since(checkpoint, self._version)) as steps:
+                async for samples in steps:
+                    result = await self._step(trainer, step_from(at), samples)
+                    if result.version != step_from(at):
+                        raise TrainingError(f"step {step_from(at)}, trained again, gave version {result.version}")
+                    at = result.version
+                    await self._repeat_beside(trainer, at)
+        if self._is_published:
+            await self._publish_again(trainer)
+        steps = "1 step was" if at == first + 1 else f"{at - first} steps were"
+        return f"at version {at}: {steps} trained again from {checkpoint or 'the model as loaded'}"
+
+    async def _load_newest(self, trainer: MortalTrainer) -> Path | None:
+        for checkpoint in reversed(list_checkpoints(self._checkpoints)):
+            if step_of(checkpoint) <= self._version:
+                try:
+                    with self._progress.working(f"loading {checkpoint}"):
+                        await trainer.load(checkpoint)
+                except DamagedCheckpointError as error:
+                    self._progress.warning(f"{error}; an older checkpoint takes its place")
+                else:
+                    return checkpoint
+        return None
+
+    async def _repeat_beside(self, trainer: MortalTrainer, version: int) -> None:
+        """What the last trainer had begun at a version and may not have finished."""
+        checkpoint = self._saving
+        if checkpoint is not None and checkpoint.version == version and not _has(checkpoint):
+            await trainer.begin_save(checkpoint.root, checkpoint.run_state)
+        if self._begun == version:
+            await trainer.begin_publish()
+
+    async def _publish_again(self, trainer: MortalTrainer) -> None:
+        try:
+            self._published.announce(await trainer.finish_publish())
+        except StateDictError as error:  # who serves has it
+            self._progress.warning(f"version {self._begun} is not published again: {error}")
+
+
+@contextlib.asynccontextmanager
+async def recovering(trainer: RecoveringTrainer) -> AsyncGenerator[RecoveringTrainer]:
+    """A trainer that is started again when it dies, for the length of the block, which ends where that fails.
+
+    Raises:
+        TitanRLError: as `RecoveringTrainer.watch`.
+    """
+    async with asyncio.TaskGroup() as tasks:
+        watching = tasks.create_task(trainer.watch(), name="trainer")
+        yield trainer
+        watching.cancel()
+
+
+def _has(save: _Save) -> bool:
+    return any(step_of(path) == save.version for path in list_checkpoints(save.root))

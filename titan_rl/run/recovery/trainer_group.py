@@ -1,0 +1,36 @@
+"""What is known of a trainer in processes of its own: that they may die, and that others can take their place."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from titan_rl.training.protocol import Trainer
+
+
+class MortalTrainer(Trainer, Protocol):
+    """Once one of its processes is gone each call raises an `ActorDiedError`."""
+
+    async def ended(self) -> str:
+        """Returns once that is so: why."""
+        ...
+
+    def end(self, reason: str) -> None:
+        """Whatever is left of it ends, and its calls fail. One that has ended stays so."""
+        ...
+
+
+class TrainerGroup(Protocol):
+    """The processes of a trainer, and those that take their place."""
+
+    @property
+    def trainer(self) -> MortalTrainer:
+        """Of the newest."""
+        ...
+
+    async def restart(self) -> MortalTrainer:
+        """Another one, which has loaded the model, once nothing is left of the one before.
+
+        Raises:
+            ActorDiedError: it did not start.
+        """
+        ...

@@ -1,0 +1,89 @@
+"""Writes down that a run goes on and how it ends, for whoever looks at its folder, and the report of it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Generator
+from dataclasses import dataclass
+from pathlib import Path
+
+from titan_rl.calls.user_code import reason, summary
+from titan_rl.run.machine.stop_signals import tell_on_stderr
+from titan_rl.viewer.report import write_report
+from titan_rl.viewer.run_status import RunStatus, read_status
+
+logger = logging.getLogger(__name__)
+
+REPORT_S = 20.0
+"""How long rollouts are read for the report. Whoever waits for the end of a run waits for that, too."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """Of a run that no error ended.
+
+    Attributes:
+        code: 128 + the number of the signal that stopped it; 0 where it came to its end.
+    """
+
+    code: int = 0
+
+
+@contextlib.contextmanager
+def reported(folder: Path, out: Path) -> Generator[None]:
+    """The report is written when the block ends, however it does. Where that fails, the run does not. A signal ends the
+    writing, and nothing else: the run has ended already."""
+    try:
+        yield
+    finally:
+        try:
+            write_report([folder], out, patience_s=REPORT_S)
+        except Exception as error:
+            logger.warning("writing report.html failed", exc_info=error)
+            tell_on_stderr(f"writing report.html failed, and the run is as it was without it: {summary(error)}")
+        except BaseException:
+            tell_on_stderr(f"the run has ended; its report was not written: titan-rl view {folder} --report {out}")
+
+
+@contextlib.contextmanager
+def noted(folder: Path, *, begins: bool) -> Generator[Outcome]:
+    """Within the block the run's `status.json` says that it goes on; after it, how it ended. A disk that takes no more
+    ends no run.
+
+    Args:
+        begins: the run is not resumed.
+    """
+    if begins:
+        status = RunStatus("running", time.time())
+    else:
+        before = read_status(folder)
+        status = RunStatus("running", before.began, [*before.resumed, time.time()])
+    _write(status, folder)
+    outcome = Outcome()
+    try:
+        yield outcome
+    except BaseException as error:
+        status.state = "failed" if isinstance(error, Exception) else "stopped"
+        status.reason = "\n".join([reason(error), *getattr(error, "__notes__", ())])
+        raise
+    else:
+        status.state = "stopped" if outcome.code else "finished"
+    finally:
+        status.ended = time.time()
+        _write(status, folder)
+
+
+def note_waiting(folder: Path, waits_for: str) -> None:
+    """Have the `status.json` of a run that goes on say what keeps it from that; "" where nothing does."""
+    status = read_status(folder)
+    status.state, status.reason, status.ended, status.waits_for = "running", "", None, waits_for
+    _write(status, folder)
+
+
+def _write(status: RunStatus, folder: Path) -> None:
+    try:
+        status.write(folder)
+    except OSError as error:
+        logger.warning("the status of the run cannot be written: %s", error)

@@ -1,0 +1,191 @@
+"""The live display: what is in it, and how it is laid out in the room that a terminal has."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rich.text import Text
+
+from titan_rl.run.terminal.figures import format_seconds, sparkline
+
+BAR = 36
+SPARKS = 16
+NARROW = 60  # cells
+SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
+SPINS_PER_S = 4
+
+SLOT_STYLES: Mapping[str, tuple[str, str]] = {
+    "waiting": ("·", "dim"),
+    "generating": ("█", "green"),
+    "in the environment": ("▓", "cyan"),
+    "scoring": ("▒", "magenta"),
+    "suspended": ("░", "yellow"),
+    "finished": ("▬", "blue"),
+    "training": ("━", "bright_black"),
+}
+"""How a slot in each state is drawn: its sign, which tells states apart without colours, and its colour."""
+ASCII_SIGNS = ".#e$~=-"
+"""The signs where a terminal has no others."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaLook:
+    """One replica, as it is now.
+
+    Args:
+        waiting: requests that wait in its engine, where that is known.
+        error: why it does not serve.
+    """
+
+    name: str
+    serving: bool
+    version: int | None
+    num_requests: int
+    waiting: float | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RunLook:
+    """What generation is at.
+
+    Args:
+        slots: how many are in each state of `SLOT_STYLES`.
+        version: that is trained.
+    """
+
+    slots: Mapping[str, int]
+    replicas: Sequence[ReplicaLook]
+    version: int
+
+    def describe_slots(self) -> str:
+        """ "12 generating, 3 in the environment"; nothing where no slot is held."""
+        return ", ".join(f"{count} {state}" for state, count in self.slots.items() if count)
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What is shown.
+
+    Args:
+        unit: of what is counted: "step".
+        total: of them; 0 where nothing is counted.
+        curve: its name, its values so far, the value to show, and a note to it.
+        left_s: until the end; NaN where that is not known yet.
+        works: lines on what takes long.
+    """
+
+    unit: str
+    done: int
+    total: int
+    left_s: float
+    elapsed_s: float
+    curve: tuple[str, Sequence[float], float, str] | None = None
+    figures: Mapping[str, str] = field(default_factory=dict[str, str])
+    look: RunLook | None = None
+    works: Sequence[str] = ()
+
+
+def layout(view: View, width: int, height: int, *, ascii_only: bool = False) -> list[Text]:
+    """The lines of the display, none of which is wider than the terminal, nor are they more than fit.
+
+    Args:
+        width, height: of the terminal, in cells.
+        ascii_only: it shows no other signs.
+    """
+    room = max(width - 1, 1)  # a full last column makes some terminals wrap
+    spinner = "*" if ascii_only else SPINNER[int(view.elapsed_s * SPINS_PER_S) % len(SPINNER)]
+    bar = [_bar_line(view, room, ascii_only)] if view.total else []
+    first = [*bar, *_figure_lines(view, room, ascii_only)]
+    works = [Text.assemble((f"{spinner} ", "cyan"), text) for text in view.works]
+    lines = [*first, *works]
+    if view.look is not None:
+        lines[len(first) : len(first)] = _slot_lines(view.look, room, ascii_only)
+        lines += _replica_lines(view.look, max(height - 1 - len(lines), 1), ascii_only)
+    for line in lines:
+        line.plain = "".join(sign if sign.isprintable() else " " for sign in line.plain)  # of errors, for instance
+        line.no_wrap = True
+        line.truncate(room, overflow="crop" if ascii_only else "ellipsis")
+    return lines[: max(height - 1, 1)]
+
+
+def flow(items: Sequence[Text], width: int, gap: int = 3) -> list[Text]:
+    """Items beside each other, in as many lines as they need."""
+    lines: list[Text] = []
+    for item in items:
+        if lines and lines[-1].cell_len + gap + item.cell_len <= width:
+            lines[-1].append(" " * gap).append_text(item)
+        else:
+            lines.append(item.copy())
+    return lines
+
+
+def _bar_line(view: View, room: int, ascii_only: bool) -> Text:
+    left = f"{format_seconds(view.left_s)} left" if math.isfinite(view.left_s) else "starting"
+    if room > NARROW:
+        left += f", {format_seconds(view.elapsed_s)} so far"
+    count = f"{view.unit} {view.done}/{view.total}"
+    size = max(min(BAR, room - len(count) - len(left) - 2), 0)
+    filled = size * min(view.done, view.total) // max(view.total, 1)
+    full, empty = ("#", "-") if ascii_only else ("━", "─")
+    return Text.assemble(
+        (count, "bold"), " ", (full * filled, "green"), (empty * (size - filled), "dim"), " ", (left, "dim")
+    )
+
+
+def _figure_lines(view: View, room: int, ascii_only: bool) -> list[Text]:
+    items: list[Text] = []
+    if view.curve is not None:
+        name, values, value, note = view.curve
+        trend = "" if ascii_only else f" {sparkline(values, SPARKS)}"
+        items.append(Text.assemble((f"{name} ", "dim"), (f"{value:.3f}", "bold"), (trend, "green"), (note, "dim")))
+    items += [Text.assemble((f"{label} ", "dim"), figure.strip()) for label, figure in view.figures.items()]
+    return flow(items, room)
+
+
+def _slot_lines(look: RunLook, room: int, ascii_only: bool) -> list[Text]:
+    held = {state: count for state, count in look.slots.items() if count}
+    if not held:
+        return []
+    signs = (
+        dict(zip(SLOT_STYLES, ".#e$~=-", strict=True)) if ascii_only else {s: c for s, (c, _) in SLOT_STYLES.items()}
+    )
+    total = sum(held.values())
+    size = min(total, BAR, max(room // 3, 8))
+    bar, drawn, seen = Text(), 0, 0
+    for state, count in held.items():
+        seen += count
+        end = round(seen / total * size)
+        bar.append(signs[state] * (end - drawn), SLOT_STYLES[state][1])
+        drawn = end
+    legend = [
+        Text.assemble((f"{signs[state]} ", SLOT_STYLES[state][1]), f"{count} ", (state, "dim"))
+        for state, count in held.items()
+    ]
+    return flow([Text.assemble(("slots ", "dim"), bar), *legend], room, gap=2)
+
+
+def _replica_lines(look: RunLook, most: int, ascii_only: bool) -> list[Text]:
+    """One each, those that do not serve first where there is no room for all."""
+    up, down = ("+", "x") if ascii_only else ("●", "✗")
+    replicas = look.replicas if len(look.replicas) <= most else sorted(look.replicas, key=lambda one: one.serving)
+    shown = replicas if len(replicas) <= most else replicas[: most - 1]
+    widest = max((len(replica.name) for replica in shown), default=0)
+    lines = [
+        Text.assemble(
+            (f"{up if replica.serving else down} ", "green" if replica.serving else "bold red"),
+            f"{replica.name:<{widest}}",
+            ("  starting" if replica.version is None else f"  v{replica.version}", "dim"),
+            f"  {replica.num_requests} requests",
+            ("" if replica.waiting is None or replica.waiting < 0.5 else f", {replica.waiting:.0f} waiting", "yellow"),
+            (f"  {replica.error}" if replica.error else "", "red"),
+        )
+        for replica in shown
+    ]
+    if rest := replicas[len(shown) :]:
+        serving = sum(replica.serving for replica in rest)
+        requests = sum(replica.num_requests for replica in rest)
+        lines.append(Text(f"  {len(rest)} more: {serving} serve, {requests} requests", style="dim"))
+    return lines

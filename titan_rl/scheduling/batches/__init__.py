@@ -1,0 +1,1 @@
+"""Which finished groups make a batch, and what a batch is."""

@@ -1,0 +1,229 @@
+"""The groups that have been admitted and are neither in a batch nor dropped."""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+
+from titan_rl.scheduling.batches.order import TrainingOrder
+from titan_rl.scheduling.batches.ready_queue import AgedQueue, ReadyQueue
+from titan_rl.scheduling.group_state import GroupState
+from titan_rl.scheduling.lease import Lease
+
+
+class WaitingGroups:
+    """The leases of groups that wait for a batch, running or finished, by their position in the data.
+
+    What happens to one group takes O(log groups), since there may be tens of thousands.
+
+    Args:
+        window: see `choose`.
+        max_age: in its place, see `AgedQueue`.
+        batches_again: what the first batches consist of, whatever is ready before.
+        order: by default that of the data.
+    """
+
+    def __init__(
+        self,
+        groups_per_step: int,
+        window: int,
+        max_age: int | None = None,
+        batches_again: Sequence[Sequence[int]] = (),
+        order: TrainingOrder | None = None,
+    ) -> None:
+        self._leases: dict[int, Lease] = {}  # ascending
+        self._window = window
+        self._groups_per_step = groups_per_step
+        self._order = order
+        self._batches_again = deque(batches_again)
+        self._queues = defaultdict[str | None, ReadyQueue](
+            ReadyQueue if max_age is None else partial(AgedQueue, max_age)
+        )  # by task
+        self._places: dict[int, tuple[str | None, int]] = {}  # index -> task, place
+        self._turns: Counter[str | None] = Counter()  # of the next batch, by task; empty where that is not known
+        self._num_finished = 0
+        self.num_changes = 0  # of which groups wait
+        self._by_age: list[tuple[int, int]] = []  # heap of newest version, index; of finished groups, and of some gone
+
+    def __iter__(self) -> Iterator[Lease]:
+        """The oldest first. They may be removed meanwhile."""
+        return iter(list(self._leases.values()))
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    @property
+    def has_batches_again(self) -> bool:
+        """What is in the next batch is settled."""
+        return bool(self._batches_again)
+
+    def add(self, lease: Lease, version: int) -> None:
+        """A group is admitted, behind all before it.
+
+        Args:
+            version: the newest one pulled; -1 for a group whose first tokens may be older, which is not overtaken then.
+        """
+        index = lease.index
+        self._leases[index] = lease
+        task, place = None, index
+        if self._order is not None:
+            self._order.admitted(index)
+            task, place = self._order.task_of(index), self._order.place_of(index)
+        self._places[index] = task, place
+        self._queues[task].add(place, index, version)
+        self._turns.clear()
+        self.num_changes += 1
+
+    def finished(self, lease: Lease) -> None:
+        """One of them has."""
+        task, place = self._places[lease.index]
+        self._queues[task].finish(place)
+        self._num_finished += 1
+        if lease.group is not None and (versions := lease.group.versions):
+            heapq.heappush(self._by_age, (max(versions), lease.index))
+        if len(self._by_age) > 2 * len(self._leases) + 16:
+            self._by_age = [entry for entry in self._by_age if entry[1] in self._leases]
+            heapq.heapify(self._by_age)
+
+    def remove(self, lease: Lease) -> None:
+        del self._leases[lease.index]
+        task, place = self._places.pop(lease.index)
+        self._queues[task].remove(place)
+        self._num_finished -= lease.group is not None
+        self.num_changes += 1
+
+    def settle_all(self) -> None:
+        for lease in list(self._leases.values()):
+            self.remove(lease)
+            lease.settle()
+
+    def next_batch(self, size: int, version: int, *, are_all: bool) -> list[int]:
+        """The groups of the next batch; none while one of them has not finished.
+
+        Args:
+            version: that the step on it starts from.
+            are_all: no others will come before this batch is found. If then all have finished, and none is of a task
+                whose turn it is, others go first; settings that were changed bring that about.
+        """
+        if self._batches_again:
+            batch = list(self._batches_again[0])
+            return batch if all(index in self._leases and _is_done(self._leases[index]) for index in batch) else []
+        if self._num_finished < size:
+            return []
+        batch = self._first_finished(size, version)
+        if not batch and are_all and self._num_finished == len(self._leases):
+            batch = list(self._leases)[:size]
+        return batch
+
+    def take_batch(self, indices: Sequence[int]) -> list[Lease]:
+        """Remove what `next_batch` gave."""
+        if self._batches_again:
+            self._batches_again.popleft()
+        leases = [self._leases[index] for index in indices]
+        for lease in leases:
+            self.remove(lease)
+        if self._order is not None:
+            self._order.batched(indices)
+        self._turns.clear()
+        return leases
+
+    def overtaken_by(self, batch: Sequence[int]) -> list[Lease]:
+        """Groups that still run, though later ones of their task are in the batch."""
+        newest = {self._task_of(index): index for index in sorted(batch)}
+        return [
+            lease
+            for lease in self
+            if lease.state is GroupState.RUNNING and lease.index < newest.get(self._task_of(lease.index), -1)
+        ]
+
+    def take_stale(self, oldest_version: int) -> Iterator[Lease]:
+        """Finished groups all of whose tokens are of versions before this one, each once."""
+        while self._by_age and self._by_age[0][0] < oldest_version:
+            if (lease := self._leases.get(heapq.heappop(self._by_age)[1])) is not None:
+                yield lease
+
+    def choose_not_suspended(self, size: int) -> list[int]:
+        """Up to `size` groups that could be trained on next without any that is suspended. O(groups)."""
+        of_task: defaultdict[str | None, dict[int, int]] = defaultdict(dict)  # by their places
+        for index, (task, place) in self._places.items():
+            of_task[task][place] = index
+        chosen: list[int] = []
+        for task, turns in self._next_turns(size).items():
+            groups = of_task[task]
+
+            def ready(place: int, groups: dict[int, int] = groups) -> bool:
+                return self._leases[groups[place]].state is not GroupState.SUSPENDED
+
+            places = choose(groups, ready, size=turns, window=self._window_of(task))
+            chosen += map(groups.__getitem__, places)
+        return sorted(chosen)
+
+    def _first_finished(self, size: int, version: int) -> list[int]:
+        """The next batch, if it can be had."""
+        turns = self._next_turns(size)
+        if turns.total() < size or not all(self._can_give(task, turns, version) for task in turns):
+            return []
+        return sorted(index for task, count in turns.items() for index in self._queues[task].first(count))
+
+    def _can_give(self, task: str | None, turns: Counter[str | None], version: int) -> bool:
+        """Whether so many of the task are finished as it has turns in the next batch, and may go next."""
+        queue, count, window = self._queues[task], turns[task], self._window_of(task)
+        if not isinstance(queue, AgedQueue):
+            return queue.count(window) >= count
+        if self._order is not None and task is not None and self._order.window(task, _WIDE) == 1:
+            return queue.count(window=1) >= count  # its turns were dealt with other weights
+
+        def version_of(num_before: int) -> int:
+            if self._order is not None and task is not None:
+                num_before = self._order.turns_before(task, count + num_before) - turns.total()
+            return version + 1 + num_before // self._groups_per_step
+
+        return queue.can_give(count, version_of)
+
+    def _next_turns(self, size: int) -> Counter[str | None]:
+        """Of the next batch, by task."""
+        if self._order is None:
+            return Counter({None: size})
+        if self._turns.total() != size:
+            self._turns = Counter(self._order.turns(size))
+        return self._turns
+
+    def _window_of(self, task: str | None) -> int:
+        return self._window if self._order is None or task is None else self._order.window(task, self._window)
+
+    def _task_of(self, index: int) -> str | None:
+        return None if self._order is None else self._order.task_of(index)
+
+
+_WIDE = 1 << 30
+
+
+def _is_done(lease: Lease) -> bool:
+    return lease.state is GroupState.DONE
+
+
+def choose(waiting: Iterable[int], is_ready: Callable[[int], bool], *, size: int, window: int) -> list[int]:
+    """Up to `size` groups that are ready, the oldest first, overtaking by fewer than `window` places.
+
+    Groups go by their position in the data. Over all batches together, a group is overtaken by at most `window - 1`
+    others: only those less than `window` positions behind the oldest that waits may go before it.
+
+    Args:
+        waiting: positions of the groups admitted and neither trained nor dropped, in ascending order.
+
+    Example: group 4 is not ready; with a window of 3 only 5 and 6 may overtake it.
+
+        choose([4, 5, 6, 7], lambda index: index > 4, size=3, window=3)   # [5, 6]
+    """
+    chosen: list[int] = []
+    oldest: int | None = None  # of those that stay
+    for index in waiting:
+        if len(chosen) == size or (oldest is not None and index - oldest >= window):
+            break
+        if is_ready(index):
+            chosen.append(index)
+        elif oldest is None:
+            oldest = index
+    return chosen

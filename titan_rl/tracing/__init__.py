@@ -1,0 +1,1 @@
+"""What each process of a run does when: spans in lanes, written as a Chrome trace."""

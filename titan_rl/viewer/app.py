@@ -1,0 +1,262 @@
+"""The application behind `titan-rl view`: a page, and the API that it reads. All of it is GET, and JSON.
+
+/api/runs                        {"runs": [{"id", "name", "kind", "state", "reason", "waits_for", "steps",
+                                 "steps_planned", "began", "resumed", "ended", "seconds", "tasks", "named"}]}, the
+                                 newest first; times are of seconds; "named" are those that the viewer was asked for by
+                                 their own folders
+/api/runs/{id}/summary           see `summarize`
+/api/runs/{id}/metrics           {"metrics": [{"name", "unit", "help", "group"}]}
+/api/runs/{id}/curves            ?names=a,b&points=1000&from=&to=: {"curves": {"a": {"steps", "values", "low", "high"}}}
+/api/runs/{id}/rollouts          filters as of `RolloutQuery`: {"total", "rows", "facets", "ranges", "indexed"}
+/api/runs/{id}/rollouts/{index}  a line of `rollouts.jsonl`
+/api/runs/{id}/timeline          ?from=&to=&width=1000&seen_from=&seen_to=: see `titan_rl.viewer.trace.timeline`
+/api/runs/{id}/trace.json        a Chrome trace of all processes, for ui.perfetto.dev
+/api/events                      server-sent events {"run", "changed": ["metrics", "rollouts", "timeline"]} of runs that
+                                 somebody has asked about, and {"run": "", "changed": ["runs"]} where /api/runs differs.
+                                 The first, {"run": "", "changed": []}, says that what changes from there on is told
+
+What is wrong with a request is said as {"error": "...", "field": "limit"}: 400 for a parameter, 404 for what there is
+not, 403 for one that does not come from the page.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import secrets
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
+from urllib.parse import quote
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, RedirectResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from titan_rl.calls.loopback import host_of, names_this_machine
+from titan_rl.viewer.described import described
+from titan_rl.viewer.html import STATIC, page_file, served_page
+from titan_rl.viewer.rollout_query import QueryError, RolloutQuery, number, whole
+from titan_rl.viewer.run_reader import RunReader
+from titan_rl.viewer.runs import Runs
+from titan_rl.viewer.trace.chrome import chrome_trace
+
+LOOK_S = 0.5
+"""How often files are looked at for what is new, where a page is open."""
+
+BEAT_S = 15.0
+"""Between two signs of life of the stream of events."""
+
+MAX_POINTS = 20_000
+_POLICY = b"content-security-policy"
+_GUARDS = (
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+    (b"cache-control", b"no-store"),
+)
+
+
+def make_viewer(runs: Runs, *, key: str | None = None, look_s: float = LOOK_S) -> ViewerApp:
+    """The application for some runs.
+
+    Args:
+        key: without it nobody is let in: `/?key=...` opens the page and leaves a cookie. None lets in all of this
+            machine.
+        look_s: how often files are looked at while somebody listens to events.
+    """
+    endpoints = {
+        "/api/runs/{run}/summary": _summary,
+        "/api/runs/{run}/metrics": _metrics,
+        "/api/runs/{run}/curves": _curves,
+        "/api/runs/{run}/timeline": _timeline,
+        "/api/runs/{run}/trace.json": _trace,
+        "/api/runs/{run}/rollouts": _rollouts,
+        "/api/runs/{run}/rollouts/{index}": _rollout,
+    }
+    ended = asyncio.Event()
+
+    def everything(request: Request) -> Response:
+        return _json({"runs": runs.describe()})
+
+    async def events(request: Request) -> Response:
+        return StreamingResponse(_events(runs, look_s, ended), media_type="text/event-stream")
+
+    routes = [
+        Route("/", _page),
+        Route("/api/runs", everything),
+        Route("/api/events", events),
+        *(Route(path, _of_run(runs, answer)) for path, answer in endpoints.items()),
+        Route(f"{STATIC}{{path:path}}", _file),
+    ]
+    handlers: Any = {QueryError: _wrong_query, HTTPException: _refused}
+    app = Starlette(routes=routes, exception_handlers=handlers)
+    return ViewerApp(app, ended, key)
+
+
+class ViewerApp:
+    """Lets nobody in but pages of this server, and tells browsers to keep to what they were given."""
+
+    def __init__(self, app: ASGIApp, ended: asyncio.Event, key: str | None) -> None:
+        self._app = app
+        self._ended = ended
+        self._key = key
+
+    def end(self) -> None:
+        """Let the streams of events end."""
+        self._ended.set()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = message["headers"]
+                is_page = any(name == _POLICY for name, _ in headers)
+                message["headers"] = [*headers, *_GUARDS, *([] if is_page else [(_POLICY, b"default-src 'none'")])]
+            await send(message)
+
+        request = Request(scope)
+        answer = self._turned_away(request) or self._let_in(request)
+        await (self._app if answer is None else answer)(scope, receive, send_guarded)
+
+    def _turned_away(self, request: Request) -> Response | None:
+        """A page of another site reaches this server under a name of its own, which is bound to this address."""
+        host = request.headers.get("host", "")
+        if not names_this_machine(host_of(host)):
+            return _error(403, f"this is served to this machine alone, as http://localhost, and not as {host[:100]!r}")
+        return None
+
+    def _let_in(self, request: Request) -> Response | None:
+        """None for who has the key. Cookies are shared by all ports of a host, so this one's is in the name."""
+        if self._key is None:
+            return None
+        cookie = f"titan_rl_view_{request.url.port}"
+        if request.url.path == "/" and "key" in request.query_params:
+            if not secrets.compare_digest(request.query_params["key"].encode(), self._key.encode()):
+                return _error(403, "this key is of another server; open the address that titan-rl view prints")
+            answer = RedirectResponse("/", 303)
+            answer.set_cookie(cookie, self._key, httponly=True, samesite="strict")
+            return answer
+        if not secrets.compare_digest(request.cookies.get(cookie, "").encode(), self._key.encode()):
+            return _error(403, "open the address that titan-rl view prints: it has the key")
+        return None
+
+
+def _of_run(runs: Runs, answer: Callable[[Request, RunReader], Response]) -> Callable[[Request], Response]:
+    """Starlette runs it in a thread, since files are read."""
+
+    def endpoint(request: Request) -> Response:
+        run = request.path_params["run"]
+        reader = runs.reader(run)
+        if reader is None:
+            raise HTTPException(404, f"there is no run {run[:200]!r}; /api/runs has those there are")
+        return answer(request, reader)
+
+    return endpoint
+
+
+def _metrics(request: Request, reader: RunReader) -> Response:
+    return _json({"metrics": described(reader.columns())})
+
+
+def _curves(request: Request, reader: RunReader) -> Response:
+    given = request.query_params
+    names = [name for name in given.get("names", "").split(",") if name]
+    points = whole("points", given.get("points") or "1000", least=2, most=MAX_POINTS)
+    first = number("from", given["from"]) if given.get("from") else -math.inf
+    last = number("to", given["to"]) if given.get("to") else math.inf
+    return _json({"curves": reader.curves(names, points, first, last)})
+
+
+def _summary(request: Request, reader: RunReader) -> Response:
+    return _json(reader.summary())
+
+
+def _timeline(request: Request, reader: RunReader) -> Response:
+    given = request.query_params
+    first, last, seen_from, seen_to = (
+        number(name, given[name]) if given.get(name) else None for name in ("from", "to", "seen_from", "seen_to")
+    )
+    seen = None if seen_from is None or seen_to is None else (seen_from, seen_to)
+    width = whole("width", given.get("width") or "1000", least=1, most=MAX_POINTS)
+    answer = reader.traces.timeline(first, last, width, seen)
+    return _json({**answer, "bottleneck": reader.summary()["bottleneck"]})
+
+
+def _trace(request: Request, reader: RunReader) -> Response:
+    name = f"{reader.folder.name}.trace.json"
+    headers = {"content-disposition": f'attachment; filename="{quote(name)}"'}
+    return StreamingResponse(chrome_trace(reader.folder), media_type="application/json", headers=headers)
+
+
+def _rollouts(request: Request, reader: RunReader) -> Response:
+    return _json(reader.rollouts(RolloutQuery.parse(request.query_params)))
+
+
+def _rollout(request: Request, reader: RunReader) -> Response:
+    text = request.path_params["index"]
+    line = reader.rollout(whole("index", text, least=0, most=1 << 53))
+    if line is None:
+        raise HTTPException(404, f"there is no rollout {text}")
+    return Response(line, media_type="application/json")
+
+
+async def _events(runs: Runs, look_s: float, ended: asyncio.Event) -> AsyncGenerator[str]:
+    known, silent = await run_in_threadpool(runs.look), 0.0
+    yield _event("")  # what changes from here on is told
+    while not ended.is_set():
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(ended.wait(), look_s)
+        seen = await run_in_threadpool(runs.look)
+        for run, numbers in seen.items():
+            before = known.get(run, {})
+            if changed := [what for what, number in numbers.items() if number != before.get(what)]:
+                silent = 0.0
+                yield _event(run, *changed)
+        known, silent = seen, silent + look_s
+        if silent >= BEAT_S:
+            silent = 0.0
+            yield ": alive\n\n"
+
+
+def _event(run: str, *changed: str) -> str:
+    return f"data: {json.dumps({'run': run, 'changed': changed})}\n\n"
+
+
+async def _page(request: Request) -> Response:
+    page = served_page()
+    return HTMLResponse(page.html, headers={"content-security-policy": page.policy})
+
+
+async def _file(request: Request) -> Response:
+    path = request.path_params["path"]
+    try:
+        content, media_type = page_file(path)
+    except KeyError:
+        raise HTTPException(404, f"the page has no file {path[:200]!r}") from None
+    return Response(content, media_type=media_type)
+
+
+def _json(answer: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(answer), status, media_type="application/json")
+
+
+def _error(status: int, text: str) -> Response:
+    return _json({"error": text}, status)
+
+
+async def _wrong_query(request: Request, error: QueryError) -> Response:
+    return _json({"error": str(error), "field": error.field}, 400)
+
+
+async def _refused(request: Request, error: HTTPException) -> Response:
+    return _error(error.status_code, error.detail)

@@ -1,0 +1,90 @@
+// The pieces of the overview, each made of a run's summary.
+import { moment, seconds as duration, short, whole } from "viewer/quantities";
+import { h } from "viewer/dom";
+
+/** The run's name, its state, and how far it is. */
+export function headline(run, summary) {
+  const { steps, steps_planned: planned, seconds, state } = run;
+  const left = run.seconds_left ?? summary.seconds_left;
+  const running = state === "running";
+  const share = planned ? Math.min(steps / planned, 1) : 0;
+  const said = [
+    planned ? `step ${whole(steps)} of ${whole(planned)}` : `${whole(steps)} steps`,
+    duration(seconds), running && left > 0 && Number.isFinite(left) ? `${duration(left)} left` : null,
+    run.tasks?.length ? run.tasks.join(", ") : null, run.began ? `began ${moment(run.began)}` : null,
+  ];
+  return h("div", { class: "headline" },
+    h("div", { class: "name" }, h("h1", {}, run.name), h("span", { class: `pill ${state}` }, state)),
+    h("p", { class: "soft" }, said.filter(Boolean).join(" · ")),
+    running && planned ? h("div", { class: "progress", role: "progressbar", "aria-label": "Steps done", "aria-valuenow": Math.round(share * 100), "aria-valuemin": "0", "aria-valuemax": "100" }, h("span", { style: { width: `${share * 100}%` } })) : null);
+}
+
+export function failure(summary, run, alone) {
+  const reason = summary.failure ?? run.reason;
+  if (!reason || !["failed", "stopped"].includes(run.state)) return null;
+  const tone = run.state === "failed" ? "bad" : "warn";
+  return h("div", { class: `notice ${tone}`, role: "alert" }, h("b", {}, `${alone ? "The run" : run.name} ${run.state}: `), reason);
+}
+
+export function waiting(_summary, run, alone) {
+  if (run.state !== "running" || !run.waits_for) return null;
+  return h("div", { class: "notice warn", role: "status" }, h("b", {}, `${alone ? "The run" : run.name} waits for `), run.waits_for);
+}
+
+export function warnings(summary, run, alone) {
+  if (!summary.warnings?.length) return null;
+  return h("div", { class: "notice warn" }, summary.warnings.map(text => h("p", {}, alone ? "" : h("b", {}, `${run.name}: `), text)));
+}
+
+/** Held-out reward before and after. */
+export function learned(summary, run, alone) {
+  const { trend } = summary;
+  const name = alone ? `Held-out ${lowerIsBetter(trend) ? "loss" : "reward"}` : h("span", { style: { "--run": run.colour }, class: "dotted" }, run.name);
+  if (!trend) return h("div", { class: "gain" }, h("h2", {}, name), h("p", { class: "soft" }, run.state === "running" ? "not measured twice yet" : "not measured twice"));
+  const gain = trend.after - trend.before;
+  const better = lowerIsBetter(trend) ? -gain : gain;
+  return h("div", { class: "gain" }, h("h2", {}, name),
+    h("p", { class: "figures" }, h("span", { class: "before" }, figure(trend.before)), h("span", { class: "arrow", "aria-label": "to" }, "→"), h("span", { class: "after" }, figure(trend.after))),
+    h("p", { class: better > 0 ? "good" : better < 0 ? "bad" : "soft" }, `${gain < 0 ? "−" : "+"}${figure(Math.abs(gain))}`, h("span", { class: "soft" }, ` from step ${whole(trend.first_step)} to ${whole(trend.last_step)}`)));
+}
+
+function lowerIsBetter(trend) {
+  return trend?.metric === "validation/loss";
+}
+
+export function tiles({ tiles: all = [] }) {
+  return all.map(({ label, value, note, tone }) => h("div", { class: "card tile" },
+    h("div", { class: "label" }, label), h("div", { class: `figure ${tone ?? ""}` }, value), h("div", { class: "note" }, note || " ")));
+}
+
+/** Where a step's time goes, and what that means: a card for all runs. */
+export function waits(runs, summaries) {
+  const alone = runs.length === 1;
+  const rows = runs.map((run, i) => {
+    const found = summaries[i].bottleneck;
+    if (!found) return null;
+    const share = Math.min(Math.max(found.share ?? 0, 0), 1);
+    return h("div", { class: "wait" },
+      alone ? null : h("span", { class: "dotted", style: { "--run": run.colour } }, run.name),
+      h("div", { class: "share", "aria-hidden": "true" }, h("span", { style: { width: `${share * 100}%`, background: alone ? "var(--accent)" : run.colour } })),
+      h("p", {}, found.sentence.charAt(0).toUpperCase() + found.sentence.slice(1), /[.!?]$/.test(found.sentence) ? "" : "."));
+  }).filter(Boolean);
+  return rows.length ? h("section", { class: "card", "aria-label": "Where it waits" }, h("h2", {}, "Where it waits"), rows) : null;
+}
+
+/** Several runs, a line each: tiles by their labels. */
+export function table(runs, summaries) {
+  const labels = [...new Set(summaries.flatMap(({ tiles: all = [] }) => all.map(({ label }) => label)))];
+  const row = (run, { tiles: all = [], trend }) => h("tr", {},
+    h("th", { scope: "row" }, h("span", { class: "dotted", style: { "--run": run.colour } }, run.name)),
+    h("td", {}, h("span", { class: `pill ${run.state}` }, run.state)), h("td", {}, whole(run.steps)), h("td", {}, duration(run.seconds)),
+    h("td", {}, trend ? `${figure(trend.before)} → ${figure(trend.after)}` : "–"),
+    labels.map(label => h("td", {}, all.find(one => one.label === label)?.value ?? "–")));
+  return h("div", { class: "card comparison", tabindex: "0", role: "region", "aria-label": "The runs compared" }, h("table", {},
+    h("thead", {}, h("tr", {}, ["Run", "State", "Steps", "Time", "Held out", ...labels].map(name => h("th", { scope: "col" }, name)))),
+    h("tbody", {}, runs.map((run, i) => row(run, summaries[i])))));
+}
+
+function figure(value) {
+  return Math.abs(value) < 1000 ? value.toFixed(Math.abs(value) < 10 ? 3 : 1) : short(value);
+}

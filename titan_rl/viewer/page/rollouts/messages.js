@@ -1,0 +1,93 @@
+// The messages of a rollout, to be read: by role, with calls of tools and their results.
+import { button } from "viewer/controls";
+import { h } from "viewer/dom";
+import { count } from "viewer/quantities";
+import { visible } from "viewer/rollouts/visible_text";
+
+const LONG = 6000; // characters of a message that are shown at first
+
+/**
+ * @param of the record, whose turns are told beside its assistant's messages where there are as many.
+ * @param draw (text, message index) -> nodes: how text is shown, for who marks differences.
+ */
+export function messageCards(record, draw = text => visible(text)) {
+  const turns = turnsByMessage(record);
+  return (record.messages ?? []).map((message, i) => messageCard(message, turns.get(i), text => draw(text, i)));
+}
+
+export function messageCard(message, turn, draw = text => visible(text)) {
+  const role = String(message.role ?? "?");
+  const parts = [
+    ...reasoning(message, draw),
+    ...contentOf(message).map(part => part.text === undefined ? h("pre", { class: "attachment" }, visible(json(part.other))) : text(part.text, draw)),
+    ...(message.tool_calls ?? []).map(call => toolCall(call)),
+  ];
+  return h("article", { class: `message ${["system", "user", "assistant", "tool"].includes(role) ? role : "other"}` },
+    h("header", {}, h("b", { class: "role" }, visible(role)), message.name && h("span", {}, " ", visible(String(message.name))),
+      message.tool_call_id && h("span", { class: "soft" }, " answers ", h("code", {}, visible(String(message.tool_call_id)))),
+      h("span", { class: "spring" }), turn && h("span", { class: "soft" }, aboutTurn(turn))),
+    parts.length ? parts : h("p", { class: "soft" }, "(empty)"));
+}
+
+/** A message as text alone, for copying and comparing. */
+export function plainText(message) {
+  const said = contentOf(message).map(part => part.text ?? json(part.other));
+  const calls = (message.tool_calls ?? []).map(call => `${call.function?.name ?? "?"}(${argumentsOf(call)})`);
+  return [...said, ...calls].join("\n");
+}
+
+function turnsByMessage({ messages = [], turns = [] }) {
+  const places = messages.flatMap((message, i) => message.role === "assistant" ? [i] : []);
+  return new Map(places.length === turns.length ? places.map((place, i) => [place, { ...turns[i], number: i + 1 }]) : []);
+}
+
+function aboutTurn({ number, num_completion_tokens: tokens, finish_reason: finish, version_spans: spans = [], rewards = {} }) {
+  const versions = [...new Set(spans.map(([version]) => version))];
+  const told = [`turn ${number}`];
+  if (tokens != null) told.push(count(tokens, "token"));
+  if (finish && finish !== "stop") told.push(`ended by ${finish}`);
+  if (versions.length) told.push(`version ${versions.join(" → ")}`);
+  for (const [name, value] of Object.entries(rewards)) told.push(`${name} ${value}`);
+  return told.join(" · ");
+}
+
+function contentOf({ content }) {
+  if (content == null || content === "") return [];
+  if (typeof content === "string") return [{ text: content }];
+  if (!Array.isArray(content)) return [{ other: content }];
+  return content.map(part => typeof part === "string" ? { text: part } : typeof part?.text === "string" ? { text: part.text } : { other: part });
+}
+
+function reasoning(message, draw) {
+  const said = message.reasoning_content ?? message.reasoning ?? message.thinking;
+  if (typeof said !== "string" || !said) return [];
+  return [h("details", { class: "reasoning", open: true }, h("summary", {}, "reasoning"), text(said, draw))];
+}
+
+function text(said, draw) {
+  if (said.length <= LONG) return h("pre", {}, draw(said));
+  const pre = h("pre", {}, draw(said.slice(0, LONG)));
+  const more = button(`Show ${(said.length - LONG).toLocaleString("en")} characters more`, () => { pre.replaceChildren(...draw(said)); more.remove(); });
+  return h("div", {}, pre, more);
+}
+
+function toolCall(call) {
+  const name = String(call.function?.name ?? call.name ?? "?");
+  return h("div", { class: "tool-call" },
+    h("header", {}, h("span", { class: "soft" }, "calls "), h("b", {}, visible(name)), call.id && h("span", { class: "soft" }, " ", h("code", {}, visible(String(call.id))))),
+    h("pre", {}, visible(argumentsOf(call))));
+}
+
+function argumentsOf(call) {
+  const given = call.function?.arguments ?? call.arguments ?? {};
+  if (typeof given !== "string") return json(given);
+  try {
+    return json(JSON.parse(given));
+  } catch {
+    return given; // what the policy wrote is no JSON: as it is
+  }
+}
+
+function json(value) {
+  return JSON.stringify(value, null, 2);
+}

@@ -1,0 +1,182 @@
+// What stands around the tabs: their names, the runs to choose from, the theme, and what a run that goes on says.
+import { h, svg } from "viewer/dom";
+import { showHelp } from "viewer/help";
+import { RunList } from "viewer/runs";
+import { State } from "viewer/state";
+import { TABS } from "viewer/tabs";
+import { THEMES, chooseTheme, chosenTheme } from "viewer/theme";
+
+const LISTENING_MS = 2000; // what changed between the first answers and the first word would not be seen
+const EVERYTHING = ["metrics", "rollouts", "timeline", "state"];
+
+export class Shell {
+  constructor(container, source) {
+    this.source = source;
+    this.state = new State();
+    this.view = null;
+    this.opened = null; // id of the tab
+    this.ready = false; // whether the first tab is open
+    this.settled = false; // whether it shows what the link names
+    this.tabs = TABS.map((tab, i) => this.#tabButton(tab, i));
+    this.connection = h("span", { class: "connection", role: "status" });
+    this.panel = h("main", { id: "panel", role: "tabpanel", tabindex: "-1" });
+    this.list = new RunList(this.state, () => this.#reopen());
+    this.theme = h("button", { type: "button", class: "quiet theme", onclick: () => this.#nextTheme() });
+    container.replaceChildren(
+      h("a", { class: "skip", href: "#panel", onclick: event => this.#skip(event) }, "Skip to the content"),
+      h("header", { class: "top" },
+        h("span", { class: "brand" }, mark(), "titan_rl"),
+        h("div", { role: "tablist", "aria-label": "Views", class: "tabs", onkeydown: event => this.#arrows(event) }, this.tabs),
+        h("span", { class: "spring" }), this.connection, this.theme),
+      h("div", { class: "body" }, this.list.element, this.panel),
+      source.leftOut?.length ? h("p", { class: "left-out" }, source.leftOut.join(" ")) : "");
+    showHelp(container);
+    this.#sayTheme();
+    this.panel.append(h("p", { class: "empty" }, "Reading the runs …"));
+  }
+
+  /** Ends when the first tab is open. */
+  async start() {
+    document.addEventListener("theme", () => this.view?.update({ theme: true }));
+    this.acting = this.#begin(); // what changes is acted upon afterwards, one word after the other
+    await this.acting;
+  }
+
+  async #begin() {
+    try {
+      await this.#listening();
+      await this.refreshRuns();
+    } catch (error) {
+      this.panel.replaceChildren(h("p", { class: "empty bad", role: "alert" }, `The runs could not be read: ${error.message}`));
+      this.ready = this.settled = true;
+      return;
+    }
+    this.#show();
+    this.state.addEventListener("change", () => this.#show({ again: true }));
+    this.ready = true;
+    await this.view?.opened;
+    this.settled = true;
+  }
+
+  /** Ends when what changes from here on is told, or that takes too long. */
+  #listening() {
+    if (!this.source.live) return Promise.resolve();
+    return new Promise(resolve => {
+      let first = true;
+      setTimeout(resolve, LISTENING_MS);
+      this.source.listen(word => {
+        if (!first) this.acting = this.acting.then(() => this.#heard(word)).catch(console.error);
+        first = false;
+        resolve();
+      }, connected => this.#connected(connected));
+    });
+  }
+
+  async refreshRuns() {
+    const { runs } = await this.source.runs();
+    this.list.show(runs);
+    if (this.isConnected !== undefined) this.#sayLive();
+  }
+
+  #tabButton({ id, label }, i) {
+    return h("button", {
+      type: "button", role: "tab", id: `tab-${id}`, "aria-controls": "panel", "aria-selected": "false", tabindex: i ? "-1" : "0",
+      data: { label }, onclick: () => this.open(id),
+    }, label);
+  }
+
+  /** Opens the tab of this id. */
+  open(id) {
+    if (id === this.opened) return;
+    this.state.set({ tab: id }, { entry: true });
+    if (this.ready) this.#show();
+  }
+
+  #arrows(event) {
+    const moves = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 };
+    const at = this.tabs.indexOf(document.activeElement);
+    const to = event.key === "Home" ? 0 : event.key === "End" ? this.tabs.length - 1 : at + moves[event.key];
+    if (at < 0 || Number.isNaN(to)) return;
+    event.preventDefault();
+    const next = (to + this.tabs.length) % this.tabs.length;
+    this.tabs[next].focus();
+    this.open(TABS[next].id);
+  }
+
+  #reopen() {
+    this.#show({ again: true });
+  }
+
+  #show({ again = false } = {}) {
+    const wanted = this.state.get("tab");
+    const tab = TABS.find(({ id }) => id === wanted) ?? TABS[0];
+    if (again) this.list.readSelection();
+    if (tab.id === this.opened && !again) return;
+    this.view?.close();
+    TABS.forEach(({ id }, i) => {
+      this.tabs[i].setAttribute("aria-selected", String(id === tab.id));
+      this.tabs[i].tabIndex = id === tab.id ? 0 : -1;
+    });
+    this.panel.setAttribute("aria-labelledby", `tab-${tab.id}`);
+    this.panel.dataset.tab = tab.id;
+    this.panel.replaceChildren();
+    if (this.isConnected !== undefined) this.#sayLive();
+    this.opened = tab.id;
+    const runs = this.list.selected();
+    if (runs.length) this.view = tab.open(this.panel, { source: this.source, runs, state: this.state });
+    else this.panel.append(h("p", { class: "empty", role: "status" }, this.#whyEmpty()));
+    if (!runs.length) this.view = null;
+    document.title = runs.length === 1 ? `${runs[0].name} · titan_rl` : "titan_rl";
+  }
+
+  #whyEmpty() {
+    if (!this.list.runs.length) return "There is no run here yet.";
+    return this.list.missing.length ? `There is no run ${this.list.missing.join(", ")} here.` : "No run is selected.";
+  }
+
+  async #heard(word) {
+    const before = this.list.selected();
+    await this.refreshRuns().catch(() => {});
+    const runs = this.list.selected();
+    if (runs.map(run => run.id).join() !== before.map(run => run.id).join() || !this.view) {
+      if (runs.length || this.view) this.#reopen();
+      return;
+    }
+    if (!word.changed.length) runs.forEach(run => this.view.update({ run: run.id, changed: EVERYTHING, runs })); // the connection is back
+    else if (runs.some(run => run.id === word.run)) this.view.update({ ...word, runs });
+    runs.filter((run, i) => run.state !== before[i].state).forEach(run => this.view.update({ run: run.id, changed: ["state"], runs }));
+  }
+
+  #connected(connected) {
+    this.isConnected = connected;
+    this.#sayLive();
+  }
+
+  #sayLive() {
+    const going = this.list.selected().some(run => run.state === "running");
+    this.connection.textContent = !this.isConnected ? "not connected" : going ? "live" : "";
+    this.connection.classList.toggle("off", !this.isConnected);
+  }
+
+  #nextTheme() {
+    chooseTheme(THEMES[(THEMES.indexOf(chosenTheme()) + 1) % THEMES.length]);
+    this.#sayTheme();
+  }
+
+  #sayTheme() {
+    const theme = chosenTheme();
+    this.theme.textContent = { system: "◐", light: "○", dark: "●" }[theme];
+    this.theme.setAttribute("aria-label", `Theme: ${theme}`);
+    this.theme.title = `Theme: ${theme}`;
+  }
+
+  #skip(event) {
+    event.preventDefault();
+    this.panel.focus();
+  }
+}
+
+function mark() {
+  const line = { d: "M1 13 6 7l3 3 6-8", fill: "none", stroke: "var(--accent)", "stroke-width": "2.4", "stroke-linecap": "round", "stroke-linejoin": "round" };
+  return svg("svg", { viewBox: "0 0 16 16", width: "16", height: "16", "aria-hidden": "true" }, svg("path", line));
+}

@@ -1,0 +1,69 @@
+// The same answers out of JSON in the page.
+//
+// The JSON: {"runs": [...], "left_out": ["what is not in it", ...], "of": {run id: {
+//   "summary": answer, "metrics": answer, "timeline": answer or null,
+//   "curves": {name: {steps, values, low, high}},
+//   "rollouts": {"rows": [row, ...], "records": {index: record}}}}}
+// where an answer is what the server gives, and a row is one of /rollouts.
+
+import { filtered } from "viewer/source/rows";
+
+export class EmbeddedSource {
+  live = false;
+
+  constructor(data) {
+    this.data = data;
+    this.leftOut = data.left_out ?? [];
+  }
+
+  async runs() {
+    return { runs: this.data.runs };
+  }
+
+  async summary(run) {
+    return this.#of(run).summary;
+  }
+
+  async metrics(run) {
+    return this.#of(run).metrics;
+  }
+
+  async curves(run, { names, from, to }) {
+    const all = this.#of(run).curves;
+    const found = names.filter(name => Object.hasOwn(all, name));
+    return { curves: Object.fromEntries(found.map(name => [name, between(all[name], from, to)])) };
+  }
+
+  async rollouts(run, filters = {}) {
+    return filtered(this.#of(run).rollouts.rows, filters);
+  }
+
+  async rollout(run, index) {
+    const { records } = this.#of(run).rollouts;
+    if (!Object.hasOwn(records, index)) throw new Error("This rollout is not in the report: `titan-rl view` has all of them.");
+    return records[index];
+  }
+
+  async timeline(run) {
+    return this.#of(run).timeline;
+  }
+
+  traceUrl() {
+    return null;
+  }
+
+  listen() {
+    return () => {};
+  }
+
+  #of(run) {
+    if (!Object.hasOwn(this.data.of, run)) throw new Error(`The report has no run ${run}.`);
+    return this.data.of[run];
+  }
+}
+
+function between(curve, from, to) {
+  if (from == null && to == null) return curve;
+  const kept = curve.steps.map((step, i) => (step >= (from ?? -Infinity) && step <= (to ?? Infinity) ? i : -1)).filter(i => i >= 0);
+  return Object.fromEntries(Object.entries(curve).map(([key, all]) => [key, Array.isArray(all) ? kept.map(i => all[i]) : all]));
+}

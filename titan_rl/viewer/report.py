@@ -1,0 +1,134 @@
+"""`report.html`: what the page shows of some runs, as one file that needs neither a server nor a network."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from titan_rl.viewer.described import described
+from titan_rl.viewer.html import report_page
+from titan_rl.viewer.run_reader import RunReader
+from titan_rl.viewer.run_status import describe_run
+
+MAX_BYTES = 10_000_000
+"""Of the data in a report, whatever there is of the runs."""
+
+MAX_CURVE_POINTS = 1000
+_LEAST_CURVE_POINTS = 50
+_POINT_BYTES = 60
+_ROW_BYTES = 400
+_TIMELINE_SHARE = 0.15
+_CURVES_SHARE = 0.3
+_MORE = "titan-rl view has all of them"
+
+
+def write_report(
+    folders: Sequence[Path], out: Path, *, most_bytes: int = MAX_BYTES, patience_s: float = math.inf
+) -> Path:
+    """Write the page of some runs, whatever there is of them, in one step.
+
+    Args:
+        most_bytes: about so many of data. What there is no room for is left out, and the page says so.
+        patience_s: for so long a run's rollouts are read; those behind are left out.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    data: dict[str, Any] = {"runs": [], "left_out": [], "of": {}}
+    for folder in folders:
+        run = folder.name if folder.name not in data["of"] else str(folder)
+        with contextlib.closing(RunReader(folder, searches=False)) as reader:
+            data["runs"].append({"id": run, **describe_run(folder.name, folder), "named": True})
+            data["of"][run], left_out = _data_of(reader, most_bytes // len(folders), patience_s)
+        data["left_out"] += left_out if len(folders) == 1 else [f"{run}: {text}" for text in left_out]
+    if not folders:
+        data["left_out"].append("there is no run")
+    title = ", ".join(folder.name for folder in folders)
+    fresh = out.with_name(f".{out.name}.part")
+    try:
+        fresh.write_bytes(report_page(data, title))
+        os.replace(fresh, out)
+    finally:
+        fresh.unlink(missing_ok=True)
+    return out
+
+
+def _data_of(reader: RunReader, most_bytes: int, patience_s: float) -> tuple[dict[str, Any], list[str]]:
+    """What `EmbeddedSource` has of a run, and what it lacks."""
+    left_out: list[str] = []
+    names = [metric["name"] for metric in described(reader.columns())]
+    room = int(_CURVES_SHARE * most_bytes / (_POINT_BYTES * max(1, len(names))))
+    points = min(MAX_CURVE_POINTS, max(_LEAST_CURVE_POINTS, room))
+    curves = reader.curves([*names, "time_s"], points, -math.inf, math.inf)
+    if any("low" in curve for curve in curves.values()):
+        left_out.append(f"curves have {points} points each, with the least and the greatest value between them")
+    spent = sum(_POINT_BYTES * len(curve["steps"]) for curve in curves.values())
+    phases, indexed = reader.count_groups(patience_s)
+    if indexed < 1:
+        left_out.append(f"of the file of rollouts only the first {indexed:.0%} was read; {_MORE}")
+    shown = reader.traces.small_timeline(int(_TIMELINE_SHARE * most_bytes))
+    if shown is not None:
+        shown["bottleneck"] = reader.summary()["bottleneck"]
+        spent += int(_TIMELINE_SHARE * most_bytes)
+    kept = _rollouts(reader, phases, most_bytes - spent)
+    total = reader.num_rollouts
+    if len(kept) < total:
+        left_out.append(f"{len(kept):,} of {total:,} rollouts are here, of steps far apart; {_MORE}")
+    data = {
+        "summary": reader.summary(),
+        "metrics": {"metrics": described(reader.columns())},
+        "timeline": shown,
+        "curves": curves,
+        "rollouts": {"rows": reader.rows(list(kept)), "records": kept},
+    }
+    return data, left_out
+
+
+def _rollouts(reader: RunReader, phases: Mapping[str, int], most_bytes: int) -> dict[int, msgspec.Raw]:
+    """Records by their indices: of whole groups, from steps that lie apart as evenly as can be."""
+    kept: dict[int, msgspec.Raw] = {}
+    spent = 0
+    for phase, place in _spread(phases):
+        group = reader.group(phase, place)
+        lines = {index: line for index in group if (line := reader.rollout(index)) is not None}
+        size = sum(len(line) + _ROW_BYTES for line in lines.values())
+        if spent + size > most_bytes:
+            break
+        spent += size
+        kept |= {index: msgspec.Raw(line) for index, line in lines.items()}
+    return kept
+
+
+def _spread(phases: Mapping[str, int]) -> Iterator[tuple[str, int]]:
+    """The last group of each phase, the first, and then such as halve what lies between; the phases in turn.
+
+    Args:
+        phases: how many groups each has.
+    """
+    in_turn = zip_longest(*(_halving(count) for count in phases.values()))
+    return ((phase, place) for turn in in_turn for phase, place in zip(phases, turn, strict=True) if place is not None)
+
+
+def _halving(count: int) -> Iterator[int]:
+    """The places in a list, so that any first few of them are spread over it. `[*_halving(5)]` is `[4, 0, 2, 1, 3]`."""
+    if not count:
+        return
+    yield count - 1
+    if count > 1:
+        yield 0
+    gaps = [(0, count - 1)]
+    while gaps:
+        halved: list[tuple[int, int]] = []
+        for first, last in gaps:
+            if last - first > 1:
+                middle = (first + last) // 2
+                yield middle
+                halved += [(first, middle), (middle, last)]
+        gaps = halved

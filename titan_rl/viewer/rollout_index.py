@@ -1,0 +1,271 @@
+"""An index of `rollouts.jsonl` in memory: what is filtered and sorted by, and where in the file the rest is."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import count, islice
+from typing import Any, cast
+
+import msgspec
+
+from titan_rl.calls.plain import printable
+from titan_rl.viewer.records import as_table, read_json
+from titan_rl.viewer.rollout_query import RolloutQuery
+
+KEPT_TEXT = 1000
+"""Characters of a transcript's beginning, and as many of its end, that can be searched."""
+
+PREVIEW = 160
+_FACETS = ("status", "task", "phase")
+_RANGES = ("step", "reward", "advantage", "num_completion_tokens", "turns")
+_SHOWN = (
+    "rollout_id", "group_id", "sibling", "seat", "step", "phase", "task", "status", "reward", "advantage",
+    "num_completion_tokens", "turns", "dropped",
+)  # fmt: skip
+
+_TABLES = f"""
+CREATE TABLE rollouts ("index" INTEGER PRIMARY KEY, {", ".join(_SHOWN)}, offset INTEGER, length INTEGER);
+CREATE INDEX by_group ON rollouts (group_id);
+CREATE INDEX by_facets ON rollouts (status, task, phase, step, reward, dropped);
+CREATE TABLE previews ("index" INTEGER PRIMARY KEY, preview);
+"""
+_NAMES = ("index", *_SHOWN, "preview")
+_ROWS = f'SELECT rollouts."index", {", ".join(_SHOWN)}, preview FROM rollouts JOIN previews USING ("index")'
+_INSERT = f"INSERT INTO rollouts VALUES ({', '.join('?' * (len(_SHOWN) + 3))})"
+
+
+class _Line(msgspec.Struct, gc=False):
+    """What is indexed of a line. The rest is skipped, which takes hardly any time."""
+
+    step: float | None = None
+    phase: str = ""
+    task: str = ""
+    dropped: str | None = None
+    rollout_id: str = ""
+    group_id: str = ""
+    sibling: int | None = None
+    seat: str | None = None
+    status: str = ""
+    error: str | None = None
+    reward: float | None = None
+    advantage: float | None = None
+    num_completion_tokens: int | None = None
+    messages: list[Any] = msgspec.field(default_factory=list[Any])
+    turns: list[msgspec.Raw] = msgspec.field(default_factory=list[msgspec.Raw])
+
+
+class RolloutIndex:
+    """Rollouts by their places among the readable lines of the file, from 0.
+
+    Args:
+        keeps_text: whether texts can be searched, for which up to 2 KB of memory are taken by each.
+
+    Attributes:
+        num_broken: lines that are no transcript, or were too long to be read.
+    """
+
+    def __init__(self, *, keeps_text: bool = True) -> None:
+        self._keeps_text = keeps_text
+        self._lines = msgspec.json.Decoder(_Line)
+        where = ":memory:" if keeps_text else ""  # of a report, on the disk: it takes as much memory for any run
+        self._database = sqlite3.connect(where, check_same_thread=False)  # whoever holds the run's lock uses it
+        self._hits = bytearray()  # by the rollouts' places, 1 where `_searched` is in the text
+        self._database.create_function("is_hit", 1, self._hits.__getitem__, deterministic=True)
+        self._forget()
+
+    def close(self) -> None:
+        self._database.close()
+
+    def clear(self) -> None:
+        self._database.executescript("DROP TABLE rollouts; DROP TABLE previews;")
+        self._forget()
+
+    def _forget(self) -> None:
+        self._database.executescript(_TABLES)
+        self._size = 0
+        self._texts: list[bytes] = []  # in which is searched, by the rollouts' places
+        self._searched: str = ""
+        self._hits.clear()
+        self._ranges: dict[str, list[float]] = {}
+        self.num_broken = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def add(self, lines: Iterable[tuple[int, bytes]]) -> None:
+        """Take lines of the file with their offsets."""
+        rows: list[tuple[Any, ...]] = []
+        previews: list[tuple[int, str]] = []
+        places = count(self._size)
+        for offset, line in lines:
+            record = self._read(line)
+            if record is None:
+                self.num_broken += bool(line.strip())
+                continue
+            place = next(places)
+            shown = (getattr(record, name) for name in _SHOWN if name != "turns")
+            *head, dropped = (printable(value) if isinstance(value, str) else value for value in shown)
+            rows.append((place, *head, len(record.turns), dropped, offset, len(line)))
+            searched, preview = _texts(record)
+            previews.append((place, preview))
+            if self._keeps_text:
+                self._texts.append(searched.encode())
+            self._widen(record)
+        self._size += len(rows)
+        with self._database:
+            self._database.executemany(_INSERT, rows)
+            self._database.executemany("INSERT INTO previews VALUES (?, ?)", previews)
+
+    def _read(self, line: bytes) -> _Line | None:
+        try:
+            return self._lines.decode(line)
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            pass
+        record = read_json(line)
+        if record is None:
+            return None
+        try:
+            turns = [msgspec.Raw()] * len(record.get("turns", ()))
+            return msgspec.convert({**record, "turns": turns}, _Line)
+        except (ValueError, TypeError):
+            return None
+
+    def _widen(self, record: _Line) -> None:
+        for name in _RANGES:
+            value = len(record.turns) if name == "turns" else getattr(record, name)
+            if value is not None:
+                low, high = self._ranges.setdefault(name, [value, value])
+                self._ranges[name] = [min(low, value), max(high, value)]
+
+    def place(self, index: int) -> tuple[int, int] | None:
+        """(offset, length) of a rollout's line; None where there is no such rollout."""
+        found = self._database.execute('SELECT offset, length FROM rollouts WHERE "index" = ?', [index])
+        return cast("tuple[int, int] | None", found.fetchone())
+
+    def count_groups(self) -> dict[str, int]:
+        """By their phase, as `group` numbers them until rollouts are added."""
+        self._database.executescript(
+            "DROP TABLE IF EXISTS groups; "
+            "CREATE TABLE groups AS SELECT phase, group_id, first, last, "
+            "row_number() OVER (PARTITION BY phase ORDER BY step, first) - 1 AS place "
+            'FROM (SELECT phase, step, group_id, min("index") AS first, max("index") AS last FROM rollouts '
+            "GROUP BY phase, step, group_id); "
+            "CREATE UNIQUE INDEX by_place ON groups (phase, place);"
+        )
+        return dict(self._database.execute("SELECT phase, count(*) FROM groups GROUP BY phase ORDER BY phase"))
+
+    def group(self, phase: str, place: int) -> list[int]:
+        """The indices of a group's rollouts. The groups of a phase are in order of the step."""
+        found = self._database.execute(
+            'SELECT "index" FROM groups JOIN rollouts ON rollouts.group_id = groups.group_id '
+            'AND "index" BETWEEN first AND last WHERE groups.phase = ? AND place = ? ORDER BY "index"',
+            [phase, place],
+        )
+        return [index for (index,) in found]
+
+    def rows(self, indices: Sequence[int]) -> list[dict[str, Any]]:
+        """As `find` gives them, in order of the index."""
+        wanted = ", ".join(str(int(index)) for index in indices)
+        found = self._database.execute(f'{_ROWS} WHERE "index" IN ({wanted}) ORDER BY "index"')
+        return [dict(zip(_NAMES, row, strict=True)) for row in found]
+
+    def find(self, query: RolloutQuery) -> dict[str, Any]:
+        """A page of the rollouts that are asked for.
+
+        Returns:
+            total: rollouts that are as asked for.
+            rows: those of the page.
+            facets: of each of `status`, `task` and `phase`, how many rollouts there would be with each value and the
+            other filters.
+            ranges: of each number, the least and the greatest of all rollouts.
+        """
+        if query.text is not None:
+            self._search(query.text)
+        where, values = _where(query, _FILTERS)
+        direction = "DESC" if query.descending else "ASC"
+        order = f'"{query.sort}" {direction} NULLS LAST, "index" {direction}'
+        rows = self._database.execute(
+            f'{_ROWS} WHERE "index" IN (SELECT "index" FROM rollouts WHERE {where} ORDER BY {order} LIMIT ? OFFSET ?) '
+            f"ORDER BY {order}",
+            [*values, query.limit, query.offset],
+        ).fetchall()
+        total, facets = self._count(query)
+        return {
+            "total": total,
+            "rows": [dict(zip(_NAMES, row, strict=True)) for row in rows],
+            "facets": facets,
+            "ranges": self._ranges,
+        }
+
+    def _count(self, query: RolloutQuery) -> tuple[int, dict[str, dict[str, int]]]:
+        """How many rollouts are as asked for, and the facets. Of all the facets' values together there are few."""
+        where, values = _where(query, {name: sql for name, sql in _FILTERS.items() if name not in _FACETS})
+        names = ", ".join(_FACETS)
+        counted = self._database.execute(
+            f"SELECT count(*), {names} FROM rollouts WHERE {where} GROUP BY {names} ORDER BY {names}", values
+        )
+        total = 0
+        facets: dict[str, dict[str, int]] = {name: {} for name in _FACETS}
+        for count_of, *found in counted:
+            differing = [
+                name
+                for name, value in zip(_FACETS, found, strict=True)
+                if (asked := getattr(query, name)) is not None and value != asked
+            ]
+            total += count_of if not differing else 0
+            for name, value in zip(_FACETS, found, strict=True):
+                if differing in ([], [name]):
+                    facets[name][value] = facets[name].get(value, 0) + count_of
+        return total, facets
+
+    def _search(self, text: str) -> None:
+        """Note which rollouts have a text: of what has been searched for already, look at those that came since. Who
+        types more of a text looks among those that had the beginning of it."""
+        sought = printable(text.casefold()).encode()
+        if not (self._searched and self._searched in text):
+            self._hits.clear()
+        elif self._searched != text:
+            self._hits[:] = bytes(hit and sought in self._texts[place] for place, hit in enumerate(self._hits))
+        self._hits += bytes(sought in found for found in islice(self._texts, len(self._hits), None))
+        self._searched = text
+
+
+_FILTERS = {
+    "phase": "phase = ?",
+    "task": "task = ?",
+    "status": "status = ?",
+    "group": "group_id = ?",
+    "step_min": "step >= ?",
+    "step_max": "step <= ?",
+    "reward_min": "reward >= ?",
+    "reward_max": "reward <= ?",
+    "dropped": "(dropped IS NOT NULL) = ?",
+}
+
+
+def _where(query: RolloutQuery, filters: Mapping[str, str]) -> tuple[str, Sequence[Any]]:
+    given = {sql: value for name, sql in filters.items() if (value := getattr(query, name)) is not None}
+    clauses = [*given, *(['is_hit("index")'] if query.text is not None else [])]
+    return " AND ".join(clauses) or "1", list(given.values())
+
+
+def _texts(record: _Line) -> tuple[str, str]:
+    """What is searched, and what stands in a row for the rollout: the end of what the policy said, or its error."""
+    said = [(message.get("role"), _text(message)) for message in map(as_table, record.messages) if message]
+    whole = "\n".join(text for _, text in said)
+    kept = whole if len(whole) <= 2 * KEPT_TEXT else f"{whole[:KEPT_TEXT]}\n{whole[-KEPT_TEXT:]}"
+    searched = f"{record.error or ''}\n{kept}".casefold()
+    answers = [text for role, text in said if role == "assistant" and text.strip()]
+    preview = answers[-1] if answers else record.error or whole
+    return printable(searched), printable(" ".join(preview[: 4 * PREVIEW].split())[:PREVIEW])
+
+
+def _text(message: Mapping[str, Any]) -> str:
+    parts = [message.get("reasoning_content"), message.get("content"), message.get("tool_calls")]
+    return "\n".join(_as_text(part) for part in parts if part)
+
+
+def _as_text(part: object) -> str:
+    return part if isinstance(part, str) else json.dumps(part, ensure_ascii=False, default=str)

@@ -1,0 +1,149 @@
+"""A run at a glance: what was learned, what it cost, what is wrong with it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from titan_rl.calls.plain import plain_json
+from titan_rl.viewer.metric_columns import MetricColumns
+from titan_rl.viewer.records import as_list, as_table
+from titan_rl.viewer.run_status import config_text, describe_run, read_config, read_results, read_status, steps_planned
+
+RECENT = 10
+"""Steps that a figure of now is a mean of."""
+
+HELD_OUT = ("validation/reward_mean", "validation/loss")
+EARNED = ("rollout/finished_reward_mean", "rollout/reward_mean")
+
+Tile = dict[str, str]
+
+
+def summarize(folder: Path, columns: MetricColumns, warnings: list[str]) -> dict[str, Any]:
+    """The answer to /api/runs/{id}/summary.
+
+    Returns:
+        tiles: {"label", "value", "note", "tone": "good", "bad" or ""}.
+        trend: of what is measured on held-out samples, {"metric", "before", "after", "first_step", "last_step"}; None
+        where that was not done twice.
+        failure: why the run failed, for a person; None where it did not.
+        seconds_left: of a run that goes on, at the pace of its last steps; None where that is not known.
+        warnings; config, as TOML; settings, the same by dotted names: {"training.lr": 0.0003, "tasks.0.name": "sums"}.
+    """
+    status, config = read_status(folder), read_config(folder)
+    planned = steps_planned(folder, config)
+    return {
+        "tiles": [
+            *_tiles(columns),
+            *_tiles_of_cost(folder, config),
+            *_tiles_of_settings(config),
+            *_tiles_of_evaluation(read_results(folder)),
+        ],
+        "warnings": warnings,
+        "trend": next((trend for name in HELD_OUT if (trend := _trend(columns, name))), None),
+        "failure": status.reason if status.state == "failed" else None,
+        "seconds_left": _seconds_left(columns, planned) if status.state == "running" else None,
+        "config": config_text(folder),
+        "settings": dict(_flat(config, "")),
+    }
+
+
+def _flat(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Lists of tables by their places; TOML's times, nan and inf, which JSON lacks, as text."""
+    table, items = as_table(value), as_list(value)
+    parts: list[tuple[Any, Any]]
+    if isinstance(value, dict):
+        parts = list(table.items())
+    elif any(isinstance(one, dict) for one in items):
+        parts = list(enumerate(items))
+    else:
+        is_json = isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value))
+        yield name, value if is_json else plain_json(items) if isinstance(value, list) else str(value)
+        return
+    for key, part in parts:
+        yield from _flat(part, f"{name}.{key}" if name else str(key))
+
+
+def _tiles(columns: MetricColumns) -> Iterator[Tile]:
+    for name in EARNED:
+        if values := columns.values(name):
+            recent, before = fmean(values[-RECENT:]), values[-2 * RECENT : -RECENT]
+            count = "last step" if len(values) == 1 else f"last {min(len(values), RECENT)} steps"
+            change = f"{recent - fmean(before):+.3f}" if before else ""
+            note = f"{count}; {change} on the {len(before)} before" if before else count
+            yield _tile("Reward", f"{recent:.3f}", note, "good" if change.startswith("+") else "")
+            break
+    speeds, seconds = columns.values("throughput/tokens_per_s"), columns.values("time/step_s")
+    if speeds and len(speeds) == len(seconds):
+        trained = math.fsum(speed * each for speed, each in zip(speeds, seconds, strict=True))
+        yield _tile("Tokens trained on", f"{trained:,.0f}", f"{fmean(speeds):,.0f} a second")
+    if seconds:
+        waits = columns.values("time/wait_for_rollouts_s")
+        share = f"{math.fsum(waits) / math.fsum(seconds):.0%} waiting for rollouts" if waits else ""
+        yield _tile("Time of a step", f"{fmean(seconds[-RECENT:]):.2f} s", share)
+    if staleness := columns.values("train/staleness_mean"):
+        most = max(columns.values("train/staleness_max"), default=max(staleness))
+        yield _tile("Staleness", f"{fmean(staleness[-RECENT:]):.2f}", f"steps; {most:.0f} at most")
+    if lengths := columns.values("rollout/completion_tokens_mean"):
+        yield _tile("Length of a rollout", f"{fmean(lengths[-RECENT:]):,.0f}", f"tokens; {lengths[0]:,.0f} at first")
+    if errors := columns.values("rollout/finished_errors"):
+        count, of = math.fsum(errors), math.fsum(columns.values("rollout/finished_rollouts"))
+        yield _tile("Rollouts with an error", f"{count:,.0f}", f"of {of:,.0f}", "bad" if count > 0.1 * of else "")
+    if losses := columns.values("train/loss") if not columns.count(EARNED[1]) else []:
+        yield _tile("Loss", f"{fmean(losses[-RECENT:]):.4f}", f"{losses[0]:.4f} at first")
+
+
+def _tiles_of_cost(folder: Path, config: Mapping[str, Any]) -> Iterator[Tile]:
+    """Whoever pays for devices counts how many were held for how long."""
+    run = describe_run(folder.name, folder)
+    training, generation = as_table(config.get("training")), as_table(config.get("generation"))
+    ranks = _count(training.get("data_parallel"), 1) * _count(training.get("tensor_parallel"), 1)
+    engines = _count(generation.get("num_generators"), 0) if run["kind"] == "train" else 0
+    wide = _count(generation.get("tensor_parallel_size"), 1)
+    if training and run["kind"] != "evaluation":
+        held = f"{ranks} trainer rank{'' if ranks == 1 else 's'}"
+        held += (
+            f", {engines} engine{'' if engines == 1 else 's'}" + (f" of {wide}" if wide > 1 else "") if engines else ""
+        )
+        hours = run["seconds"] * (ranks + engines * wide) / 3600
+        yield _tile("Held", f"{hours:,.2f} h" if hours < 100 else f"{hours:,.0f} h", held)
+
+
+def _count(value: object, default: int) -> int:
+    return value if isinstance(value, int) else default
+
+
+def _tiles_of_settings(config: Mapping[str, Any]) -> Iterator[Tile]:
+    if as_table(config.get("validation")).get("num_prompts") == 0:
+        yield _tile("Held-out reward", "off", "validation.num_prompts = 0")
+
+
+def _tiles_of_evaluation(results: Mapping[str, Any]) -> Iterator[Tile]:
+    for name, task in as_table(results.get("tasks")).items():
+        reward = as_table(as_table(task).get("reward"))
+        if isinstance(reward.get("mean"), int | float):
+            error = reward.get("standard_error")
+            note = f"± {error:.3f}" if isinstance(error, int | float) else ""
+            yield _tile(f"Reward of {name}", f"{reward['mean']:.3f}", note)
+
+
+def _tile(label: str, value: str, note: str = "", tone: str = "") -> Tile:
+    return {"label": label, "value": value, "note": note, "tone": tone}
+
+
+def _trend(columns: MetricColumns, name: str) -> dict[str, Any] | None:
+    points = [(step, value) for step, value in columns.points(name) if math.isfinite(value)]
+    if len(points) < 2:
+        return None
+    (first, before), (last, after) = points[0], points[-1]
+    return {"metric": name, "before": before, "after": after, "first_step": first, "last_step": last}
+
+
+def _seconds_left(columns: MetricColumns, planned: int | None) -> float | None:
+    seconds, points = columns.values("time/step_s"), columns.points("time/step_s")
+    if not seconds or planned is None:
+        return None
+    return max(0.0, planned - points[-1][0]) * fmean(seconds[-RECENT:])

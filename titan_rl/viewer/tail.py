@@ -1,0 +1,153 @@
+"""Follows a file of JSON lines that somebody else writes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from titan_rl.viewer.files import file_status, open_file
+
+CHUNK_BYTES = 4 << 20
+MAX_LINE_BYTES = 64 << 20
+"""Lines that are longer are left out."""
+
+_MARK_BYTES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What a file has gained.
+
+    Args:
+        begins: the lines are the first of the file, which was cut, replaced or removed: forget all earlier ones.
+        start: where in the file the lines begin.
+        data: whole lines.
+        num_skipped: lines before them that were too long.
+        read: bytes of the file that have been looked at.
+        size: of the file, in bytes.
+        is_last: whether nothing was left but perhaps a line that is being written. There are no lines then; else there
+            may be none since one is longer than what is read at once.
+    """
+
+    begins: bool
+    start: int
+    data: bytes
+    num_skipped: int
+    read: int
+    size: int
+    is_last: bool
+
+    @property
+    def lines(self) -> Iterator[tuple[int, bytes]]:
+        """(offset, line without its end)."""
+        start = 0
+        while (end := self.data.find(b"\n", start)) >= 0:
+            yield self.start + start, self.data[start:end]
+            start = end + 1
+
+
+class Tail:
+    """Hands out the lines of a file, each once. A line that has no end yet is left for later.
+
+    A run that is resumed replaces the file by one that lacks the steps it runs again: the file is then handed out from
+    its beginning.
+
+    Args:
+        most: bytes of a line. A longer one is left out, and never in memory.
+    """
+
+    def __init__(self, path: Path, most: int = MAX_LINE_BYTES) -> None:
+        self._path = path
+        self._most = most
+        self._offset = 0  # where the next line begins
+        self._looked = 0  # no line ends from the offset up to here
+        self._inode = 0
+        self._mark = b""  # the last bytes before that
+
+    def has_changed(self) -> bool:
+        """Whether `read` would give anything, or say that the file begins again. It costs a look at the file's size."""
+        try:
+            status = file_status(self._path)
+        except OSError:
+            return bool(self._looked)
+        return status.st_size != self._looked or (status.st_ino != self._inode and bool(self._looked))
+
+    def read(self, at_most: int = CHUNK_BYTES) -> Chunk:
+        """The next lines.
+
+        Args:
+            at_most: bytes to look at. A line that is longer is handed out once its end is among them.
+        """
+        try:
+            file = open_file(self._path)
+        except OSError:
+            begins = self._restart() if self._looked else False
+            return Chunk(begins, 0, b"", 0, 0, 0, is_last=True)
+        with file:
+            status = os.fstat(file.fileno())
+            begins = bool(self._looked) and not self._is_same(file, status)
+            if begins:
+                self._restart()
+            self._inode = status.st_ino
+            file.seek(self._looked)
+            fresh = file.read(min(at_most, self._most))
+            ends = self._looked + fresh.find(b"\n")
+            stop = fresh.rfind(b"\n") + 1
+            skips = stop > 0 and ends - self._offset > self._most
+            if skips:
+                self._offset = ends + 1
+            start, data = self._offset, b""
+            if stop:
+                file.seek(start)
+                data = file.read(self._looked + stop - start)
+                self._offset = start + len(data)
+        self._looked += len(fresh)
+        self._mark = (self._mark + fresh[-_MARK_BYTES:])[-_MARK_BYTES:]
+        size = max(status.st_size, self._looked)
+        return Chunk(begins, start, data, int(skips), self._looked, size, is_last=not fresh)
+
+    def _restart(self) -> bool:
+        self._offset, self._looked, self._inode, self._mark = 0, 0, 0, b""
+        return True
+
+    def _is_same(self, file: BinaryIO, status: os.stat_result) -> bool:
+        """Inodes are used again, so the last bytes that were read are compared, too."""
+        if status.st_ino != self._inode or status.st_size < self._looked:
+            return False
+        file.seek(self._looked - len(self._mark))
+        return file.read(len(self._mark)) == self._mark
+
+
+def last_lines(path: Path, within: int = 16 << 20, at_once: int = 1 << 16) -> Iterator[bytes]:
+    """The whole lines of a file from its end, without reading more than is asked for.
+
+    Args:
+        within: bytes of its end; what begins before them is left out.
+        at_once: bytes that are read at first, and twice as many each time.
+    """
+    try:
+        file = open_file(path)
+    except OSError:
+        return
+    with file:
+        start = file.seek(0, os.SEEK_END)
+        first = max(0, start - within)
+        rest = b""  # from `start`, as far as it is not handed out
+        ends = False  # whether the rest is of a line that has an end
+        while start > first:
+            size = min(at_once, start - first)
+            start -= size
+            at_once *= 2
+            file.seek(start)
+            *lines, last = (file.read(size) + rest).split(b"\n")
+            if lines:
+                rest, *whole = *lines, *([last] if ends else [])
+                ends = True
+                yield from reversed(whole)
+            else:
+                rest = last
+        if ends and not start:
+            yield rest

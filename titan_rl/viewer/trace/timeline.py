@@ -1,0 +1,179 @@
+"""The timeline of a run: lanes of spans in as much detail as there are pixels, and how long each lane was idle."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from titan_rl.viewer.trace.events import Traces
+from titan_rl.viewer.trace.lanes import Lane, Names, ProcessTrace, Spans, plane_of, sorted_lanes
+
+STEPS = "steps"
+"""The controller's lane of the stages of the training loop."""
+
+BETWEEN_STEPS = ("validation", "checkpoint")
+"""Kinds of what the loop does beside its steps."""
+
+ENGINE = "engine"
+"""The lane of an engine's states."""
+
+_FAR_S = 1e11  # seconds, which is more than any run takes, and fits into a column
+
+
+def timeline(
+    traces: Traces,
+    first: float | None = None,
+    last: float | None = None,
+    width: int = 1000,
+    seen: tuple[float, float] | None = None,
+) -> dict[str, Any]:
+    """The answer to /api/runs/{id}/timeline, without its bottleneck.
+
+    Args:
+        first, last: seconds since the run began; by default all of it.
+        width: pixels. Spans narrower than one are joined to a "busy" one, whose args say which share of it they are.
+        seen: seconds between which idle times are counted, where it is not all that is asked for.
+
+    Returns:
+        from, to; lanes: [{"process", "lane", "kind", "spans": [[start, end, name, args], ...]}], where args have
+        "depth", 0 of a span that lies in no other, "idle" where it waits, and "kind" where it is not the lane's;
+        idle: [{"lane", "seconds", "share"}] of lanes that are always in one state, over what there is of them between
+        the two times of `seen`; steps: [[step, start, end], ...]; syncs: [[seconds, version], ...], when the last
+        replica had it.
+    """
+    processes, names = traces.read(), traces.names
+    began, ended = bounds(processes)
+    start = began + (0 if first is None else _us(first))
+    end = max(start, ended if last is None else began + _us(last))
+    counted = (start, end) if seen is None else (began + _us(seen[0]), began + _us(seen[1]))
+    waits = names.idle()
+    lanes: list[dict[str, Any]] = []
+    idle: list[dict[str, Any]] = []
+    for process, trace in processes.items():
+        for lane in sorted_lanes(trace.lanes):
+            spans = trace.lanes[lane].spans
+            if waits[spans["kind"]].any() and (told := idle_time(spans, waits, *counted)) is not None:
+                idle.append({"lane": f"{process}/{lane}", **told})
+            window = spans[: np.searchsorted(spans["start"], end, "right")]
+            window = window[window["end"] >= start]
+            if len(window):
+                kind = kind_of(lane, spans, names)
+                drawn = _drawn(trace.lanes[lane], window, (end - start) / max(1, width), kind, names, waits)
+                told = [[(lo - began) / 1e6, (hi - began) / 1e6, name, args] for lo, hi, name, args in drawn]
+                lanes.append({"process": process, "lane": lane, "kind": kind, "spans": told})
+    steps = [
+        [step, (lo - began) / 1e6, (hi - began) / 1e6]
+        for step, lo, hi in step_times(processes, names)
+        if hi >= start and lo <= end
+    ]
+    syncs = [[(at - began) / 1e6, version] for version, at in sync_times(processes, names) if start <= at <= end]
+    return {
+        "from": (start - began) / 1e6,
+        "to": (end - began) / 1e6,
+        "seen": [(at - began) / 1e6 for at in counted],
+        "lanes": lanes,
+        "idle": idle,
+        "steps": steps,
+        "syncs": syncs,
+    }
+
+
+def kind_of(lane: str, spans: Spans, names: Names) -> str:
+    """The plane that most of the lane's time belongs to; "controller" for the training loop's stages, of all planes."""
+    if lane == STEPS:
+        return "controller"
+    lengths = np.bincount(spans["kind"], (spans["end"] - spans["start"]).astype(float))
+    seconds: dict[str, float] = {}
+    for kind in np.unique(spans["kind"]):
+        plane = plane_of(names[kind])
+        seconds[plane] = seconds.get(plane, 0.0) + float(lengths[kind])
+    return max(seconds, key=lambda plane: seconds[plane])
+
+
+def bounds(processes: Mapping[str, ProcessTrace]) -> tuple[int, int]:
+    """When the first span begins and the last ends, in microseconds since 1970; zeros where there is none."""
+    every = [lane.spans for trace in processes.values() for lane in trace.lanes.values()]
+    starts = [int(spans["start"][0]) for spans in every]
+    return min(starts, default=0), max((int(spans["end"].max()) for spans in every), default=0)
+
+
+def idle_time(spans: Spans, waits: NDArray[np.bool_], start: int, end: int) -> dict[str, float] | None:
+    """Seconds and share of a lane's idle time between two times; None where there is nothing of the lane."""
+    covered = min(end, int(spans["end"].max())) - max(start, int(spans["start"][0]))
+    if covered < 0:
+        return None
+    idle = spans[waits[spans["kind"]]]
+    inside = np.minimum(idle["end"], end) - np.maximum(idle["start"], start)
+    seconds = int(inside[inside > 0].sum())
+    return {"seconds": seconds / 1e6, "share": seconds / covered if covered else 0.0}
+
+
+def step_times(processes: Mapping[str, ProcessTrace], names: Names) -> list[tuple[int, int, int]]:
+    """Each step with the beginning of its first stage and the end of its last, in microseconds since 1970. A validation
+    or a checkpoint is none of its stages."""
+    trace = processes.get("controller")
+    if trace is None or STEPS not in trace.lanes:
+        return []
+    spans = trace.lanes[STEPS].spans
+    spans = spans[(spans["step"] > 0) & ~np.isin(spans["kind"], names.places(BETWEEN_STEPS))]
+    if not len(spans):
+        return []
+    spans = spans[np.argsort(spans["step"], kind="stable")]
+    steps, firsts = np.unique(spans["step"], return_index=True)
+    starts = np.minimum.reduceat(spans["start"], firsts)
+    ends = np.maximum.reduceat(spans["end"], firsts)
+    return [*zip(steps.tolist(), starts.tolist(), ends.tolist(), strict=True)]
+
+
+def sync_times(processes: Mapping[str, ProcessTrace], names: Names) -> list[tuple[int, int]]:
+    """Each version with the end of its last pull by an engine, in microseconds since 1970."""
+    (pull,) = names.places(["pull"])
+    found: dict[int, int] = {}
+    for trace in processes.values():
+        if ENGINE in trace.lanes:
+            spans = trace.lanes[ENGINE].spans
+            spans = spans[(spans["name"] == pull) & (spans["version"] >= 0)]
+            for version, end in zip(spans["version"].tolist(), spans["end"].tolist(), strict=True):
+                found[version] = max(end, found.get(version, end))
+    return sorted(found.items())
+
+
+def _drawn(
+    lane: Lane, spans: Spans, pixel: float, kind: str, names: Names, waits: NDArray[np.bool_]
+) -> list[tuple[int, int, str, dict[str, Any]]]:
+    wide = spans["end"] - spans["start"] >= pixel
+    found = _joined(spans[~wide & (spans["depth"] == 0) & ~waits[spans["kind"]]], pixel)
+    shown = spans[wide]
+    for span, args in zip(shown.tolist(), lane.args(shown), strict=True):
+        start, end, _, _, name, of_kind, _, _, depth, _ = span
+        args["depth"] = depth
+        if waits[of_kind]:
+            args["idle"] = True
+        if (plane := plane_of(names[of_kind])) != kind:
+            args["kind"] = plane
+        found.append((start, end, names[name], args))
+    found.sort(key=lambda span: (span[0], -span[1]))
+    return found
+
+
+def _joined(narrow: Spans, pixel: float) -> list[tuple[int, int, str, dict[str, Any]]]:
+    """Spans less than a pixel apart are one, which says what share of it they are."""
+    if not len(narrow):
+        return []
+    apart = narrow["start"][1:] - narrow["end"][:-1] > pixel
+    firsts = np.concatenate([[0], np.flatnonzero(apart) + 1])
+    busy = np.add.reduceat(narrow["end"] - narrow["start"], firsts).tolist()
+    starts = narrow["start"][firsts].tolist()
+    ends = np.maximum.reduceat(narrow["end"], firsts).tolist()
+    return [
+        (start, end, "busy", {"share": part / (end - start), "depth": 0})
+        for start, end, part in zip(starts, ends, busy, strict=True)
+        if end > start
+    ]
+
+
+def _us(seconds: float) -> int:
+    return round(min(max(seconds, -_FAR_S), _FAR_S) * 1e6)

@@ -1,0 +1,121 @@
+"""A trainer rank's end: its shards for other hosts, with what changed in them."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+from collections.abc import Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from titan_rl.weights.relay import delta
+from titan_rl.weights.relay.chain import Chain
+from titan_rl.weights.relay.remote_shard import RemoteShard
+from titan_rl.weights.relay.server import RelayServer
+from titan_rl.weights.relay.shard_copy import ChunkDelta, ShardCopy
+
+SAMPLED = 8  # chunks by which it is known whether a version is worth a delta
+
+
+class ShardOrigin:
+    """Offers one rank's versions to other hosts, whole and as changes of the version before.
+
+    A version has a delta if somebody on another host read the one before it, unless it is an anchor, or most of its
+    numbers changed. It is made in threads of its own, chunk by chunk, and sent meanwhile.
+
+    Args:
+        interface: the address at which other hosts reach this one.
+        fanout: hosts that each host sends a version to.
+        anchor_interval: versions that are a multiple of it are sent whole; 1 makes no deltas.
+
+    Raises:
+        StateDictError: it cannot listen there.
+    """
+
+    def __init__(self, interface: str, *, fanout: int = 1, anchor_interval: int = 16) -> None:
+        self._server = RelayServer(interface)
+        self._key, self._token = secrets.token_hex(8), secrets.token_hex(16)
+        self._chain = Chain(fanout)
+        self._anchor_interval = anchor_interval
+        self._is_read = False  # the newest version, by another host
+        self._encoding: threading.Thread | None = None
+        self._stop = threading.Event()
+        self._server.admit(self._token)
+        self._server.answer("place", self._place)
+
+    @property
+    def sent_bytes(self) -> int:
+        """To all hosts, of all versions."""
+        return self._server.sent_bytes
+
+    def offer(self, version: int, data: NDArray[np.uint8], word: int) -> RemoteShard:
+        """Have a published shard read from other hosts.
+
+        Args:
+            data: its memory, which is not written to before `settle`.
+            word: bytes of most of its numbers, 2 or 4.
+        """
+        copy = ShardCopy(version, data)
+        older = self._server.copies(self._key)
+        base = older[max(older)] if older else None
+        is_anchor = version % self._anchor_interval == 0
+        if is_anchor or not self._is_read or base is None or len(base.data) != len(data):
+            copy.complete()
+        else:
+            self._stop.clear()
+            self._encoding = threading.Thread(
+                target=self._encode, args=(base, copy, word), name="encode weights", daemon=True
+            )
+            self._encoding.start()
+        self._is_read = False
+        self._server.offer(self._key, copy)
+        return RemoteShard(self._server.address, self._key, version, self._token)
+
+    def settle(self) -> None:
+        """Let go of older versions' memory, which may be written to afterwards: what has no delta by now gets none."""
+        self._stop.set()
+        if self._encoding is not None:
+            self._encoding.join()
+            self._encoding = None
+
+    def keep(self, versions: Collection[int]) -> None:
+        """The others can be read no more."""
+        for version in self._server.copies(self._key).keys() - set(versions):
+            self._server.withdraw(self._key, version)
+
+    def close(self) -> None:
+        self.settle()
+        self.keep(())
+        self._server.close()
+
+    def _place(self, message: dict[str, Any]) -> dict[str, Any]:
+        self._is_read = True
+        avoid = [str(name) for name in message["avoid"]]
+        place = self._chain.place(int(message["version"]), str(message["host"]), str(message["address"]), avoid)
+        name, address, hops = place or ("", self._server.address, 0)
+        return {"host": name, "address": address, "hops": hops}
+
+    def _encode(self, base: ShardCopy, copy: ShardCopy, word: int) -> None:
+        def encoded(index: int) -> bytes | None:
+            return None if self._stop.is_set() else delta.encode(base.chunk(index), copy.chunk(index), word)
+
+        try:
+            sample = range(0, copy.num_chunks, -(-copy.num_chunks // SAMPLED))
+            if sum(encoded(index) is None for index in sample) <= len(sample) / 2:
+                for one in _in_order(encoded, copy.num_chunks, self._stop):
+                    copy.add(None if one is None else ChunkDelta.of(base.version, one))
+        finally:
+            copy.complete()
+
+
+def _in_order(encoded: Any, count: int, stop: threading.Event) -> Iterator[bytes | None]:
+    workers = max(1, min(4, (os.cpu_count() or 1) // 2))
+    with ThreadPoolExecutor(workers, thread_name_prefix="encode weights") as threads:
+        for start in range(0, count, 4 * workers):
+            if stop.is_set():
+                return
+            yield from threads.map(encoded, range(start, min(start + 4 * workers, count)))

@@ -1,0 +1,210 @@
+"""Weights for generators on several hosts: shared memory on each, TCP between them, each version once."""
+
+from __future__ import annotations
+
+import platform
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from os import getpid
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from titan_rl.errors import StateDictError
+from titan_rl.weights.assembly import assemble
+from titan_rl.weights.layout import Buffer
+from titan_rl.weights.relay.host_reader import HostReader, ReadShard, WantedShard
+from titan_rl.weights.relay.messages import ConnectionLostError, ask
+from titan_rl.weights.relay.origin import ShardOrigin
+from titan_rl.weights.relay.rendezvous import Leader, Rendezvous
+from titan_rl.weights.transports.shared_memory import SharedMemoryTransport
+from titan_rl.weights.types import Manifest, Probe, Shard, TensorEntry
+
+AGAIN_S = 0.02  # until a process has taken the place of the one that read
+PATIENCE = 2  # silences of the process that reads, until one reads for itself
+
+
+class TCPTransport:
+    """`StateDictTransport` over a `SharedMemoryTransport`, whose shards hosts read from each other, too.
+
+    On the host of a trainer rank readers map what it wrote. On another host the first process that pulls is its
+    reader: it has each version sent once, keeps it in shared memory, where the others map it, and sends it on to the
+    next host while it arrives. If it ends, another takes its place. What differs little from the version before is
+    sent as the difference. Every process verifies the whole before it gives one tensor.
+
+    Args:
+        run_id, root: as of `SharedMemoryTransport`.
+        host: this host's name, by which readers tell whether they share memory with the writer.
+        interface: the address at which other hosts reach this one; nothing listens before it has to.
+        timeout_s: longest wait for the bytes of one shard.
+        fanout, anchor_interval: as of `ShardOrigin`.
+
+    Example:
+
+        transport = TCPTransport("run-7", host="a", interface="10.0.0.1")
+        manifest = transport.publish(1, model.state_dict().items())
+        ...  # on another host, given the manifest
+        transport = TCPTransport("run-7", host="b", interface="10.0.0.2")
+        engine.load_state_dict(transport.pull(manifest), version=1)
+
+    Raises:
+        ValueError: `run_id` is no plain file name.
+    """
+
+    def __init__(
+        self,
+        run_id: str,
+        *,
+        host: str = "",
+        interface: str = "127.0.0.1",
+        root: Path | None = None,
+        timeout_s: float = 120.0,
+        fanout: int = 1,
+        anchor_interval: int = 16,
+    ) -> None:
+        self._local = SharedMemoryTransport(run_id, root=root)
+        self._run_id = run_id
+        self._root = root
+        self._host = host or platform.node()
+        self._interface = interface
+        self._timeout_s = timeout_s
+        self._make_origin = lambda: ShardOrigin(interface, fanout=fanout, anchor_interval=anchor_interval)
+        self._origin: ShardOrigin | None = None
+        self._rendezvous = Rendezvous(run_id, root)
+        self._reader: HostReader | None = None  # where this process reads for its host, or had to for itself
+        self._lock = threading.Lock()
+        self._figures: Mapping[str, float] = {}
+
+    def publish(
+        self,
+        version: int,
+        named_tensors: Iterable[tuple[str, Any]],
+        *,
+        probes: Sequence[Probe] = (),
+        tolerance: float = 1e-5,
+    ) -> Manifest:
+        """As `SharedMemoryTransport.publish`.
+
+        Raises:
+            StateDictError: as there, or `interface` is no address of this host.
+        """
+        if self._origin is not None:
+            self._origin.settle()
+        manifest = self._local.publish(version, named_tensors, probes=probes, tolerance=tolerance)
+        (shard,) = manifest.shards
+        try:
+            if self._origin is None:
+                self._origin = self._make_origin()
+            self._origin.keep(self._local.versions)
+            found = self._origin.offer(version, self._local.bytes_of(version), _word(shard.entries))
+        except BaseException:
+            self._local.release(version)
+            raise
+        return replace(manifest, shards=(replace(shard, host=self._host, remote=found),))
+
+    def pull(self, manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, tensor) pairs, of this host's memory.
+
+        Raises:
+            StateDictError: as `SharedMemoryTransport.pull`, or the bytes did not arrive in time.
+        """
+        remote = [shard for shard in manifest.shards if not self._is_here(shard)]
+        read: dict[str, ReadShard] = {}
+        keys = tuple(shard.remote.key for shard in manifest.shards if shard.remote is not None)
+        if remote:
+            with ThreadPoolExecutor(len(remote), thread_name_prefix="fetch weights") as threads:
+                found = threads.map(lambda shard: self._fetch(shard, keys), remote)
+                read = dict(zip((shard.location for shard in remote), found, strict=True))
+        self._note(remote, read)
+
+        def open_shard(shard: Shard) -> Buffer:
+            if not shard.num_bytes:
+                return np.empty(0, np.uint8)
+            here = read.get(shard.location)
+            return self._local.open_shard(shard if here is None else replace(shard, location=str(here.path)))
+
+        return assemble(manifest, open_shard)
+
+    def pull_figures(self) -> Mapping[str, float]:
+        """Of the last pull: received_bytes, that this host got for the version, and received_share, of its bytes."""
+        return self._figures
+
+    @property
+    def sent_bytes(self) -> int:
+        """To other hosts, of what this end has published."""
+        return 0 if self._origin is None else self._origin.sent_bytes
+
+    def release(self, version: int) -> None:
+        """Its memory is not written to before the next `publish`, so that a delta that is being made is made."""
+        self._local.release(version)
+        if self._origin is not None:
+            self._origin.keep(self._local.versions)
+
+    def close(self) -> None:
+        if self._origin is not None:
+            self._origin.close()
+        self._local.close()
+        with self._lock:
+            if self._reader is not None:
+                self._reader.close()
+                self._reader = None
+            self._rendezvous.leave()
+
+    def _is_here(self, shard: Shard) -> bool:
+        is_mapped = shard.remote is None or (shard.host == self._host and Path(shard.location).exists())
+        return is_mapped or not shard.num_bytes
+
+    def _note(self, remote: Sequence[Shard], read: Mapping[str, ReadShard]) -> None:
+        received, whole = sum(one.received_bytes for one in read.values()), sum(shard.num_bytes for shard in remote)
+        self._figures = {"received_bytes": received, "received_share": received / whole} if whole else {}
+
+    def _fetch(self, shard: Shard, keys: tuple[str, ...]) -> ReadShard:
+        """Have the shard brought to this host, by whichever process does that here."""
+        wanted = WantedShard(shard.num_bytes, shard.checksum, shard.remote, keys)
+        deadline = time.monotonic() + self._timeout_s
+        silences = 0
+        while True:
+            if (reader := self._own_reader(silences >= PATIENCE)) is not None:
+                return reader.fetch(wanted)
+            if (leader := self._rendezvous.leader()) is not None:
+                try:
+                    return _ask(leader, wanted)
+                except ConnectionLostError as error:
+                    silences += not isinstance(error.__cause__, ConnectionRefusedError)
+            if time.monotonic() > deadline:
+                raise StateDictError(
+                    f"no process of host {self._host} has read version {shard.remote.version} in {self._timeout_s:g} s"
+                )
+            time.sleep(AGAIN_S)
+
+    def _own_reader(self, alone: bool) -> HostReader | None:
+        with self._lock:
+            if self._reader is None:
+                try:
+                    leads = self._rendezvous.lead()
+                except OSError as error:
+                    raise StateDictError(f"weights cannot be read into shared memory: {error}") from error
+                if leads or alone:
+                    name = self._host if leads else f"{self._host}, process {getpid()}"
+                    self._reader = HostReader(
+                        self._run_id, self._root, name=name, interface=self._interface, timeout_s=self._timeout_s
+                    )
+                    if leads:
+                        self._rendezvous.announce(Leader(self._reader.address, self._reader.token))
+            return self._reader
+
+
+def _ask(leader: Leader, wanted: WantedShard) -> ReadShard:
+    answer = ask(leader.address, {"ask": "fetch", "token": leader.token, "shard": wanted.as_message()})
+    return ReadShard(Path(str(answer["path"])), int(answer["received_bytes"]))
+
+
+def _word(entries: Sequence[TensorEntry]) -> int:
+    """Bytes of most numbers."""
+    small = sum(entry.num_bytes for entry in entries if entry.dtype in ("bfloat16", "float16"))
+    return 2 if 2 * small > sum(entry.num_bytes for entry in entries) else 4
