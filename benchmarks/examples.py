@@ -1,4 +1,5 @@
-"""What each of the example tasks learns on CPU: mean reward of held-out rollouts, before and after.
+"""What each of the example tasks learns on CPU: mean reward of held-out rollouts, before and after; of Kuhn poker, how
+much a best response wins.
 
     python -m benchmarks.examples [--only arithmetic calculator] [--seeds 0 1 2]
 
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -24,15 +26,30 @@ from titan_rl.run.directory import read_jsonl
 
 REPOSITORY = Path(__file__).parents[1]
 
+
+@dataclass(frozen=True)
+class Target:
+    """What an example is to come to.
+
+    Args:
+        metric: of a validation.
+    """
+
+    value: float
+    metric: str = "validation/reward_mean"
+    unit: str = "reward, at least"
+
+
 TARGETS = {
-    "alphabet_sort": 0.85,
-    "arithmetic": 0.75,
-    "bandit": 0.75,
-    "calculator": 0.75,
-    "gsm8k": 0.75,
-    "guessing_game": 0.75,
+    "agent": Target(0.85),
+    "alphabet_sort": Target(0.85),
+    "arithmetic": Target(0.75),
+    "bandit": Target(0.75),
+    "calculator": Target(0.75),
+    "gsm8k": Target(0.75),
+    "guessing_game": Target(0.75),
+    "kuhn_poker": Target(0.1, "validation/exploitability", "chips a hand, at most"),
 }
-"""Least reward after training."""
 
 
 def run(*command: str) -> None:
@@ -51,15 +68,16 @@ def make_base(name: str) -> None:
 
 
 def train(name: str, seed: int) -> tuple[float, float, float]:
-    """(reward before, reward after, seconds)."""
+    """(before, after, seconds): what the target is about, of the first validation and of the last."""
+    metric = TARGETS[name].metric
     with tempfile.TemporaryDirectory() as folder:
         began = time.monotonic()
         config = f"examples/{name}/cpu.toml"
         run("titan_rl.cli.main", "train", config, "--seed", str(seed), "--run_dir", folder)
         seconds = time.monotonic() - began
         records: list[dict[str, Any]] = read_jsonl(Path(folder) / "latest" / "metrics.jsonl")
-    before, *_, after = (record for record in records if "validation/reward_mean" in record)
-    return before["validation/reward_mean"], after["validation/reward_mean"], seconds
+    before, *_, after = (record[metric] for record in records if metric in record)
+    return before, after, seconds
 
 
 def main() -> None:
@@ -70,11 +88,12 @@ def main() -> None:
     for name in arguments.only:
         make_base(name)
         before, after, seconds = zip(*(train(name, seed) for seed in arguments.seeds), strict=True)
+        target = TARGETS[name]
         figure = {
-            "name": f"{name}_reward",
+            "name": f"{name}_{target.metric.partition('/')[2].removesuffix('_mean')}",
             "value": round(fmean(after), 3),
-            "target": TARGETS[name],
-            "unit": "reward, at least",
+            "target": target.value,
+            "unit": target.unit,
             "before": [round(each, 3) for each in before],
             "after": [round(each, 3) for each in after],
             "seconds": [round(each) for each in seconds],

@@ -27,7 +27,7 @@ from titan_rl import Completion, Reward, Rollouter, RolloutStatus, Rubric, Sampl
 from titan_rl.actors.actor_replica import ActorReplica
 from titan_rl.actors.generator_actor import GeneratorActor, GeneratorSettings
 from titan_rl.actors.processes.garbage import settle_heap
-from titan_rl.actors.processes.process import enter_actor_process
+from titan_rl.actors.processes.process import ProcessSpec, enter_actor_process
 from titan_rl.actors.processes.remote_process import RemoteProcess, call
 from titan_rl.actors.processes.supervisor import Supervisor
 from titan_rl.config.sections import GenerationConfig, StateDictConfig
@@ -51,8 +51,8 @@ Request = tuple[list[int], SamplingParams]
 class BareEngine(Actor):
     """The engine and nothing else."""
 
-    def __init__(self, settings: GeneratorSettings) -> None:
-        enter_actor_process(settings.log_path)
+    def __init__(self, spec: ProcessSpec, settings: GeneratorSettings) -> None:
+        enter_actor_process(spec.log)
         self._settings = settings
 
     @concurrent_endpoint
@@ -88,8 +88,8 @@ class BareEngine(Actor):
 class BareLLM(Actor):
     """vLLM's own offline interface, with the settings of the adapter where they are not a matter of scheduling."""
 
-    def __init__(self, settings: GeneratorSettings) -> None:
-        enter_actor_process(settings.log_path)
+    def __init__(self, spec: ProcessSpec, settings: GeneratorSettings) -> None:
+        enter_actor_process(spec.log)
         self._settings = settings
 
     @concurrent_endpoint
@@ -293,9 +293,9 @@ class Engines:
         engine = EngineSpec(str(self._folder / "model"), max_running=max_running, kv_cache_gib=generation.kv_cache_gib)
         actors: list[Any] = []
         for index in range(generation.num_generators):
-            log = str(self._folder / f"{name}-{index}.log")
-            settings = GeneratorSettings(engine, generation, StateDictConfig(), "benchmark", log)
-            actor = await call(self._supervisor.spawn, f"{name}-{index}", actor_class, (settings,), who="supervisor")
+            spec = ProcessSpec(f"{name}-{index}", "here", "127.0.0.1", self._folder)
+            settings = GeneratorSettings(engine, generation, StateDictConfig(), "benchmark")
+            actor = await call(self._supervisor.spawn, spec.name, actor_class, (spec, settings), who="supervisor")
             await call(actor.start, who=name, timeout_s=180)
             actors.append(actor)
         return actors

@@ -57,3 +57,8 @@ def report(name: str, figure: Spread | float, unit: str, target: float | None = 
     if target is not None:
         line["target"] = target
     print(json.dumps(line), flush=True)
+
+
+def report_computed(name: str, value: float, unit: str, of: str) -> None:
+    """One JSON line of what was not measured: `name`, `value`, `unit`, `computed`: of what."""
+    print(json.dumps({"name": name, "value": round(value, 4), "unit": unit, "computed": of}), flush=True)

@@ -1,0 +1,167 @@
+"""What large models, long contexts and long runs cost: memory of a rank, and what a token and a step leave behind.
+
+    python -m benchmarks.large [--ranks 4] [--megabytes 400] [--only memory|tokens]
+
+Peaks are those of the process's resident memory, as the kernel counts them (VmHWM), less what it had before. Each part
+runs in processes of its own. Prints one JSON object a line: {"name": ..., "value": ..., "target": ..., "unit": ...}.
+
+- `rank_peak_vs_shard`: the most that a rank needs at its start, over the bytes of the parameters that it then holds.
+- `export_peak_vs_model`: the most that an export in bfloat16 needs, over the bytes that it writes.
+- `publish_peak_vs_version`: the same of publishing a version, which itself is in memory then.
+- `logprob_peak_bytes_vs_vocab`: the most that logprobs and their gradients need, forward and backward, with a
+  vocabulary of 128k over one of 32k; and `logprob_peak_bytes_whole_vs_vocab`, with all logits at once, 32k over 8k.
+- `tokens_per_second_through_the_controller`, `memory_a_token` and what is beside them: `benchmarks/token_path.py`.
+- `report_peak_mb_10k_steps`, `resume_s_10k_steps` and what is beside them: `benchmarks/long_runs.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import socket
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+
+from benchmarks.paired import report
+from titan_rl.training.objective.selected_logprobs import CHUNK_LOGITS, selected_logprobs
+
+TOKENS, WIDTH = 4096, 64
+CONTEXT = multiprocessing.get_context("spawn")
+
+
+def peak_of(work: Callable[[], Any]) -> tuple[int, Any]:
+    """(bytes that the process had at most meanwhile, beyond those it had before; what the work returns)."""
+    before = _status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again
+    result = work()
+    return _status("VmHWM") - before, result
+
+
+def _status(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{name}:"))
+
+
+def start_rank(folder: Path, rank: int, ranks: int, port: int) -> tuple[int, int]:
+    """(peak of making a policy, bytes of its parameters on this rank)."""
+    from titan_rl.training.parallel.parallel import local
+    from titan_rl.training.parallel.world import World
+    from titan_rl.training.policy.policy import Policy
+
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
+    world = World.join(data_parallel=ranks)
+    world.barrier()
+    peak, policy = peak_of(lambda: Policy(folder, world, max_context=128, row_tokens=128))
+    held = sum(local(parameter).untyped_storage().nbytes() for parameter in policy.model.parameters())
+    world.barrier()
+    return peak, held
+
+
+def rank_peak_vs_shard(ranks: int, megabytes: int) -> float:
+    """The worst rank's."""
+    with tempfile.TemporaryDirectory() as folder, CONTEXT.Pool(1) as maker:
+        maker.apply(make_model, (Path(folder), megabytes))
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            port = listener.getsockname()[1]
+        with CONTEXT.Pool(ranks) as pool:
+            started = [pool.apply_async(start_rank, (Path(folder), rank, ranks, port)) for rank in range(ranks)]
+            return max(peak / held for peak, held in (each.get(timeout=300) for each in started))
+
+
+def make_model(folder: Path, megabytes: int) -> None:
+    """Of equal layers, in float32."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    width = 512
+    of_layer = 4 * (4 * width * width + 3 * width * 4 * width)
+    config = Qwen3Config(
+        vocab_size=4096,
+        hidden_size=width,
+        intermediate_size=4 * width,
+        num_hidden_layers=max(1, (megabytes << 20) // of_layer),
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        head_dim=64,
+        tie_word_embeddings=False,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+
+
+def leaving_peaks(folder: Path) -> tuple[int, int, int]:
+    """(peak of an export, of a version that is published, bytes of either)."""
+    from titan_rl.training.publishing import WeightPublisher
+    from titan_rl.training.settings import ModelConfig, TrainingConfig
+    from titan_rl.training.trainer import TrainerCore
+    from titan_rl.weights.transports.shared_memory import SharedMemoryTransport
+
+    trainer = TrainerCore(ModelConfig(path=str(folder), dtype="bfloat16"), TrainingConfig(), seed=0)
+    export, _ = peak_of(lambda: trainer.export_hf(folder / "export"))
+    publisher = WeightPublisher(trainer, SharedMemoryTransport("benchmark"), num_probes=0)
+    published, manifest = peak_of(publisher.publish)
+    publisher.close()
+    return export, published, manifest.shards[0].num_bytes
+
+
+def leaving(megabytes: int) -> tuple[float, float]:
+    with tempfile.TemporaryDirectory() as folder, CONTEXT.Pool(1) as pool:
+        pool.apply(make_model, (Path(folder), megabytes))
+        with CONTEXT.Pool(1) as trainer:
+            export, published, num_bytes = trainer.apply(leaving_peaks, (Path(folder),))
+    return export / num_bytes, published / num_bytes
+
+
+def scoring_peak(vocabulary: int, chunk_logits: int) -> int:
+    """Bytes that are gone or free again afterwards, and the gradients."""
+    hidden_ND = torch.randn(TOKENS, WIDTH, requires_grad=True)
+    weight_VD = torch.randn(vocabulary, WIDTH, requires_grad=True)
+    targets_N, temperatures_N = torch.arange(TOKENS), torch.ones(TOKENS)
+
+    def score() -> None:
+        scored = selected_logprobs(hidden_ND, weight_VD, targets_N, temperatures_N, chunk_logits=chunk_logits)
+        scored[0].sum().backward()
+
+    return peak_of(score)[0]
+
+
+def growth(small: int, large: int, chunk_logits: int) -> float:
+    peaks: list[int] = []
+    for vocabulary in (small, large):
+        with CONTEXT.Pool(1) as pool:
+            peaks.append(pool.apply(scoring_peak, (vocabulary, chunk_logits)))
+    return peaks[1] / peaks[0]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--megabytes", type=int, default=400, help="of the model whose ranks are started, about")
+    parser.add_argument("--only", choices=("memory", "tokens"), help="leave the others out")
+    arguments = parser.parse_args()
+    if arguments.only != "memory":
+        from benchmarks.long_runs import report_long_runs
+        from benchmarks.token_path import report_token_path
+
+        report_token_path()
+        report_long_runs()
+    if arguments.only == "tokens":
+        return
+    peak = rank_peak_vs_shard(arguments.ranks, arguments.megabytes)
+    report("rank_peak_vs_shard", peak, "ratio", 1.5)
+    export, published = leaving(arguments.megabytes)
+    report("export_peak_vs_model", export, "ratio", 0.2)
+    report("publish_peak_vs_version", published, "ratio", 1.2)
+    report("logprob_peak_bytes_vs_vocab", growth(2**15, 2**17, CHUNK_LOGITS), "ratio", 1.2)
+    report("logprob_peak_bytes_whole_vs_vocab", growth(2**13, 2**15, 2**40), "ratio")
+
+
+if __name__ == "__main__":
+    main()

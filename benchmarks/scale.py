@@ -1,0 +1,263 @@
+"""What one controller process takes for many generators, in virtual time.
+
+    python -m benchmarks.scale                       # 8, 64, 512 and 2,048 generators of 64 requests each
+    python -m benchmarks.scale --generators 64       # one of these
+    python -m benchmarks.scale --messages            # what Monarch takes for a message, by itself
+
+Router, rollouter, scheduler, the mix of two tasks, the streams of requests, the watch over processes and the manifests
+are the real ones; engines take time and no more (`simulated_generators.py`). Figures of time are the controller's
+processor time, and of seconds those of the run's virtual clock, in which an engine's step takes 40 ms and an answer
+10 s. Monarch itself is left out: it takes what `--messages` says for each of `messages_per_s`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import random
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import looptime
+
+from benchmarks.paired import report
+from benchmarks.simulated_generators import SimulatedProcesses, SimulatedSupervisor, Traffic, now
+from titan_rl import (
+    Completion,
+    GroupScheduler,
+    Reward,
+    Rollouter,
+    RolloutGroup,
+    RolloutStatus,
+    Rubric,
+    SamplingParams,
+    SchedulingConfig,
+    TokenObservation,
+    TokenStep,
+)
+from titan_rl.actors.actor_replica import ActorReplica
+from titan_rl.actors.hosts.hosts import Hosts
+from titan_rl.actors.hosts.preflight import HostNeeds
+from titan_rl.actors.processes.garbage import settled_heap
+from titan_rl.config.hosts import HostsConfig
+from titan_rl.config.sections import GenerationConfig, RoutingConfig, StateDictConfig
+from titan_rl.generation.request import EngineRequest
+from titan_rl.scheduling.lease import Lease
+from titan_rl.scheduling.mix.curricula import InOrder
+from titan_rl.scheduling.mix.task_mix import Share, TaskMix
+from titan_rl.training.settings import ModelConfig
+from titan_rl.weights.layouts import ShardLayout
+from titan_rl.weights.published_weights import PublishedWeights
+from titan_rl.weights.types import Manifest, Probe, Shard, TensorEntry
+
+SIZES = (8, 64, 512, 2048)
+REQUESTS, GROUP_SIZE = 64, 8  # in flight on each generator; siblings
+PROMPT = [11 * place % 150_000 for place in range(128)]
+LENGTHS = (64, 448)  # of answers, evenly spread
+TENSORS, RANKS = 400, 8  # of the model, and of the trainer that publishes it
+HOST = 8  # generators that die together
+TRAIN_S = 2.0
+STEPS, WARM_STEPS = 2, 1
+
+
+class RunFiles:
+    run_id, logs = "scale", Path("logs")
+
+
+class OneAnswer:
+    async def reset(self) -> TokenObservation:
+        return TokenObservation(PROMPT)
+
+    async def step(self, completion: Completion) -> TokenStep:
+        return TokenStep(status=RolloutStatus.COMPLETED)
+
+    async def close(self) -> None: ...
+
+
+LAYOUT = ShardLayout.of(
+    TensorEntry(f"model.layers.{index}.weight", "bfloat16", (512, 4096), index << 22, 1 << 22)
+    for index in range(TENSORS)
+)
+PROBES = tuple(Probe(tuple(range(64)), tuple(-0.1 * place for place in range(63))) for _ in range(4))
+
+
+def manifest_of(version: int) -> Manifest:
+    shards = [Shard(f"titan_rl-scale-{version}-{rank}", TENSORS << 22, 0, LAYOUT) for rank in range(RANKS)]
+    return Manifest(version, tuple(shards), PROBES)
+
+
+def length_of(request: EngineRequest) -> int:
+    """Of what is left of a request."""
+    request_id, done = request.request_id.partition("~")[0], len(request.prompt_token_ids) - len(PROMPT)
+    return max(1, random.Random(request_id).randint(*LENGTHS) - done)
+
+
+class ScaledRun:
+    """A few steps, and then the deaths of a generator and of a host's."""
+
+    def __init__(self, num_generators: int) -> None:
+        self.num_generators = num_generators
+        self.figures: dict[str, float] = {}
+        self._traffic = Traffic()
+        self._published = PublishedWeights()
+        self._mix = TaskMix({"first": Share(2.0, InOrder()), "second": Share(1.0, InOrder())})
+        self._announcements: list[float] = []
+
+    async def run(self) -> None:
+        processes = SimulatedProcesses(
+            ModelConfig(path="unused", max_context=4096),
+            GenerationConfig(num_generators=self.num_generators, max_respawns=1 << 20),
+            RoutingConfig(),
+            StateDictConfig(),
+            seed=0,
+            max_running=REQUESTS,
+            files=RunFiles(),
+            published=self._published,
+            hosts=Hosts(SimulatedSupervisor(), HostsConfig(), HostNeeds(Path(), Path())),
+            tell=lambda text: None,
+        )
+        processes.traffic, processes.length_of, processes.generators = self._traffic, length_of, {}
+        await processes.start()
+        router = self._router = processes.make_router()
+        rubric = Rubric([Reward(lambda rollout: float(rollout.sibling == 0), name="first")])
+        self._rollouter = Rollouter(
+            lambda sample: OneAnswer(), rubric, max_context=4096, finish_session=router.finish_session
+        )
+        watching = asyncio.ensure_future(processes.watch(router))
+        await self._pull(0)
+        groups_per_step = self.num_generators * REQUESTS // GROUP_SIZE // 2
+        async with GroupScheduler(
+            self._run_group,
+            SchedulingConfig(groups_per_step=groups_per_step),
+            group_size=GROUP_SIZE,
+            budget=1 << 40,
+            observer=self,
+            order=self._mix,
+        ) as scheduler:
+            with settled_heap():
+                await self._train(scheduler)
+                for name, count in (("death_of_one_ms", 1), ("death_of_host_ms", HOST)):
+                    gone = [replica for replica in processes.replicas if replica.remote.reason is None]
+                    gone = gone[: min(count, self.num_generators // 2)]
+                    await asyncio.sleep(TRAIN_S)
+                    ids = [id for replica in gone for id in processes.generators[replica.name].request_ids]
+                    self.figures[name] = await self._move_requests(gone, ids) * count * REQUESTS / len(ids)
+        self.figures["peak_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+        await router.close()
+        await processes.close()
+
+    async def _run_group(self, lease: Lease) -> RolloutGroup:
+        return await self._rollouter.run_group(
+            self._router.generate,
+            None,
+            group_id=f"g{lease.index}",
+            group_size=GROUP_SIZE,
+            sampling=SamplingParams(max_tokens=LENGTHS[1]),
+            on_finished=lease.rollout_finished,
+        )
+
+    # The scheduler's observer
+
+    def finished(self, index: int, group: RolloutGroup) -> None:
+        self._mix.finished(index, [0.5] * GROUP_SIZE)
+
+    def dropped(self, step: int, index: int, reason: str, group: RolloutGroup | None) -> None:
+        self._mix.dropped(index)
+
+    def batch(self, version: int, indices: Sequence[int]) -> None: ...
+
+    async def _train(self, scheduler: GroupScheduler) -> None:
+        loop, traffic = asyncio.get_running_loop(), self._traffic
+        began = cpu = 0.0
+        num_messages = num_bytes = 0
+        for version in range(1, 1 + WARM_STEPS + STEPS):
+            if version == 1 + WARM_STEPS:
+                began, cpu = loop.time(), now() - traffic.generators_s
+                num_messages, num_bytes = traffic.num_messages, traffic.num_bytes
+                self._announcements.clear()
+            batch = await scheduler.next_batch()
+            await asyncio.sleep(TRAIN_S)
+            batch.trained(version)
+            self._mix.trained([int(group.group_id[1:]) for group in batch.groups])
+            await self._pull(version)
+            batch.release()
+        seconds = loop.time() - began
+        self.figures |= {
+            "controller_cpu_per_s": (now() - traffic.generators_s - cpu) / seconds,
+            "megabytes_per_s": (traffic.num_bytes - num_bytes) / seconds / 1e6,
+            "messages_per_s": (traffic.num_messages - num_messages) / seconds,
+            "announce_ms": 1e3 * min(self._announcements),
+        }
+
+    async def _pull(self, version: int) -> None:
+        self._published.announce(manifest_of(version))
+        began = now()
+        await self._router.pull_state_dict(version)
+        self._announcements.append(self._traffic.told_at - began)
+
+    async def _move_requests(self, gone: Sequence[ActorReplica], request_ids: Sequence[str]) -> float:
+        """Milliseconds from the death of these until the last of their requests has been sent elsewhere."""
+        traffic = self._traffic
+        traffic.awaited.update(request_ids)
+        traffic.all_sent.clear()
+        began = now()
+        for replica in gone:
+            replica.remote.end("was killed by SIGKILL")
+        await traffic.all_sent.wait()
+        return 1e3 * (traffic.sent_at - began)
+
+
+async def measure_messages(num_messages: int = 20_000) -> None:
+    """Processor time of the receiving process for a message of Monarch's from another one."""
+    from monarch.actor import Channel, this_host
+
+    from benchmarks.sending_actor import Sender
+
+    processes = this_host().spawn_procs(per_host={"procs": 1})
+    sender: Any = processes.spawn("sender", Sender)
+    for num_bytes in (100, 10_000):
+        port, receiver = Channel[bytes].open()
+        for count in (100, num_messages):  # the first to warm up
+            began = time.process_time()
+            sending = asyncio.ensure_future(sender.send.call_one(port, count, num_bytes))
+            for _ in range(count):
+                await receiver.recv()
+            await sending
+        report(f"message_us_{num_bytes}_bytes", (time.process_time() - began) / num_messages * 1e6, "us")
+    await processes.stop()
+
+
+def measure(num_generators: int) -> None:
+    logging.disable(logging.WARNING)  # which generators died
+    run = ScaledRun(num_generators)
+    with asyncio.Runner(loop_factory=looptime.new_event_loop) as runner:
+        runner.run(run.run())
+    for name, value in run.figures.items():
+        report(f"{name}_{num_generators}", value, name.rpartition("_")[2])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--generators", type=int, default=None)
+    parser.add_argument("--messages", action="store_true")
+    options = parser.parse_args()
+    if options.messages:
+        asyncio.run(measure_messages())
+    elif options.generators:
+        measure(options.generators)
+    else:
+        for size in SIZES:  # each in a process of its own, for its memory
+            command = [sys.executable, "-m", "benchmarks.scale", "--generators", str(size)]
+            subprocess.run(command, check=True)
+
+
+if __name__ == "__main__":
+    main()

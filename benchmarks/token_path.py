@@ -1,0 +1,270 @@
+"""What a token costs the controller: from what a generator's process sends to the rows that a step is computed from.
+
+Rollouts of one turn go through the wire's format, the router, the journal, a rollouter, `build_samples` and
+`make_tensor_batch`. Times are of this process's processor, its journal's thread included; engines, processes between
+them and the trainer's arithmetic are left out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import pickle
+import tempfile
+import time
+import tracemalloc
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.controller import OneAnswer
+from benchmarks.paired import Spread, report, report_computed
+from titan_rl import Completion, FinishReason, Reward, Rollouter, Rubric, SamplingParams, VersionSpan
+from titan_rl.actors.processes.garbage import settle_heap
+from titan_rl.actors.wire import Packed, pack, unpack
+from titan_rl.config.sections import GenerationConfig
+from titan_rl.generation.engine import TokenDelta
+from titan_rl.generation.loop.pending_call import PendingCall
+from titan_rl.generation.partial import Partial
+from titan_rl.generation.request import EngineRequest, OnChunk
+from titan_rl.generation.router import GeneratorRouter
+from titan_rl.rollout.types import Rollout, RolloutGroup, Turn
+from titan_rl.run.journal.records import encode, group_record
+from titan_rl.run.journal.run_journal import RunJournal
+from titan_rl.scheduling.mix.events import Assigned
+from titan_rl.training.data.family import find_families
+from titan_rl.training.data.packer import pack as pack_rows
+from titan_rl.training.data.sample_builder import build_samples
+from titan_rl.training.policy.tensor_batch import make_tensor_batch
+from titan_rl.types import TokenChunk
+
+GROUPS, SIBLINGS, PROMPT, LENGTH = 4, 8, 64, 4096
+CHUNK = GenerationConfig().stream_interval
+ROUNDS = 5
+TOKENS_A_SECOND_70B = 60_000  # assumed: 32 of the GPUs generate, four an engine, each engine 7,500 tokens/s
+ROLLOUTS_70B, CONTEXT_70B = 4096, 32_768
+NUM_REQUESTS = GROUPS * SIBLINGS
+SAMPLING = SamplingParams(max_tokens=LENGTH, min_tokens=0)
+
+
+class Recorded:
+    """A replica that answers with what a generator's process has packed beforehand: a message in each turn of the event
+    loop, which holds a chunk of each request, as those of an engine's step do.
+
+    Args:
+        messages: to be played once all their requests are there.
+    """
+
+    def __init__(self, messages: list[bytes]) -> None:
+        self.name = "recorded"
+        self._messages = messages
+        self._waiting = NUM_REQUESTS
+        self._in_flight: dict[str, tuple[asyncio.Future[Completion], OnChunk]] = {}
+
+    async def generate(self, prompt_token_ids: Sequence[int], **request: Any) -> Completion:
+        raise NotImplementedError("it streams")
+
+    async def stream(self, request: EngineRequest, on_chunk: OnChunk) -> Completion:
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Completion] = loop.create_future()
+        self._in_flight[request.request_id] = future, on_chunk
+        self._waiting -= 1
+        if not self._waiting:
+            loop.call_soon(self._play, iter(self._messages))
+        return await future
+
+    def _play(self, messages: Iterator[bytes]) -> None:
+        if (message := next(messages, None)) is None:
+            return
+        received: list[Packed] = pickle.loads(message)
+        for packed in received:
+            told = unpack(packed)
+            future, on_chunk = self._in_flight[told.request_id]
+            if isinstance(told, Completion):
+                del self._in_flight[told.request_id]
+                future.set_result(told)
+            elif isinstance(told, TokenChunk):
+                on_chunk(told)
+        asyncio.get_running_loop().call_soon(self._play, messages)
+
+    async def pull(self, version: int) -> None: ...
+
+    async def pause(self, mode: str) -> None: ...
+
+    async def resume(self) -> None: ...
+
+    async def abort(self, request_ids: Sequence[str]) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+def messages_of(request_ids: Sequence[str]) -> list[bytes]:
+    """As a generator sends them for requests that run side by side."""
+    loop = asyncio.new_event_loop()
+    calls = [
+        PendingCall(EngineRequest(request_id, [1], SAMPLING), loop.create_future(), None, time.monotonic)
+        for request_id in request_ids
+    ]
+    for call in calls:
+        call.admit(0, len(calls))
+    messages: list[bytes] = []
+    for place in range(LENGTH):
+        for call in calls:
+            delta = TokenDelta(call.request.request_id, [7 * place % 150_000], [-0.5 - 1e-4 * place])
+            call.extend(delta, 0.0, 0.0)
+        if (place + 1) % CHUNK == 0 and place + 1 < LENGTH:
+            messages.append(pickle.dumps([pack(call.take_chunk()) for call in calls]))
+    loop.close()
+    return [*messages, pickle.dumps([pack(call.completion(FinishReason.LENGTH)) for call in calls])]
+
+
+def request_ids() -> list[str]:
+    return [f"g{group}/{sibling}/0" for group in range(GROUPS) for sibling in range(SIBLINGS)]
+
+
+def prompt_of(index: int) -> list[int]:
+    return [(7 * index + 3 * token) % 500 + 10 for token in range(PROMPT)]
+
+
+async def through_the_controller() -> dict[str, float]:
+    """Of one round: tokens a second, and microseconds a token of the parts; bytes that the groups hold for a token."""
+    messages = messages_of(request_ids())
+    router = GeneratorRouter([Recorded(messages)])
+    rubric = Rubric([Reward(lambda rollout: float(rollout.sibling), name="one")])
+    rollouter = Rollouter(OneAnswer, rubric, max_context=PROMPT + LENGTH + 1, finish_session=router.finish_session)
+    num_tokens = GROUPS * SIBLINGS * LENGTH
+    with tempfile.TemporaryDirectory() as folder:
+        journal = RunJournal(Path(folder) / "journal")
+        settle_heap()  # as a run's processes do
+        began = time.process_time()
+
+        async def play(index: int) -> RolloutGroup:
+            generate = journal.record(router.generate, index)
+            group = await rollouter.run_group(
+                generate, prompt_of(index), group_id=f"g{index}", group_size=SIBLINGS, sampling=SAMPLING
+            )
+            journal.finished(Assigned(index, "task", index), group)
+            return group
+
+        groups = await asyncio.gather(*(play(index) for index in range(GROUPS)))
+        played = time.process_time()
+        samples = [sample for group in groups for sample in build_samples(group)]
+        built = time.process_time()
+        rows = pack_rows(find_families(samples, PROMPT + LENGTH), PROMPT + LENGTH).rows
+        for row in rows:
+            make_tensor_batch([row])
+        done = time.process_time()
+        journal.close()
+        ended = time.process_time()
+        gc.unfreeze()
+    await router.close()
+    return {
+        "tokens_per_second": num_tokens / (ended - began),
+        "generated_us": 1e6 * (played - began + ended - done) / num_tokens,
+        "build_samples_us": 1e6 * (built - played) / num_tokens,
+        "make_batch_us": 1e6 * (done - built) / num_tokens,
+    }
+
+
+def bytes_a_token() -> dict[str, float]:
+    """What is held for a token: by a group that has been played, and by the samples that are made of it."""
+
+    messages = messages_of(request_ids())
+
+    async def held() -> dict[str, float]:
+        router = GeneratorRouter([Recorded(messages)])
+        rollouter = Rollouter(
+            OneAnswer,
+            Rubric([Reward(lambda rollout: float(rollout.sibling), name="one")]),
+            max_context=PROMPT + LENGTH + 1,
+        )
+        tracemalloc.start()
+        groups = await asyncio.gather(
+            *(
+                rollouter.run_group(
+                    router.generate, prompt_of(index), group_id=f"g{index}", group_size=SIBLINGS, sampling=SAMPLING
+                )
+                for index in range(GROUPS)
+            )
+        )
+        await router.close()
+        gc.collect()
+        of_group = tracemalloc.get_traced_memory()[0]
+        samples = [sample for group in groups for sample in build_samples(group)]
+        gc.collect()
+        of_samples = tracemalloc.get_traced_memory()[0] - of_group
+        tracemalloc.stop()
+        num_tokens = sum(len(sample.token_ids) for sample in samples)
+        return {"group": of_group / num_tokens, "samples": of_samples / num_tokens}
+
+    return asyncio.run(held())
+
+
+def journal_bytes(turns: int = 100, context: int = 56_000) -> int:
+    """Of a group of one rollout, whose every turn goes on from all that was before it."""
+    return len(encode(group_record(Assigned(0, "task", 0), RolloutGroup("g0", None, [long_rollout(turns, context)]))))
+
+
+def long_rollout(turns: int, context: int) -> Rollout:
+    added = context // (2 * turns)
+    rollout = Rollout("g0/0", "g0", 0, None, reward=1.0, advantage=1.0)
+    tokens: list[int] = []
+    for turn in range(turns):
+        tokens += [(11 * turn + 7 * place) % 150_000 for place in range(added)]
+        said = [(13 * turn + 5 * place) % 150_000 for place in range(added)]
+        completion = Completion(f"g0/0/{turn}", said, [-0.25] * added, FinishReason.STOP, (VersionSpan(turn, added),))
+        rollout.turns.append(Turn(list(tokens), completion, sampling=SAMPLING))
+        tokens += said
+    return rollout
+
+
+def so_far_ms(num_tokens: int = 32_768) -> float:
+    """Of asking for what a request has got so far, of as many tokens as have been streamed."""
+    best = float("inf")
+    request = EngineRequest("g0/0/0", [1, 2, 3], SamplingParams(max_tokens=num_tokens + 1))
+    partial = Partial(request)
+    take = partial.begin()
+    for start in range(0, num_tokens, CHUNK):
+        chunk = TokenChunk("g0/0/0", list(range(start, start + CHUNK)), [-0.5] * CHUNK, (VersionSpan(0, CHUNK),))
+        told = unpack(pack(chunk))
+        assert isinstance(told, TokenChunk)
+        take(told)
+    for _ in range(3):
+        began = time.perf_counter()
+        assert len(partial.so_far.token_ids) == num_tokens
+        best = min(best, time.perf_counter() - began)
+    return 1e3 * best
+
+
+def report_token_path() -> None:
+    rounds = [asyncio.run(through_the_controller()) for _ in range(ROUNDS)]
+    figures = {name: Spread([values[name] for values in rounds]) for name in rounds[0]}
+    speed = figures["tokens_per_second"]
+    report("tokens_per_second_through_the_controller", speed, "tokens/s", 2e6)
+    report("build_samples_us_a_token", figures["build_samples_us"], "us")
+    report("make_batch_us_a_token", figures["make_batch_us"], "us")
+    held = bytes_a_token()
+    report("memory_a_token", held["group"], "bytes", 16)
+    report("memory_a_token_of_a_training_sample", held["samples"], "bytes")
+    report("journal_bytes_100_turns_56k", journal_bytes(), "bytes")
+    report("so_far_ms_32k", so_far_ms(), "ms", 1)
+    report_computed(
+        "controller_share_70b_64_gpus",
+        TOKENS_A_SECOND_70B / speed.median,
+        "of a core",
+        f"64 GPUs that generate {TOKENS_A_SECOND_70B:,} tokens/s of a 70B model, over the controller's speed here",
+    )
+    report_computed(
+        "controller_gb_70b_64_gpus",
+        held["group"] * ROLLOUTS_70B * CONTEXT_70B / 1e9,
+        "GB",
+        f"of {ROLLOUTS_70B:,} rollouts of {CONTEXT_70B:,} tokens each, which does not depend on the model",
+    )
+
+
+def main() -> None:
+    report_token_path()
+
+
+if __name__ == "__main__":
+    main()
