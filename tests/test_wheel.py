@@ -50,7 +50,7 @@ def test_it_has_every_file_of_the_package_and_the_examples(wheel: Path):
     assert not any("/runs/" in name or name.endswith(".env") for name in names)
     assert not any(name.startswith(("tests/", "examples/", "scripts/")) or "__pycache__" in name for name in names)
     (entry_points,) = [name for name in names if name.endswith("entry_points.txt")]
-    assert "titan-rl = titan_rl.cli.main:main" in zipfile.ZipFile(wheel).read(entry_points).decode()
+    assert "titan-rl = titan_rl.cli.main:program" in zipfile.ZipFile(wheel).read(entry_points).decode()
 
 
 OUTSIDE = """

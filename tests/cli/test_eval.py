@@ -200,16 +200,8 @@ def test_a_folder_to_compare_that_is_not_there_is_a_wrong_argument(capfd: pytest
     assert "--compare nope: there is no such folder" in capfd.readouterr().err
 
 
-@pytest.fixture
-def ctrl_c() -> Iterator[None]:
-    """A command that was interrupted leaves the signal as it is for its own end."""
-    handler = signal.getsignal(signal.SIGINT)
-    yield
-    signal.signal(signal.SIGINT, handler)
-
-
 def test_ctrl_c_shows_what_is_done_and_the_rest_is_played_later(
-    adder: Adder, config: Path, ctrl_c: None, capfd: pytest.CaptureFixture[str]
+    adder: Adder, config: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     adder.interrupts_at = "2"
     options = (adder.url, "--out", "out", "--samples", "1", "--in-flight", "1")

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from titan_rl.cli.main import main
+from titan_rl.cli.main import main, program
 from titan_rl.config.changes import check_resume
 from titan_rl.config.run import RunConfig
 from titan_rl.errors import ConfigError, TrainingError
@@ -135,6 +135,31 @@ def test_a_signal_unwinds_the_run_and_gives_its_exit_code(project: Path, launch,
         signal.signal(signal.SIGINT, interrupts)
     assert cleaned == [True]
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.fixture
+def sigint() -> Iterator[object]:
+    """Its handler, put back after the test."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored
+    yield signal.default_int_handler
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("code", [0, 130, 143])
+def test_a_process_that_goes_on_after_a_command_heeds_ctrl_c_as_before(project: Path, launch, sigint, code: int):
+    launch(lambda config: code)
+    assert main(["train", "config.toml"]) == code
+    assert signal.getsignal(signal.SIGINT) is sigint
+
+
+@pytest.mark.parametrize(("code", "is_quiet"), [(0, False), (1, False), (130, True), (143, True)])
+def test_one_more_ctrl_c_ends_a_stopped_program_without_a_word(
+    project: Path, launch, sigint, monkeypatch, code: int, is_quiet: bool
+):
+    launch(lambda config: code)
+    monkeypatch.setattr(sys, "argv", ["titan-rl", "train", "config.toml"])
+    assert program() == code
+    assert signal.getsignal(signal.SIGINT) is (signal.SIG_DFL if is_quiet else sigint)
 
 
 def settings(section: Any) -> Iterator[Any]:

@@ -169,6 +169,20 @@ def test_what_goes_on_for_long_is_written_in_parts_that_are_read_as_one(recorded
     assert len(lanes(recorded)["save"]) == 4
 
 
+def test_what_is_open_when_recording_ends_is_recorded_up_to_then(tmp_path: Path, told: list[str]):
+    track = Track("steps", "trainer")
+    with spans.recording(tmp_path, "controller", 1 << 20, told.append):
+        track.enter("train step", step=3)
+        save = span("save", "checkpoint", lane="save").__enter__()
+        ended_us = time.time_ns() // 1000
+    track.close()
+    save.__exit__(None, None, None)
+    found = whole(tmp_path / "controller.jsonl")
+    assert [(name, args) for _, _, name, args in found["steps"]] == [("train step", {"step": 3})]
+    assert [name for _, _, name, _ in found["save"]] == ["save"]
+    assert all(end * 1e6 >= ended_us for ((_, end, _, _),) in found.values())
+
+
 def whole(path: Path) -> dict[str, list[tuple[float, float, str, dict[str, Any]]]]:
     """What the page reads, by lane: the spans' beginnings, ends, names and args."""
     (trace,) = Traces(path.parent).read().values()

@@ -24,8 +24,16 @@ EXIT_TERMINATED = 128 + signal.SIGTERM
 EXIT_UNREAD = 128 + signal.SIGPIPE
 
 
+def program() -> int:
+    """`main`, for a process that ends with it."""
+    code = main()
+    if code in (EXIT_INTERRUPTED, EXIT_TERMINATED):
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # one more ends what is left of the exit, without a word
+    return code
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code.
+    """Run one command and return its exit code. The process may go on: its handlers of signals are as they were.
 
     0 is success, 1 a failure, 2 wrong settings or arguments, 130 Ctrl-C, 143 SIGTERM, and 141 that nobody reads what
     was to be printed.
@@ -34,10 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with _sigterm_unwinds():
         try:
             arguments = command_line().parse_args(argv)
-            code = arguments.run(arguments)
-            if code in (EXIT_INTERRUPTED, EXIT_TERMINATED):
-                signal.signal(signal.SIGINT, signal.SIG_DFL)  # one more ends what is left of the exit, without a word
-            return code
+            return arguments.run(arguments)
         except (KeyboardInterrupt, _Terminated) as stop:
             tell("titan-rl: stopped before a run began")
             return EXIT_INTERRUPTED if isinstance(stop, KeyboardInterrupt) else EXIT_TERMINATED
@@ -132,4 +137,4 @@ def _sigterm_unwinds() -> Generator[None]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(program())

@@ -163,7 +163,7 @@ class Controller:
         except NoSpaceError:  # of the last save
             raise
         except BaseException:
-            await self._saving.save_what_is_trained(before=self._report_the_rest)
+            await self._saving.save_what_is_trained(self._wind_up)
             raise
         with self._progress.working(f"exporting the policy to {self._run_dir.export}"):
             await self._trainer.export(self._run_dir.export)
@@ -280,8 +280,9 @@ class Controller:
         self._reports.add(step, self._activity.take_metrics(step))
         self._reports.report(step)
 
-    def _report_the_rest(self) -> None:
-        """Steps whose versions nobody pulled any more."""
+    def _wind_up(self) -> None:
+        """The trainer is at rest. Report the steps whose versions nobody pulled any more."""
+        self._stages.enter(Stage.CHECKPOINT, self.version)
         for step in self._reports.unreported:
             self._report(step)
 

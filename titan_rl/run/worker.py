@@ -51,6 +51,7 @@ def run_worker(listen: str, tell: Callable[[str], object], drain_s: float) -> No
                 _wait(terminated, drain_s, lambda: not children_of(os.getpid()))
             del serving  # it serves as long as somebody has it
     finally:
+        os.environ.pop(FOLDER, None)
         signal.signal(signal.SIGTERM, before)
 
 

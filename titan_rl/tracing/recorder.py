@@ -164,9 +164,10 @@ class TraceRecorder:
                     self._tell(reason)
 
     def close(self) -> None:
-        """Write the rest."""
+        """Write the rest, and of what is open what there is."""
         self._ended.set()
         self._thread.join(10.0)
+        self.add_parts(0.0)
         self.flush()
         with self._writing:
             self._file.close()

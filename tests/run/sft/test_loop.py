@@ -31,9 +31,11 @@ from titan_rl.run.sft.loop import SupervisedLoop
 from titan_rl.run.sft.prepare import find_demonstrations, plan_steps
 from titan_rl.run.sft.token_source import TokenSource
 from titan_rl.tiny_model import make_tiny_model
+from titan_rl.tracing import spans
 from titan_rl.training.protocol import StepResult
 from titan_rl.training.state.checkpoint import step_directory, step_of
 from titan_rl.training.state.checksums import write_checksums, write_summed
+from titan_rl.viewer.trace.events import Traces
 from titan_rl.weights.published_weights import PublishedWeights
 
 TASK = """
@@ -252,6 +254,29 @@ async def test_what_is_stopped_is_saved_and_goes_on_with_the_next_demonstrations
     assert trained == list(range(1, 10))
     assert (summary.steps, summary.tokens, summary.loss_before) == (9, 27, 2.0)
     assert (toml.parent / "other" / "model.safetensors").read_text() == "9"
+
+
+async def test_of_a_step_that_the_run_is_stopped_in_the_trace_has_what_the_metrics_have(toml: Path) -> None:
+    class Held(Taught):
+        async def step(self, samples: Sequence[Any]) -> StepResult:
+            if self.version == 3:
+                begun.set()
+                await release.wait()
+            return await super().step(samples)
+
+    begun, release, folder = asyncio.Event(), asyncio.Event(), toml.parent / "run"
+    with spans.recording(folder / "trace", "controller", 1 << 20, print):
+        running = asyncio.ensure_future(make_loop(load_sft_config(toml), folder, Held()).run())
+        await begun.wait()
+        running.cancel()
+        await asyncio.sleep(0)
+        release.set()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+    steps = Traces(folder / "trace").read()["controller"].lanes["steps"]
+    recorded = [record["step"] for record in read_jsonl(folder / "metrics.jsonl") if "train/loss" in record]
+    assert [one.args["step"] for one in steps if one.name == "train step"] == recorded == [1, 2, 3, 4]
+    assert [(one.name, one.args["step"]) for one in steps][-1] == ("checkpoint", 4)
 
 
 async def test_a_trainer_that_dies_learns_again_what_came_after_the_checkpoint(toml: Path) -> None:

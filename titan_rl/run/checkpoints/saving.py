@@ -59,7 +59,7 @@ class RunSaving:
         """
         await self._saver.save_last(self._version())
 
-    async def save_what_is_trained(self, before: Callable[[], None] = lambda: None) -> None:
+    async def save_what_is_trained(self, before: Callable[[], None]) -> None:
         """On the way out of a run that failed or was stopped. What ended it is not to be hidden by this, so nothing is
         raised. It takes as long as it takes; who does not want to wait cancels once more.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -147,20 +148,20 @@ class SupervisedLoop:
         Raises:
             TitanRLError: what ended the run, of whichever part.
         """
-        held_out = await in_thread(self._tokens.samples, self._held_out) if self._held_out else []
-        before = self._run_dir.metric(0, "validation/loss") if self.step else await self._measure(held_out)
-        try:
-            async with asyncio.TaskGroup() as background:
-                await self._learn(held_out, background)
-            after = await self._measure(held_out)
-            self._stages.enter(Stage.CHECKPOINT, self.step)
-            await self._saving.save_last()
-            self._stages.close()
-        except NoSpaceError:  # of the last save
-            raise
-        except BaseException:
-            await self._saving.save_what_is_trained()
-            raise
+        with contextlib.closing(self._stages):
+            held_out = await in_thread(self._tokens.samples, self._held_out) if self._held_out else []
+            before = self._run_dir.metric(0, "validation/loss") if self.step else await self._measure(held_out)
+            try:
+                async with asyncio.TaskGroup() as background:
+                    await self._learn(held_out, background)
+                after = await self._measure(held_out)
+                self._stages.enter(Stage.CHECKPOINT, self.step)
+                await self._saving.save_last()
+            except NoSpaceError:  # of the last save
+                raise
+            except BaseException:
+                await self._saving.save_what_is_trained(self._enter_last_save)
+                raise
         with self._progress.working(f"exporting the model to {self._run_dir.export}"):
             await self._trainer.export(self._run_dir.export)
         return SupervisedSummary(
@@ -227,6 +228,9 @@ class SupervisedLoop:
         self._log(self.step, {"validation/loss": loss})
         self._progress.message(f"held-out loss {loss:.3f} after step {self.step}")
         return loss
+
+    def _enter_last_save(self) -> None:
+        self._stages.enter(Stage.CHECKPOINT, self.step)
 
     async def _copy(self, version: int) -> dict[str, Any]:
         run_state = asdict(self._state)
