@@ -14,7 +14,9 @@ pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 
 from titan_rl.actors.elastic_hosts import ElasticHosts
 from titan_rl.actors.hosts.hosts import Hosts
+from titan_rl.actors.hosts.meeting_point import HELLO
 from titan_rl.actors.hosts.preflight import HostNeeds
+from titan_rl.actors.liveness.reports import receive, send
 from titan_rl.config.hosts import HostsConfig
 from titan_rl.errors import ActorDiedError
 
@@ -102,10 +104,18 @@ class Supervisor:
         self.running.difference_update(keys)
 
 
+async def answers(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """As a worker, until the run is done with it."""
+    assert await receive(reader) == HELLO
+    send(writer, {"monarch": "tcp://127.0.0.1:1"})
+    await reader.read()
+    writer.close()
+
+
 async def test_nothing_is_left_on_a_host_that_cannot_be_taken_in(tmp_path: Path):
     supervisor = Supervisor()
     hosts = Hosts(supervisor, HostsConfig(), HostNeeds(tmp_path, tmp_path))
-    async with await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0) as worker:
+    async with await asyncio.start_server(answers, "127.0.0.1", 0) as worker:
         port = worker.sockets[0].getsockname()[1]
         with pytest.raises(ActorDiedError, match="no room"):
             await hosts.attach([f"127.0.0.1:{port}"])

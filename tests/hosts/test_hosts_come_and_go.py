@@ -161,7 +161,7 @@ def test_a_host_that_is_cut_off_is_given_up_ends_its_processes_and_joins_again_e
     assert run.asked("serving") == "generator-0 generator-1 generator-2"
 
 
-def test_a_host_that_dies_is_given_up_and_one_that_is_added_by_command_joins(
+def test_a_machine_that_dies_and_starts_again_is_taken_in_by_the_same_address(
     run: Run, hosts: Namespaces, undisturbed: str, tmp_path: Path
 ) -> None:
     run.tell(f"ask {COUNT} {TOKENS}")
@@ -172,14 +172,10 @@ def test_a_host_that_dies_is_given_up_and_one_that_is_added_by_command_joins(
     assert time.monotonic() - killed < 4.5
     assert run.asked("answers") == undisturbed
     hosts[2].start()
-    address = f"{hosts[2].address}:22223"
-    worker = [sys.executable, "-m", "titan_rl.cli.main", "worker", "--listen", address]
-    hosts[2].run(worker, output=tmp_path / "worker.txt")
-    while "listening on" not in (tmp_path / "worker.txt").read_text():
-        time.sleep(0.05)
-    listed = command("hosts", str(run.folder), "add", address)
-    assert f"{hosts[2].name} {address} in the run generator-" in " ".join(listed.split())
+    hosts[2].start_worker(tmp_path / "worker.txt")
+    run.hears(f"host {hosts[2].name} at {hosts[2].worker_address} has joined with generator-")
     assert run.asked("serving") == "generator-0 generator-1 generator-2"
+    assert "is in the run already" in command("hosts", str(run.folder), "add", hosts[2].worker_address)
 
 
 def test_a_worker_that_gets_sigterm_goes_once_its_requests_have_ended(

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from monarch.actor import start_worker_loop_forever
-
+from titan_rl.actors.hosts.meeting_point import MeetingPoint
 from titan_rl.actors.hosts.scratch import clean_up_after_dead_runs, scratch_root
-from titan_rl.actors.liveness.process_tree import children_of
+from titan_rl.actors.liveness.loop_thread import LoopThread
 from titan_rl.actors.liveness.worker_signs import FOLDER, say_leaving
 from titan_rl.config.hosts import OPEN, is_loopback, join_address, split_address
+
+logger = logging.getLogger(__name__)
 
 LOOK_S = 0.1
 
@@ -41,18 +44,31 @@ def run_worker(listen: str, tell: Callable[[str], object], drain_s: float) -> No
     try:
         with TemporaryDirectory(prefix="titan_rl-worker-") as folder:
             os.environ[FOLDER] = folder
-            serving = start_worker_loop_forever(ca="trust_all_connections", address=f"tcp://{address}")
-            tell(f"listening on {address}")
-            _wait(terminated)
-            if children_of(os.getpid()):
-                tell(f"SIGTERM: the runs here have {drain_s:g} s to move what they have; one more ends them at once")
-                terminated.clear()
-                say_leaving(Path(folder), "its worker got SIGTERM")
-                _wait(terminated, drain_s, lambda: not children_of(os.getpid()))
-            del serving  # it serves as long as somebody has it
+            point = MeetingPoint(listen_on(host, port))
+
+            def failed(error: BaseException) -> None:
+                logger.error("no run is taken any more", exc_info=error)
+                terminated.set()
+
+            with LoopThread("meeting-point", point.serve, failed):
+                tell(f"listening on {address}")
+                _wait(terminated)
+                if point.is_in_use:
+                    tell(f"SIGTERM: runs here have {drain_s:g} s to move what they have; one more ends them at once")
+                    terminated.clear()
+                    say_leaving(Path(folder), "its worker got SIGTERM")
+                    _wait(terminated, drain_s, lambda: not point.is_in_use)
     finally:
         os.environ.pop(FOLDER, None)
         signal.signal(signal.SIGTERM, before)
+
+
+def listen_on(host: str, port: int) -> socket.socket:
+    """
+    Raises:
+        OSError: this machine has no such address, or the port is taken.
+    """
+    return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
 
 
 def _wait(event: threading.Event, limit_s: float = float("inf"), until: Callable[[], bool] = lambda: False) -> None:

@@ -8,34 +8,30 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 from monarch.actor import this_proc
 
-from titan_rl.actors.hosts.agent import HostAgent, RunOnHost
+from titan_rl.actors.hosts.agent import HostAgent
+from titan_rl.actors.hosts.arrival import CLOSE_TIMEOUT_S, Arrival
 from titan_rl.actors.hosts.facts import HostFacts, Question, look
 from titan_rl.actors.hosts.host import Host
-from titan_rl.actors.hosts.meeting import all_of, free_names, reach, resolve
+from titan_rl.actors.hosts.meeting import all_of, free_names
 from titan_rl.actors.hosts.output import HostOutput
 from titan_rl.actors.hosts.preflight import HostNeeds, check_hosts
-from titan_rl.actors.hosts.scratch import ENVIRONMENT
-from titan_rl.actors.hosts.sync import chunks_of, code_files, model_files
 from titan_rl.actors.liveness.host_monitor import HostMonitor, RemoteWatcher
 from titan_rl.actors.liveness.local_lookout import LocalLookout
 from titan_rl.actors.processes.gpus import visible_gpus
 from titan_rl.actors.processes.process import LOOPBACK
 from titan_rl.actors.processes.remote_process import call
 from titan_rl.calls.threads import in_thread
-from titan_rl.config.hosts import HostsConfig, join_address, own_address, split_address
-from titan_rl.errors import ActorDiedError, TitanRLError
+from titan_rl.config.hosts import HostsConfig, own_address
+from titan_rl.errors import ActorDiedError
 
 logger = logging.getLogger(__name__)
 
-ATTACH_TIMEOUT_S = 30.0
-CLOSE_TIMEOUT_S = 10.0
 TOKEN = ".hosts"  # a file of the run's folder, by which a host tells that it sees it
 
 
@@ -73,7 +69,6 @@ class Hosts:
         self._collecting: dict[str, asyncio.Task[None]] = {}
         self._giving_up: set[asyncio.Task[None]] = set()
         self._numbers = count()
-        self._agents: dict[str, Any] = {}  # of hosts that are being attached, by key
 
     def __getitem__(self, name: str) -> Host:
         """
@@ -102,50 +97,82 @@ class Hosts:
         """Take in a host that needs no preparing."""
         self._hosts[host.name] = host
 
-    async def attach(self, workers: Sequence[str]) -> list[Host]:
+    async def attach(self, workers: Sequence[str], *, begins: bool = False) -> list[Host]:
         """Take in hosts, which are as this machine in what a run needs.
 
+        Args:
+            begins: the run starts with them, and without those that are lost meanwhile, if the others are enough.
+
         Raises:
-            ActorDiedError: a worker did not answer.
+            ActorDiedError: a worker did not answer, or a host was lost that the run needs.
             ConfigError: a host differs; all that do are named.
         """
-        keys = [f"agent-{next(self._numbers)}" for _ in workers]
+        silence_s = self.config.silence_s
+        arrivals = [Arrival(self.supervisor, f"agent-{next(self._numbers)}", each, silence_s) for each in workers]
         try:
-            return await self._attach(keys, workers)
-        except (TitanRLError, asyncio.CancelledError):
-            await self._give_back({*keys} - {host.key for host in self})
-            raise
+            return await self._take_in(arrivals, begins)
         finally:
-            for key in keys:
-                self._agents.pop(key, None)
+            taken = {host.key for host in self}
+            await asyncio.gather(*[arrival.give_back() for arrival in arrivals if arrival.key not in taken])
 
-    async def _give_back(self, keys: set[str]) -> None:
-        """What agents that are not used have on their hosts."""
-        limits: dict[str, Any] = {"who": "a host that is not taken in", "timeout_s": CLOSE_TIMEOUT_S}
-        agents = [self._agents[key] for key in keys if key in self._agents]
-        await asyncio.gather(*[call(agent.clean_up, **limits) for agent in agents], return_exceptions=True)
-        with contextlib.suppress(ActorDiedError):
-            await call(self.supervisor.terminate, tuple(keys), **limits)
-
-    async def _attach(self, keys: Sequence[str], workers: Sequence[str]) -> list[Host]:
+    async def _take_in(self, arrivals: Sequence[Arrival], begins: bool) -> list[Host]:
+        lost: dict[str, str] = {}  # why, by worker
         token = self._needs.run_dir / TOKEN
         token.write_text(self._token)
+        question = self._question()
+
+        async def all_there(step: Callable[[Arrival], Coroutine[Any, Any, None]]) -> list[Arrival]:
+            async def one(arrival: Arrival) -> None:
+                try:
+                    await step(arrival)
+                except ActorDiedError as error:
+                    if not begins or not await arrival.is_lost():
+                        raise
+                    lost[arrival.worker] = str(error)
+
+            await all_of([one(arrival) for arrival in arrivals if arrival.worker not in lost])
+            for arrival in arrivals:
+                if arrival.lost:
+                    lost.setdefault(arrival.worker, f"host at {arrival.worker} is gone: {arrival.lost}")
+            if lost and not begins:
+                raise ActorDiedError("; ".join(lost.values()))
+            self._check_enough(lost, [arrival.worker for arrival in arrivals])
+            return [arrival for arrival in arrivals if arrival.worker not in lost]
+
         try:
-            question = self._question()
             self._expected = await in_thread(look, question)
-            met = await all_of([self._meet(*each, question) for each in zip(keys, workers, strict=True)])
+            met = await all_there(lambda arrival: arrival.look(question))
         finally:
             token.unlink(missing_ok=True)
-        names = free_names([facts.hostname for *_, facts in met], self.names)
-        named = [(name, *answer) for name, answer in zip(names, met, strict=True)]
+        names = free_names([arrival.facts.hostname for arrival in met], self.names)
+        for arrival, name in zip(met, names, strict=True):
+            arrival.name(name)
         roles = self._needs.roles(self.config, [*self.names, *names])
-        found = {name: facts for name, *_, facts in named}
+        found = {arrival.host.name: arrival.facts for arrival in met}
         check_hosts(self._expected, found, self._needs, roles, sync=self.config.sync)
-        prepared = await all_of([self._prepare(*each) for each in named])
-        for host in prepared:  # their order says who trains, whichever was ready first
-            if host.name in self._hosts:
-                self._hosts[host.name] = self._hosts.pop(host.name)
-        return prepared
+        prepared = await all_there(self._prepare)
+        for worker, reason in lost.items():
+            self._tell(f"the run starts without the host at {worker}: {reason}; it may join later")
+        for arrival in prepared:  # their order says who trains, whichever was ready first
+            self._hosts[arrival.host.name] = self._hosts.pop(arrival.host.name)
+        return [arrival.host for arrival in prepared]
+
+    def _check_enough(self, lost: Mapping[str, str], workers: Sequence[str]) -> None:
+        """
+        Args:
+            lost: why, by worker.
+            workers: with which the run was to start.
+
+        Raises:
+            ActorDiedError: it cannot start without those that were lost.
+        """
+        if not lost:
+            return
+        problems = [*self.config.too_few_of(len(workers) - len(lost))]
+        if self._needs.trains and lost.keys() >= {*workers[: self.config.train]}:
+            problems.append("no host is left of those that were to train")
+        if problems:
+            raise ActorDiedError("; ".join([*lost.values(), *problems]))
 
     async def detach(self, name: str) -> None:
         """Give back what the run has on a host, and go on without it."""
@@ -195,81 +222,24 @@ class Hosts:
         folders = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
         return Question(needs.run_dir, self._token, needs.model, needs.modules, tuple(folders))
 
-    async def _meet(self, key: str, worker: str, question: Question) -> tuple[str, str, str, Any, HostFacts]:
-        """The key of the supervisor, the worker, the address, the agent and what it says."""
-        host, port = split_address(worker)
-        try:
-            address = await in_thread(resolve, host)
-            await reach(address, port)
-            arguments = (key, f"tcp://{join_address(address, port)}")
-            await call(self.supervisor.attach, *arguments, who="supervisor", timeout_s=ATTACH_TIMEOUT_S)
-            agent = self._agents[key] = await self._spawn_agent(key)
-            await call(agent.enter, who=worker, timeout_s=ATTACH_TIMEOUT_S)
-            facts = await call(agent.look, question, who=worker, timeout_s=ATTACH_TIMEOUT_S)
-        except (ActorDiedError, OSError) as error:
-            raise ActorDiedError(
-                f"hosts.addresses: no worker at {worker}: {error}; start `titan-rl worker --listen {worker}` there"
-            ) from None
-        return key, worker, address, agent, facts
-
-    async def _spawn_agent(self, key: str) -> Any:
-        arguments = (key, HostAgent, (), 0, key)
-        return await call(self.supervisor.spawn, *arguments, who="supervisor", timeout_s=ATTACH_TIMEOUT_S)
-
-    async def _prepare(self, name: str, key: str, worker: str, address: str, agent: Any, facts: HostFacts) -> Host:
-        run_dir = self._needs.run_dir
-        files = {path.name: path.read_bytes() for path in run_dir.glob("*.toml")}
-        made: RunOnHost = await call(
-            agent.prepare, run_dir if facts.sees_run else None, files, address, who=name, timeout_s=ATTACH_TIMEOUT_S
-        )
-        host = Host(name, address, agent, facts.gpus, key, worker=worker)
+    async def _prepare(self, arrival: Arrival) -> None:
+        run_dir, host = self._needs.run_dir, arrival.host
+        await arrival.prepare(run_dir)
         if self._monitor is not None:
-            await self._watch(host, self._monitor)
-        if made.run_dir != run_dir:
-            host.folders = {run_dir: made.run_dir}
+            watcher = self._monitor.expect(
+                host.name,
+                on_lost=lambda reason: self._lose(host, reason),
+                on_leaving=lambda reason: self.on_leaving(host, reason),
+            )
+            await arrival.watch(watcher)
         if self.config.sync:
-            host.folders = {**host.folders, **await self._sync(name, agent, facts)}
-        host.environment = self._environment(host, made)
-        if host.link.reason is not None:
-            raise ActorDiedError(f"host {name} was lost as it joined: {host.link.reason}")
-        self._hosts[name] = host
-        output = self._outputs[name] = HostOutput(host, run_dir, self._tell)
-        self._collecting[name] = asyncio.ensure_future(output.collect())
-        return host
-
-    async def _watch(self, host: Host, monitor: HostMonitor) -> None:
-        watcher = host.watcher = monitor.expect(
-            host.name,
-            on_lost=lambda reason: self._lose(host, reason),
-            on_leaving=lambda reason: self.on_leaving(host, reason),
-        )
-        begin = host.agent.begin_watch
-        host.pulse = await host.link.call(begin, watcher.settings, timeout_s=ATTACH_TIMEOUT_S)
-
-    async def _sync(self, name: str, agent: Any, facts: HostFacts) -> dict[Path, Path]:
-        """Bring the model and the code to a host that lacks them. Returns where each folder is there."""
-        question, needs = self._question(), self._needs
-        lacking = [] if facts.model == self._expected.model else [(needs.model, model_files(needs.model))]
-        if facts.missing.keys() - self._expected.missing.keys():
-            folders = [Path(folder) for folder in question.pythonpath]
-            lacking += [(folder, await in_thread(code_files, folder)) for folder in folders if folder.is_dir()]
-        brought: dict[Path, Path] = {}
-        for number, (folder, files) in enumerate(lacking):
-            size = sum(path.stat().st_size for path in files)
-            self._tell(f"copying {folder}, {size / (1 << 20):.1f} MiB, to {name}")
-            chunks = chunks_of(folder, files)
-            while (chunk := await in_thread(next, chunks, None)) is not None:
-                arguments = (number, *chunk)
-                brought[folder] = await call(agent.receive, *arguments, who=name, timeout_s=ATTACH_TIMEOUT_S)
-        return brought
-
-    def _environment(self, host: Host, made: RunOnHost) -> dict[str, str]:
-        variables = {name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()}
-        if python_path := os.environ.get("PYTHONPATH"):
-            variables["PYTHONPATH"] = host.search_path(python_path)
-        if made.interface is not None:  # else Gloo takes the address of the hostname, which may be loopback
-            variables |= {"GLOO_SOCKET_IFNAME": made.interface, "NCCL_SOCKET_IFNAME": made.interface}
-        return {**variables, "TMPDIR": str(made.scratch)}
+            await arrival.bring(self._question(), self._expected, self._tell)
+        self._hosts[host.name] = host
+        if arrival.lost:
+            self._lose(host, arrival.lost)
+            raise ActorDiedError(f"host {host.name} was lost as it joined: {arrival.lost}")
+        output = self._outputs[host.name] = HostOutput(host, run_dir, self._tell)
+        self._collecting[host.name] = asyncio.ensure_future(output.collect())
 
 
 @contextlib.asynccontextmanager
@@ -293,5 +263,5 @@ async def open_hosts(
             monitor = HostMonitor(address, silence_s=config.silence_s, lease_s=config.lease_s)
             hosts = Hosts(supervisor, config, needs, tell, opened.enter_context(monitor))
             opened.push_async_callback(hosts.close)
-            await hosts.attach(config.addresses)
+            await hosts.attach(config.addresses, begins=True)
         yield hosts

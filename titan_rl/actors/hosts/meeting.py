@@ -1,18 +1,126 @@
-"""How the controller meets several hosts at once."""
+"""How the controller meets the workers of hosts."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from collections.abc import Coroutine, Sequence
 from itertools import count
 from typing import Any, TypeVar
 
+from titan_rl.actors.hosts.meeting_point import HELLO
+from titan_rl.actors.liveness.contact import Contact
+from titan_rl.actors.liveness.lookout import BEAT_S
+from titan_rl.actors.liveness.reports import LONGEST_LINE, receive, send
+from titan_rl.actors.processes.remote_process import RemoteProcess
+from titan_rl.calls.threads import in_thread
+from titan_rl.config.hosts import split_address
 from titan_rl.errors import ActorDiedError
 
 REACH_TIMEOUT_S = 5.0
+MONARCH_TIMEOUT_S = 30.0
 
 T = TypeVar("T")
+
+
+class Meeting:
+    """With a worker, from when it is reached until something else watches its host.
+
+    Attributes:
+        worker: HOST:PORT as it was named.
+        address: of the host.
+        has_begun: the worker has answered.
+        link: calls by it fail at once when the worker has ended, or nothing is heard of it for `silence_s`.
+    """
+
+    def __init__(
+        self, worker: str, address: str, streams: tuple[asyncio.StreamReader, asyncio.StreamWriter], silence_s: float
+    ) -> None:
+        self.worker = worker
+        self.address = address
+        self.has_begun = False
+        self.link = RemoteProcess(f"host at {worker}", lambda remote: self._ended.set())
+        self._ended = asyncio.Event()
+        self._reader, self._writer = streams
+        self._silence_s = silence_s
+        self._contact = Contact(silence_s, 2 * BEAT_S, asyncio.get_running_loop().time())
+        self._monarch: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._parts = [asyncio.ensure_future(part) for part in (self._listen(), self._look())]
+
+    async def monarch(self) -> str:
+        """Where Monarch listens there for this run alone.
+
+        Raises:
+            ActorDiedError: the worker ended, or does not say so in time.
+        """
+        try:
+            return await self.link.until_end(lambda: self._monarch, MONARCH_TIMEOUT_S)
+        except ActorDiedError:
+            if self.has_begun:
+                raise
+            raise ActorDiedError(
+                f"hosts.addresses: what listens at {self.worker} does not answer as a worker of this titan_rl does; "
+                f"see what it is, and start `titan-rl worker --listen {self.worker}` there"
+            ) from None
+
+    async def is_lost(self) -> bool:
+        """Whether the host is gone, which may take a moment to be known."""
+        try:
+            async with asyncio.timeout(self._silence_s + REACH_TIMEOUT_S):
+                await self._ended.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def close(self) -> None:
+        for part in self._parts:
+            part.cancel()
+        self._writer.close()
+
+    async def _listen(self) -> None:
+        send(self._writer, HELLO)
+        try:
+            while True:
+                said = await receive(self._reader)
+                self._contact.heard()
+                self.has_begun = True
+                if said.get("monarch") and not self._monarch.done():
+                    self._monarch.set_result(str(said["monarch"]))
+        except ConnectionError:
+            self.link.end("its worker has ended")
+
+    async def _look(self) -> None:
+        clock = asyncio.get_running_loop().time
+        while True:
+            await asyncio.sleep(BEAT_S)
+            if self._contact.look(clock()):
+                break
+        self.link.end(f"nothing has been heard of it for {self._silence_s:g} s")
+
+
+async def meet(worker: str, silence_s: float) -> Meeting:
+    """
+    Raises:
+        ActorDiedError: nobody listens there.
+    """
+    host, port = split_address(worker)
+    try:
+        address = await in_thread(resolve, host)
+        async with asyncio.timeout(REACH_TIMEOUT_S):
+            streams = await asyncio.open_connection(address, port, limit=LONGEST_LINE)
+    except (OSError, TimeoutError) as error:
+        raise ActorDiedError(
+            f"hosts.addresses: no worker at {worker}: it cannot be reached: {_why(error)}; "
+            f"start `titan-rl worker --listen {worker}` there"
+        ) from None
+    return Meeting(worker, address, streams, silence_s)
+
+
+def _why(error: OSError) -> str:
+    if isinstance(error, socket.gaierror):
+        return str(error.strerror)
+    return "no answer" if error.errno is None else os.strerror(error.errno)
 
 
 def free_names(hostnames: Sequence[str], taken: Sequence[str]) -> list[str]:
@@ -36,19 +144,6 @@ def resolve(host: str) -> str:
     found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     *_, address = min(found, key=lambda each: each[0] != socket.AF_INET)
     return str(address[0])
-
-
-async def reach(address: str, port: int) -> None:
-    """
-    Raises:
-        ActorDiedError: nobody listens there. Monarch would wait for long to say so.
-    """
-    try:
-        async with asyncio.timeout(REACH_TIMEOUT_S):
-            _, writer = await asyncio.open_connection(address, port)
-    except (OSError, TimeoutError) as error:
-        raise ActorDiedError(f"it cannot be reached: {getattr(error, 'strerror', None) or 'no answer'}") from None
-    writer.close()
 
 
 async def all_of(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

@@ -148,6 +148,7 @@ class RemoteWatcher:
         name: of the host.
         settings: for the lookout there.
         reason: why the host is gone; None while it is not.
+        heard: set once the host has been heard of.
     """
 
     def __init__(
@@ -161,6 +162,7 @@ class RemoteWatcher:
         self.name = name
         self.settings = settings
         self.reason: str | None = None
+        self.heard = asyncio.Event()
         self._command = command
         self._on_lost = on_lost
         self._on_leaving: Callable[[str], object] | None = on_leaving
@@ -181,6 +183,7 @@ class RemoteWatcher:
         self._command(set(), DISMISSED)
 
     def receive(self, report: Report) -> None:
+        self.heard.set()
         for pid, how in report.ended.items():
             watched = self._watched.pop(pid, None)
             if watched is None:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PROC = Path("/proc")
+CAN_LIST = (_PROC / "self" / "task" / str(os.getpid()) / "children").exists()
+"""Whether the kernel lists the children of a process."""
 BUSY_SHARE = 0.1
 """Of one processor. Less is what a process uses that waits, by the threads that keep its connections."""
 

@@ -71,7 +71,8 @@ class Supervisor(Actor):
 
     @concurrent_endpoint
     async def attach(self, host: str, worker: str) -> None:
-        """Have processes be spawned under this name by the worker of another machine, `tcp://HOST:PORT`."""
+        """Have processes be spawned under this name by the Monarch of another machine, `tcp://HOST:PORT`. Of an address
+        whose host was lost Monarch delivers nothing any more, whoever listens there."""
         self._hosts[host] = attach_to_workers(ca="trust_all_connections", workers=[worker])
 
     @concurrent_endpoint
@@ -111,7 +112,10 @@ class Supervisor(Actor):
         processes = mesh.spawn_procs({"procs": 1}, name=name, bootstrap_command=command)
         self._processes.setdefault(process_id, []).append(_Spawned(host, processes))
         self._ids[name] = process_id
-        return processes.spawn(name, actor_class, *args)
+        await processes.initialized  # else the answer blocks this actor until the host has spoken, and one may be gone
+        actor = processes.spawn(name, actor_class, *args)
+        await actor.initialized
+        return actor
 
     @concurrent_endpoint
     async def next_failure(self) -> ProcessFailure:

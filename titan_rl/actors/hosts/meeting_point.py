@@ -1,0 +1,124 @@
+"""Where runs find a worker. Each that comes is given a Monarch of its own there, at an address that nobody has used:
+Monarch keeps a connection by its address, and makes none again to one that it has lost."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncGenerator
+
+from titan_rl.actors.hosts.monarch_host import READY
+from titan_rl.actors.liveness.lookout import BEAT_S
+from titan_rl.actors.liveness.process_tree import CAN_LIST, children_of
+from titan_rl.actors.liveness.reports import receive, send
+from titan_rl.config.hosts import join_address
+
+logger = logging.getLogger(__name__)
+
+HELLO = {"titan_rl": "meet"}
+HELLO_S = 5.0
+START_S = 30.0
+MEETING_S = 600.0
+"""Longest time in which a run takes the host in. A folder that is copied there takes its time."""
+LOOK_S = 0.1
+
+
+class MeetingPoint:
+    """Answers runs, as lines of JSON:
+
+        run       {"titan_rl": "meet"}
+        worker    {"monarch": ""}, again and again, as a sign that it is there
+                  {"monarch": "tcp://10.0.0.2:40123"}, once Monarch listens there for this run
+
+    until the run closes the connection, and has what watches the host from then on. Monarch there ends with the last of
+    the run's processes.
+
+    Args:
+        listener: a socket, bound.
+    """
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        self._runs: set[asyncio.Task[None]] = set()
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether a run is here; also for other threads."""
+        return bool(self._runs)
+
+    async def serve(self) -> None:
+        """Until it is cancelled; what runs have here ends then."""
+        try:
+            async with await asyncio.start_server(self._answer, sock=self._listener) as server:
+                await server.serve_forever()
+        finally:
+            for run in self._runs:
+                run.cancel()
+            await asyncio.gather(*self._runs, return_exceptions=True)
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            async with asyncio.timeout(HELLO_S):
+                if await receive(reader) != HELLO:
+                    return
+            run = asyncio.ensure_future(self._take(reader, writer))
+            self._runs.add(run)
+            run.add_done_callback(self._runs.discard)
+            await run
+        except (ConnectionError, TimeoutError, OSError) as error:
+            logger.info("a meeting ended: %r", error)
+        finally:
+            writer.close()
+
+    async def _take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        says = {"monarch": ""}
+        beating = asyncio.ensure_future(_beat(writer, says))
+        try:
+            async with _monarch(writer.get_extra_info("sockname")[0]) as (process, address):
+                says["monarch"] = address
+                with contextlib.suppress(TimeoutError, ConnectionError):
+                    async with asyncio.timeout(MEETING_S):
+                        while not beating.done() and await reader.read(1):
+                            pass
+                beating.cancel()
+                writer.close()
+                await _end_of_children(process.pid)
+        finally:
+            beating.cancel()
+
+
+async def _beat(writer: asyncio.StreamWriter, says: dict[str, str]) -> None:
+    while not writer.is_closing():
+        send(writer, says)
+        await asyncio.sleep(BEAT_S)
+
+
+async def _end_of_children(pid: int) -> None:
+    while True:
+        await asyncio.sleep(LOOK_S)
+        if CAN_LIST and not children_of(pid):
+            return
+
+
+@contextlib.asynccontextmanager
+async def _monarch(host: str) -> AsyncGenerator[tuple[Process, str]]:
+    """One that listens on an address of this machine, for the length of the block: its process, and where it does."""
+    with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as free:
+        address = f"tcp://{join_address(host, free.getsockname()[1])}"
+    command = [sys.executable, "-m", "titan_rl.actors.hosts.monarch_host", address]
+    process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, start_new_session=True)
+    try:
+        assert process.stdout is not None
+        async with asyncio.timeout(START_S):
+            while (line := await process.stdout.readline()) != f"{READY}\n".encode():
+                if not line:
+                    raise ConnectionError("Monarch did not start; the worker's output says why")
+        yield process, address
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
