@@ -21,10 +21,8 @@ and `completion/` is there of held-out samples, too: `validation/turns_mean` of 
 `validation/sums/turns_mean` of the suite `sums` where there are several. Those of `titan_rl_...` are what the server of
 `titan-rl serve` tells Prometheus at `/metrics`.
 
-No metric counts the hosts of a run. That one joined, was lost or was drained is a message on the screen, and
-`titan-rl hosts RUN list` says which there are and what runs on each
-([several hosts](hosts.md#when-hosts-come-and-go)). In the curves it shows as what it costs: fewer tokens a second, and
-`train/respawns` where the trainer was there.
+Those of `hosts/` are there where a run has or had several hosts. What became of each, and why, is on the page of
+`titan-rl view` and in `titan-rl hosts RUN list` ([several hosts](hosts.md#when-hosts-come-and-go)).
 
 `scripts/write_metric_docs.py` writes this page from `titan_rl/metrics/`.
 """

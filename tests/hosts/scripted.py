@@ -20,6 +20,8 @@ from titan_rl.generation.registry import EngineSpec
 from titan_rl.generation.scripted_engine import CostModel, ScriptedEngine
 from titan_rl.run.directory import RunDirectory
 from titan_rl.types import SamplingParams
+from titan_rl.weights.shard_files.owned_folder import OwnedFolder
+from titan_rl.weights.shard_files.shard_folder import shard_folder
 
 TESTS = Path(__file__).parents[1]
 LIMIT_S = 60
@@ -28,6 +30,15 @@ LIMIT_S = 60
 def make(spec: EngineSpec) -> Engine:
     """An engine that takes a millisecond a step."""
     return ScriptedEngine(cost=CostModel(step=0.001))
+
+
+def make_with_memory(spec: EngineSpec) -> Engine:
+    """One that counts down, and whose process owns a piece of its host's shared memory."""
+    _owned.append(shard_folder(f"of-{spec.generator}"))
+    return ScriptedEngine(script=lambda context: context[-1] - 1, cost=CostModel(step=0.001))
+
+
+_owned: list[OwnedFolder] = []
 
 
 def config(addresses: Sequence[str], **sections: Any) -> RunConfig:

@@ -15,6 +15,7 @@ from test_tasks_of_a_run import SUITES
 
 from scripts.write_metric_docs import PAGE, page
 from titan_rl import Completion, EngineLoop, FinishReason, LocalReplica, Rollout, RolloutGroup, Turn, VersionSpan
+from titan_rl.actors.liveness.host_state import HostState
 from titan_rl.config.run import RunConfig
 from titan_rl.config.sections import ValidationConfig
 from titan_rl.generation.scripted_engine import ScriptedEngine
@@ -22,6 +23,7 @@ from titan_rl.generation.types import GaugeSummary
 from titan_rl.metrics.metric import MetricGroup
 from titan_rl.metrics.table import METRICS, find_metric, match_metric
 from titan_rl.run.directory import read_jsonl
+from titan_rl.run.hosts.history import HostHistory
 from titan_rl.run.observability.group_metrics import group_metrics, validation_metrics
 from titan_rl.run.observability.step_reports import prefixed
 from titan_rl.run.sft.loop import LOGGED
@@ -73,6 +75,12 @@ def of_games_and_agents() -> set[str]:
     return {*group_metrics([group]), *validation_metrics([group])}
 
 
+def of_hosts() -> set[str]:
+    history = HostHistory()
+    history.note([HostState(name, "", "in the run") for name in ("h1", "h2")], {"h1": 0.25})
+    return set(history.take_metrics())
+
+
 async def of_runs(folder: Path) -> set[str]:
     """Of several tasks with suites, and of an engine that has gauges."""
     validation = ValidationConfig(num_prompts=4, samples_per_prompt=2, suites=SUITES)
@@ -87,7 +95,7 @@ async def of_runs(folder: Path) -> set[str]:
 
 
 async def test_the_table_has_what_is_written_and_nothing_else(tmp_path: Path):
-    written = await of_runs(tmp_path) | of_code() | of_games_and_agents()
+    written = await of_runs(tmp_path) | of_code() | of_games_and_agents() | of_hosts()
     assert len(written) > 200
     found = {name: find_metric(name) for name in written}
     assert sorted(name for name, metric in found.items() if metric is None) == []
@@ -110,6 +118,7 @@ async def test_the_table_has_what_is_written_and_nothing_else(tmp_path: Path):
         ("rollout/reward/seconds/x", "rollout/reward/<reward>"),
         ("engine/queue_tokens_mean", "engine/<gauge>_mean"),
         ("completion/my_metric", "completion/<metric>"),
+        ("hosts/node-1.cluster/silence_s", "hosts/<host>/silence_s"),
         ("scheduling/age/-1", "scheduling/age/<age>"),
     ],
 )

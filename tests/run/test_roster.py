@@ -28,6 +28,9 @@ class Hosts:
     def states(self) -> list[HostState]:
         return [HostState(f"h{address.split('.')[3][0]}", address, state) for address, state in self.inside.items()]
 
+    def take_silences(self) -> dict[str, float]:
+        return dict.fromkeys((host.name for host in self.states()), 0.25)
+
     async def add(self, address: str) -> None:
         self.tries.append(address)
         if address not in self.up:

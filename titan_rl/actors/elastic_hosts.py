@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from titan_rl.actors.generator_processes import GeneratorProcesses
 from titan_rl.actors.hosts.host import Host
+from titan_rl.actors.liveness.host_monitor import RemoteWatcher
 from titan_rl.actors.liveness.host_state import HostState
 from titan_rl.calls.user_code import reason
 from titan_rl.errors import ConfigError, TitanRLError
@@ -51,6 +52,11 @@ class ElasticHosts:
         ]
         gone = [state for name, state in self._gone.items() if name not in self._hosts.names]
         return [*here, *[HostState("", address, "joining") for address in sorted(self._joining)], *gone]
+
+    def take_silences(self) -> dict[str, float]:
+        """The longest time, in seconds, for which nothing was heard of each host since this was last called."""
+        watchers = {host.name: host.watcher for host in self._hosts}
+        return {name: one.take_silence() for name, one in watchers.items() if isinstance(one, RemoteWatcher)}
 
     async def add(self, address: str) -> None:
         """Take in the host of a worker.

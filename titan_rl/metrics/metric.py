@@ -18,6 +18,7 @@ class MetricGroup(StrEnum):
     SCHEDULING = "Scheduling"
     SYNC = "Weight sync"
     ENGINES = "Engines"
+    HOSTS = "Hosts"
     TASKS = "Tasks"
     SERVER = "Server"
 

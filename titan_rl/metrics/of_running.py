@@ -5,7 +5,7 @@ from __future__ import annotations
 from titan_rl.metrics.metric import Metric, MetricGroup
 
 SPEED, SCHEDULING = MetricGroup.SPEED, MetricGroup.SCHEDULING
-SYNC, ENGINES, SERVER = MetricGroup.SYNC, MetricGroup.ENGINES, MetricGroup.SERVER
+SYNC, ENGINES, HOSTS, SERVER = MetricGroup.SYNC, MetricGroup.ENGINES, MetricGroup.HOSTS, MetricGroup.SERVER
 
 SPEED_METRICS = (
     Metric(
@@ -254,6 +254,30 @@ ENGINE_METRICS = (
     Metric("engine/<gauge>_mean", "", "Mean over its steps of what your engine's gauges give.", ENGINES),
     Metric("engine/<gauge>_max", "", "The same, at most.", ENGINES),
     Metric("engine/<gauge>", "", "What a count of your engine has grown by.", ENGINES),
+)
+
+HOST_METRICS = (
+    Metric("hosts/present", "hosts", "Hosts of the run, where it has or had several.", HOSTS, "Steady."),
+    Metric("hosts/draining", "hosts", "Of these, hosts that are to go once their requests have ended or moved.", HOSTS),
+    Metric("hosts/joined", "hosts", "Hosts that joined since the step before.", HOSTS),
+    Metric("hosts/left", "hosts", "Hosts that were drained and have left since then.", HOSTS),
+    Metric(
+        "hosts/lost",
+        "hosts",
+        "Hosts that fell silent since then.",
+        HOSTS,
+        "0.",
+        "`titan-rl hosts RUN list` has the reason of each; logs/controller.log when.",
+    ),
+    Metric("hosts/<host>/generators", "generators", "Generators on a host.", HOSTS),
+    Metric(
+        "hosts/<host>/silence_s",
+        "s",
+        "The longest time for which nothing was heard of a host since the step before.",
+        HOSTS,
+        "Below 1: four signs of life a second.",
+        "Near hosts.silence_s: the network, or a machine without a free core. A larger hosts.silence_s.",
+    ),
 )
 
 SERVER_METRICS = (

@@ -11,6 +11,7 @@ from titan_rl.metrics.metric import Metric, MetricGroup
 from titan_rl.metrics.of_rollouts import ROLLOUT_METRICS
 from titan_rl.metrics.of_running import (
     ENGINE_METRICS,
+    HOST_METRICS,
     SCHEDULING_METRICS,
     SERVER_METRICS,
     SPEED_METRICS,
@@ -101,6 +102,7 @@ METRICS: tuple[Metric, ...] = (
     *SCHEDULING_METRICS,
     *SYNC_METRICS,
     *ENGINE_METRICS,
+    *HOST_METRICS,
     *TASK_METRICS,
     *SERVER_METRICS,
 )
@@ -175,4 +177,4 @@ def _place(part: str) -> str:
     return f"(?P<{name}>{_PLACES.get(name, '.+')})"
 
 
-_PLACES = {"task": "[^/]+", "suite": "[^/]+", "seat": "[^/]+", "measure": "[^/]+", "age": r"-?\d+"}
+_PLACES = {"task": "[^/]+", "suite": "[^/]+", "seat": "[^/]+", "measure": "[^/]+", "age": r"-?\d+", "host": "[^/]+"}

@@ -40,6 +40,7 @@ from titan_rl.run.checkpoints.run_copy import RunCopy
 from titan_rl.run.checkpoints.saver import CheckpointSaver
 from titan_rl.run.checkpoints.saving import RunSaving
 from titan_rl.run.directory import RunDirectory
+from titan_rl.run.hosts.history import HostHistory
 from titan_rl.run.journal.run_journal import RunJournal
 from titan_rl.run.journal.run_state import RunState
 from titan_rl.run.machine.disk_space import checkpoint_bytes
@@ -73,6 +74,7 @@ class Controller:
         log: called with (step, metrics) for every record.
         token_texts: reads tokens for transcripts.
         filters: which groups are not trained on, in the place of those that settings name.
+        hosts: what becomes of those on which it all happens.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class Controller:
         start: RunState = RunState(),  # noqa: B008  it is frozen
         token_texts: TokenTexts | None = None,
         filters: Sequence[GroupFilter] | None = None,
+        hosts: HostHistory | None = None,
     ) -> None:
         self._config = config
         self._trainer = trainer
@@ -125,7 +128,7 @@ class Controller:
         self._sync = WeightSync(trainer, published, router, config.generation.pull_mode)
         self._validation = Validation(config, self._groups, self._transcripts, run_dir, log=log, progress=progress)
         self._saving = RunSaving(self._make_saver(router, journal), self._calls, progress, lambda: self.version)
-        self._activity = Activity(router, self._groups.requests, config.generation.num_generators)
+        self._activity = Activity(router, self._groups.requests, config.generation.num_generators, hosts)
         self._stages = LoopStages()
 
     def _make_saver(self, router: GeneratorRouter, journal: RunJournal) -> CheckpointSaver:

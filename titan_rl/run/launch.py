@@ -158,6 +158,7 @@ async def _run(
                 start=start.state,
                 token_texts=find_token_texts(config.model),
                 filters=parts.filters,
+                hosts=planes.hosts,
             )
             resources.callback(controller.close)
             resources.callback(lambda: messages.stands_at(controller.version))

@@ -24,6 +24,7 @@ from titan_rl.generation.router.strategies import Strategy
 from titan_rl.rollout.group.runner import GroupRunner
 from titan_rl.rollout.renderer import Renderer
 from titan_rl.run.directory import RunDirectory
+from titan_rl.run.hosts.history import HostHistory
 from titan_rl.run.hosts.requests import HostFiles
 from titan_rl.run.hosts.roster import Roster
 from titan_rl.run.machine.environment import process_scratch
@@ -106,6 +107,7 @@ class Planes:
         workers: where groups are run in processes of their own.
         watch: replaces what else dies, until it is cancelled.
         waits_for: says what generators that do not serve are at, and how long rollouts wait for them.
+        hosts: what becomes of those of the processes.
     """
 
     router: GeneratorRouter
@@ -113,6 +115,7 @@ class Planes:
     workers: Workers | None
     watch: Callable[[], Coroutine[Any, Any, None]]
     waits_for: Callable[[], str]
+    hosts: HostHistory = field(default_factory=HostHistory)
 
     def trouble(self) -> str | None:
         """Why no request can be answered at present, and what is waited for; None while enough generators serve."""
@@ -175,8 +178,9 @@ async def _with_processes(
             router = processes.make_router(parts.replicas, parts.strategy)
             workers = processes.workers if config.rollout.num_workers else None
             training = processes.training if parts.trainer is None else None
-            watch = watcher(config, files, processes, router, tell)
-            yield Planes(router, training, workers, watch, lambda: processes.waits_for(router))
+            history = HostHistory()
+            watch = watcher(config, files, processes, router, tell, history)
+            yield Planes(router, training, workers, watch, lambda: processes.waits_for(router), history)
             await router.close()
             if training is not None:
                 await training.close()
@@ -188,6 +192,7 @@ def watcher(
     processes: GeneratorProcesses,
     router: GeneratorRouter,
     tell: Callable[[str], None],
+    history: HostHistory | None = None,
 ) -> Callable[[], Coroutine[Any, Any, None]]:
     """Replaces processes that die, and takes in hosts that come."""
     from titan_rl.actors.elastic_hosts import ElasticHosts
@@ -195,7 +200,7 @@ def watcher(
     hosts = config.hosts
     file = Path(hosts.addresses_file) if hosts.addresses_file else None
     elastic = ElasticHosts(processes, router, tell)
-    roster = Roster(elastic, files, hosts.addresses, file, tell)
+    roster = Roster(elastic, files, hosts.addresses, file, tell, history)
 
     async def watch() -> None:
         async with asyncio.TaskGroup() as tasks:

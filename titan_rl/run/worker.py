@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
 import socket
 import threading
 from collections.abc import Callable
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from titan_rl.actors.hosts.meeting_point import MeetingPoint
-from titan_rl.actors.hosts.scratch import clean_up_after_dead_runs, scratch_root
+from titan_rl.actors.hosts.scratch import clean_up_after_dead_runs, make_worker_folder, scratch_root
 from titan_rl.actors.liveness.loop_thread import LoopThread
 from titan_rl.actors.liveness.worker_signs import FOLDER, say_leaving
 from titan_rl.config.hosts import OPEN, is_loopback, join_address, split_address
+from titan_rl.run.machine.aftermath import Aftermath
 
 logger = logging.getLogger(__name__)
 
@@ -41,26 +41,28 @@ def run_worker(listen: str, tell: Callable[[str], object], drain_s: float) -> No
         tell(f"warning: {address} is open to other machines: {OPEN}")
     terminated = threading.Event()
     before = signal.signal(signal.SIGTERM, lambda *_: terminated.set())
-    try:
-        with TemporaryDirectory(prefix="titan_rl-worker-") as folder:
-            os.environ[FOLDER] = folder
-            point = MeetingPoint(listen_on(host, port))
+    with contextlib.ExitStack() as given_back:
+        given_back.callback(signal.signal, signal.SIGTERM, before)
+        given_back.callback(clean_up_after_dead_runs, scratch_root())
+        folder = make_worker_folder()
+        given_back.callback(folder.remove)
+        os.environ[FOLDER] = str(folder.path)
+        given_back.callback(os.environ.pop, FOLDER, None)
+        point = MeetingPoint(listen_on(host, port))
+        aftermath = Aftermath(lambda: clean_up_after_dead_runs(scratch_root()))
 
-            def failed(error: BaseException) -> None:
-                logger.error("no run is taken any more", exc_info=error)
-                terminated.set()
+        def failed(error: BaseException) -> None:
+            logger.error("no run is taken any more", exc_info=error)
+            terminated.set()
 
-            with LoopThread("meeting-point", point.serve, failed):
-                tell(f"listening on {address}")
-                _wait(terminated)
-                if point.is_in_use:
-                    tell(f"SIGTERM: runs here have {drain_s:g} s to move what they have; one more ends them at once")
-                    terminated.clear()
-                    say_leaving(Path(folder), "its worker got SIGTERM")
-                    _wait(terminated, drain_s, lambda: not point.is_in_use)
-    finally:
-        os.environ.pop(FOLDER, None)
-        signal.signal(signal.SIGTERM, before)
+        with LoopThread("meeting-point", point.serve, failed):
+            tell(f"listening on {address}")
+            _wait(terminated, aftermath)
+            if point.is_in_use:
+                tell(f"SIGTERM: runs here have {drain_s:g} s to move what they have; one more ends them at once")
+                terminated.clear()
+                say_leaving(folder.path, "its worker got SIGTERM")
+                _wait(terminated, aftermath, drain_s, lambda: not point.is_in_use)
 
 
 def listen_on(host: str, port: int) -> socket.socket:
@@ -71,8 +73,14 @@ def listen_on(host: str, port: int) -> socket.socket:
     return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
 
 
-def _wait(event: threading.Event, limit_s: float = float("inf"), until: Callable[[], bool] = lambda: False) -> None:
+def _wait(
+    event: threading.Event,
+    aftermath: Aftermath,
+    limit_s: float = float("inf"),
+    until: Callable[[], bool] = lambda: False,
+) -> None:
     """By looks, between which signals are heard of."""
     waited_s = 0.0
     while waited_s < limit_s and not event.wait(LOOK_S) and not until():
         waited_s += LOOK_S
+        aftermath.look()

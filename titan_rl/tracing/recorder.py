@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import socket
 import threading
 import time
 from collections import deque
@@ -90,10 +91,13 @@ class TraceRecorder:
 
     Args:
         process: its name, and that of its file.
+        host: on which it runs; by default the name of this machine.
         tell: called with why nothing is recorded any more: what a trace costs is never the run.
     """
 
-    def __init__(self, tracing: Tracing, process: str, tell: Callable[[str], object] = logger.warning) -> None:
+    def __init__(
+        self, tracing: Tracing, process: str, tell: Callable[[str], object] = logger.warning, host: str = ""
+    ) -> None:
         self.tracing = tracing
         own = _offset_ns()
         is_same_clock = tracing.boot == _boot() and abs(own - tracing.offset_ns) < ONE_CLOCK_S * 1e9
@@ -113,7 +117,7 @@ class TraceRecorder:
         self._writing = threading.Lock()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="trace", daemon=True)
-        self._add("M", "process_name", "", 0, 0, {"name": process})
+        self._add("M", "process_name", "", 0, 0, {"name": process, "host": host or socket.gethostname()})
         self._thread.start()
 
     def take_lane(self, pool: str) -> str:

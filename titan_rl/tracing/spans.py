@@ -14,6 +14,7 @@ metrics say of it is then the same.
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Generator
@@ -23,6 +24,8 @@ from types import TracebackType
 from typing import Any
 
 from titan_rl.tracing.recorder import TraceRecorder, Tracing
+
+logger = logging.getLogger(__name__)
 
 IDLE = "idle"
 """In a span's categories: the lane has nothing to do and waits."""
@@ -41,12 +44,18 @@ def recording(folder: Path, process: str, most_bytes: int, tell: Callable[[str],
         end_recording()
 
 
-def begin_recording(tracing: Tracing | None, process: str, tell: Callable[[str], object] | None = None) -> None:
-    """From now on; with None nothing is recorded."""
+def begin_recording(
+    tracing: Tracing | None, process: str, tell: Callable[[str], object] | None = None, host: str = ""
+) -> None:
+    """From now on; with None nothing is recorded.
+
+    Args:
+        host: on which this process runs; by default the name of this machine.
+    """
     global _recorder
     end_recording()
     if tracing is not None:
-        _recorder = TraceRecorder(tracing, process) if tell is None else TraceRecorder(tracing, process, tell)
+        _recorder = TraceRecorder(tracing, process, tell or logger.warning, host)
 
 
 def end_recording() -> None:

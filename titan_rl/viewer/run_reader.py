@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from titan_rl.metrics.bottleneck import bottleneck_of, parts_of
-from titan_rl.viewer.files import open_file
+from titan_rl.viewer.files import file_status, open_file
+from titan_rl.viewer.hosts import HOSTS
 from titan_rl.viewer.metric_columns import Curve, MetricColumns
 from titan_rl.viewer.records import read_json, strict_json
 from titan_rl.viewer.rollout_index import RolloutIndex
@@ -55,6 +56,7 @@ class RunReader:
         self._index = RolloutIndex(keeps_text=searches)
         self._indexed = 1.0
         self._changes = {"metrics": 0, "rollouts": 0}
+        self._hosts_at = self._written_at(HOSTS)
 
     def close(self) -> None:
         with self._lock:
@@ -68,6 +70,8 @@ class RunReader:
                 self._read_metrics()
         if self._rollouts_tail.has_changed():
             self._read_rollouts(LOOK_PATIENCE_S)
+        before, self._hosts_at = self._hosts_at, self._written_at(HOSTS)
+        self._changes["metrics"] += before != self._hosts_at  # they are told beside those
         return {**self._changes, "timeline": self.traces.look()}
 
     def columns(self) -> MetricColumns:
@@ -147,6 +151,12 @@ class RunReader:
                     return strict_json(file.read(length))
             except (OSError, ValueError):  # the file has been replaced since it was indexed
                 return None
+
+    def _written_at(self, name: str) -> int:
+        try:
+            return file_status(self.folder / name).st_mtime_ns
+        except OSError:
+            return 0
 
     def _read_metrics(self) -> None:
         while True:

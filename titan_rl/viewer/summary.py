@@ -9,6 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from titan_rl.calls.plain import plain_json
+from titan_rl.viewer.hosts import read_hosts
 from titan_rl.viewer.metric_columns import MetricColumns
 from titan_rl.viewer.records import as_list, as_table
 from titan_rl.viewer.run_status import config_text, describe_run, read_config, read_results, read_status, steps_planned
@@ -29,6 +30,7 @@ def summarize(folder: Path, columns: MetricColumns, warnings: list[str]) -> dict
         tiles: {"label", "value", "note", "tone": "good", "bad" or ""}.
         trend: of what is measured on held-out samples, {"metric", "before", "after", "first_step", "last_step"}; None
         where that was not done twice.
+        hosts: see `read_hosts`.
         failure: why the run failed, for a person; None where it did not.
         seconds_left: of a run that goes on, at the pace of its last steps; None where that is not known.
         warnings; config, as TOML; settings, the same by dotted names: {"training.lr": 0.0003, "tasks.0.name": "sums"}.
@@ -44,6 +46,7 @@ def summarize(folder: Path, columns: MetricColumns, warnings: list[str]) -> dict
         ],
         "warnings": warnings,
         "trend": next((trend for name in HELD_OUT if (trend := _trend(columns, name))), None),
+        "hosts": read_hosts(folder),
         "failure": status.reason if status.state == "failed" else None,
         "seconds_left": _seconds_left(columns, planned) if status.state == "running" else None,
         "config": config_text(folder),

@@ -17,6 +17,7 @@ ENVIRONMENT = {
 """Variables of a run's processes, where the user has not set them."""
 
 SCRATCH = "titan_rl-run-"
+WORKER = "titan_rl-host-"
 LONGEST_TMPDIR = 28  # Monarch makes sockets below it, whose paths end at 107 characters
 
 
@@ -30,9 +31,15 @@ def make_scratch() -> OwnedFolder:
     return OwnedFolder(SCRATCH, scratch_root())
 
 
+def make_worker_folder() -> OwnedFolder:
+    """As `make_scratch`, of a worker."""
+    return OwnedFolder(WORKER, scratch_root())
+
+
 def clean_up_after_dead_runs(root: Path) -> None:
     """Remove the scratch folders in `root`, the logs of Monarch and the weights in shared memory of runs whose process
-    is gone."""
+    is gone, and the folders of workers that are."""
+    clean_dead_folders(WORKER, root)
     for scratch in clean_dead_folders(SCRATCH, root):
         remove_monarch_logs(scratch)
     clean_dead_shards()

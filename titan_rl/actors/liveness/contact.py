@@ -21,6 +21,7 @@ class Contact:
         self._longest_look_s = longest_look_s
         self._looked_at = now
         self.silent_s = 0.0
+        self._longest_s = 0.0
 
     def heard(self) -> None:
         self.silent_s = 0.0
@@ -29,4 +30,10 @@ class Contact:
         """Whether it is lost."""
         self.silent_s += min(now - self._looked_at, self._longest_look_s)
         self._looked_at = now
+        self._longest_s = max(self._longest_s, self.silent_s)
         return self.silent_s >= self._limit_s
+
+    def take_longest(self) -> float:
+        """The longest silence, in seconds, since this was last called, by another thread if need be."""
+        longest_s, self._longest_s = self._longest_s, 0.0
+        return longest_s

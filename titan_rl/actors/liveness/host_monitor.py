@@ -84,10 +84,12 @@ class HostMonitor:
         token = secrets.token_hex(16)
         loop = asyncio.get_running_loop()
         settings = LookoutSettings(self._address, self._socket.getsockname()[1], token, self._lease_s)
-        watcher = RemoteWatcher(name, settings, partial(self._thread.soon, self._command, token), on_lost, on_leaving)
+        contact = Contact(self._silence_s, 2 * BEAT_S, self._clock())
+        command = partial(self._thread.soon, self._command, token)
+        watcher = RemoteWatcher(name, settings, command, on_lost, on_leaving, contact.take_longest)
         host = _Host(
             name,
-            Contact(self._silence_s, 2 * BEAT_S, self._clock()),
+            contact,
             lambda report: _in_loop(loop, watcher.receive, report),
             lambda reason: _in_loop(loop, watcher.lose, reason),
         )
@@ -149,6 +151,7 @@ class RemoteWatcher:
         settings: for the lookout there.
         reason: why the host is gone; None while it is not.
         heard: set once the host has been heard of.
+        take_silence: the longest time, in seconds, for which nothing was heard of it since this was last called.
     """
 
     def __init__(
@@ -158,9 +161,11 @@ class RemoteWatcher:
         command: Callable[[set[int], str], None],
         on_lost: Callable[[str], object],
         on_leaving: Callable[[str], object],
+        take_silence: Callable[[], float] = float,
     ) -> None:
         self.name = name
         self.settings = settings
+        self.take_silence = take_silence
         self.reason: str | None = None
         self.heard = asyncio.Event()
         self._command = command

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,17 +51,28 @@ def use_of(pid: int) -> TreeUse:
 
 def children_of(pid: int) -> list[int]:
     """Those that it started and that live."""
+    return [child for child in _all_children_of(pid) if _state(child) not in ("", "Z", "X")]
+
+
+def unreaped_children_of(pid: int) -> list[int]:
+    """Those that it started, that have ended, and whose ends it has not asked for."""
+    return [child for child in _all_children_of(pid) if _state(child) == "Z"]
+
+
+def _all_children_of(pid: int) -> list[int]:
     found: list[int] = []
     for thread in (_PROC / str(pid) / "task").glob("*/children"):
-        found += [int(child) for child in thread.read_text().split()]
-    return [child for child in found if _lives(child)]
+        with contextlib.suppress(OSError):  # a thread that has ended
+            found += [int(child) for child in thread.read_text().split()]
+    return found
 
 
-def _lives(pid: int) -> bool:
+def _state(pid: int) -> str:
+    """A letter, as of `ps`; "" where it is gone."""
     try:
-        return (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+        return (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return False
+        return ""
 
 
 def computed_between(before: TreeUse, after: TreeUse, passed_s: float) -> bool:

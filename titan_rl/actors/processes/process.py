@@ -91,7 +91,7 @@ class ProcessActor(Actor):
             configure(default_transport=f"tcp://{spec.address}:0")
         if spec.pulse is not None:
             begin_pulse(spec.pulse, self.duty)
-        spans.begin_recording(spec.tracing, spec.log.stem)
+        spans.begin_recording(spec.tracing, spec.log.stem, host=spec.host)
 
     @concurrent_endpoint
     async def pid(self) -> int:

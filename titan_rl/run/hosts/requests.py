@@ -16,6 +16,7 @@ import msgspec
 from titan_rl.actors.liveness.host_state import HostState
 from titan_rl.config.hosts import split_address
 from titan_rl.errors import ConfigError, TitanRLError
+from titan_rl.viewer.hosts import HOSTS, HostEvent
 from titan_rl.viewer.run_status import read_status
 
 logger = logging.getLogger(__name__)
@@ -42,10 +43,12 @@ class HostStates(msgspec.Struct):
 
     Args:
         answers: by the ids of requests; "" where all went well.
+        events: see `HostHistory`.
     """
 
     hosts: list[HostState] = msgspec.field(default_factory=list[HostState])
     answers: dict[str, str] = msgspec.field(default_factory=dict[str, str])
+    events: list[HostEvent] = msgspec.field(default_factory=list[HostEvent])
 
 
 class HostFiles:
@@ -54,7 +57,7 @@ class HostFiles:
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
         self._asked = run_dir / "hosts.jsonl"
-        self._states = run_dir / "hosts.json"
+        self._states = run_dir / HOSTS
         self._read = self._asked.stat().st_size if self._asked.exists() else 0
 
     def begin(self) -> None:

@@ -11,6 +11,7 @@ from titan_rl.actors.liveness.host_state import HostState
 from titan_rl.calls.user_code import reason
 from titan_rl.config.hosts import join_address, split_address
 from titan_rl.errors import TitanRLError
+from titan_rl.run.hosts.history import HostHistory
 from titan_rl.run.hosts.requests import AddressFile, HostFiles, HostRequest, HostStates
 
 LOOK_S = 0.5
@@ -21,6 +22,10 @@ class JoinableHosts(Protocol):
     """The hosts of a run, as far as they come and go."""
 
     def states(self) -> Sequence[HostState]: ...
+
+    def take_silences(self) -> dict[str, float]:
+        """The longest time, in seconds, for which nothing was heard of each since this was last called."""
+        ...
 
     async def add(self, address: str) -> None:
         """Take in the host of a worker.
@@ -47,6 +52,7 @@ class Roster:
         addresses: that settings name.
         addresses_file: one that is read again and again.
         tell: shows a person a line.
+        history: is told how the hosts stand.
     """
 
     def __init__(
@@ -56,8 +62,10 @@ class Roster:
         addresses: Iterable[str],
         addresses_file: Path | None,
         tell: Callable[[str], object],
+        history: HostHistory | None = None,
     ) -> None:
         self._hosts = hosts
+        self._history = history or HostHistory()
         self._files = files
         self._wanted = {_full(address) for address in addresses}
         self._file = None if addresses_file is None else AddressFile(addresses_file)
@@ -78,6 +86,7 @@ class Roster:
         finally:
             for task in self._tasks:
                 task.cancel()
+            self._history.close()
 
     def look(self) -> None:
         """Begin what is to be done now, and write down how it stands."""
@@ -142,7 +151,9 @@ class Roster:
         task.add_done_callback(self._tasks.discard)
 
     def _write(self) -> None:
-        states = HostStates(list(self._hosts.states()), dict(self._answers))
+        hosts = list(self._hosts.states())
+        self._history.note(hosts, self._hosts.take_silences())
+        states = HostStates(hosts, dict(self._answers), list(self._history.events))
         if states != self._written:
             self._written = states
             self._files.write(states)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from titan_rl.generation.router.pool import ReplicaStatus
 from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.generation.types import GaugeSummary
+from titan_rl.run.hosts.history import HostHistory
 from titan_rl.run.observability.peak import Peak
 from titan_rl.run.terminal.view import SLOT_STYLES, ReplicaLook, RunLook
 from titan_rl.scheduling.group_state import GroupState
@@ -18,12 +19,16 @@ class Activity:
     Args:
         requests: in flight.
         num_generators: of the run, whether or not they serve.
+        hosts: what becomes of them.
     """
 
-    def __init__(self, router: GeneratorRouter, requests: Peak, num_generators: int) -> None:
+    def __init__(
+        self, router: GeneratorRouter, requests: Peak, num_generators: int, hosts: HostHistory | None = None
+    ) -> None:
         self._router = router
         self._requests = requests
         self._num_generators = num_generators
+        self._hosts = hosts or HostHistory()
 
     def progress(self) -> object:
         """Differs once a token or an answer has come."""
@@ -38,7 +43,7 @@ class Activity:
         Returns:
             generation/requests_in_flight_max; engine/<name>_mean, engine/<name>_max and engine/<count>, see
             `GaugeSummary.metrics`, where the engines report gauges; engine/idle_share, of all engines' time, where
-            they say how long they were idle.
+            they say how long they were idle; see `HostHistory.take_metrics`.
         """
         replicas = [replica for replica in self._router.replicas if replica.version == version]
         gauges = GaugeSummary.metrics(replica.gauges for replica in replicas if replica.gauges is not None)
@@ -47,6 +52,7 @@ class Activity:
         return {
             "generation/requests_in_flight_max": float(self._requests.take()),
             **{f"engine/{name}": value for name, value in gauges.items()},
+            **self._hosts.take_metrics(),
         }
 
     def look(self, slots: Mapping[GroupState, int], running: Mapping[str, int], version: int) -> RunLook:
@@ -70,6 +76,7 @@ class Activity:
             {state: states.get(state, 0) for state in SLOT_STYLES},
             [_look_of(replica) for replica in self._router.replicas],
             version,
+            self._hosts.look(),
         )
 
     def waits_for(self) -> list[str]:

@@ -8,13 +8,17 @@ from dataclasses import dataclass, field
 
 from rich.text import Text
 
+from titan_rl.actors.liveness.host_state import HostState
 from titan_rl.run.terminal.figures import format_seconds, sparkline
+from titan_rl.viewer.hosts import work_of
 
 BAR = 36
 SPARKS = 16
 NARROW = 60  # cells
 SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 SPINS_PER_S = 4
+MOST_HOSTS = 6
+"""That are shown each by itself."""
 
 SLOT_STYLES: Mapping[str, tuple[str, str]] = {
     "waiting": ("·", "dim"),
@@ -54,11 +58,13 @@ class RunLook:
     Args:
         slots: how many are in each state of `SLOT_STYLES`.
         version: that is trained.
+        hosts: where there are several.
     """
 
     slots: Mapping[str, int]
     replicas: Sequence[ReplicaLook]
     version: int
+    hosts: Sequence[HostState] = ()
 
     def describe_slots(self) -> str:
         """ "12 generating, 3 in the environment"; nothing where no slot is held."""
@@ -103,6 +109,7 @@ def layout(view: View, width: int, height: int, *, ascii_only: bool = False) -> 
     lines = [*first, *works]
     if view.look is not None:
         lines[len(first) : len(first)] = _slot_lines(view.look, room, ascii_only)
+        lines += _host_lines(view.look, room, ascii_only)
         lines += _replica_lines(view.look, max(height - 1 - len(lines), 1), ascii_only)
     for line in lines:
         line.plain = "".join(sign if sign.isprintable() else " " for sign in line.plain)  # of errors, for instance
@@ -165,6 +172,28 @@ def _slot_lines(look: RunLook, room: int, ascii_only: bool) -> list[Text]:
         for state, count in held.items()
     ]
     return flow([Text.assemble(("slots ", "dim"), bar), *legend], room, gap=2)
+
+
+def _host_lines(look: RunLook, room: int, ascii_only: bool) -> list[Text]:
+    """Those that are not simply there come first, and where there are many they alone are named."""
+    if not look.hosts:
+        return []
+    up, other = ("+", "x") if ascii_only else ("●", "✗")
+    there = [host for host in look.hosts if host.state == "in the run"]
+    rest = [host for host in look.hosts if host.state != "in the run"]
+    shown = [*rest[:MOST_HOSTS], *(there if len(look.hosts) <= MOST_HOSTS else ())]
+    items = [
+        Text.assemble(
+            (f"{up} ", "green") if host in there else (f"{other} ", "yellow" if host.state != "gone" else "bold red"),
+            host.name or host.address,
+            (f" {work_of(host.processes)}" if host.processes else "", "dim"),
+            (f" {host.state}" if host in rest else "", "yellow"),
+            (f": {host.reason}" if host.reason else "", "dim"),
+        )
+        for host in shown
+    ]
+    count = Text(f"{len(there)} of {len(look.hosts)} hosts are in the run", style="dim")
+    return flow([Text("hosts", style="dim"), *items, *([count] if len(shown) < len(look.hosts) else [])], room, gap=2)
 
 
 def _replica_lines(look: RunLook, most: int, ascii_only: bool) -> list[Text]:

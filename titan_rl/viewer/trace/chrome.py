@@ -32,8 +32,11 @@ def _events(traces: Traces) -> Iterator[Mapping[str, Any]]:
     processes = traces.read()
     tids = count(1)
     places: dict[tuple[str, str], dict[str, int]] = {}
+    are_apart = len({trace.host for trace in processes.values() if trace.host}) > 1
     for pid, (process, trace) in enumerate(processes.items(), start=1):
         yield _name("process_name", pid, 0, {"name": process})
+        if are_apart and trace.host:
+            yield _name("process_labels", pid, 0, {"labels": f"on {trace.host}"})
         yield _name("process_sort_index", pid, 0, {"sort_index": pid})
         for lane in sorted_lanes(trace.lanes):
             place = places[process, lane] = {"pid": pid, "tid": next(tids)}

@@ -23,6 +23,7 @@ class _Args(msgspec.Struct, gc=False):
     step: Any = None
     version: Any = None
     name: Any = None
+    host: Any = None
     goes_on: Any = None
 
 
@@ -112,6 +113,8 @@ class Traces:
                 kept[event.ph].append(place)
             elif event.ph == "M" and event.name == "thread_name" and event.args is not None:
                 lanes[event.tid] = str(event.args.name)
+            elif event.ph == "M" and event.name == "process_name" and event.args is not None:
+                trace.host = str(event.args.host or "")
         for phase, into in ("X", trace.lanes), ("C", trace.counters):
             places = kept[phase]
             chosen = [events[place] for place in places]

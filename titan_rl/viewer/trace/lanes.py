@@ -129,8 +129,13 @@ class Lane:
 
 @dataclass(slots=True)
 class ProcessTrace:
-    """What one process has written: spans by the names of their lanes, and counters by theirs."""
+    """What one process has written: spans by the names of their lanes, and counters by theirs.
 
+    Attributes:
+        host: on which it runs, or ran last; "" where the trace does not say.
+    """
+
+    host: str = ""
     lanes: dict[str, Lane] = field(default_factory=dict[str, Lane])
     counters: dict[str, Lane] = field(default_factory=dict[str, Lane])
 

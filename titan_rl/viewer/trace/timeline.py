@@ -20,6 +20,9 @@ BETWEEN_STEPS = ("validation", "checkpoint")
 ENGINE = "engine"
 """The lane of an engine's states."""
 
+HOST = "host "
+"""What the controller's lanes begin with of the states of hosts."""
+
 _FAR_S = 1e11  # seconds, which is more than any run takes, and fits into a column
 
 
@@ -38,8 +41,9 @@ def timeline(
         seen: seconds between which idle times are counted, where it is not all that is asked for.
 
     Returns:
-        from, to; lanes: [{"process", "lane", "kind", "spans": [[start, end, name, args], ...]}], where args have
-        "depth", 0 of a span that lies in no other, "idle" where it waits, and "kind" where it is not the lane's;
+        from, to; lanes: [{"process", "lane", "kind", "host", "spans": [[start, end, name, args], ...]}], where args
+        have "depth", 0 of a span that lies in no other, "idle" where it waits, and "kind" where it is not the lane's;
+        host is left out where all processes are on one;
         idle: [{"lane", "seconds", "share"}] of lanes that are always in one state, over what there is of them between
         the two times of `seen`; steps: [[step, start, end], ...]; syncs: [[seconds, version], ...], when the last
         replica had it.
@@ -50,6 +54,7 @@ def timeline(
     end = max(start, ended if last is None else began + _us(last))
     counted = (start, end) if seen is None else (began + _us(seen[0]), began + _us(seen[1]))
     waits = names.idle()
+    are_apart = len({trace.host for trace in processes.values() if trace.host}) > 1
     lanes: list[dict[str, Any]] = []
     idle: list[dict[str, Any]] = []
     for process, trace in processes.items():
@@ -63,7 +68,8 @@ def timeline(
                 kind = kind_of(lane, spans, names)
                 drawn = _drawn(trace.lanes[lane], window, (end - start) / max(1, width), kind, names, waits)
                 told = [[(lo - began) / 1e6, (hi - began) / 1e6, name, args] for lo, hi, name, args in drawn]
-                lanes.append({"process": process, "lane": lane, "kind": kind, "spans": told})
+                host = {"host": trace.host} if are_apart else {}
+                lanes.append({"process": process, "lane": lane, "kind": kind, **host, "spans": told})
     steps = [
         [step, (lo - began) / 1e6, (hi - began) / 1e6]
         for step, lo, hi in step_times(processes, names)
@@ -82,9 +88,12 @@ def timeline(
 
 
 def kind_of(lane: str, spans: Spans, names: Names) -> str:
-    """The plane that most of the lane's time belongs to; "controller" for the training loop's stages, of all planes."""
+    """The plane that most of the lane's time belongs to; "controller" for the training loop's stages, of all planes,
+    and "host" for what becomes of one."""
     if lane == STEPS:
         return "controller"
+    if lane.startswith(HOST):
+        return "host"
     lengths = np.bincount(spans["kind"], (spans["end"] - spans["start"]).astype(float))
     seconds: dict[str, float] = {}
     for kind in np.unique(spans["kind"]):

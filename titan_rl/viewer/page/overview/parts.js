@@ -1,6 +1,10 @@
 // The pieces of the overview, each made of a run's summary.
-import { moment, seconds as duration, short, whole } from "viewer/quantities";
+import { clock, moment, seconds as duration, short, whole } from "viewer/quantities";
 import { h } from "viewer/dom";
+
+const TONES = { "in the run": "finished", gone: "failed", joining: "running" };
+const BECAME = { joined: "joined", drains: "is drained", left: "has left", lost: "was lost" };
+const MOST_EVENTS = 8;
 
 /** The run's name, its state, and how far it is. */
 export function headline(run, summary) {
@@ -70,6 +74,21 @@ export function waits(runs, summaries) {
       h("p", {}, found.sentence.charAt(0).toUpperCase() + found.sentence.slice(1), /[.!?]$/.test(found.sentence) ? "" : "."));
   }).filter(Boolean);
   return rows.length ? h("section", { class: "card", "aria-label": "Where it waits" }, h("h2", {}, "Where it waits"), rows) : null;
+}
+
+/** Which hosts a run has, what each does, and what became of them; nothing of a run on one. */
+export function hosts({ hosts: found }, run, alone) {
+  if (!found) return null;
+  const name = alone ? "Hosts" : `Hosts of ${run.name}`;
+  const row = host => h("tr", {}, h("th", { scope: "row" }, host.name || host.address), h("td", {}, host.does || "–"),
+    h("td", {}, h("span", { class: `pill ${TONES[host.state] ?? "stopped"}` }, host.state)), h("td", { class: "soft" }, host.reason), h("td", { class: "soft" }, host.address));
+  const events = found.events.slice(-MOST_EVENTS).reverse();
+  return h("section", { class: "card hosts", "aria-label": name }, h("h2", {}, name),
+    h("div", { class: "comparison", tabindex: "0", role: "region", "aria-label": `${name}, a line each` }, h("table", {},
+      h("thead", {}, h("tr", {}, ["Host", "Does", "State", "Why", "Address"].map(label => h("th", { scope: "col" }, label)))),
+      h("tbody", {}, found.hosts.map(row)))),
+    events.length > 0 && h("ul", { "aria-label": "What became of them, the newest first" }, events.map(({ at, host, what, why }) =>
+      h("li", {}, h("time", { class: "soft", title: moment(at) }, clock(at - run.began)), " ", h("b", {}, host), ` ${BECAME[what] ?? what}`, why ? h("span", { class: "soft" }, `: ${why}`) : null))));
 }
 
 /** Several runs, a line each: tiles by their labels. */

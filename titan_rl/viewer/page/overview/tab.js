@@ -1,7 +1,7 @@
 // What there is to know of a run at a glance: how far it is, whether it learns, what it costs, where it waits, what it says.
 import { Chart } from "viewer/curves/chart";
 import { CurveStore } from "viewer/curves/store";
-import { failure, headline, learned, table, tiles, waiting, waits, warnings } from "viewer/overview/parts";
+import { failure, headline, hosts, learned, table, tiles, waiting, waits, warnings } from "viewer/overview/parts";
 import { h } from "viewer/dom";
 import { colourOf } from "viewer/runs";
 import { findPair, pair } from "viewer/overview/pair";
@@ -28,12 +28,13 @@ class Overview {
     this.learned = h("div", { class: "learned" });
     this.tiles = h("div", { class: "tiles" });
     this.waits = h("div", { class: "waits" });
+    this.hosts = h("div", { class: "waits" });
     this.top.append(h("p", { class: "empty" }, "Reading the run …"));
     this.pair = h("section", { class: "pair", hidden: true });
     this.legend = h("div", { class: "hero-legend" });
     container.append(h("div", { class: "overview" }, this.top,
       h("section", { class: "card hero", "aria-label": "Reward" }, this.learned, h("div", { class: "hero-chart" }, this.legend, this.chartBox)),
-      this.tiles, this.waits, this.pair));
+      this.tiles, this.waits, this.hosts, this.pair));
   }
 
   async refresh() {
@@ -80,6 +81,7 @@ class Overview {
     this.tiles.replaceChildren(...(alone ? tiles(summaries[0]) : []));
     this.tiles.hidden = !this.tiles.childElementCount;
     this.waits.replaceChildren(waits(runs, summaries) ?? "");
+    this.hosts.replaceChildren(...each(hosts));
   }
 
   async #curves() {

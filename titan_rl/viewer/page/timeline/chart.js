@@ -44,9 +44,9 @@ export class TimelineChart {
 
   /** Shows an answer of the API. */
   show({ lanes, idle, steps, syncs, seen }) {
-    const known = new Set(this.groups.map(({ kind }) => kind));
+    const known = new Set(this.groups.map(({ key }) => key));
     this.groups = grouped(lanes, idle ?? [], seen);
-    for (const { kind, waits, lanes: all } of this.groups) if (!known.has(kind) && !waits && all.length > MANY) this.folded.add(kind);
+    for (const { key, waits, lanes: all } of this.groups) if (!known.has(key) && !waits && all.length > MANY) this.folded.add(key);
     this.steps = steps ?? [];
     this.syncs = syncs ?? [];
     this.#place();
@@ -124,7 +124,7 @@ export class TimelineChart {
     if (event.button) return;
     const at = this.#at(event);
     if (at.row?.kind === "group" && (at.x < this.gutter || at.row.folded)) {
-      this.#fold(at.row.group.kind);
+      this.#fold(at.row.group.key);
       return;
     }
     this.canvas.setPointerCapture(event.pointerId);
@@ -196,8 +196,8 @@ export class TimelineChart {
     this.#changed();
   }
 
-  #fold(kind) {
-    if (!this.folded.delete(kind)) this.folded.add(kind);
+  #fold(key) {
+    if (!this.folded.delete(key)) this.folded.add(key);
     this.#place();
   }
 

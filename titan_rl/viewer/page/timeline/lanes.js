@@ -1,10 +1,12 @@
 // The lanes of a trace in the order in which they are drawn, and what each did in a stretch of time.
 
-const KINDS = ["controller", "trainer", "generator", "environment", "reward", "sync", "scheduler", "checkpoint", "validation"];
-const LABELS = { controller: "Training loop", trainer: "Trainer", generator: "Generators", environment: "Environments", reward: "Rewards", sync: "Weight syncs", scheduler: "Scheduler", checkpoint: "Checkpoints", validation: "Validation" };
+const KINDS = ["host", "controller", "trainer", "generator", "environment", "reward", "sync", "scheduler", "checkpoint", "validation"];
+const LABELS = { host: "Hosts", controller: "Training loop", trainer: "Trainer", generator: "Generators", environment: "Environments", reward: "Rewards", sync: "Weight syncs", scheduler: "Scheduler", checkpoint: "Checkpoints", validation: "Validation" };
+const OF_ALL = ["host", "controller"]; // kinds of lanes that are of no host
 
 /**
- * Groups of lanes by what they are of: [{kind, label, waits, lanes: [lane with id, label, and spans [start, end, name, args, depth]]}].
+ * Groups of lanes by what they are of, and where there are several hosts by these before:
+ * [{key, kind, host, label, waits, lanes: [lane with id, label, and spans [start, end, name, args, depth]]}]. The hosts themselves and the training loop come first.
  *
  * @param idle of the API: the lanes in which a gap is a machine that idles, which is what `waits` says.
  * @param seen the [from, to] in which `idle` was counted.
@@ -14,8 +16,10 @@ export function grouped(lanes, idle, seen) {
   const waiting = new Map(idle.map(({ lane, ...told }) => [lane, { ...told, seen }]));
   for (const lane of lanes) {
     const kind = lane.kind ?? "other";
-    if (!groups.has(kind)) groups.set(kind, { kind, label: LABELS[kind] ?? kind, lanes: [] });
-    groups.get(kind).lanes.push(prepared(lane, waiting.get(`${lane.process}/${lane.lane}`)));
+    const host = OF_ALL.includes(kind) ? "" : lane.host ?? "";
+    const key = host ? `${host}/${kind}` : kind;
+    if (!groups.has(key)) groups.set(key, { key, kind, host, label: `${host ? `${host} · ` : ""}${LABELS[kind] ?? kind}`, lanes: [] });
+    groups.get(key).lanes.push(prepared(lane, waiting.get(`${lane.process}/${lane.lane}`)));
   }
   const place = kind => (KINDS.indexOf(kind) + KINDS.length + 1) % (KINDS.length + 1);
   const byName = new Intl.Collator("en", { numeric: true }).compare;
@@ -25,14 +29,14 @@ export function grouped(lanes, idle, seen) {
     const processes = new Set(group.lanes.map(lane => lane.process));
     for (const lane of group.lanes) lane.short = processes.size === group.lanes.length ? lane.process : lane.lane;
   }
-  return [...groups.values()].sort((a, b) => place(a.kind) - place(b.kind));
+  return [...groups.values()].sort((a, b) => byName(a.host, b.host) || place(a.kind) - place(b.kind));
 }
 
 /** Spans by their beginning, the outer before the inner, each with the depth at which it lies within others. */
 function prepared(lane, told) {
   const spans = lane.spans.map(([start, end, name, args]) => [start, end, name, args ?? {}, args?.depth ?? 0]);
   spans.sort((a, b) => a[0] - b[0] || a[4] - b[4]);
-  const label = lane.lane && lane.lane !== lane.process ? `${lane.process} · ${lane.lane}` : lane.process;
+  const label = lane.kind === "host" ? lane.lane.replace(/^host /, "") : lane.lane && lane.lane !== lane.process ? `${lane.process} · ${lane.lane}` : lane.process;
   const from = spans[0]?.[0] ?? 0;
   const to = spans.reduce((last, [, end]) => Math.max(last, end), 0);
   const depth = spans.reduce((most, [, , , , one]) => Math.max(most, one), 0) + 1;

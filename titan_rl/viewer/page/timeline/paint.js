@@ -15,7 +15,7 @@ const SHADES = [0, 24, 44];
 export function palette() {
   const ink = css("--ink");
   const planes = {};
-  for (const kind of ["trainer", "generator", "environment", "reward", "sync", "scheduler", "checkpoint", "validation"]) {
+  for (const kind of ["trainer", "generator", "environment", "reward", "sync", "scheduler", "checkpoint", "validation", "host", "lost"]) {
     planes[kind] = SHADES.map(share => share ? `color-mix(in oklab, ${css(`--plane-${kind}`)}, ${ink} ${share}%)` : css(`--plane-${kind}`));
   }
   const named = Object.fromEntries(["card", "page", "sunken", "soft", "line", "grid", "accent", "accent-tint", "on-accent", "idle"].map(name => [name, css(`--${name}`)]));

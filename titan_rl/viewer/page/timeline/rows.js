@@ -11,7 +11,7 @@ export function placed(groups, folded) {
   const rows = [];
   let top = 0;
   for (const group of groups) {
-    const isFolded = folded.has(group.kind);
+    const isFolded = folded.has(group.key);
     const height = isFolded ? HEADER + 14 : HEADER;
     rows.push({ kind: "group", group, folded: isFolded, top, height });
     top += height;

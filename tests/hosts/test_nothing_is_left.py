@@ -1,0 +1,145 @@
+"""However a run or a worker ends, its hosts have nothing of it soon after."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Generator
+from pathlib import Path
+
+import pytest
+from hosts.namespaces import PROJECT, HostProcess, NamespaceHost, Namespaces, namespaces
+from hosts.scripted import TESTS
+
+from titan_rl.actors.hosts.scratch import SCRATCH, WORKER
+from titan_rl.actors.liveness.process_tree import unreaped_children_of
+
+LIMIT_S = 60.0
+
+PROGRAM = """
+import asyncio, sys
+from hosts.scripted import *
+from rollout.test_message_token_env import LetterRenderer
+from run.test_controller import FakeTrainer
+from titan_rl.config.hosts import HostsConfig
+from titan_rl.config.sections import CheckpointConfig, SamplingConfig, ValidationConfig
+from titan_rl.rollout.settings import RolloutConfig
+from titan_rl.run.launch import run_training
+from titan_rl.run.parts import Parts
+from titan_rl.scheduling.settings import SchedulingConfig
+from titan_rl.training.settings import TrainingConfig
+
+folder, *addresses = sys.argv[1:]
+
+class Steps(FakeTrainer):
+    async def step(self, samples):
+        await asyncio.sleep(0.2)
+        return await super().step(samples)
+
+settings = config(
+    addresses,
+    run_dir=folder,
+    generation=GenerationConfig(engine="hosts.scripted:make_with_memory", num_generators=len(addresses)),
+    training=TrainingConfig(steps=10_000, row_tokens=256),
+    rollout=RolloutConfig(group_size=2),
+    sampling=SamplingConfig(max_tokens=4),
+    scheduling=SchedulingConfig(groups_per_step=2, max_staleness=0),
+    validation=ValidationConfig(num_prompts=0),
+    checkpoint=CheckpointConfig(interval=0, interval_s=0),
+)
+sys.exit(run_training(settings, parts=Parts(trainer=Steps(), renderer=LetterRenderer())).code)
+"""
+
+
+class Machines:
+    """Two hosts with a worker each, and a temporary folder that no other has."""
+
+    def __init__(self, hosts: Namespaces, temporary: Path, said: Path) -> None:
+        self.hosts = hosts
+        self._temporary = temporary
+        self._said = said
+        self.workers = [self.start_worker(index) for index in range(len(hosts))]
+
+    def start_worker(self, index: int) -> HostProcess:
+        host = self.hosts[index]
+        return host.start_worker(self._said / f"{host.name}.txt", env={"TMPDIR": str(self._temporary)})
+
+    def left(self, index: int) -> list[str]:
+        """What there is on a host beside its worker and the worker's own folder."""
+        host = self.hosts[index]
+        processes = processes_of(host)
+        unreaped = [f"defunct {pid}" for pid in unreaped_children_of(self.workers[index].pid)]
+        folders = [name for name in host.files(str(self._temporary)) if name.startswith((SCRATCH, WORKER))]
+        own = [name for name in folders if name.startswith(WORKER)][:1]
+        return processes + unreaped + host.files("/dev/shm") + [name for name in folders if name not in own]
+
+    def until_nothing_is_left(self) -> None:
+        for index in range(len(self.hosts)):
+            until(lambda index=index: not self.left(index), lambda index=index: f"only {self.left(index)} is left")
+
+
+@pytest.fixture(scope="module")
+def machines(needs_namespaces: None, tmp_path_factory: pytest.TempPathFactory) -> Generator[Machines]:
+    with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as folder, namespaces(2, private=[Path(folder)]) as made:
+        yield Machines(made, Path(folder), tmp_path_factory.mktemp("workers"))
+
+
+def processes_of(host: NamespaceHost) -> list[str]:
+    """Of runs."""
+    return [line for line in host.processes() if "bootstrap_main" in line or "monarch_host" in line]
+
+
+@contextlib.contextmanager
+def run_on(machines: Machines, folder: Path) -> Generator[subprocess.Popen[bytes]]:
+    """A run of generators that own shared memory, once it has trained a step."""
+    said = folder / "said.txt"
+    arguments = [str(folder / "runs"), *[host.worker_address for host in machines.hosts]]
+    with said.open("w") as output:
+        run = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, *arguments],
+            env={**os.environ, "PYTHONPATH": f"{TESTS}{os.pathsep}{PROJECT}"},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            cwd=PROJECT,
+        )
+    try:
+        until(lambda: " 1/" in said.read_text() or run.poll() is not None, said.read_text)
+        yield run
+    finally:
+        run.kill()
+        run.wait()
+        print(said.read_text())
+
+
+def until(done: Callable[[], bool], what: Callable[[], str]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not done():
+        assert time.monotonic() < deadline, f"not in {LIMIT_S:g} s: {what()}"
+        time.sleep(0.05)
+
+
+def test_a_run_that_is_stopped_by_ctrl_c(machines: Machines, tmp_path: Path) -> None:
+    with run_on(machines, tmp_path) as run:
+        run.send_signal(signal.SIGINT)
+        assert run.wait(LIMIT_S) == 130
+        machines.until_nothing_is_left()
+
+
+def test_what_a_killed_worker_leaves_goes_with_the_next_and_what_a_killed_controller_leaves_goes_at_once(
+    machines: Machines, tmp_path: Path
+) -> None:
+    with run_on(machines, tmp_path) as run:
+        assert all(host.files("/dev/shm") for host in machines.hosts)
+        machines.workers[1].send(signal.SIGKILL)
+        machines.workers[1].wait(LIMIT_S)
+        until(lambda: not processes_of(machines.hosts[1]), lambda: "what it has started ends")
+        assert machines.left(1), "nobody is there who could clear up"
+        machines.workers[1] = machines.start_worker(1)
+        assert machines.left(1) == []
+        run.kill()
+        machines.until_nothing_is_left()

@@ -1,0 +1,63 @@
+"""What processes leave is cleared up after their end, and those that ended are asked for it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+import pytest
+
+from titan_rl.actors.liveness.process_tree import children_of, unreaped_children_of
+from titan_rl.run.machine.aftermath import LOOK_S, REAP_S, SETTLE_S, Aftermath
+
+pytestmark = pytest.mark.skipif(
+    not os.path.exists(f"/proc/{os.getpid()}/task/{os.getpid()}/children"), reason="this kernel lists no children"
+)
+
+
+@pytest.fixture
+def child() -> int:
+    """A process that lives until it is killed, and that nobody asks for its end."""
+    return os.posix_spawn(sys.executable, [sys.executable, "-c", "import time; time.sleep(600)"], os.environ)
+
+
+def kill(child: int) -> None:
+    os.kill(child, 9)
+    while child not in unreaped_children_of(os.getpid()):
+        time.sleep(0.001)
+
+
+def test_it_is_cleaned_for_some_time_after_the_end_of_a_child_and_never_before(child: int) -> None:
+    now, cleaned = 0.0, list[float]()
+    aftermath = Aftermath(lambda: cleaned.append(now), lambda: now)
+
+    def look(times: int) -> None:
+        nonlocal now
+        for _ in range(times):
+            aftermath.look()
+            now += LOOK_S
+
+    assert child in children_of(os.getpid())
+    look(5)
+    assert cleaned == []
+    kill(child)
+    assert child not in children_of(os.getpid())
+    killed = now
+    look(100)
+    assert cleaned[0] == killed
+    assert cleaned[-1] == killed + SETTLE_S
+    with pytest.raises(ChildProcessError):
+        os.waitpid(child, os.WNOHANG)
+
+
+def test_a_child_whose_end_another_asks_for_is_left_to_it_for_a_while(child: int) -> None:
+    now = 0.0
+    aftermath = Aftermath(lambda: None, lambda: now)
+    kill(child)
+    aftermath.look()
+    now += REAP_S / 2
+    aftermath.look()
+    assert os.waitpid(child, 0)[0] == child
+    now += REAP_S
+    aftermath.look()

@@ -1,0 +1,98 @@
+"""What is told of a run's hosts: each change once, as an event, a count in the metrics, and a lane of the timeline."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from titan_rl.actors.liveness.host_state import HostState
+from titan_rl.run.hosts.history import BECOMES, MOST_EVENTS, HostHistory
+from titan_rl.tracing import spans
+from titan_rl.viewer.trace.events import Traces
+
+STATES = ["in the run", "draining", "left", "gone"]
+
+
+def host(name: str, state: str = "in the run", reason: str = "", *processes: str) -> HostState:
+    return HostState(name, f"10.0.0.{name[1:]}:22222", state, reason, processes)
+
+
+def test_a_run_on_one_host_has_nothing_to_tell() -> None:
+    history = HostHistory()
+    for _ in range(2):
+        history.note([host("h1", "in the run", "", "trainer", "generator-0")], {"h1": 0.25})
+        assert history.take_metrics() == {}
+        assert history.look() == ()
+    assert history.events == []
+
+
+def test_what_became_of_hosts_is_an_event_and_a_count_of_the_step() -> None:
+    now = 100.0
+    history = HostHistory(lambda: now)
+    first, second = host("h1", "in the run", "", "trainer"), host("h2", "in the run", "", "generator-0", "generator-1")
+    history.note([first, second], {"h1": 0.5, "h2": 0.25})
+    history.note([first, second], {"h1": 0.25, "h2": 0.75})
+    assert history.take_metrics() == {
+        "hosts/present": 2.0,
+        "hosts/draining": 0.0,
+        "hosts/joined": 0.0,
+        "hosts/left": 0.0,
+        "hosts/lost": 0.0,
+        "hosts/h1/generators": 0.0,
+        "hosts/h1/silence_s": 0.5,
+        "hosts/h2/generators": 2.0,
+        "hosts/h2/silence_s": 0.75,
+    }
+    assert history.events == [], "it began with these"
+    now = 130.0
+    history.note([first, host("h2", "gone", "silent"), HostState("", "10.0.0.3:22222", "joining")])
+    history.note([first, host("h2", "gone", "silent"), host("h3")])
+    history.note([first, host("h2", "gone", "silent"), host("h3", "draining", "asked to")])
+    metrics = history.take_metrics()
+    assert [metrics[f"hosts/{name}"] for name in ("present", "draining", "joined", "left", "lost")] == [2, 1, 1, 0, 1]
+    assert "hosts/h2/generators" not in metrics
+    told = [(event.at, event.host, event.what, event.why) for event in history.events]
+    assert told == [(130, "h2", "lost", "silent"), (130, "h3", "joined", ""), (130, "h3", "drains", "asked to")]
+    assert history.take_metrics()["hosts/lost"] == 0, "of the step before"
+
+
+@given(st.lists(st.sampled_from(STATES), min_size=1, max_size=30))
+def test_each_change_is_told_once(states: list[str]) -> None:
+    history = HostHistory()
+    counted: Counter[str] = Counter()
+    history.note([host("h1"), host("h2", states[0])])
+    for state in states:
+        for _ in range(2):
+            history.note([host("h1"), host("h2", state)])
+        counted.update({name: int(value) for name, value in history.take_metrics().items()})
+    changes = [now for before, now in pairwise(states) if before != now and (before, now) != ("draining", "in the run")]
+    assert [event.what for event in history.events] == [BECOMES[state] for state in changes]
+    for what in ("joined", "left", "lost"):
+        assert counted[f"hosts/{what}"] == sum(event.what == what for event in history.events)
+
+
+def test_the_newest_events_are_kept() -> None:
+    history = HostHistory()
+    for number in range(2 * MOST_EVENTS):
+        history.note([host("h1"), host("h2", STATES[3 * (number % 2)])])
+    assert len(history.events) == MOST_EVENTS
+    assert history.events[-1].what == "lost"
+
+
+def test_each_host_has_a_lane_of_its_states(tmp_path: Path) -> None:
+    with spans.recording(tmp_path, "controller", 1 << 20, print):
+        history = HostHistory()
+        with spans.span("around", "trainer", lane="loop"):
+            history.note([host("h1"), host("h2")])
+            with spans.span("inner", "trainer"):
+                history.note([host("h1"), host("h2", "gone", "silent")])
+        history.close()
+    lanes = Traces(tmp_path).read()["controller"].lanes
+    assert lanes.keys() == {"loop", "host h1", "host h2"}
+    assert [(span.name, span.kind) for span in lanes["host h2"]] == [("in the run", "host"), ("gone", "lost")]
+    assert [span.args.get("why") for span in lanes["host h2"]] == [None, "silent"]
+    assert [span.name for span in lanes["loop"]] == ["around", "inner"]
