@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import argparse
 
-from benchmarks.across_hosts import delta, fanout, manifest, trainer_recovery
+from benchmarks.across_hosts import delta, fanout, host_loss, manifest, trainer_recovery
 
 FIGURES = {
+    "host_loss": host_loss.measure,
     "fanout": fanout.measure,
     "delta": delta.measure,
     "manifest": manifest.measure,

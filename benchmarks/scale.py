@@ -113,7 +113,7 @@ class ScaledRun:
         processes = SimulatedProcesses(
             ModelConfig(path="unused", max_context=4096),
             GenerationConfig(num_generators=self.num_generators, max_respawns=1 << 20),
-            RoutingConfig(),
+            RoutingConfig(max_sessions=1 << 20),
             StateDictConfig(),
             seed=0,
             max_running=REQUESTS,

@@ -1,0 +1,146 @@
+"""A run without a trainer whose generators, on hosts of their own, answer one request after the other, and which tells
+of each what becomes of it.
+
+    python -m benchmarks.across_hosts.answering FOLDER IN_FLIGHT TOKENS table.setting=value ...
+
+It tells what happens, a JSON object a line on standard output, and goes on until standard input ends:
+
+    {"at": 12.5, "what": "sent", "request": "r0", "replica": "generator-1", "process": "generator-1-4"}
+
+`at` is of the machine's monotonic clock in seconds, which all its processes share, and `what` one of
+
+- `said`: something that a person is shown, `text`;
+- `serving`: requests are asked from now on, at the first;
+- `starts`: a process of this `replica` is going to be started;
+- `sent`, `heard`, `answered`, `failed`: a request went to a process, its first tokens came, all came, or none came any
+  more, by which a request may be sent again elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import json
+import sys
+import time
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from benchmarks.across_hosts.kept_versions import EXAMPLE
+from titan_rl.actors.actor_replica import ActorReplica
+from titan_rl.actors.generator_processes import GeneratorProcesses
+from titan_rl.actors.run_processes import start_processes
+from titan_rl.config.load import dump_config, load_config
+from titan_rl.config.run import RunConfig
+from titan_rl.generation.engine import Engine
+from titan_rl.generation.registry import EngineSpec
+from titan_rl.generation.request import EngineRequest, OnChunk
+from titan_rl.generation.router.router import GeneratorRouter
+from titan_rl.generation.scripted_engine import CostModel, ScriptedEngine
+from titan_rl.run.directory import RunDirectory
+from titan_rl.run.hosts.requests import HostFiles
+from titan_rl.run.machine.environment import run_environment
+from titan_rl.run.parts import use_monarch, watcher
+from titan_rl.run.status import noted
+from titan_rl.types import Completion, SamplingParams, TokenChunk
+from titan_rl.weights.published_weights import PublishedWeights
+
+PROMPT = [5, 6, 7]
+
+
+def scripted(spec: EngineSpec) -> Engine:
+    """An engine that takes a millisecond a step."""
+    return ScriptedEngine(cost=CostModel(step=0.001))
+
+
+def tell(what: str, **figures: str) -> None:
+    print(json.dumps({"at": time.monotonic(), "what": what, **figures}), flush=True)
+
+
+def say(text: str) -> None:
+    tell("said", text=text)
+
+
+async def told_stream(replica: ActorReplica, request: EngineRequest, on_chunk: OnChunk) -> Completion:
+    """As `ActorReplica.stream`, telling of it."""
+    of = {"request": request.request_id.partition("~")[0], "replica": replica.name, "process": replica.remote.id}
+    heard = False
+
+    def hear(chunk: TokenChunk) -> None:
+        nonlocal heard
+        if not heard:
+            heard = True
+            tell("heard", **of)
+        on_chunk(chunk)
+
+    tell("sent", **of)
+    try:
+        completion = await _stream(replica, request, hear)
+    except BaseException:
+        tell("failed", **of)
+        raise
+    tell("answered", **of)
+    return completion
+
+
+async def told_spawn(processes: GeneratorProcesses, name: str, *arguments: Any, **options: Any) -> Any:
+    """As `GeneratorProcesses.spawn`, telling of it."""
+    tell("starts", replica=name)
+    return await _spawn(processes, name, *arguments, **options)
+
+
+_stream, _spawn = ActorReplica.stream, GeneratorProcesses.spawn
+
+
+async def ask(router: GeneratorRouter, place: int, in_flight: int, tokens: int) -> None:
+    """One request after the other."""
+    sampling = SamplingParams(max_tokens=tokens, min_tokens=tokens, temperature=1.0)
+    for number in count(place, in_flight):
+        await router.generate([*PROMPT, place], request_id=f"r{number}", sampling=sampling)
+
+
+async def answer(config: RunConfig, folder: Path, in_flight: int, tokens: int) -> None:
+    """Until standard input ends."""
+    generating = start_processes(config, RunDirectory(folder), PublishedWeights(), say, trains=False)
+    async with contextlib.AsyncExitStack() as opened:
+        processes = await opened.enter_async_context(generating)
+        router = processes.make_router()
+        opened.push_async_callback(router.close)
+        opened.enter_context(noted(folder, begins=True))
+        tell("serving")
+        watch = watcher(config, HostFiles(folder), processes, router, say)
+        async with asyncio.TaskGroup() as tasks:
+            going_on = [tasks.create_task(watch())]
+            going_on += [tasks.create_task(ask(router, place, in_flight, tokens)) for place in range(in_flight)]
+            await asyncio.to_thread(sys.stdin.read)
+            for task in going_on:
+                task.cancel()
+
+
+def patched(*changes: tuple[type, str, Callable[..., Any]]) -> contextlib.ExitStack:
+    with contextlib.ExitStack() as opened:
+        for owner, name, function in changes:
+            opened.enter_context(patch.object(owner, name, function))
+        return opened.pop_all()
+
+
+def main() -> None:
+    folder, in_flight, tokens, *settings = sys.argv[1:]
+    config = load_config(EXAMPLE, [(name, value) for name, _, value in (text.partition("=") for text in settings)])
+    (run := Path(folder)).joinpath("config.toml").write_text(dump_config(config))
+    with (
+        run.joinpath("lock").open("w") as lock,
+        run_environment(config.pythonpath),
+        patched((ActorReplica, "stream", told_stream), (GeneratorProcesses, "spawn", told_spawn)),
+    ):
+        fcntl.flock(lock, fcntl.LOCK_EX)  # by which others see that the run goes on
+        use_monarch(config.hosts, say)
+        asyncio.run(answer(config, run, int(in_flight), int(tokens)))
+
+
+if __name__ == "__main__":
+    main()

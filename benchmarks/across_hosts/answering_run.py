@@ -1,0 +1,129 @@
+"""A run of `answering.py` in a process of its own, and what it has told."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.across_hosts.kept_versions import REPOSITORY
+from tests.hosts.namespaces import NamespaceHost
+
+LIMIT_S = 60.0
+END_S = 30.0
+SCRIPTED = "benchmarks.across_hosts.answering:scripted"
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """As `answering.py` says; a field that an event has not is ""."""
+
+    at: float  # of `time.monotonic()`
+    what: str
+    text: str = ""
+    request: str = ""
+    replica: str = ""
+    process: str = ""
+
+
+class AnsweringRun:
+    """
+    Attributes:
+        folder: of the run.
+    """
+
+    def __init__(self, folder: Path, process: subprocess.Popen[str]) -> None:
+        self.folder = folder
+        self._process = process
+        self._events: list[Event] = []
+        self._told = threading.Condition()
+        self._ended = False
+        threading.Thread(target=self._read, daemon=True).start()
+
+    @property
+    def events(self) -> list[Event]:
+        """All so far."""
+        with self._told:
+            return list(self._events)
+
+    def wait(self, happened: Callable[[Event], bool], since: float = 0.0, limit_s: float = LIMIT_S) -> Event:
+        """The first event from a time on that is one of those, which stays for others to find.
+
+        Raises:
+            RuntimeError: there is none, in so many seconds or before the run ended.
+        """
+
+        def found() -> Event | None:
+            return next((event for event in self._events if event.at >= since and happened(event)), None)
+
+        with self._told:
+            self._told.wait_for(lambda: self._ended or found(), limit_s)
+            if (event := found()) is None:
+                said = "\n".join(event.text for event in self._events if event.what == "said")
+                raise RuntimeError(f"the run {'has ended' if self._ended else 'does not get on'}; it has said:\n{said}")
+            return event
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            with self._told:
+                self._events.append(Event(**json.loads(line)))
+                self._told.notify_all()
+        with self._told:
+            self._ended = True
+            self._told.notify_all()
+
+
+@contextlib.contextmanager
+def answering_run(
+    hosts: Sequence[NamespaceHost], *, in_flight: int, tokens: int, **settings: str
+) -> Generator[AnsweringRun]:
+    """A run on these hosts that answers, with a worker on each; it ends with the block.
+
+    Args:
+        in_flight: requests at a time.
+        tokens: of each answer.
+        settings: those of the example but for these, with double underscores for dots.
+    """
+    with tempfile.TemporaryDirectory(prefix="answering-") as name:
+        folder = Path(name)
+        for host in hosts:
+            host.start_worker(folder / f"worker-{host.name}.txt")
+        given = {
+            "hosts.addresses": ",".join(host.worker_address for host in hosts),
+            "hosts.generate": str(len(hosts)),
+            "generation.num_generators": str(len(hosts)),
+            **{name.replace("__", "."): value for name, value in settings.items()},
+        }
+        options = [str(folder), str(in_flight), str(tokens), *[f"{name}={value}" for name, value in given.items()]]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.across_hosts.answering", *options],
+            cwd=REPOSITORY,
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            run = AnsweringRun(folder, process)
+            run.wait(lambda event: event.what == "serving", limit_s=2 * LIMIT_S)
+            yield run
+        finally:
+            _end(process)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    assert process.stdin is not None
+    process.stdin.close()
+    try:
+        process.wait(END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
