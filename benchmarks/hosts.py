@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import argparse
 
-from benchmarks.across_hosts import delta, fanout, host_loss, manifest, trainer_recovery
+from benchmarks.across_hosts import delta, fanout, host_loss, join, manifest, trainer_recovery
 
 FIGURES = {
     "host_loss": host_loss.measure,
+    "join": join.measure,
     "fanout": fanout.measure,
     "delta": delta.measure,
     "manifest": manifest.measure,

@@ -68,7 +68,7 @@ class RoutingConfig(Section):
     strategy: Annotated[str, FunctionName(tuple(STRATEGIES), ("max_sessions",))] = "sticky"
     """sticky keeps a rollout on the replica that holds its KV cache; group_affinity also starts its siblings there."""
     max_sessions: PositiveInt = 65536
-    """Sessions remembered; the one longest unused is forgotten first."""
+    """Sessions remembered; the one longest unused is forgotten first. At least as many as rollouts in flight."""
 
 
 class SamplingConfig(Section):

@@ -1,0 +1,62 @@
+"""How long a host takes to join a run that goes on, against the start of one engine in the same run.
+
+A host joins from the moment that `titan-rl hosts RUN add ADDRESS` is called until its generator has answered a request.
+The start of an engine goes from the moment at which the run begins to start a generator's process, on a host that is in
+the run, until that has answered one. In each round the host joins, its generator is killed and started again, and the
+host is drained. Two engines share the cores with the run and with each other in both.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+from benchmarks.across_hosts.answering_run import LIMIT_S, AnsweringRun, answering_run
+from benchmarks.across_hosts.kept_versions import REPOSITORY
+from benchmarks.paired import Spread, report
+from tests.e2e.runs import process_writing_to
+from tests.hosts.namespaces import NamespaceHost, namespaces
+
+IN_FLIGHT, TOKENS = 4, 32
+TARGET = 1.2
+
+
+def measure(rounds: int) -> None:
+    with (
+        namespaces(2) as (here, joins),
+        answering_run([here], in_flight=IN_FLIGHT, tokens=TOKENS, generation__max_respawns=str(rounds)) as run,
+    ):
+        joins.start_worker(run.folder / "worker-that-joins.txt")
+        measured = [_join(run, joins) for _ in range(rounds)]
+    report("join_seconds", Spread([join for join, _ in measured]), "s")
+    report("engine_start_seconds", Spread([start for _, start in measured]), "s")
+    report("join_s", Spread([join / start for join, start in measured]), "ratio", TARGET)
+
+
+def _join(run: AnsweringRun, host: NamespaceHost) -> tuple[float, float]:
+    """Seconds of a join, and of the start of an engine."""
+    began = time.monotonic()
+    old = {event.process for event in run.events}
+    _command("hosts", str(run.folder), "add", host.worker_address)
+    joined = run.wait(lambda event: event.what == "answered" and event.process not in old, began)
+    os.kill(process_writing_to(run.folder / "logs" / f"{joined.replica}.log"), signal.SIGKILL)
+    starts = run.wait(lambda event: (event.what, event.replica) == ("starts", joined.replica), joined.at)
+    started = run.wait(
+        lambda e: (e.what, e.replica) == ("answered", joined.replica) and e.process != joined.process, starts.at
+    )
+    _command("hosts", str(run.folder), "drain", host.name)
+    return joined.at - began, started.at - starts.at
+
+
+def _command(*words: str) -> None:
+    subprocess.run(
+        [sys.executable, "-m", "titan_rl.cli.main", *words],
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        stdout=sys.stderr,
+        check=True,
+        timeout=LIMIT_S,
+    )
