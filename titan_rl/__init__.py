@@ -9,9 +9,6 @@ needs them is in modules of its own: `titan_rl.training.trainer.TrainerCore` and
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from titan_rl.calls.watchdog import LoopWatchdog
-from titan_rl.config.load import load_config
-from titan_rl.config.run import RunConfig
 from titan_rl.errors import (
     ActorDiedError,
     BusyError,
@@ -38,96 +35,138 @@ from titan_rl.errors import (
     UnavailableWeightsError,
     VerificationError,
 )
-from titan_rl.generation.engine import Engine, TokenDelta
-from titan_rl.generation.loop.engine_loop import EngineLoop
-from titan_rl.generation.loop.local_replica import LocalReplica
-from titan_rl.generation.request import EngineRequest
-from titan_rl.generation.resume import resume_on_abort
-from titan_rl.generation.router import (
-    GeneratorRouter,
-    LeastLoaded,
-    Limits,
-    PauseMode,
-    Replica,
-    RoundRobin,
-    StickySession,
-)
-from titan_rl.generation.scripted_engine import ScriptedEngine
-from titan_rl.players.task import SeatedTask
-from titan_rl.rollout.environment.message_game import MessageGame
-from titan_rl.rollout.environment.message_token_env import MessageTokenEnv
-from titan_rl.rollout.environment.seats import (
-    MessagePlayer,
-    MessageSeat,
-    Player,
-    SeatedEnv,
-    SeatedMessageEnv,
-    SeatOutError,
-    TokenPlayer,
-    TokenSeat,
-)
-from titan_rl.rollout.environment.threaded import ThreadedEnv
-from titan_rl.rollout.environment.types import (
-    MessageEnv,
-    MessageObservation,
-    MessageStep,
-    TokenEnv,
-    TokenObservation,
-    TokenStep,
-)
-from titan_rl.rollout.group.rollouter import Rollouter
-from titan_rl.rollout.renderer import ChatTemplateRenderer, Renderer
-from titan_rl.rollout.rewards.reward import GroupReward, Reward, WeightedReward, env_reward
-from titan_rl.rollout.rewards.reward_calls import FailurePolicy
-from titan_rl.rollout.rewards.rubric import Rubric
-from titan_rl.rollout.settings import RolloutConfig
-from titan_rl.rollout.task import DemonstratingTask, Demonstration, Task
-from titan_rl.rollout.types import Message, Rollout, RolloutGroup, RolloutStatus, Turn
-from titan_rl.scheduling.backlog import Backlog
-from titan_rl.scheduling.batches.batch import GroupBatch
-from titan_rl.scheduling.lease import Lease
-from titan_rl.scheduling.mix.curriculum import Curriculum
-from titan_rl.scheduling.run_group import RunGroup
-from titan_rl.scheduling.scheduler import GroupScheduler
-from titan_rl.scheduling.settings import SchedulingConfig
-from titan_rl.tasks import (
-    ArgumentsError,
-    MessageTask,
-    PromptTask,
-    Rows,
-    Tool,
-    ToolEnv,
-    answer_of,
-    answer_rubric,
-    call_of,
-    read_rows,
-    tools_of,
-)
-from titan_rl.training.data.sample import TrainingSample
-from titan_rl.training.data.sample_builder import build_samples
-from titan_rl.types import Completion, FinishReason, GenerateFn, SamplingParams, VersionSpan
-from titan_rl.weights.types import StateDictTransport
 
 if TYPE_CHECKING:
+    from titan_rl.calls.watchdog import LoopWatchdog
+    from titan_rl.config.load import load_config
+    from titan_rl.config.run import RunConfig
     from titan_rl.evaluation.evaluation import Evaluation, read_evaluation
     from titan_rl.evaluation.table import table
+    from titan_rl.generation.engine import Engine, TokenDelta
+    from titan_rl.generation.loop.engine_loop import EngineLoop
+    from titan_rl.generation.loop.local_replica import LocalReplica
+    from titan_rl.generation.request import EngineRequest
+    from titan_rl.generation.resume import resume_on_abort
+    from titan_rl.generation.router import (
+        GeneratorRouter,
+        LeastLoaded,
+        Limits,
+        PauseMode,
+        Replica,
+        RoundRobin,
+        StickySession,
+    )
+    from titan_rl.generation.scripted_engine import ScriptedEngine
+    from titan_rl.players.task import SeatedTask
+    from titan_rl.rollout.environment.message_game import MessageGame
+    from titan_rl.rollout.environment.message_token_env import MessageTokenEnv
+    from titan_rl.rollout.environment.seats import (
+        MessagePlayer,
+        MessageSeat,
+        Player,
+        SeatedEnv,
+        SeatedMessageEnv,
+        SeatOutError,
+        TokenPlayer,
+        TokenSeat,
+    )
+    from titan_rl.rollout.environment.threaded import ThreadedEnv
+    from titan_rl.rollout.environment.types import (
+        MessageEnv,
+        MessageObservation,
+        MessageStep,
+        TokenEnv,
+        TokenObservation,
+        TokenStep,
+    )
+    from titan_rl.rollout.group.rollouter import Rollouter
+    from titan_rl.rollout.renderer import ChatTemplateRenderer, Renderer
+    from titan_rl.rollout.rewards.reward import GroupReward, Reward, WeightedReward, env_reward
+    from titan_rl.rollout.rewards.reward_calls import FailurePolicy
+    from titan_rl.rollout.rewards.rubric import Rubric
+    from titan_rl.rollout.settings import RolloutConfig
+    from titan_rl.rollout.task import DemonstratingTask, Demonstration, Task
+    from titan_rl.rollout.types import Message, Rollout, RolloutGroup, RolloutStatus, Turn
     from titan_rl.run.python import evaluate, evaluate_async, train
+    from titan_rl.scheduling.backlog import Backlog
+    from titan_rl.scheduling.batches.batch import GroupBatch
+    from titan_rl.scheduling.lease import Lease
+    from titan_rl.scheduling.mix.curriculum import Curriculum
+    from titan_rl.scheduling.run_group import RunGroup
+    from titan_rl.scheduling.scheduler import GroupScheduler
+    from titan_rl.scheduling.settings import SchedulingConfig
+    from titan_rl.tasks import (
+        ArgumentsError,
+        MessageTask,
+        PromptTask,
+        Rows,
+        Tool,
+        ToolEnv,
+        answer_of,
+        answer_rubric,
+        call_of,
+        read_rows,
+        tools_of,
+    )
+    from titan_rl.training.data.sample import TrainingSample
+    from titan_rl.training.data.sample_builder import build_samples
+    from titan_rl.types import Completion, FinishReason, GenerateFn, SamplingParams, VersionSpan
+    from titan_rl.weights.types import StateDictTransport
 
-_WHEN_ASKED_FOR = {
-    "Evaluation": "titan_rl.evaluation.evaluation",
-    "evaluate": "titan_rl.run.python",
-    "evaluate_async": "titan_rl.run.python",
-    "read_evaluation": "titan_rl.evaluation.evaluation",
-    "table": "titan_rl.evaluation.table",
-    "train": "titan_rl.run.python",
+_NAMES = {
+    "calls.watchdog": "LoopWatchdog",
+    "config.load": "load_config",
+    "config.run": "RunConfig",
+    "evaluation.evaluation": "Evaluation read_evaluation",
+    "evaluation.table": "table",
+    "generation.engine": "Engine TokenDelta",
+    "generation.loop.engine_loop": "EngineLoop",
+    "generation.loop.local_replica": "LocalReplica",
+    "generation.request": "EngineRequest",
+    "generation.resume": "resume_on_abort",
+    "generation.router": "GeneratorRouter LeastLoaded Limits PauseMode Replica RoundRobin StickySession",
+    "generation.scripted_engine": "ScriptedEngine",
+    "players.task": "SeatedTask",
+    "rollout.environment.message_game": "MessageGame",
+    "rollout.environment.message_token_env": "MessageTokenEnv",
+    "rollout.environment.seats": "MessagePlayer MessageSeat Player SeatOutError "
+    "SeatedEnv SeatedMessageEnv TokenPlayer TokenSeat",
+    "rollout.environment.threaded": "ThreadedEnv",
+    "rollout.environment.types": "MessageEnv MessageObservation MessageStep TokenEnv TokenObservation TokenStep",
+    "rollout.group.rollouter": "Rollouter",
+    "rollout.renderer": "ChatTemplateRenderer Renderer",
+    "rollout.rewards.reward": "GroupReward Reward WeightedReward env_reward",
+    "rollout.rewards.reward_calls": "FailurePolicy",
+    "rollout.rewards.rubric": "Rubric",
+    "rollout.settings": "RolloutConfig",
+    "rollout.task": "DemonstratingTask Demonstration Task",
+    "rollout.types": "Message Rollout RolloutGroup RolloutStatus Turn",
+    "run.python": "evaluate evaluate_async train",
+    "scheduling.backlog": "Backlog",
+    "scheduling.batches.batch": "GroupBatch",
+    "scheduling.lease": "Lease",
+    "scheduling.mix.curriculum": "Curriculum",
+    "scheduling.run_group": "RunGroup",
+    "scheduling.scheduler": "GroupScheduler",
+    "scheduling.settings": "SchedulingConfig",
+    "tasks": "ArgumentsError MessageTask PromptTask Rows Tool "
+    "ToolEnv answer_of answer_rubric call_of read_rows tools_of",
+    "training.data.sample": "TrainingSample",
+    "training.data.sample_builder": "build_samples",
+    "types": "Completion FinishReason GenerateFn SamplingParams VersionSpan",
+    "weights.types": "StateDictTransport",
 }
-"""Modules of names that are imported when they are first asked for: a program that runs nothing needs them not."""
+"""The public names by the modules below `titan_rl` that have them. Each is imported when it is first asked for: every
+process and command imports this package, and few need all of it."""
+
+_MODULES = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _WHEN_ASKED_FOR:
-        return getattr(import_module(_WHEN_ASKED_FOR[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(import_module(_MODULES[name]), name)
+    return found
 
 
 __all__ = [

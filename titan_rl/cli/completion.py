@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from functools import partial
 
 import shtab
 
@@ -11,17 +10,15 @@ from titan_rl.cli.options import Parser
 from titan_rl.run.terminal.standard_streams import say
 
 
-def set_up(parser: Parser, of: Parser) -> None:
-    """
-    Args:
-        of: the whole command line.
-    """
+def set_up(parser: Parser) -> None:
     parser.description = "Print a script that completes titan-rl's commands and settings, for a shell to read."
     parser.epilog = 'for instance, in ~/.bashrc:  eval "$(titan-rl completion bash)"'
     parser.add_argument("shell", choices=shtab.SUPPORTED_SHELLS)
-    parser.set_defaults(run=partial(run, of))
+    parser.set_defaults(run=run)
 
 
-def run(of: Parser, arguments: argparse.Namespace) -> int:
-    say(shtab.complete(of, arguments.shell))
+def run(arguments: argparse.Namespace) -> int:
+    from titan_rl.cli.main import command_line  # which has all commands, and this one among them
+
+    say(shtab.complete(command_line(), arguments.shell))
     return 0

@@ -8,12 +8,12 @@ import signal
 import sys
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from importlib.metadata import version
 from types import FrameType
 from typing import cast
 
 from titan_rl.calls.user_code import reason, summary
-from titan_rl.cli import completion, doctor, eval, export, hosts, init, launch, play, serve, sft, train, view, worker
 from titan_rl.cli.options import EXIT_USAGE, Parser
 from titan_rl.errors import ConfigError, ModelError, TitanRLError
 from titan_rl.run.terminal.standard_streams import OutputError, replace_closed_streams, say, tell
@@ -22,6 +22,23 @@ EXIT_FAILED = 1
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 EXIT_TERMINATED = 128 + signal.SIGTERM
 EXIT_UNREAD = 128 + signal.SIGPIPE
+
+COMMANDS = {
+    "init": "make a package with a task of your own",
+    "train": "train a policy",
+    "launch": "submit a run to Slurm or Kubernetes",
+    "sft": "teach a model demonstrations",
+    "serve": "serve a policy",
+    "play": "be the policy, or watch one",
+    "eval": "say how good policies are on held-out prompts",
+    "view": "show runs in a browser, also while they go on",
+    "hosts": "show the hosts of a run, or have one join or leave it",
+    "export": "write a run's policy as a Hugging Face folder",
+    "doctor": "say what this machine lacks for a run",
+    "worker": "let runs use this machine",
+    "completion": "complete commands and settings in a shell",
+}
+"""Each is the module of that name beside this one, and what it does."""
 
 
 def program() -> int:
@@ -41,7 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     replace_closed_streams()
     with _sigterm_unwinds():
         try:
-            arguments = command_line().parse_args(argv)
+            words = sys.argv[1:] if argv is None else argv
+            arguments = command_line(words[0] if words and words[0] in COMMANDS else None).parse_args(words)
             return arguments.run(arguments)
         except (KeyboardInterrupt, _Terminated) as stop:
             tell("titan-rl: stopped before a run began")
@@ -59,23 +77,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             return EXIT_FAILED
 
 
-def command_line() -> Parser:
+def command_line(command: str | None = None) -> Parser:
+    """
+    Args:
+        command: one of `COMMANDS`, if it is known that no other is given: theirs take a second to import. By default
+            all of them have their options.
+    """
     parser = Parser(prog="titan-rl", description="Reinforcement learning of language models.")
     parser.add_argument("--version", action=_Version, nargs=0, help="print titan-rl's version, and stop")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    init.set_up(commands.add_parser("init", help="make a package with a task of your own"))
-    train.set_up(commands.add_parser("train", help="train a policy"))
-    launch.set_up(commands.add_parser("launch", help="submit a run to Slurm or Kubernetes"))
-    sft.set_up(commands.add_parser("sft", help="teach a model demonstrations"))
-    serve.set_up(commands.add_parser("serve", help="serve a policy"))
-    play.set_up(commands.add_parser("play", help="be the policy, or watch one"))
-    eval.set_up(commands.add_parser("eval", help="say how good policies are on held-out prompts"))
-    view.set_up(commands.add_parser("view", help="show runs in a browser, also while they go on"))
-    hosts.set_up(commands.add_parser("hosts", help="show the hosts of a run, or have one join or leave it"))
-    export.set_up(commands.add_parser("export", help="write a run's policy as a Hugging Face folder"))
-    doctor.set_up(commands.add_parser("doctor", help="say what this machine lacks for a run"))
-    worker.set_up(commands.add_parser("worker", help="let runs use this machine"))
-    completion.set_up(commands.add_parser("completion", help="complete commands and settings in a shell"), of=parser)
+    for name, does in COMMANDS.items():
+        added = commands.add_parser(name, help=does)
+        if command is None or name == command:
+            import_module(f"titan_rl.cli.{name}").set_up(added)
     return parser
 
 
