@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import logging
 import os
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,13 +102,22 @@ class ProcessActor(Actor):
 
 def enter_actor_process(log_path: str | Path) -> None:
     """Detach this process from the terminal: its output goes to a file, and Ctrl-C reaches the controller alone,
-    which then stops it in order. The kernel still ends it when the controller dies. What it writes is for whoever the
-    log's folder is for, however its worker was started."""
+    which then stops it in order. So with SIGTERM, which schedulers send to every process of a job. The kernel still
+    ends it when the controller dies. What it writes is for whoever the log's folder is for, however its worker was
+    started."""
     os.setpgid(0, 0)
+    _outlive_sigterm()
     os.umask(os.umask(0o077) | 0o077 & ~Path(log_path).parent.stat().st_mode)
     _point(1, log_path)
     _point(2, log_path)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+
+def _outlive_sigterm() -> None:
+    """By a handler that does nothing. To ignore the signal would have programs that an environment starts ignore it,
+    too; and Python's own handlers are set in the main thread, which is Monarch's."""
+    faulthandler.register(signal.SIGTERM, os.open(os.devnull, os.O_WRONLY), all_threads=False)
+    os.register_at_fork(after_in_child=lambda: faulthandler.unregister(signal.SIGTERM))
 
 
 @contextlib.contextmanager
