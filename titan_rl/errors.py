@@ -21,6 +21,7 @@ TitanRLError
     DamagedCheckpointError  its bytes are not those that were written
     NoSpaceError        the disk is full
   ActorDiedError        an actor's process is gone or does not answer
+  NoHostError           no host is there for what the run cannot go on without
   ProviderError         hosts could not be had from a provider
   StrayCancellationError  something awaited was cancelled by nobody who waits for it
 """
@@ -167,6 +168,10 @@ def means_no_space(error: BaseException) -> bool:
 
 class ActorDiedError(TitanRLError):
     """An actor's process is gone, or did not answer within its time limit."""
+
+
+class NoHostError(TitanRLError):
+    """No host came in time for what the run cannot go on without. It can be gone on with once there is one."""
 
 
 class ProviderError(TitanRLError):

@@ -15,7 +15,7 @@ from titan_rl.actors.hosts.placement import ProcessPlace, place_trainer_again
 from titan_rl.actors.processes.remote_process import RemoteProcess
 from titan_rl.actors.trainer_actor import TrainerSettings
 from titan_rl.actors.trainer_processes import TrainerProcesses
-from titan_rl.errors import ConfigError
+from titan_rl.errors import NoHostError
 from titan_rl.training.settings import CorrectionConfig, ModelConfig, TrainingConfig
 
 TRAINING = TrainingConfig(data_parallel=2)
@@ -67,8 +67,8 @@ async def test_where_no_host_is_left_it_waits_for_one_and_says_so(monkeypatch: p
     await restarting
     assert processes.asked[-1] == "start on c c"
     assert told == [
-        "the trainer waits for hosts, 60 s at most: no host is left for the trainer; `titan-rl hosts RUN add ADDRESS` "
-        "adds one"
+        "the trainer waits for hosts, 60 s at most: no host is left that may train, which sees the run's folder; "
+        "`titan-rl hosts RUN add ADDRESS` adds one"
     ]
 
 
@@ -77,5 +77,42 @@ async def test_it_waits_no_longer_than_it_may() -> None:
     _, training = processes_on(hosts, [], 0.0)
     await training.start()
     hosts.clear()
-    with pytest.raises(ConfigError, match="no host is left"):
+    with pytest.raises(NoHostError, match=r"the trainer has waited 0 s for hosts: no host is left that may train"):
         await training.restart()
+
+
+async def test_it_is_saved_and_trains_on_until_another_host_has_places_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer_processes, "LOOK_S", 0.0)
+    hosts: dict[str, tuple[str, ...]] = {}  # that stay
+    told: list[str] = []
+    processes, training = processes_on(hosts, told, 10.0)
+    hosts["a"] = ()
+    await training.start()
+    del hosts["a"]
+    saved = asyncio.Event()
+    training.before_leaving = saved.wait
+    finishing = asyncio.ensure_future(training.finish(30.0))
+    for event in (asyncio.Event(), saved):
+        event.set()
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not finishing.done()
+    assert told == [
+        "the trainer waits for hosts, 30 s at most: no host is left that may train, which sees the run's folder; "
+        "`titan-rl hosts RUN add ADDRESS` adds one"
+    ]
+    assert training.trainer.is_leaving
+    hosts["c"] = ()
+    await finishing
+    assert processes.asked == ["start on a a"]
+
+
+@pytest.mark.looptime
+async def test_one_that_cannot_be_saved_goes_when_its_time_is_over() -> None:
+    hosts: dict[str, tuple[str, ...]] = {"a": ()}
+    _, training = processes_on(hosts, [], 10.0)
+    await training.start()
+    began = asyncio.get_running_loop().time()
+    training.before_leaving = asyncio.Event().wait
+    await training.finish(30.0)
+    assert asyncio.get_running_loop().time() - began == pytest.approx(30)

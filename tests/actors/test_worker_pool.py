@@ -27,6 +27,7 @@ class Worker:
     run_group = "run_group"
 
     name = "worker"
+    excused = False
 
     def end(self, reason: str) -> None: ...
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import defaultdict
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from contextvars import ContextVar
 from functools import partial
 from itertools import chain
@@ -54,6 +54,7 @@ class Fate:
         self.told: list[str] = []
         self.is_back = asyncio.Event()
         self.damaged: set[str] = set()  # names of checkpoints
+        self.before_leaving: Callable[[], Awaitable[object]]
 
     def tell(self, text: str) -> None:
         self.told.append(text)
@@ -76,6 +77,8 @@ class Fate:
 
 class DyingTrainer(SavingTrainer):
     """The processes of a trainer, whose calls fail once they are dead, also such as were done a moment before."""
+
+    is_leaving = False
 
     def __init__(self, fate: Fate) -> None:
         super().__init__(None)

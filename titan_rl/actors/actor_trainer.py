@@ -32,12 +32,16 @@ class ActorTrainer:
     What the ranks write appears under its name only here, once they have said that it is whole: ranks that cannot be
     reached any more may go on writing while others are in their place.
 
+    Attributes:
+        is_leaving: its host is to go, and this with it.
+
     Raises:
         ActorDiedError: from every call, once a process of the trainer is gone.
     """
 
     def __init__(self, remote: RemoteProcess, ranks: Sequence[Any], training: TrainingConfig) -> None:
         self.remote = remote
+        self.is_leaving = False
         self._plan = partial(
             plan_step,
             row_tokens=training.row_tokens,
@@ -128,7 +132,7 @@ class ActorTrainer:
         """Returns once a process of it is gone: why."""
         with contextlib.suppress(ActorDiedError):
             await self.remote.until_end(asyncio.Event().wait)
-        return f"{self.remote.name} died: {self.remote.reason}"
+        return f"{self.remote.name} {'leaves its host' if self.is_leaving else 'died'}: {self.remote.reason}"
 
     def end(self, reason: str) -> None:
         """Kill what is left of it."""

@@ -15,7 +15,8 @@ from titan_rl.generation.router.router import GeneratorRouter
 
 
 class ElasticHosts:
-    """The hosts of a run while it goes on. A host that joins generates; one that is silent is gone, and may join again.
+    """The hosts of a run while it goes on. A host that joins generates, and plays rollouts where those that generate
+    do; one that is silent is gone, and may join again.
 
     Args:
         tell: shows a person which hosts come and go.
@@ -82,10 +83,10 @@ class ElasticHosts:
         self._tell(f"host {host.name} at {address} has joined{brings}")
 
     async def drain(self, name: str, why: str) -> None:
-        """Let a host go, once its requests have ended or moved.
+        """Let a host go, once its requests have ended or moved, and the trainer is saved if it is there.
 
         Raises:
-            ConfigError: there is no such host, or the trainer is there.
+            ConfigError: there is no such host.
         """
         if name not in self._hosts.names:
             raise ConfigError(f"there is no host {name!r}; there are {', '.join(self._hosts.names)}")
@@ -103,6 +104,11 @@ class ElasticHosts:
         finally:
             del self._draining[name]
         self._tell(f"host {name} is drained: {why}")
+
+    def close(self) -> None:
+        """The run ends: what hosts that are about to go have is no more moved."""
+        for task in self._drains:
+            task.cancel()
 
     def _lost(self, host: Host, why: str) -> None:
         self._tell(f"host {host.name} is lost: {why}")

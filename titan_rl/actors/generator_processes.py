@@ -227,7 +227,7 @@ class GeneratorProcesses(SupervisedProcesses):
         return host in self.hosts.names and host not in self._leaving
 
     async def join(self, host: str, router: GeneratorRouter) -> list[str]:
-        """Start the generators of a host that has joined: those that are without a place, and then further ones.
+        """Start the processes of a host that has joined: those that are without a place, and then further ones.
 
         Returns:
             the names of those that serve.
@@ -240,30 +240,26 @@ class GeneratorProcesses(SupervisedProcesses):
         alone = generation.model_copy(update={"num_generators": room})
         for index, places in zip(chosen, place_generators(alone, [host], {host: gpus}), strict=False):
             self._places[index : index + 1] = [places]
-        names = [f"{GENERATOR}{index}" for index in chosen]
-        names += [name for name in self._lost if not name.startswith(GENERATOR) and self._place(name)]
+        names = [*[f"{GENERATOR}{index}" for index in chosen], *self._others_of(host)]
         self._lost.difference_update(names)
         serve = await asyncio.gather(*[self._restart(name, router) for name in names])
         return [name for name, serves in zip(names, serve, strict=True) if serves]
 
-    async def leave(self, host: str, router: GeneratorRouter, why: str) -> None:
-        """End what runs on a host, once it has finished what it is at, or `hosts.drain_s` have passed.
+    def _others_of(self, host: str) -> Sequence[str]:
+        """What a host that has joined has beside generators, each with its place."""
+        return ()
 
-        Raises:
-            ConfigError: the run cannot go on without it.
-        """
-        self._check_leave(host)
+    async def leave(self, host: str, router: GeneratorRouter, why: str) -> None:
+        """End what runs on a host, once it has finished what it is at, or `hosts.drain_s` have passed."""
         self._leaving.add(host)
         try:
             leaving = self._remotes_on(host)
             await asyncio.gather(*[self._finish(remote, router, self.hosts.config.drain_s) for remote in leaving])
             for remote in leaving:
-                remote.end(why)
+                remote.end(why, excused=True)
                 await self.clear(remote)
         finally:
             self._leaving.discard(host)
-
-    def _check_leave(self, host: str) -> None: ...
 
     async def _finish(self, remote: RemoteProcess, router: GeneratorRouter, limit_s: float) -> None:
         if router.has_replica(remote.name):

@@ -13,6 +13,7 @@ from monarch.actor import this_proc
 
 from titan_rl.actors.generate_service import GenerateService
 from titan_rl.actors.generator_processes import GENERATOR, GeneratorProcesses
+from titan_rl.actors.hosts.host import Host
 from titan_rl.actors.hosts.hosts import Hosts
 from titan_rl.actors.hosts.placement import (
     ProcessPlace,
@@ -84,6 +85,7 @@ class RunProcesses(GeneratorProcesses):
         self._service = service
         self._trainer_places: tuple[ProcessPlace, ...]
         self._worker_places: list[ProcessPlace]
+        self._roles: Roles
 
     def _respawn_limits(self) -> dict[str, RespawnLimit]:
         workers = RespawnLimit("rollout.max_respawns", self._config.rollout.max_respawns)
@@ -91,7 +93,7 @@ class RunProcesses(GeneratorProcesses):
 
     def place(self) -> None:
         config, gpus = self._config, self.hosts.gpus
-        roles = Roles.of(config.hosts, self.hosts.names)
+        roles = self._roles = Roles.of(config.hosts, self.hosts.names)
         transport = config.statedict.transport
         check_transport(transport, find_transport(transport), roles, gpus)
         self._trainer_places = place_trainer(config.training, roles.train, gpus)
@@ -144,30 +146,53 @@ class RunProcesses(GeneratorProcesses):
 
     def _place_trainer(self) -> Sequence[ProcessPlace]:
         generators = {(place.host, gpu) for group in self._places for place in group for gpu in place.gpus}
-        training, gpus = self._config.training, self.hosts.gpus
-        self._trainer_places = place_trainer_again(training, self._trainer_places, gpus, generators)
+        gpus = {host.name: host.gpus for host in self.hosts if self._takes(host.name) and self._may_train(host)}
+        self._trainer_places = place_trainer_again(self._config.training, self._trainer_places, gpus, generators)
         return self._trainer_places
+
+    def _may_train(self, host: Host) -> bool:
+        """It sees the run's folder, where checkpoints are."""
+        return host.path(self._config_path) == self._config_path
 
     def _host_of(self, name: str) -> str:
         return self._worker_places[_worker(name)].host if name.startswith(WORKER) else super()._host_of(name)
 
     def _place(self, name: str) -> bool:
-        """Rollout workers need nothing but a host: one that does not train, before others, and has few of them."""
+        """Rollout workers need nothing but a host: one that does not train, before others, and has few of them. Those
+        that came with a host, beyond as many as settings name, go with it."""
         if not name.startswith(WORKER) or self._takes(self._host_of(name)):
             return super()._place(name)
-        there = [host for host in self.hosts.names if self._takes(host)]
+        there = [host for host in self.hosts.names if self._takes(host)] if self._num_lacking() else []
         trains = {place.host for place in self._trainer_places}
         busy = Counter(place.host for place in self._worker_places)
         for host in sorted(there, key=lambda host: (host in trains, busy[host]))[:1]:
             self._worker_places[_worker(name)] = ProcessPlace(host)
         return bool(there)
 
-    def _check_leave(self, host: str) -> None:
-        if TRAINER in self.names_on(host):
-            raise ConfigError(f"host {host} cannot leave: the trainer is there")
+    def _num_lacking(self) -> int:
+        """Rollout workers that settings name and no host has."""
+        names = [f"{WORKER}{index}" for index in range(len(self._worker_places))]
+        here = sum(name not in self._lost and self._takes(self._host_of(name)) for name in names)
+        return max(0, self._config.rollout.num_workers - here)
+
+    def _others_of(self, host: str) -> Sequence[str]:
+        """Rollout workers: those that the run lacks; and as many as another host has that plays, where all that
+        generate do, or fewer hosts play now than `hosts.play`."""
+        players, a_host = self._roles.play, -(-self._config.rollout.num_workers // len(self._roles.play))
+        playing = {place.host for place in self._worker_places if self._takes(place.host)}
+        plays = {*self._roles.generate} <= {*players} or len(playing) < len(players)
+        lost = sorted((name for name in self._lost if name.startswith(WORKER)), key=_worker)
+        further = [f"{WORKER}{len(self._worker_places) + index}" for index in range(a_host)]
+        names = [*lost, *further][: max(a_host if plays else 0, min(self._num_lacking(), len(lost)))]
+        for name in names:
+            self._worker_places[_worker(name) : _worker(name) + 1] = [ProcessPlace(host)]
+        return names
 
     async def _finish(self, remote: RemoteProcess, router: GeneratorRouter, limit_s: float) -> None:
-        await asyncio.gather(super()._finish(remote, router, limit_s), self.workers.retire(remote, limit_s))
+        if remote.name == TRAINER:
+            await self.training.finish(limit_s)
+        else:
+            await asyncio.gather(super()._finish(remote, router, limit_s), self.workers.retire(remote, limit_s))
 
     async def _start_worker(self, name: str) -> None:
         place = self._worker_places[_worker(name)]

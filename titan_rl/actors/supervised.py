@@ -133,7 +133,7 @@ class SupervisedProcesses:
     def host_lost(self, host: Host, reason: str) -> None:
         """A host is gone, with all that it had. What still starts there ends, too."""
         for remote in self._remotes_on(host.name):
-            remote.end(reason)
+            remote.end(reason, excused=True)
 
     def _disconnect(self) -> None:
         """Let go of what is held towards the processes, before they are ended."""

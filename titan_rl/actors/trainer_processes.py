@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from titan_rl.config.class_kinds import type_of
 from titan_rl.config.functions import named_modules
 from titan_rl.config.hosts import Roles
 from titan_rl.config.run import RunConfig
-from titan_rl.errors import ActorDiedError, ConfigError
+from titan_rl.errors import ActorDiedError, ConfigError, NoHostError
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +52,7 @@ class TrainerProcesses:
 
     Attributes:
         trainer: the newest.
+        before_leaving: has what is trained saved, before the trainer leaves a host.
 
     Args:
         places: of the ranks that start next. A `ConfigError` says that the hosts that are there have none.
@@ -74,6 +75,7 @@ class TrainerProcesses:
         self._places = places
         self._wait_s = wait_s
         self._tell = tell
+        self.before_leaving: Callable[[], Awaitable[object]] = _nothing
 
     async def start(self) -> ActorTrainer:
         """All ranks, which have loaded the model.
@@ -93,22 +95,31 @@ class TrainerProcesses:
         """As `start`, once nothing is left of the one before, and hosts have places for the ranks.
 
         Raises:
-            ConfigError: none had within `wait_s`.
+            NoHostError: none had within `wait_s`.
         """
         await self._processes.clear(self.trainer.remote, CLEAR_TIMEOUT_S)
-        return await self._start(await self._places_in_time())
+        return await self._start(await self._places_in_time(self._wait_s))
 
-    async def _places_in_time(self) -> Sequence[ProcessPlace]:
+    async def finish(self, limit_s: float) -> None:
+        """Before the trainer ends because its host is to go: what is trained is saved, and other hosts have places for
+        it, or so long has passed. Until then it trains on."""
+        self.trainer.is_leaving = True
+        with contextlib.suppress(TimeoutError, NoHostError):
+            async with asyncio.timeout(limit_s):
+                await self.before_leaving()
+                await self._places_in_time(limit_s)
+
+    async def _places_in_time(self, limit_s: float) -> Sequence[ProcessPlace]:
         clock = asyncio.get_running_loop().time
         began, told = clock(), False
         while True:
             try:
                 return self._places()
             except ConfigError as error:
-                if clock() - began >= self._wait_s:
-                    raise
+                if clock() - began >= limit_s:
+                    raise NoHostError(f"the trainer has waited {limit_s:g} s for hosts: {error}") from None
                 if not told:
-                    self._tell(f"the trainer waits for hosts, {self._wait_s:.0f} s at most: {error}")
+                    self._tell(f"the trainer waits for hosts, {limit_s:g} s at most: {error}")
                     told = True
             await asyncio.sleep(LOOK_S)
 
@@ -116,6 +127,9 @@ class TrainerProcesses:
         """Give the published versions back. What died with them is cleared by others."""
         with contextlib.suppress(ActorDiedError):
             await self.trainer.close()
+
+
+async def _nothing() -> None: ...
 
 
 class _TrainerAlone(SupervisedProcesses):

@@ -27,7 +27,7 @@ class WorkerPool:
     """Runs each group in the worker with the fewest rollouts. A group whose worker dies is run again in another.
 
     Args:
-        max_attempts: workers that may die under one group.
+        max_attempts: workers that may die under one group. One whose host goes does not count.
         wait_s: how long a group waits for a worker when there is none.
     """
 
@@ -84,7 +84,8 @@ class WorkerPool:
                 rollout.sample = sample
                 self._callbacks.call("on_finished", on_finished, rollout)
 
-        for attempt in range(1, self._max_attempts + 1):
+        deaths = 0
+        while True:
             remote = await self._least_loaded()
             actor, handler = self._workers[remote], GroupHandler(group_id, generate, tell)
             self._load[remote] += group_size
@@ -98,7 +99,8 @@ class WorkerPool:
             except ActorDiedError as error:
                 self.remove(remote)
                 remote.end(str(error).removeprefix(f"{remote.name} died: "))  # then another takes its place
-                if attempt == self._max_attempts:
+                deaths += not remote.excused
+                if deaths == self._max_attempts:
                     raise
                 logger.warning("%s; group %s is run again", error, group_id)
             except asyncio.CancelledError:
@@ -109,7 +111,6 @@ class WorkerPool:
                 self._load[remote] -= group_size
                 self._changed.set()
                 await handler.close()
-        raise AssertionError("the last attempt returns or raises")
 
     def pause_judging(self, task: str) -> None:
         for worker in self._workers.values():

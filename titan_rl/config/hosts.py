@@ -164,7 +164,8 @@ class HostsConfig(ProviderSettings):
     generate: PositiveInt | None = None
     """Hosts of the generators; by default those that do not train, or all if there are no others."""
     play: PositiveInt | None = None
-    """Hosts of the rollout workers; by default those of the generators."""
+    """Hosts of the rollout workers; by default those of the generators. Where all that generate play, so does a host
+    that joins."""
     addresses_file: str = ""
     """A file of further addresses, one a line, that is read again and again: a host whose address comes joins the run,
     and one whose address goes is drained. None by default."""
@@ -175,7 +176,8 @@ class HostsConfig(ProviderSettings):
     hang_timeout_s: PositiveFloat = 60.0
     """A process that for so long neither answers nor computes is killed, and so is one whose step does not get on."""
     drain_s: NonNegativeFloat = 60.0
-    """A host that is to go has so long to finish what it is at; what is left then goes on elsewhere."""
+    """A host that is to go has so long to finish what it is at, and to have the trainer saved and another host found
+    for it; what is left then goes on elsewhere."""
     wait_s: PositiveFloat = 3600.0
     """Longest wait for hosts, where fewer generators serve than generation.least_generators, or none can train or play
     rollouts."""

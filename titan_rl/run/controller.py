@@ -128,6 +128,7 @@ class Controller:
         self._sync = WeightSync(trainer, published, router, config.generation.pull_mode)
         self._validation = Validation(config, self._groups, self._transcripts, run_dir, log=log, progress=progress)
         self._saving = RunSaving(self._make_saver(router, journal), self._calls, progress, lambda: self.version)
+        self.save_soon = self._saving.soon
         self._activity = Activity(router, self._groups.requests, config.generation.num_generators, hosts)
         self._stages = LoopStages()
 
@@ -216,19 +217,18 @@ class Controller:
         while self.version < self._config.training.steps:
             self._stages.enter(Stage.BATCH, self.version + 1)
             with self._progress.working(f"waiting for the rollouts of step {self.version + 1}", self._progress.slots):
-                batch = await self._scheduler.next_batch()
+                batch = await self._saving.beside(self._scheduler.next_batch(), lambda: self._save_now(background))
             async with self._groups.paused(self._config.scheduling.on_batch_ready) as paused:
                 with self._progress.working(f"training step {batch.step}"):
                     step = await self._calls.finish(self._train_on(batch))
                 await self._publish(step, batch, background)
                 if paused:
-                    self._stages.enter(Stage.WAIT_FOR_PULL, step)
-                    await ended(self._syncing)
+                    await self._pulled(step)
             if step < self._config.training.steps:  # the end has a validation and a checkpoint of its own
                 await self._validate_if_due(step)
-                await self._save_if_due(step, background)
-        self._stages.enter(Stage.WAIT_FOR_PULL, self.version)
-        await ended(self._syncing)
+                if self._saving.is_due(step):
+                    await self._save(step, background)
+        await self._pulled(self.version)
         self._stages.enter(Stage.CHECKPOINT, self.version)
         await self._saving.written()
 
@@ -247,9 +247,8 @@ class Controller:
 
     async def _publish(self, step: int, batch: GroupBatch, background: asyncio.TaskGroup) -> None:
         """PUBLISH."""
-        self._stages.enter(Stage.WAIT_FOR_PULL, step)
         with self._progress.working(f"waiting until the generators have loaded version {step - 1}"):
-            await ended(self._syncing)
+            await self._pulled(step)
         self._stages.enter(Stage.PUBLISH, step)
         await self._sync.begin()
         self._reports.add(step, self._stages.metrics())
@@ -263,21 +262,28 @@ class Controller:
         self._reports.add(step, prefixed("sync", figures))
         self._report(step)
 
+    async def _pulled(self, step: int) -> None:
+        """Returns once SYNC has ended. What it raises the run's `TaskGroup` does."""
+        self._stages.enter(Stage.WAIT_FOR_PULL, step)
+        if self._syncing is not None:
+            await asyncio.wait([self._syncing])
+
     async def _validate_if_due(self, step: int) -> None:
         """VALIDATE."""
         if self._validation.is_due(step):
-            self._stages.enter(Stage.WAIT_FOR_PULL, step)
-            await ended(self._syncing)
+            await self._pulled(step)
             self._stages.enter(Stage.VALIDATION, step)
             await self._validation.run_due(step)
 
-    async def _save_if_due(self, step: int, background: asyncio.TaskGroup) -> None:
+    async def _save_now(self, background: asyncio.TaskGroup) -> None:
+        await self._save(self.version, background)
+        self._stages.enter(Stage.BATCH, self.version + 1)
+
+    async def _save(self, step: int, background: asyncio.TaskGroup) -> None:
         """SAVE."""
-        if self._saving.is_due(step):
-            self._stages.enter(Stage.WAIT_FOR_PULL, step)
-            await ended(self._syncing)
-            self._stages.enter(Stage.CHECKPOINT, step)
-            await self._saving.begin(step, background)
+        await self._pulled(step)
+        self._stages.enter(Stage.CHECKPOINT, step)
+        await self._saving.begin(step, background)
 
     def _report(self, step: int) -> None:
         self._reports.add(step, self._activity.take_metrics(step))
@@ -288,9 +294,3 @@ class Controller:
         self._stages.enter(Stage.CHECKPOINT, self.version)
         for step in self._reports.unreported:
             self._report(step)
-
-
-async def ended(task: asyncio.Task[None] | None) -> None:
-    """Wait for a task of the run's `TaskGroup`, which raises what the task did."""
-    if task is not None:
-        await asyncio.wait([task])

@@ -160,6 +160,8 @@ async def _run(
                 filters=parts.filters,
                 hosts=planes.hosts,
             )
+            if planes.training is not None:
+                planes.training.before_leaving = controller.save_soon
             resources.callback(controller.close)
             resources.callback(lambda: messages.stands_at(controller.version))
             standstill = Standstill(controller.progress, controller.waits_for, progress.warning)

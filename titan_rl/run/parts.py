@@ -203,9 +203,10 @@ def watcher(
     roster = Roster(elastic, files, hosts.addresses, file, tell, history)
 
     async def watch() -> None:
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(processes.watch(router))
-            tasks.create_task(roster.watch())
+        with contextlib.closing(elastic):
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(processes.watch(router))
+                tasks.create_task(roster.watch())
 
     return watch
 

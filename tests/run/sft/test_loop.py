@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +125,8 @@ class Mortal(Taught):
         dies_in: the step's number; 0 is none.
     """
 
+    is_leaving = False
+
     def __init__(self, dies_in: int = 0) -> None:
         super().__init__()
         self._dies_in = dies_in
@@ -153,6 +155,7 @@ class Group:
 
     def __init__(self, dies_in: int) -> None:
         self.trainers = [Mortal(dies_in)]
+        self.before_leaving: Callable[[], Awaitable[object]]
 
     @property
     def trainer(self) -> Any:

@@ -6,6 +6,7 @@ spawned by it ends then, too."""
 from __future__ import annotations
 
 import os
+import signal
 import sys
 
 from monarch.actor import start_worker_loop_forever
@@ -14,6 +15,7 @@ READY = "ready"
 
 
 def main(address: str) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: None)  # as the run's other processes there
     serving = start_worker_loop_forever(ca="trust_all_connections", address=address)
     print(READY, flush=True)
     os.dup2(2, 1)

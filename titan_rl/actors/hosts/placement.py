@@ -75,7 +75,9 @@ def place_trainer_again(
             chosen = candidates[:count]
             room = {host: free[host] if len(free[host]) >= a_host else gpus[host] for host in chosen}
             return place_trainer(training, chosen, room)
-    raise ConfigError("no host is left for the trainer; `titan-rl hosts RUN add ADDRESS` adds one")
+    raise ConfigError(
+        "no host is left that may train, which sees the run's folder; `titan-rl hosts RUN add ADDRESS` adds one"
+    )
 
 
 def place_generators(

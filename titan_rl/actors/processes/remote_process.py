@@ -28,6 +28,7 @@ class RemoteProcess:
     Attributes:
         id: unlike the name it is never another's: that of a process which replaces this one differs.
         reason: why it ended; None while it lives.
+        excused: it ended because its host went, and not by what it was at.
         pids: on their hosts, of those that are watched.
 
     Args:
@@ -45,6 +46,7 @@ class RemoteProcess:
         self.name = name
         self.id = f"{name}-{next(_numbers)}"
         self.reason: str | None = None
+        self.excused = False
         self._on_end = on_end
         self._calls: set[asyncio.Timeout] = set()
         self._hang_timeout_s = hang_timeout_s
@@ -73,12 +75,16 @@ class RemoteProcess:
         if (reason := hang(self._signs.values(), self._hang_timeout_s)) is not None:
             self.end(reason)
 
-    def end(self, reason: str) -> None:
+    def end(self, reason: str, *, excused: bool = False) -> None:
         """Fail the calls in flight and all to come, and kill what is left of the watched processes. Doing it again does
-        nothing."""
+        nothing.
+
+        Args:
+            excused: its host goes, or is gone.
+        """
         if self.reason is not None:
             return
-        self.reason = reason
+        self.reason, self.excused = reason, excused
         for watched in self._watched:
             watched.kill()
         self.close()

@@ -62,6 +62,11 @@ class CheckpointSaver:
         self._began_at: float | None = None
         self._ended_at: float | None = None
 
+    @property
+    def saved(self) -> int:
+        """The version of the newest checkpoint that is whole, or of that which the run began with."""
+        return self._whole
+
     def is_due(self, step: int) -> bool:
         """By steps, or by time. Time counts from the first call on."""
         now = asyncio.get_running_loop().time()

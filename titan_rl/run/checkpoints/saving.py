@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
 
 from titan_rl.calls.user_code import reason
 from titan_rl.run.checkpoints.saver import CheckpointSaver
@@ -12,6 +13,8 @@ from titan_rl.run.observability.progress import Progress
 from titan_rl.run.stages.trainer_calls import TrainerCalls
 
 logger = logging.getLogger(__name__)
+
+R = TypeVar("R")
 
 
 class RunSaving:
@@ -30,9 +33,34 @@ class RunSaving:
         self._progress = progress
         self._version = version
         self._writing: asyncio.Task[None] | None = None  # the newest checkpoint, until it is whole
+        self._asked = asyncio.Event()
+        self._wrote = asyncio.Event()
 
     def is_due(self, step: int) -> bool:
-        return self._saver.is_due(step)
+        return self._saver.is_due(step) or self._asked.is_set()
+
+    async def soon(self) -> None:
+        """Have what is trained saved where the loop comes by next. Returns once it is, at once where it was."""
+        version = self._version()
+        while self._saver.saved < version:
+            self._wrote.clear()
+            self._asked.set()
+            await self._wrote.wait()
+
+    async def beside(self, wait: Coroutine[Any, Any, R], save: Callable[[], Awaitable[None]]) -> R:
+        """What is waited for while the trainer is at rest. Meanwhile `save` is called, if `soon` asks for that."""
+        waiting = asyncio.ensure_future(wait)
+        asked = asyncio.ensure_future(self._asked.wait())
+        try:
+            while not waiting.done():
+                await asyncio.wait([waiting, asked], return_when=asyncio.FIRST_COMPLETED)
+                if self._asked.is_set() and not waiting.done():
+                    await save()
+                    asked = asyncio.ensure_future(self._asked.wait())
+            return await waiting
+        finally:
+            waiting.cancel()
+            asked.cancel()
 
     async def begin(self, step: int, background: asyncio.TaskGroup) -> None:
         """SAVE, once the checkpoint before is whole. It begins WRITE where the disk has room.
@@ -44,6 +72,9 @@ class RunSaving:
             CheckpointError: it cannot be copied.
         """
         await self.written()
+        self._asked.clear()
+        if self._saver.saved == step:
+            return
         if await self._calls.finish(self._saver.begin(step)):
             self._writing = background.create_task(self._write(step), name=f"checkpoint-{step}")
 
@@ -58,6 +89,7 @@ class RunSaving:
             CheckpointError: it cannot be saved.
         """
         await self._saver.save_last(self._version())
+        self._wrote.set()
 
     async def save_what_is_trained(self, before: Callable[[], None]) -> None:
         """On the way out of a run that failed or was stopped. What ended it is not to be hidden by this, so nothing is
@@ -83,3 +115,4 @@ class RunSaving:
         """WRITE."""
         with self._progress.working(f"writing the checkpoint of step {step}"):
             await self._saver.finish()
+        self._wrote.set()

@@ -36,10 +36,10 @@ class JoinableHosts(Protocol):
         ...
 
     async def drain(self, name: str, why: str) -> None:
-        """Let a host go, once its requests have ended or moved.
+        """Let a host go, once what it has is done or moved.
 
         Raises:
-            TitanRLError: there is no such host, or the run cannot go on without it.
+            TitanRLError: there is no such host.
         """
         ...
 

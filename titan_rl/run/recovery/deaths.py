@@ -35,12 +35,18 @@ class Deaths:
         """
         self._step = step, samples
 
-    def note(self, why: str) -> str:
+    def note(self, why: str, *, leaves: bool = False) -> str:
         """The message of a death after which another trainer is started.
+
+        Args:
+            leaves: it was no death, which counts: its host is to go.
 
         Raises:
             ActorDiedError: it was the one too many.
         """
+        if leaves:
+            self._step = None
+            return f"{why}; starting another"
         if self._step is not None:
             (step, samples), self._step = self._step, None
             self._within[step] += 1

@@ -177,16 +177,17 @@ class RecoveringTrainer:
 
     async def _recover(self, why: str) -> None:
         self._is_up = False
+        leaves = self._trainer.is_leaving
         with span("trainer recovery", "trainer", lane="trainer recovery") as recovery:
             while True:
                 await self._until(lambda: not self._in_flight)  # then it is known at what it died
-                self._progress.warning(self._deaths.note(why))
+                self._progress.warning(self._deaths.note(why, leaves=leaves))
                 try:
                     with self._progress.working("starting the trainer again"):
                         trainer = await self._group.restart()
                     said = await self._bring_back(trainer)
                 except ActorDiedError as error:
-                    why = str(error)
+                    why, leaves = str(error), False
                 else:
                     break
         self._trainer, self._is_up = trainer, True

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from titan_rl.training.protocol import Trainer
 
 
 class MortalTrainer(Trainer, Protocol):
-    """Once one of its processes is gone each call raises an `ActorDiedError`."""
+    """Once one of its processes is gone each call raises an `ActorDiedError`.
+
+    Attributes:
+        is_leaving: it ends because its host is to go, and not by what it is at.
+    """
+
+    is_leaving: bool
 
     async def ended(self) -> str:
         """Returns once that is so: why."""
@@ -20,7 +27,13 @@ class MortalTrainer(Trainer, Protocol):
 
 
 class TrainerGroup(Protocol):
-    """The processes of a trainer, and those that take their place."""
+    """The processes of a trainer, and those that take their place.
+
+    Attributes:
+        before_leaving: returns once what is trained by now is saved. Called before a trainer leaves its host.
+    """
+
+    before_leaving: Callable[[], Awaitable[object]]
 
     @property
     def trainer(self) -> MortalTrainer:
@@ -32,5 +45,6 @@ class TrainerGroup(Protocol):
 
         Raises:
             ActorDiedError: it did not start.
+            NoHostError: there was no host for it in time.
         """
         ...

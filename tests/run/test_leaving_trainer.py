@@ -1,0 +1,88 @@
+"""A trainer whose host is to go, on fakes: it is saved, starts elsewhere, and the run ends as if it had stayed."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import chain
+from pathlib import Path
+
+from depth import DEEP
+from test_trainer_recovery import STEPS, Fate, MortalRig, checkpoints, times_trained, trained_on, undisturbed
+
+from titan_rl.training.state.checkpoint import list_checkpoints
+
+
+class LeavingRig(MortalRig):
+    """Its trainer is asked to leave at a moment of its."""
+
+    def __init__(self, folder: Path, moment: int, fate: Fate) -> None:
+        super().__init__(folder, fate, max_respawns=0, interval=0)
+        self.saved: list[tuple[int, list[int]]] = []  # the version when it was asked to, and those then saved
+        self.leaving: asyncio.Task[None] | None = None
+        trainer = fate.trainer
+
+        def tick(now: int) -> None:
+            if len(fate.moments) == moment and self.leaving is None:
+                self.leaving = asyncio.ensure_future(self.leave())
+            trainer.tick(now)
+
+        trainer.at_moment = tick
+
+    async def leave(self) -> None:
+        version = self.controller.version
+        await self.controller.save_soon()
+        self.saved.append((version, [int(name.removeprefix("step-")) for name in checkpoints(self.folder)]))
+        self.fate.trainer.is_leaving = True
+        self.fate.trainer.end("trainer leaves its host: it was asked to")
+
+
+async def test_whenever_it_leaves_it_is_saved_first_and_the_run_ends_as_if_it_had_stayed(tmp_path: Path) -> None:
+    whole = await undisturbed(tmp_path, interval=0)
+    before_the_end = whole.fate.moments.index("export")
+    for moment in range(0, before_the_end, 1 if DEEP else before_the_end // 6):
+        fate = Fate()
+        rig = LeavingRig(tmp_path / str(moment), moment, fate)
+        await rig.run()
+        assert rig.leaving is not None
+        await asyncio.wait_for(rig.leaving, 10)
+        assert rig.weights == whole.weights
+        assert trained_on(fate) == trained_on(whole.fate)
+        assert len(set(chain(*rig.weights))) == len(list(chain(*rig.weights)))
+        ((asked_at, saved),) = rig.saved
+        assert not asked_at or saved[-1] >= asked_at
+        if len(fate.trainers) == 2:  # else it left when nothing was to be done any more
+            leaves, *_ = fate.told
+            assert leaves == "trainer leaves its host: it was asked to; starting another"
+        repeated = [times for version, times in enumerate(times_trained(fate), 1) if saved and version <= saved[-1]]
+        assert set(repeated) <= {1}, "what is saved is not trained again"
+
+
+async def test_it_is_saved_while_the_run_waits_for_rollouts(tmp_path: Path) -> None:
+    rig = MortalRig(tmp_path, Fate(), interval=0)
+    pull = rig.replica.pull
+    waits = asyncio.Event()
+
+    async def pull_and_wait(version: int) -> None:
+        await pull(version)
+        if version == 1:
+            rig.replica.hold = asyncio.Event()
+            waits.set()
+
+    rig.replica.pull = pull_and_wait
+    running = asyncio.ensure_future(rig.run())
+    await waits.wait()
+    async with asyncio.timeout(10):
+        await rig.controller.save_soon()
+        assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["step-000001"]
+        await rig.controller.save_soon()
+    assert not running.done()
+    assert rig.replica.hold is not None
+    rig.replica.hold.set()
+    await running
+    assert len(rig.weights) == STEPS
+
+
+async def test_nothing_is_saved_of_a_run_that_has_trained_nothing(tmp_path: Path) -> None:
+    rig = MortalRig(tmp_path, Fate(), interval=0)
+    await rig.controller.save_soon()
+    assert not checkpoints(tmp_path)
