@@ -43,7 +43,7 @@ class Traffic:
     generators_s: float = 0.0  # processor time of the generators' own part
     told_at: float = 0.0  # when a generator was last told of a version
     awaited: set[str] = field(default_factory=set[str])  # requests that are to be sent
-    sent_at: float = 0.0  # when the last of these was
+    sent_at: float = 0.0  # when the last of these was, by the controller's processor time
     all_sent: asyncio.Event = field(default_factory=asyncio.Event)
 
     def count(self, payload: bytes) -> None:
@@ -54,7 +54,7 @@ class Traffic:
         if self.awaited:
             self.awaited.difference_update(request.request_id.partition("~")[0] for request in requests)
             if not self.awaited:
-                self.sent_at = now()
+                self.sent_at = now() - self.generators_s
                 self.all_sent.set()
 
     def metered(self, function: Callable[..., None]) -> Callable[..., None]:

@@ -54,8 +54,8 @@ class Processes:
     def __init__(self, hosts: LeavingHosts) -> None:
         self.hosts = hosts
 
-    def names_on(self, host: str) -> list[str]:
-        return []
+    def names_by_host(self) -> dict[str, list[str]]:
+        return {}
 
     async def leave(self, host: str, router: Any, why: str) -> None: ...
 

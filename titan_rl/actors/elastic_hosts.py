@@ -41,13 +41,14 @@ class ElasticHosts:
 
     def states(self) -> list[HostState]:
         """Of all hosts that are, come or were there."""
+        names = self._processes.names_by_host()
         here = [
             HostState(
                 host.name,
                 host.worker,
                 "draining" if host.name in self._draining else "in the run",
                 self._draining.get(host.name, ""),
-                tuple(sorted(self._processes.names_on(host.name))),
+                tuple(names.get(host.name, ())),
             )
             for host in self._hosts
         ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -122,6 +123,14 @@ class SupervisedProcesses:
         with contextlib.suppress(ActorDiedError):
             ids = tuple(self._spawned)
             await call(self._supervisor.terminate, ids, who="supervisor", timeout_s=STOP_TIMEOUT_S)
+
+    def names_by_host(self) -> dict[str, list[str]]:
+        """As `names_on`, of all hosts that have any, sorted."""
+        names: defaultdict[str, list[str]] = defaultdict(list)
+        for remote in self._remotes.values():
+            for host in self._places_of[remote.id]:
+                names[host].append(remote.name)
+        return {host: sorted(there) for host, there in names.items()}
 
     def names_on(self, host: str) -> list[str]:
         """Of the processes that are on a host of that name."""

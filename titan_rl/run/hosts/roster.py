@@ -14,7 +14,7 @@ from titan_rl.errors import TitanRLError
 from titan_rl.run.hosts.history import HostHistory
 from titan_rl.run.hosts.requests import AddressFile, HostFiles, HostRequest, HostStates
 
-LOOK_S = 0.5
+LOOK_S = 0.1
 RETRY_S = 5.0
 
 
