@@ -44,7 +44,8 @@ class EnvCalls:
         self._task: asyncio.Task[None] | None = None
         self._left_behind = False
         self._seconds = 0.0  # of calls, but for `close`
-        self.asks = isinstance(env, AgentEnv | SeatedEnv)  # the policy, within its calls
+        may_ask = hasattr(env, "play") or hasattr(env, "play_seats")  # looking for a protocol takes many times as long
+        self.asks = may_ask and isinstance(env, AgentEnv | SeatedEnv)  # the policy, within its calls
 
     def own_seconds(self, asked_s: float) -> float:
         """Of all calls so far but `close`, less those in which the policy was asked.
