@@ -1,5 +1,6 @@
 """For all tests: how many examples hypothesis draws, and which files come first."""
 
+import atexit
 import gc
 from collections.abc import Generator
 from pathlib import Path
@@ -44,8 +45,13 @@ def pytest_collection() -> Generator[None, object, object]:
     return collected
 
 
+def pytest_runtest_logfinish() -> None:
+    if not gc.get_freeze_count():
+        gc.freeze()  # a run that a test made in this process has thawed all at its end
+
+
 def pytest_sessionfinish() -> None:
-    gc.unfreeze()  # what is skipped at exit, native modules report as leaked
+    atexit.register(gc.unfreeze)  # after the last collections; what is skipped at exit, native modules report as leaked
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections import defaultdict
+from functools import cache
 from itertools import combinations
 from pathlib import Path
 
@@ -49,6 +50,7 @@ MAY_IMPORT = {
 }
 
 
+@cache
 def imports() -> dict[str, set[str]]:
     """The modules of titan_rl that each of its modules imports, wherever in it, but for type checking too."""
     modules = {}
@@ -67,9 +69,6 @@ def imports() -> dict[str, set[str]]:
     return found
 
 
-IMPORTS = imports()
-
-
 def part(module: str) -> str:
     return module.split(".")[1]
 
@@ -81,7 +80,7 @@ def room(module: str) -> str:
 
 def between(level) -> dict[str, set[str]]:
     edges: dict[str, set[str]] = defaultdict(set)
-    for module, imported in IMPORTS.items():
+    for module, imported in imports().items():
         if module == "titan_rl":
             continue
         for other in imported:
@@ -95,7 +94,7 @@ def test_a_part_imports_what_it_may(name: str) -> None:
     allowed = MAY_IMPORT[name].split()
     strays = {
         f"{module} -> {other}"
-        for module, imported in IMPORTS.items()
+        for module, imported in imports().items()
         for other in imported
         if module != "titan_rl" and part(module) == name and part(other) not in (name, *allowed)
     }

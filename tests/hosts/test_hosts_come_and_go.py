@@ -19,6 +19,9 @@ from hosts.namespaces import PROJECT, HostProcess, Namespaces
 from hosts.scripted import TESTS
 
 LIMIT_S = 40.0
+GIVEN_UP_S = (
+    12.0  # a lease of 4 s, and what a loaded machine takes; what carries the calls would take more than a minute
+)
 END_S = 15.0  # less than is waited for a process to stop: nobody waits for those of hosts that are gone
 COUNT, TOKENS = 12, 1500
 
@@ -151,10 +154,10 @@ def test_a_host_that_is_cut_off_is_given_up_ends_its_processes_and_joins_again_e
     hosts[1].link_down()
     cut = time.monotonic()
     run.hears(f"host {hosts[1].name} is lost: nothing has been heard of host {hosts[1].name} for 3 s")
-    assert time.monotonic() - cut < 4.5
+    assert time.monotonic() - cut < GIVEN_UP_S
     assert run.asked("answers") == undisturbed
     while engines_of(hosts, 1):  # by itself: nothing reaches it
-        assert time.monotonic() - cut < 20
+        assert time.monotonic() - cut < LIMIT_S
         time.sleep(0.1)
     hosts[1].link_up()
     run.hears(f"host {hosts[1].name} at {hosts[1].worker_address} has joined with generator-")
@@ -169,7 +172,7 @@ def test_a_machine_that_dies_and_starts_again_is_taken_in_by_the_same_address(
     hosts[2].kill()
     killed = time.monotonic()
     run.hears(f"host {hosts[2].name} is lost")
-    assert time.monotonic() - killed < 4.5
+    assert time.monotonic() - killed < GIVEN_UP_S
     assert run.asked("answers") == undisturbed
     hosts[2].start()
     hosts[2].start_worker(tmp_path / "worker.txt")
