@@ -8,10 +8,11 @@ import pytest
 pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 pytest.importorskip("vllm", reason="needs the cpu or gpu extra")
 
+from depth import in_depth
 from e2e.runs import Run, run_training
 
 
-@pytest.fixture(scope="module", params=[0, 1])
+@pytest.fixture(scope="module", params=[1, pytest.param(0, marks=in_depth)])
 def num_workers(request: pytest.FixtureRequest) -> int:
     """Rollouts run in the controller, or in a worker."""
     return request.param

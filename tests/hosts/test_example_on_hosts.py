@@ -4,7 +4,6 @@ rollout worker, which come up on others."""
 from __future__ import annotations
 
 import json
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -15,15 +14,14 @@ pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 pytest.importorskip("vllm", reason="needs the cpu or gpu extra")
 
 import torch
+from depth import on_more_hosts
 from e2e.runs import Run, run_training
 from hosts.namespaces import HostProcess, Namespaces
 from safetensors.torch import load_file
 
 from titan_rl.cli.main import main
 
-pytestmark = pytest.mark.skipif(
-    not os.environ.get("TITAN_RL_TEST_HOSTS"), reason="two minutes on two cores; make test-hosts runs it"
-)
+pytestmark = on_more_hosts
 
 SETTINGS: dict[str, Any] = {
     "scheduling__max_staleness": 0,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from depth import on_more_hosts
 from hosts.namespaces import HostProcess, Namespaces
 from hosts.scripted import run_controller
 
@@ -21,6 +22,7 @@ def addresses_of(hosts: Namespaces) -> list[str]:
     return [host.worker_address for host in hosts]
 
 
+@on_more_hosts
 def test_one_run_after_the_other_has_generators_on_every_host_and_leaves_nothing(
     hosts: Namespaces, workers: list[HostProcess], tmp_path: Path
 ) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 
 import pytest
+from depth import on_more_hosts
 from hosts.namespaces import PROJECT, HostProcess, NamespaceHost, Namespaces, namespaces
 from hosts.scripted import TESTS
 
@@ -123,6 +124,7 @@ def until(done: Callable[[], bool], what: Callable[[], str]) -> None:
         time.sleep(0.05)
 
 
+@on_more_hosts
 def test_a_run_that_is_stopped_by_ctrl_c(machines: Machines, tmp_path: Path) -> None:
     with run_on(machines, tmp_path) as run:
         run.send_signal(signal.SIGINT)

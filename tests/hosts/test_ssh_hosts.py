@@ -12,6 +12,7 @@ from collections.abc import Generator
 from pathlib import Path
 
 import pytest
+from depth import on_more_hosts
 from hosts.namespaces import NamespaceHost, Namespaces
 
 LIMIT_S = 30.0
@@ -66,6 +67,7 @@ def client_config(hosts: Namespaces, tmp_path_factory: pytest.TempPathFactory) -
         server.wait()
 
 
+@on_more_hosts
 @pytest.mark.parametrize("end", ["in order", "killed"])
 def test_workers_are_there_for_as_long_as_their_controller(
     end: str, hosts: Namespaces, client_config: Path, tmp_path: Path
