@@ -1,9 +1,10 @@
 """`titan-rl launch` on a real cluster of Slurm with two nodes, in namespaces of this machine: a job that comes to its
-end, and one that is requeued when its time is up, goes on with its run, and is cancelled then.
+end though one of its nodes is drained, and one that is requeued when its time is up, goes on with its run, and is
+cancelled then.
 
     python tests/hosts/slurm/two_nodes.py [CONFIG.toml]
 
-As root, with Debian's slurmctld, slurmd, slurm-client and munge, in about four minutes. No part of the tests, since
+As root, with Debian's slurmctld, slurmd, slurm-client and munge, in about six minutes. No part of the tests, since
 those install no scheduler. The model of the config has to be there.
 """
 
@@ -46,7 +47,9 @@ def main() -> None:
 
 
 def comes_to_its_end(cluster: SlurmCluster, config: str, runs: Path) -> None:
-    job = launched(cluster, config, runs, {"training.steps": 3})
+    job = launched(cluster, config, runs, {"training.steps": 6})
+    cluster.wait_until(lambda: steps(runs) > 0, "the run has trained a step", LIMIT_S)
+    is_drained(cluster, job, runs, cluster.nodes[1].name)
     wait_for(cluster, job, "COMPLETED")
     assert cluster.job(job)["ExitCode"] == "0:0"
     show_end(runs)
@@ -56,9 +59,20 @@ def comes_to_its_end(cluster: SlurmCluster, config: str, runs: Path) -> None:
     show("logs: " + ", ".join(sorted(path.name for path in (run / "logs").iterdir())))
 
 
+def is_drained(cluster: SlurmCluster, job: str, runs: Path, node: str) -> None:
+    """By a signal to the step of its worker."""
+    listed = cluster.run("squeue", "--steps", f"--job={job}", "--noheader", "--format=%i %N").splitlines()
+    (step,) = [words[0] for line in listed if (words := line.split())[1:] == [node] and words[0][-1].isdigit()]
+    cluster.run("scancel", "--signal=TERM", step)
+    show(f"scancel --signal=TERM {step}")
+    drained = f"host {node} is drained: its worker got SIGTERM"
+    took = cluster.wait_until(lambda: drained in log_of(runs).read_text(), drained, LIMIT_S)
+    show(f"{drained}, after {took:.1f} s")
+
+
 def is_requeued_and_cancelled(cluster: SlurmCluster, config: str, runs: Path) -> None:
     """Slurm counts a job's time in minutes, and signals up to one before it is asked to."""
-    settings = {"training.steps": 500, "hosts.slurm.time_limit": "2", "hosts.slurm.grace_s": 60}
+    settings = {"training.steps": 500, "hosts.slurm.time_limit": "3", "hosts.slurm.grace_s": 60}
     job = launched(cluster, config, runs, settings)
     cluster.wait_until(lambda: cluster.job(job)["Restarts"] == "1", "its time is up, and it is requeued", LIMIT_S)
     before = steps(runs)
@@ -71,13 +85,17 @@ def is_requeued_and_cancelled(cluster: SlurmCluster, config: str, runs: Path) ->
 
 
 def is_cancelled(cluster: SlurmCluster, job: str, runs: Path) -> None:
-    """By its controller, while the workers stay for that."""
-    cluster.run("scancel", "--batch", "--signal=TERM", job)
-    show(f"scancel --batch --signal=TERM {job}")
-    wait_for(cluster, job, "FAILED")
-    assert cluster.job(job)["ExitCode"] == "143:0"
-    assert status(runs)["state"] == "stopped"
+    """By its controller, which saves while the workers, signalled as well, stay for that."""
+    cluster.run("scancel", job)
+    show(f"scancel {job}")
+    wait_for(cluster, job, "CANCELLED")
+    took = cluster.wait_until(lambda: not cluster.run("squeue", "--noheader").strip(), "nothing of it is left", LIMIT_S)
+    show(f"nothing of job {job} is left after {took:.1f} s more")
     show_end(runs)
+    assert status(runs)["state"] == "stopped"
+    saved = max(path.name for path in (run_of(runs) / "checkpoints").glob("step-*"))
+    show(f"{steps(runs)} steps are trained, the newest checkpoint is {saved}")
+    assert saved == f"step-{steps(runs):06}"
 
 
 def launched(cluster: SlurmCluster, config: str, runs: Path, settings: dict[str, object]) -> str:
@@ -123,9 +141,15 @@ def status(runs: Path) -> dict[str, object]:
     return json.loads((run_of(runs) / "status.json").read_text())
 
 
+def log_of(runs: Path) -> Path:
+    """Of the job."""
+    (log,) = runs.glob("*.log")
+    return log
+
+
 def show_end(runs: Path) -> None:
     show(f"status.json: {json.dumps(status(runs))}")
-    (log,) = runs.glob("*.log")
+    log = log_of(runs)
     show(f"{log.name}:\n" + "\n".join(f"    {line}" for line in log.read_text().splitlines()))
 
 
