@@ -15,6 +15,7 @@ from providers.fakes import Commands
 
 from titan_rl.errors import ConfigError, ProviderError
 from titan_rl.providers import kubernetes
+from titan_rl.providers.changing import ChangingWorkers
 from titan_rl.providers.settings import KubernetesConfig, ProviderSettings
 from titan_rl.providers.spec import ProviderSpec, Submission
 
@@ -118,7 +119,7 @@ async def test_workers_are_taken_when_all_listen(tmp_path: Path, monkeypatch: py
         monkeypatch.setenv(kubernetes.WORKERS, "localhost 127.0.0.1")
         settings = SETTINGS.model_copy(update={"port": port})
         async with kubernetes.workers(ProviderSpec(settings, tmp_path)) as addresses:
-            assert addresses == [f"127.0.0.1:{port}", f"127.0.0.1:{port}"]
+            assert list(addresses) == [f"127.0.0.1:{port}", f"127.0.0.1:{port}"]
 
 
 async def test_one_that_is_not_there_yet_is_asked_for_again(monkeypatch: pytest.MonkeyPatch):
@@ -137,6 +138,24 @@ async def test_one_that_is_not_there_yet_is_asked_for_again(monkeypatch: pytest.
     assert asked == ["a-0.a", "a-1.a", "a-1.a"]
     with pytest.raises(ProviderError, match=r"a-2.a: no worker listens there after 0.05 s; kubectl describe"):
         await kubernetes.found_by(find, ["a-0.a", "a-2.a"], 0.05)
+
+
+async def test_pods_come_and_go_as_the_service_says() -> None:
+    known: dict[str, list[str]] = {"a": ["10.0.0.7", "10.0.0.8"]}
+    pods = kubernetes.Pods("a", known["a"], 700, lambda service, like: known[service])
+    assert isinstance(pods, ChangingWorkers)
+    assert list(pods) == await pods.current() == ["10.0.0.7:700", "10.0.0.8:700"]
+    known["a"] = ["10.0.0.8", "10.0.0.9"]
+    assert await pods.current() == ["10.0.0.8:700", "10.0.0.9:700"]
+    assert list(pods) == ["10.0.0.7:700", "10.0.0.8:700"], "those that the run began with"
+
+
+def test_the_service_has_the_workers_alone() -> None:
+    """Its addresses are those of hosts: the controller's pod is none."""
+    made = objects(kubernetes.render(submission()))
+    selected = made["Service"]["spec"]["selector"].items()
+    assert selected <= made["StatefulSet"]["spec"]["template"]["metadata"]["labels"].items()
+    assert not selected <= made["Job"]["spec"]["template"]["metadata"]["labels"].items()
 
 
 async def test_elsewhere_than_in_its_job_the_way_in_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -6,6 +6,7 @@ import pytest
 from docs.pages import ROOT, blocks
 
 from titan_rl.errors import ConfigError
+from titan_rl.providers.changing import ChangingWorkers
 from titan_rl.providers.registry import find_provider
 from titan_rl.providers.settings import ProviderSettings
 from titan_rl.providers.spec import ProviderSpec
@@ -22,7 +23,8 @@ async def test_its_workers_are_those_of_the_block(own: ProviderSpec):
     told = list[str]()
     provider = find_provider("my_cloud:rented")
     async with provider.workers(ProviderSpec(own.settings, own.logs, told.append)) as addresses:
-        assert addresses == ["10.0.0.2:700", "10.0.0.3:700"]
+        assert isinstance(addresses, ChangingWorkers)
+        assert list(addresses) == await addresses.current() == ["10.0.0.2:700", "10.0.0.3:700"]
         assert told == []
     assert told == ["gives back 2 machines"]
     assert provider.render is None

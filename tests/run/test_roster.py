@@ -11,6 +11,7 @@ import pytest
 
 from titan_rl.actors.liveness.host_state import HostState
 from titan_rl.errors import ActorDiedError, ConfigError, TitanRLError
+from titan_rl.run.hosts.provided import ASK_S, MISSES, ProvidedHosts
 from titan_rl.run.hosts.requests import HostFiles, HostRequest, HostStates, describe
 from titan_rl.run.hosts.roster import RETRY_S, Roster
 from titan_rl.run.status import noted
@@ -99,6 +100,40 @@ async def test_a_file_of_addresses_is_followed(run_dir: Path):
     watching.cancel()
     assert hosts.inside == {H1: "left", H2: "in the run"}
     assert told == []
+
+
+@pytest.mark.looptime
+async def test_hosts_come_and_go_as_a_provider_says(run_dir: Path, caplog: pytest.LogCaptureFixture):
+    answers: dict[str, object] = {"current": [H1]}
+
+    async def current() -> list[str]:
+        match answers["current"]:
+            case list() as addresses:
+                return addresses
+            case error:
+                assert isinstance(error, Exception)
+                raise error
+
+    hosts, provided = Hosts(H1, H2), ProvidedHosts([H1], current)
+    roster = Roster(hosts, HostFiles(run_dir), [H1], None, print, None, provided)
+    watching = [asyncio.ensure_future(roster.watch()), asyncio.ensure_future(provided.watch())]
+
+    async def answer(value: object, times: float) -> dict[str, str]:
+        """What becomes of hosts where the provider answers so, so often."""
+        answers["current"] = value
+        await asyncio.sleep(times * ASK_S)
+        return dict(hosts.inside)
+
+    here = "in the run"
+    assert await answer([H1, "10.0.0.2"], 1.5) == {H1: here, H2: here}
+    assert await answer(OSError("the resolver does not answer"), 5) == {H1: here, H2: here}
+    assert await answer([H1], MISSES - 1) == {H1: here, H2: here}
+    assert await answer([H1, H2], 1) == {H1: here, H2: here}
+    assert await answer([H2], MISSES + 1) == {H1: "left", H2: here}
+    assert await answer([H1, H2], 1.5) == {H1: here, H2: here}, "a machine that is there again"
+    for task in watching:
+        task.cancel()
+    assert "the provider does not say which hosts there are: OSError: the resolver does not answer" in caplog.text
 
 
 async def asked(run_dir: Path, roster: Roster, do, what: str) -> None:

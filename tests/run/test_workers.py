@@ -1,5 +1,6 @@
 """Behind the start of its workers, a run knows hosts by their addresses alone."""
 
+import asyncio
 import contextlib
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from titan_rl.config.run import RunConfig
 from titan_rl.config.tasks import TaskSource
 from titan_rl.errors import ProviderError
 from titan_rl.providers.spec import ProviderSpec
+from titan_rl.run.hosts.provided import ASK_S
 from titan_rl.run.workers import workers_started
 
 events = list[str]()
@@ -40,9 +42,11 @@ async def test_a_providers_workers_are_there_for_the_block_however_it_ends(tmp_p
     given = config(provider=f"{__name__}:two", train=2)
     with contextlib.suppress(ZeroDivisionError):
         async with workers_started(given, tmp_path) as started:
-            assert started.hosts.addresses == ("10.0.0.2:22222", "10.0.0.3:22222")
-            assert (started.hosts.provider, started.hosts.train) == (None, 2)
-            assert started.model == given.model
+            hosts = started.config.hosts
+            assert hosts.addresses == ("10.0.0.2:22222", "10.0.0.3:22222")
+            assert (hosts.provider, hosts.train) == (None, 2)
+            assert started.config.model == given.model
+            assert started.provided is None
             assert events == [f"logs go to {tmp_path.name}"]
             raise ZeroDivisionError
     assert events[1:] == ["ended"]
@@ -51,10 +55,31 @@ async def test_a_providers_workers_are_there_for_the_block_however_it_ends(tmp_p
 async def test_without_a_provider_settings_are_as_they_were(tmp_path: Path):
     given = config(addresses=("10.0.0.2:22222",))
     async with workers_started(given, tmp_path) as started:
-        assert started is given
+        assert started.config is given
 
 
 async def test_a_provider_that_has_none_keeps_the_run_from_starting(tmp_path: Path):
     with pytest.raises(ProviderError, match="no machine is to be had"):
         async with workers_started(config(provider=f"{__name__}:none"), tmp_path):
             pytest.fail("it began")
+
+
+class Rented(list[str]):
+    async def current(self) -> list[str]:
+        return [*self, "10.0.0.9"]
+
+
+@contextlib.asynccontextmanager
+async def more(spec: ProviderSpec):
+    yield Rented(["10.0.0.2:22222"])
+
+
+@pytest.mark.looptime
+async def test_a_provider_may_tell_of_further_hosts_later(tmp_path: Path):
+    async with workers_started(config(provider=f"{__name__}:more"), tmp_path) as started:
+        assert started.config.hosts.addresses == ("10.0.0.2:22222",)
+        assert started.provided is not None
+        watching = asyncio.ensure_future(started.provided.watch())
+        await asyncio.sleep(2 * ASK_S)
+        assert started.provided.read() == {"10.0.0.2:22222", "10.0.0.9:22222"}
+        watching.cancel()

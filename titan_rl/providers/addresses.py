@@ -32,6 +32,20 @@ def addresses_of(
     return found
 
 
+def all_addresses_of(name: str, like: str) -> list[str]:
+    """Every IP address that a name stands for now, of the kind of another.
+
+    Args:
+        like: an IPv4 address, or an IPv6 one.
+
+    Raises:
+        OSError: it stands for none, or that cannot be known now.
+    """
+    family = socket.AF_INET6 if ":" in like else socket.AF_INET
+    found = socket.getaddrinfo(name, None, family, socket.SOCK_STREAM)
+    return sorted({str(entry[4][0]) for entry in found})
+
+
 def source_towards(address: str) -> str:
     """The address of this host's interface by which it reaches another. Nothing is sent."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET

@@ -9,12 +9,12 @@ import os
 import re
 import shlex
 import socket
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import PurePath
 
 from titan_rl.errors import ConfigError, ProviderError
-from titan_rl.providers.addresses import with_port
+from titan_rl.providers.addresses import all_addresses_of, with_port
 from titan_rl.providers.spec import ProviderSpec, Submission
 from titan_rl.providers.templates import rendered
 from titan_rl.providers.tools import run_tool
@@ -33,9 +33,9 @@ CONNECT_S = 5.0
 
 
 @contextlib.asynccontextmanager
-async def workers(spec: ProviderSpec) -> AsyncGenerator[Sequence[str]]:
+async def workers(spec: ProviderSpec) -> AsyncGenerator[Iterable[str]]:
     """The workers that were started beside this pod, once all listen. They stay for the pod that goes on with the run
-    if this one dies."""
+    if this one dies. Others come and go as the StatefulSet is scaled."""
     names = os.environ.get(WORKERS, "").split()
     if not names:
         raise ConfigError(
@@ -44,7 +44,36 @@ async def workers(spec: ProviderSpec) -> AsyncGenerator[Sequence[str]]:
         )
     port = spec.settings.port
     addresses = await found_by(partial(_reached, port=port), names, spec.wait_s)
-    yield [with_port(address, port) for address in addresses]
+    yield Pods(names[0].partition(".")[2], addresses, port)
+
+
+class Pods:
+    """The workers that a run begins with, and those that there are later, which are all pods of a headless service.
+
+    Args:
+        service: its name in DNS.
+        addresses: of the pods that the run begins with.
+        find: gives the addresses of a name that are like another.
+    """
+
+    def __init__(
+        self,
+        service: str,
+        addresses: Sequence[str],
+        port: int,
+        find: Callable[[str, str], Sequence[str]] = all_addresses_of,
+    ) -> None:
+        self._service = service
+        self._addresses = addresses
+        self._port = port
+        self._find = find
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([with_port(address, self._port) for address in self._addresses])
+
+    async def current(self) -> list[str]:
+        found = await asyncio.to_thread(self._find, self._service, self._addresses[0])
+        return [with_port(address, self._port) for address in found]
 
 
 def _reached(name: str, port: int) -> str:

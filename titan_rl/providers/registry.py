@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,8 @@ from titan_rl.calls.imports import find_function
 from titan_rl.providers import kubernetes, slurm, ssh
 from titan_rl.providers.spec import ProviderSpec, Submission
 
-Workers = AbstractAsyncContextManager[Sequence[str]]
+Workers = AbstractAsyncContextManager[Iterable[str]]
+"""Gives addresses, or `ChangingWorkers` where hosts come and go."""
 
 
 @dataclass(frozen=True, slots=True)

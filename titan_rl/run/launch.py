@@ -11,7 +11,7 @@ import contextlib
 import importlib
 import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -94,8 +94,9 @@ def run_training(
             if not parts.needs_processes:
                 end.summary = await _run(parts, verbosity, config, *given)
                 return
-            async with workers_started(config, run_dir.logs, verbosity) as config:
-                end.summary = await _run(parts, verbosity, config, *given)
+            async with workers_started(config, run_dir.logs, verbosity) as workers:
+                hosts = replace(parts, provided=workers.provided)
+                end.summary = await _run(hosts, verbosity, workers.config, *given)
 
         end.code = run_in_order(
             program,

@@ -25,6 +25,7 @@ from titan_rl.rollout.group.runner import GroupRunner
 from titan_rl.rollout.renderer import Renderer
 from titan_rl.run.directory import RunDirectory
 from titan_rl.run.hosts.history import HostHistory
+from titan_rl.run.hosts.provided import ProvidedHosts
 from titan_rl.run.hosts.requests import HostFiles
 from titan_rl.run.hosts.roster import Roster
 from titan_rl.run.machine.environment import process_scratch
@@ -53,6 +54,7 @@ class Parts:
         renderer: of the environments in this process.
         filters: which groups are not trained on, of every task, in the place of those that settings name.
         sinks: take the metrics of steps, too, by their names for messages.
+        provided: the hosts of a provider, where they come and go.
     """
 
     trainer: Trainer | None = None
@@ -62,6 +64,7 @@ class Parts:
     renderer: Renderer | None = None
     filters: Sequence[GroupFilter] | None = None
     sinks: Mapping[str, MetricSink] = field(default_factory=dict[str, MetricSink])
+    provided: ProvidedHosts | None = None
 
     @property
     def needs_processes(self) -> bool:
@@ -179,7 +182,7 @@ async def _with_processes(
             workers = processes.workers if config.rollout.num_workers else None
             training = processes.training if parts.trainer is None else None
             history = HostHistory()
-            watch = watcher(config, files, processes, router, tell, history)
+            watch = watcher(config, files, processes, router, tell, history, parts.provided)
             yield Planes(router, training, workers, watch, lambda: processes.waits_for(router), history)
             await router.close()
             if training is not None:
@@ -193,6 +196,7 @@ def watcher(
     router: GeneratorRouter,
     tell: Callable[[str], None],
     history: HostHistory | None = None,
+    provided: ProvidedHosts | None = None,
 ) -> Callable[[], Coroutine[Any, Any, None]]:
     """Replaces processes that die, and takes in hosts that come."""
     from titan_rl.actors.elastic_hosts import ElasticHosts
@@ -200,13 +204,15 @@ def watcher(
     hosts = config.hosts
     file = Path(hosts.addresses_file) if hosts.addresses_file else None
     elastic = ElasticHosts(processes, router, tell)
-    roster = Roster(elastic, files, hosts.addresses, file, tell, history)
+    roster = Roster(elastic, files, hosts.addresses, file, tell, history, provided)
 
     async def watch() -> None:
         with contextlib.closing(elastic):
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(processes.watch(router))
                 tasks.create_task(roster.watch())
+                if provided is not None:
+                    tasks.create_task(provided.watch())
 
     return watch
 

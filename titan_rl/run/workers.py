@@ -4,21 +4,35 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncGenerator
+from dataclasses import dataclass
 from pathlib import Path
 
 from titan_rl.config.run import RunConfig
+from titan_rl.providers.changing import ChangingWorkers
 from titan_rl.providers.registry import find_provider
 from titan_rl.providers.spec import ProviderSpec
+from titan_rl.run.hosts.provided import ProvidedHosts
 from titan_rl.run.machine.stop_signals import tell_on_stderr
 from titan_rl.run.observability.progress import Verbosity, status
+
+
+@dataclass(frozen=True, slots=True)
+class StartedWorkers:
+    """
+    Attributes:
+        config: the settings of the run, with addresses in the place of a provider.
+        provided: those that the provider has from now on; None where they stay the same.
+    """
+
+    config: RunConfig
+    provided: ProvidedHosts | None = None
 
 
 @contextlib.asynccontextmanager
 async def workers_started(
     config: RunConfig, logs: Path, verbosity: Verbosity = Verbosity.NORMAL
-) -> AsyncGenerator[RunConfig]:
-    """The same settings with the addresses of the workers that a provider has started, in its place. They end behind
-    the block.
+) -> AsyncGenerator[StartedWorkers]:
+    """The workers that a provider has started. They end behind the block.
 
     Args:
         logs: a folder for what workers say.
@@ -28,11 +42,13 @@ async def workers_started(
     """
     hosts = config.hosts
     if hosts.provider is None:
-        yield config
+        yield StartedWorkers(config)
         return
     workers = find_provider(hosts.provider).workers(ProviderSpec(hosts, logs, tell_on_stderr))
     async with contextlib.AsyncExitStack() as opened:
         with status("starting workers", verbosity):
-            addresses = await opened.enter_async_context(workers)
-        by_address = hosts.model_copy(update={"provider": None, "addresses": tuple(addresses)})
-        yield config.model_copy(update={"hosts": by_address})
+            started = await opened.enter_async_context(workers)
+        by_address = hosts.model_copy(update={"provider": None, "addresses": tuple(started)})
+        changing = isinstance(started, ChangingWorkers)
+        provided = ProvidedHosts(by_address.addresses, started.current) if changing else None
+        yield StartedWorkers(config.model_copy(update={"hosts": by_address}), provided)

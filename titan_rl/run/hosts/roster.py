@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,6 +13,7 @@ from titan_rl.calls.user_code import reason
 from titan_rl.config.hosts import join_address, split_address
 from titan_rl.errors import TitanRLError
 from titan_rl.run.hosts.history import HostHistory
+from titan_rl.run.hosts.provided import ProvidedHosts
 from titan_rl.run.hosts.requests import AddressFile, HostFiles, HostRequest, HostStates
 
 LOOK_S = 0.1
@@ -44,15 +46,31 @@ class JoinableHosts(Protocol):
         ...
 
 
+@dataclass(slots=True)
+class _List:
+    """Addresses that are wanted as long as they are in it.
+
+    Args:
+        why: a host is drained whose address is there no more.
+        known: what it said last.
+    """
+
+    read: Callable[[], frozenset[str]]
+    why: str
+    known: frozenset[str] = frozenset()
+
+
 class Roster:
-    """Takes in whoever is asked for, by settings, a file of addresses or `titan-rl hosts`, and whoever was lost once it
-    answers again; has those drained that are asked for no more. One that left comes back when it is asked for anew.
+    """Takes in whoever is asked for, by settings, a file of addresses, a provider or `titan-rl hosts`, and whoever was
+    lost once it answers again; has those drained that are asked for no more. One that left comes back when it is asked
+    for anew.
 
     Args:
         addresses: that settings name.
         addresses_file: one that is read again and again.
         tell: shows a person a line.
         history: is told how the hosts stand.
+        provided: those of a provider whose hosts come and go.
     """
 
     def __init__(
@@ -63,13 +81,19 @@ class Roster:
         addresses_file: Path | None,
         tell: Callable[[str], object],
         history: HostHistory | None = None,
+        provided: ProvidedHosts | None = None,
     ) -> None:
         self._hosts = hosts
         self._history = history or HostHistory()
         self._files = files
         self._wanted = {_full(address) for address in addresses}
-        self._file = None if addresses_file is None else AddressFile(addresses_file)
-        self._listed: frozenset[str] = frozenset()  # in that file, when it was read last
+        self._anew: set[str] = set()  # addresses that are on a list since not long, where one that left is wanted again
+        self._lists: list[_List] = []
+        if addresses_file is not None:
+            read = AddressFile(addresses_file).read
+            self._lists.append(_List(read, "its address is no longer in the file of addresses"))
+        if provided is not None:
+            self._lists.append(_List(provided.read, "its provider has it no more"))
         self._tell = tell
         self._tried_at: dict[str, float] = {}
         self._told: dict[str, str] = {}  # why a host could not be taken in, by address
@@ -92,25 +116,28 @@ class Roster:
         """Begin what is to be done now, and write down how it stands."""
         for request in self._files.new_requests():
             self._begin(self._answer(request))
-        self._read_file()
+        for each in self._lists:
+            self._follow(each)
         now = asyncio.get_running_loop().time()
-        here = {host.address for host in self._hosts.states() if host.state != "gone"}
-        for address in self._wanted - here:
+        states = self._hosts.states()
+        self._anew -= {host.address for host in states if host.state == "in the run"}
+        left = {host.address for host in states if host.state == "left"} - self._anew
+        here = {host.address for host in states if host.state not in ("gone", "left")}
+        for address in self._wanted - here - left:
             if now - self._tried_at.get(address, -RETRY_S) >= RETRY_S:
                 self._tried_at[address] = now
                 self._begin(self._try(address))
         self._write()
 
-    def _read_file(self) -> None:
-        if self._file is None:
-            return
-        before, self._listed = self._listed, frozenset(_full(address) for address in self._file.read())
-        self._wanted |= self._listed - before
-        for address in before - self._listed:
+    def _follow(self, listing: _List) -> None:
+        before, listing.known = listing.known, frozenset(_full(address) for address in listing.read())
+        self._wanted |= listing.known - before
+        self._anew |= listing.known - before
+        for address in before - listing.known:
             self._wanted.discard(address)
             for host in self._hosts.states():
                 if host.address == address and host.state == "in the run":
-                    self._begin(self._drain(host.name, "its address is no longer in the file of addresses"))
+                    self._begin(self._drain(host.name, listing.why))
 
     async def _answer(self, request: HostRequest) -> None:
         try:

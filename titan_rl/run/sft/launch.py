@@ -74,8 +74,8 @@ def run_sft(
             run_dir.write_config(ready)
 
         async def program(config: RunConfig, *given: Any) -> None:
-            async with workers_started(config, run_dir.logs, verbosity) as config:
-                await _run(config, *given, found=found, verbosity=verbosity)
+            async with workers_started(config, run_dir.logs, verbosity) as workers:
+                await _run(workers.config, *given, found=found, verbosity=verbosity)
 
         return run_in_order(
             program,
