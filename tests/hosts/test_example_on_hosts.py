@@ -1,5 +1,5 @@
-"""The example on three hosts, of which two train and one generates. One dies, with a rank of the trainer and the
-rollout worker, which come up on others."""
+"""The example on three hosts, of which two train and one generates. One of them is drained, which takes the trainer to
+the other two; then one dies, with a rank of the trainer and the rollout worker, which come up on the last."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = on_more_hosts
 
 SETTINGS: dict[str, Any] = {
     "scheduling__max_staleness": 0,
-    "training__steps": 2,
+    "training__steps": 4,
     "training__data_parallel": 2,
     "checkpoint__interval": 2,
     "validation__num_prompts": 1,
@@ -48,7 +48,7 @@ def listed_hosts(run: Run, capsys: pytest.CaptureFixture[str]) -> list[list[str]
     return sorted(re.split("  +", line) for line in capsys.readouterr().out.splitlines()[1:])
 
 
-def test_at_staleness_0_it_has_the_same_bits_on_one_host_and_on_three_of_which_one_dies(
+def test_at_staleness_0_it_has_the_same_bits_on_one_host_and_on_three_of_which_one_is_drained_and_one_dies(
     hosts: Namespaces, workers: list[HostProcess], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, *others = hosts
@@ -66,9 +66,12 @@ def test_at_staleness_0_it_has_the_same_bits_on_one_host_and_on_three_of_which_o
         run.wait_for(lambda: (tmp_path / "three" / "runs" / "latest" / "hosts.json").exists())
         listed = listed_hosts(run, capsys)
         run.wait_for_step(1)
+        assert main(["hosts", str(run.folder), "drain", hosts[1].name]) == 0
+        assert "trainer leaves its host: it was asked to; starting another" in run.output
+        run.wait_for(lambda: "trainer is there again after" in run.output)
         hosts[0].kill()
         assert run.wait() == 0, run.output
-        assert "trainer is there again after" in run.output
+        assert run.output.count("trainer is there again after") == 2
         assert f"host {hosts[0].name} is lost" in run.output
         assert "rollout-worker-0 is there again after" in run.output
         three = what_was_computed(run), weights_of(run)
@@ -86,6 +89,6 @@ def test_at_staleness_0_it_has_the_same_bits_on_one_host_and_on_three_of_which_o
     with run_training(tmp_path / "one", **SETTINGS) as run:
         assert run.wait() == 0, run.output
         one = what_was_computed(run), weights_of(run)
-    assert len(one[0][0]) == 2
+    assert len(one[0][0]) == SETTINGS["training__steps"]
     assert three[0] == one[0]
     assert all(torch.equal(tensor, three[1][name]) for name, tensor in one[1].items())
