@@ -138,6 +138,10 @@ def test_what_an_engine_cannot_do_is_not_asked_of_it() -> None:
     ):
         load(experts, ("generation.engine", "own_parts:engine"))
     load(experts, ("generation.engine", "own_parts:experts"))
+    guesses = ("generation.speculative.method", "ngram")
+    with pytest.raises(ConfigError, match=r'speculative.method = "ngram".*\'own_parts:engine\' guesses no tokens; set'):
+        load(guesses, ("generation.engine", "own_parts:engine"))
+    load(guesses)
     assert find_engine("own_parts:experts").routed_experts
     assert not find_engine("own_parts:engine").modules
 

@@ -56,6 +56,7 @@ async def test_gauges_are_summed_up_between_two_pulls() -> None:
         "waiting_requests_max": 1,
         "prefix_cache_queries": 41,
         "prefix_cache_hits": 16,
+        "prefix_cache_hit_share": 16 / 41,
     }
     await answer(replica.loop, [[7]])
     await router.pull_state_dict(2)
@@ -75,6 +76,15 @@ def test_engines_count_by_their_steps_and_those_that_did_not_step_not_at_all() -
         "usage_max": 0.9,
         "preemptions": 3.0,
     }
+
+
+def test_shares_are_of_the_counts_of_all_engines_and_of_nothing_there_is_none() -> None:
+    guessing = GaugeSummary(3, {}, {}, {"drafts": 10.0, "draft_tokens": 30.0, "accepted_tokens": 12.0})
+    unlucky = GaugeSummary(1, {}, {}, {"drafts": 2.0, "draft_tokens": 6.0, "accepted_tokens": 0.0})
+    metrics = GaugeSummary.metrics([guessing, unlucky])
+    assert (metrics["accepted_share"], metrics["accepted_per_draft"]) == (12 / 36, 1.0)
+    silent = GaugeSummary.metrics([GaugeSummary(1, {}, {}, {"drafts": 0.0, "draft_tokens": 0.0, "accepted_tokens": 0})])
+    assert not {"accepted_share", "accepted_per_draft", "prefix_cache_hit_share"} & silent.keys()
 
 
 async def test_an_engine_without_gauges_reports_nothing() -> None:

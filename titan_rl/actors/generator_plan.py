@@ -45,6 +45,8 @@ class GeneratorPlan:
             seed=(self.seed + index) % 2**32,  # equal ones would draw equal tokens for siblings on two generators
             routed_experts=generation.return_routed_experts,
             gpu_share=generation.gpu_share,
+            prefix_cache=generation.prefix_cache,
+            speculative=generation.speculative.options(),
             sleeps=self.sleeps,
             tensor_parallel_size=generation.tensor_parallel_size,
             generator=index,

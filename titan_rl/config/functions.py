@@ -90,6 +90,12 @@ def _check_engine(generation: GenerationConfig, origins: Origins) -> None:
             f"{origins.of('generation.return_routed_experts')}: generation.return_routed_experts = true, and "
             f"generation.engine = {generation.engine!r} does not return them; set it to false"
         )
+    if generation.speculative.is_on and not engine.speculative:
+        raise ConfigError(
+            f"{origins.of('generation.speculative.method')}: generation.speculative.method = "
+            f'"{generation.speculative.method}", and generation.engine = {generation.engine!r} guesses no tokens; set '
+            'it to "none"'
+        )
 
 
 def function_name(section: type[Section], field: str) -> FunctionName | None:

@@ -180,6 +180,19 @@ def conflicts(config: RunConfig) -> Iterator[str]:
             "generation.reset_prefix_cache = false with scheduling.max_staleness = 0: prompts would reuse KV of older "
             "weights, which is not on-policy; set reset_prefix_cache = true, or max_staleness to at least 1"
         )
+    guesses = generation.speculative
+    if guesses.is_on and generation.return_routed_experts:
+        yield (
+            f'generation.speculative.method = "{guesses.method}" with generation.return_routed_experts = true: the '
+            "experts of tokens that were guessed and refused cannot be told from the others'; set either to what it is "
+            "by default"
+        )
+    if guesses.has_weights and config.scheduling.on_batch_ready == "sleep":
+        yield (
+            f'generation.speculative.method = "{guesses.method}" with scheduling.on_batch_ready = "sleep": an engine '
+            "that sleeps gives up the weights that guess, and no version brings them back; set method to "
+            '"ngram" or on_batch_ready to "abort"'
+        )
     if generation.pull_mode == "drain" and config.scheduling.on_batch_ready != "continue":
         yield (
             f'generation.pull_mode = "drain" with scheduling.on_batch_ready = "{config.scheduling.on_batch_ready}": '

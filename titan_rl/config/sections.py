@@ -15,6 +15,7 @@ from pydantic import (
     PositiveInt,
 )
 
+from titan_rl.config.speculative import SpeculativeConfig
 from titan_rl.config.suites import ValidationSuite
 from titan_rl.generation.registry import BY_NAME as ENGINES
 from titan_rl.generation.router.registry import BY_NAME as STRATEGIES
@@ -49,6 +50,8 @@ class GenerationConfig(Section):
     """New weights are loaded between two tokens of running requests, or once a generator's requests have finished."""
     running_kv: Literal["keep", "recompute"] = "keep"
     """At a hot swap running requests keep the KV cache of the old weights, or compute it anew."""
+    prefix_cache: bool = True
+    """Requests reuse the KV cache of others that begin with the same tokens."""
     reset_prefix_cache: bool = True
     """With new weights later requests reuse no KV cache of the old ones."""
     stream_interval: PositiveInt = 32
@@ -60,6 +63,7 @@ class GenerationConfig(Section):
     """Longest wait for an engine to come up."""
     max_respawns: NonNegativeInt = 3
     """Generators that may die and be replaced before the run ends; 0 ends it with the first."""
+    speculative: SpeculativeConfig = SpeculativeConfig()
 
 
 class RoutingConfig(Section):

@@ -65,7 +65,8 @@ class Engine(Protocol):
         ...
 
     def step(self) -> list[TokenDelta]:
-        """Advance every running request, at most one token each. Those that wait join while there is room.
+        """Advance every running request, by one token each, and by what was guessed and holds. Those that wait join
+        while there is room.
 
         Returns:
             the step's deltas. A request has its first from the step that first runs it, without tokens if there are

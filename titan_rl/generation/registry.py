@@ -5,7 +5,7 @@ Importing this imports no engine: what an engine needs is imported by the functi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,8 @@ class EngineSpec:
     seed: int = 0  # of requests that bring none
     routed_experts: bool = False  # requests may ask for the experts that each token took
     gpu_share: float | None = None  # of its GPU's memory that each process of it has; None is what it needs
+    prefix_cache: bool = True  # requests reuse the KV cache of others that begin alike
+    speculative: Mapping[str, Any] | None = None  # how tokens are guessed, by vLLM's names; None guesses none
     sleeps: bool = False  # it is asked to give its memory back for a time: a `SleepingEngine`
     tensor_parallel_size: int = 1  # processes that share the model, each with an engine of its own, in lockstep
     generator: int = 0  # which of the run's generators it belongs to
@@ -41,6 +43,7 @@ class EngineKind:
 
     make: Callable[[EngineSpec], Engine]  # called in the generator's process, in the thread that drives the engine
     routed_experts: bool = False  # it returns them where the spec asks
+    speculative: bool = False  # it guesses tokens where the spec asks
     sleeps: bool = False  # it makes a `SleepingEngine`
     tensor_parallel: bool = False  # it can be one of several ranks
     modules: tuple[str, ...] = ()  # that it needs of titan_rl's extras
@@ -61,12 +64,18 @@ def _vllm(spec: EngineSpec) -> Engine:
         seed=spec.seed,
         routed_experts=spec.routed_experts,
         gpu_share=spec.gpu_share,
+        prefix_cache=spec.prefix_cache,
+        speculative=spec.speculative,
         sleeps=spec.sleeps,
         tensor_parallel_size=spec.tensor_parallel_size,
     )
 
 
-BY_NAME = {"vllm": EngineKind(_vllm, routed_experts=True, sleeps=True, tensor_parallel=True, modules=("vllm",))}
+BY_NAME = {
+    "vllm": EngineKind(
+        _vllm, routed_experts=True, speculative=True, sleeps=True, tensor_parallel=True, modules=("vllm",)
+    )
+}
 """The library's own that `generation.engine` names."""
 
 

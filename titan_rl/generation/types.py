@@ -55,6 +55,14 @@ class KVPolicy:
             )
 
 
+SHARES = {
+    "prefix_cache_hit_share": ("prefix_cache_hits", "prefix_cache_queries"),
+    "accepted_share": ("accepted_tokens", "draft_tokens"),
+    "accepted_per_draft": ("accepted_tokens", "drafts"),
+}
+"""Of two counts of engines that report both, the first over the second."""
+
+
 @dataclass(frozen=True, slots=True)
 class GaugeSummary:
     """What an engine said of itself over some of its steps.
@@ -69,8 +77,8 @@ class GaugeSummary:
 
     @staticmethod
     def metrics(summaries: Iterable[GaugeSummary]) -> dict[str, float]:
-        """Of several engines together: for each gauge its mean over all their steps and its maximum, and each count in
-        all.
+        """Of several engines together: for each gauge its mean over all their steps and its maximum, each count in
+        all, and `SHARES` of counts that are not 0.
 
         Example, of the one above: {"preemptions": 1.0, "running_requests_max": 3.0, "running_requests_mean": 2.5}
         """
@@ -83,7 +91,9 @@ class GaugeSummary:
                 metrics[f"{name}_max"] = max(metrics.get(f"{name}_max", value), value)
                 metrics[f"{name}_mean"] = metrics.get(f"{name}_mean", 0.0) + summary.sums[name]
                 num_steps[name] = num_steps.get(name, 0) + summary.num_steps
-        return metrics | {f"{name}_mean": metrics[f"{name}_mean"] / count for name, count in num_steps.items()}
+        metrics |= {f"{name}_mean": metrics[f"{name}_mean"] / count for name, count in num_steps.items()}
+        shares = {name: (metrics.get(part, 0.0), metrics.get(whole)) for name, (part, whole) in SHARES.items()}
+        return metrics | {name: part / whole for name, (part, whole) in shares.items() if whole}
 
 
 @dataclass(frozen=True, slots=True)

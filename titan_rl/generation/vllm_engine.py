@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from titan_rl.errors import ModelError, RequestError
 from titan_rl.generation.engine import TokenDelta
 from titan_rl.generation.gpu_share import gpu_share_of, weight_bytes
 from titan_rl.generation.request import EngineRequest
+from titan_rl.generation.vllm_weights import drop_packed_experts, with_tied_head
 from titan_rl.types import FinishReason, TopLogprobs
 
 ENVIRONMENT = {
@@ -48,6 +49,8 @@ class VLLMEngine:
             model runner for it only with a Triton that compiles for CPUs.
         gpu_share: of the memory of its GPU that this process has; by default what weights, KV cache and work space come
             to, see `gpu_share_of`. vLLM does not start where so much is not free.
+        prefix_cache: requests reuse the KV cache of others that begin with the same tokens.
+        speculative: vLLM's speculative_config, by which it guesses tokens and checks several in one step.
         sleeps: its memory can be given back for a time. Not on CPU.
         tensor_parallel_size: ranks that share the model, each with an engine of its own, in lockstep. They are
             started by whoever started this process, with torch.distributed's environment variables set.
@@ -68,6 +71,8 @@ class VLLMEngine:
         seed: int = 0,
         routed_experts: bool = False,
         gpu_share: float | None = None,
+        prefix_cache: bool = True,
+        speculative: Mapping[str, Any] | None = None,
         sleeps: bool = False,
         tensor_parallel_size: int = 1,
     ) -> None:
@@ -84,6 +89,7 @@ class VLLMEngine:
 
         from titan_rl.generation.vllm_requests import VLLMRequests
         from titan_rl.generation.vllm_scheduler import SCORE_PLACES, ScoringScheduler
+        from titan_rl.generation.vllm_speculation import keep_kernels, repair_sampler
 
         gc.freeze()  # vLLM collects garbage five times as it starts, then freezes all: its modules need none of that
         on_cpu = current_platform.is_cpu()
@@ -100,6 +106,9 @@ class VLLMEngine:
             torch._dynamo.config.disable = True
 
             gpu_share = None
+            keep_kernels()
+            if speculative is not None:
+                repair_sampler()
         elif gpu_share is None:
             total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
             gpu_share = gpu_share_of(
@@ -111,6 +120,7 @@ class VLLMEngine:
         self._on_cpu = on_cpu
         self._internal: dict[str, str] = {}  # request id -> core id
         self._external: dict[str, EngineRequest] = {}  # by core id
+        self._has_cache, self._guesses = prefix_cache, speculative is not None
         self._num_prompt_tokens = self._num_cached_tokens = 0
         arguments = EngineArgs(
             model=model_path,
@@ -122,7 +132,8 @@ class VLLMEngine:
             max_num_active_seqs=max_running,
             scheduler_cls=ScoringScheduler,
             kv_cache_memory_bytes=int(kv_cache_gib * 2**30),
-            enable_prefix_caching=True,
+            enable_prefix_caching=prefix_cache,
+            speculative_config=None if speculative is None else dict(speculative),
             logprobs_mode="processed_logprobs",
             generation_config="vllm",
             async_scheduling=False,  # a step's tokens must come from the weights loaded when it was taken
@@ -144,12 +155,13 @@ class VLLMEngine:
             limit = getattr(config.model_config.hf_text_config, "max_position_embeddings", max_context)
             if max_context > limit:
                 raise ValueError(f"max_context is {max_context} and the model has {limit} positions")
-            self._requests = VLLMRequests(max_context, config.model_config.get_vocab_size())
+            vocab_size = config.model_config.get_vocab_size()
+            self._requests = VLLMRequests(max_context, vocab_size, guesses=speculative is not None)
             self._tied: bool = getattr(config.model_config.hf_text_config, "tie_word_embeddings", False)
             self._core = InprocClient(config, _executor(config), log_stats=False)
             assert isinstance(self._core.engine_core.scheduler, ScoringScheduler)
             self._scheduler = self._core.engine_core.scheduler
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, ImportError) as error:
             raise ModelError(f"vLLM cannot serve {model_path}: {error}") from error
 
     def add(self, request: EngineRequest) -> None:
@@ -169,9 +181,9 @@ class VLLMEngine:
         self._core.abort_requests(core_ids)
 
     def load_state_dict(self, items: Iterable[tuple[str, Any]], version: int) -> None:
-        pairs = _with_tied_head(items) if self._tied else iter(items)
+        pairs = with_tied_head(items) if self._tied else iter(items)
         if self._on_cpu:
-            self._core.collective_rpc(_drop_packed_experts)
+            self._core.collective_rpc(drop_packed_experts)
         self._core.collective_rpc("reload_weights", kwargs={"weights_iterator": pairs})
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -200,14 +212,20 @@ class VLLMEngine:
 
     def gauges(self) -> Mapping[str, float]:
         running, waiting = self._scheduler.get_request_counts()
-        return {
+        gauges = {
             "running_requests": running,
             "waiting_requests": waiting,
             "kv_cache_usage": self._scheduler.get_kv_cache_usage(),
             "preemptions_total": self._scheduler.num_preemptions,
-            "prefix_cache_queries_total": self._num_prompt_tokens,
-            "prefix_cache_hits_total": self._num_cached_tokens,
         }
+        if self._has_cache:
+            gauges["prefix_cache_queries_total"] = self._num_prompt_tokens
+            gauges["prefix_cache_hits_total"] = self._num_cached_tokens
+        if self._guesses:
+            gauges["drafts_total"] = self._scheduler.num_drafts
+            gauges["draft_tokens_total"] = self._scheduler.num_draft_tokens
+            gauges["accepted_tokens_total"] = self._scheduler.num_accepted_tokens
+        return gauges
 
     def sleep(self) -> None:
         self._core.sleep(
@@ -276,24 +294,3 @@ def _executor(config: Any) -> Any:
     from vllm.v1.executor import Executor
 
     return Executor.get_class(config)
-
-
-def _with_tied_head(items: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Name the output head too: on CPU vLLM keeps a packed copy, which loading the embedding alone leaves as it was."""
-    embedding, names = None, set[str]()
-    for name, tensor in items:
-        names.add(name)
-        if name == "model.embed_tokens.weight":
-            embedding = tensor
-        yield name, tensor
-    if embedding is not None and "lm_head.weight" not in names:
-        yield "lm_head.weight", embedding
-
-
-def _drop_packed_experts(worker: Any) -> None:
-    """Have vLLM pack the experts of a mixture anew: on CPU a reload leaves them out, and reads what is not packed as if
-    it were."""
-    for module in worker.get_model().modules():
-        method: Any = getattr(module, "quant_method", None)
-        if getattr(method, "moe_kernel", None) is not None:
-            method.moe_kernel = None

@@ -20,10 +20,12 @@ class VLLMRequests:
     Args:
         max_context: most tokens of prompt and completion together.
         vocab_size: tokens that the model has.
+        guesses: the engine guesses tokens.
     """
 
-    def __init__(self, max_context: int, vocab_size: int) -> None:
+    def __init__(self, max_context: int, vocab_size: int, *, guesses: bool = False) -> None:
         self._max_context = max_context
+        self._guesses = guesses
         self._vocab_size = vocab_size
         self._ids = map(str, itertools.count())  # the core's own request ids, never used twice
         self._cache_epoch = 0
@@ -37,6 +39,8 @@ class VLLMRequests:
         Raises:
             RequestError: it can never run.
         """
+        if self._guesses:
+            _check_beside_guesses(request.request_id, request.sampling)
         prompt = self._token_ids(f"request {request.request_id!r}", request.prompt_token_ids)
         room = self._max_context - len(prompt)
         if not prompt or room < 1:
@@ -105,3 +109,17 @@ class VLLMRequests:
             wrong = next(token for token in ids if not 0 <= token < self._vocab_size)
             raise RequestError(f"{whose} has token {wrong}; the vocabulary has {self._vocab_size} tokens")
         return ids
+
+
+def _check_beside_guesses(request_id: str, sampling: SamplingParams) -> None:
+    """
+    Raises:
+        RequestError: with guessed tokens vLLM would sample from another distribution: it leaves min_p out, and bans
+            stop tokens for longer than min_tokens says.
+    """
+    for name in ("min_p", "min_tokens"):
+        if value := getattr(sampling, name):
+            raise RequestError(
+                f"request {request_id!r} has {name} = {value}, which vLLM does not keep to where it guesses tokens; "
+                "leave it out, or set generation.speculative.method to 'none'"
+            )

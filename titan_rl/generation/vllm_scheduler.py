@@ -27,6 +27,7 @@ class ScoringScheduler(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.num_preemptions = 0
+        self.num_drafts = self.num_draft_tokens = self.num_accepted_tokens = 0
         self._begun: list[str] = []
         self._still: tuple[list[Request], Any] | None = None  # running and waiting requests, while others run alone
 
@@ -63,6 +64,14 @@ class ScoringScheduler(Scheduler):
     def _preempt_request(self, *args: Any, **kwargs: Any) -> None:
         super()._preempt_request(*args, **kwargs)
         self.num_preemptions += 1
+
+    def make_spec_decoding_stats(self, *args: Any, **kwargs: Any) -> Any:
+        """Called once for each request of a step that had guessed tokens."""
+        invalid = (kwargs["num_invalid_spec_tokens"] or {}).get(kwargs["request_id"], 0)
+        self.num_drafts += 1
+        self.num_draft_tokens += kwargs["num_draft_tokens"] - invalid
+        self.num_accepted_tokens += kwargs["num_accepted_tokens"]
+        return super().make_spec_decoding_stats(*args, **kwargs)
 
     def _make_room(self, running: list[Request], waiting: Any) -> None:
         """Where requests that stand still fill the KV cache, take the blocks of those that joined last, as vLLM does

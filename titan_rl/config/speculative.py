@@ -1,0 +1,64 @@
+"""The table [generation.speculative]: tokens that are guessed, and checked several at a time."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Self
+
+from pydantic import PositiveInt, model_validator
+
+from titan_rl.settings import FilePath, Section
+
+WITH_MODEL = ("draft_model", "eagle", "eagle3")
+
+
+class SpeculativeConfig(Section):
+    """Tokens that an engine guesses, and checks several of at a time with the policy, which decides what is sampled:
+    the distribution stays the policy's. The names are those of vLLM's speculative_config."""
+
+    method: Literal["none", "ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp"] = "none"
+    """What guesses. ngram looks for the last tokens earlier in the same text, suffix in other answers, too; draft_model
+    is a small model of its own; eagle, eagle3 and mtp are heads on the policy, whose weights training does not move."""
+    num_speculative_tokens: PositiveInt = 3
+    """Guessed at a time, at most."""
+    model: FilePath | None = None
+    """Folder of what guesses, on every host: of draft_model, eagle and eagle3."""
+    prompt_lookup_min: PositiveInt = 2
+    """Fewest tokens that ngram looks for."""
+    prompt_lookup_max: PositiveInt = 4
+    """Most tokens that ngram looks for, which it begins with."""
+
+    @property
+    def is_on(self) -> bool:
+        return self.method != "none"
+
+    @property
+    def has_weights(self) -> bool:
+        """It guesses by weights, which an engine loads once."""
+        return self.method not in ("none", "ngram", "suffix")
+
+    def options(self) -> dict[str, Any] | None:
+        """As vLLM takes them; None where nothing is guessed."""
+        if not self.is_on:
+            return None
+        names = ["method", "num_speculative_tokens"]
+        if self.method == "ngram":
+            names += ["prompt_lookup_min", "prompt_lookup_max"]
+        if self.method in WITH_MODEL:
+            names += ["model"]
+        return {name: getattr(self, name) for name in names}
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.method in WITH_MODEL and self.model is None:
+            raise ValueError(f'method = "{self.method}" needs model, the folder of what guesses')
+        if self.method not in WITH_MODEL and self.model is not None:
+            raise ValueError(
+                f'model is for method = "{WITH_MODEL[0]}", "{WITH_MODEL[1]}" or "{WITH_MODEL[2]}", and method is '
+                f'"{self.method}"; leave it out'
+            )
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ValueError(
+                f"prompt_lookup_min = {self.prompt_lookup_min} is more than prompt_lookup_max = "
+                f"{self.prompt_lookup_max}; lower the one or raise the other"
+            )
+        return self
