@@ -12,8 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 
 MIN_FILL = 0.75
 """A bucket takes documents at least this long relative to its longest one."""
@@ -113,9 +115,6 @@ def layout_documents(documents: Sequence[Document], device: torch.device | str =
     Args:
         documents: in token order; together they cover every token of the batch, padding included.
     """
-    starts = [0]
-    for document in documents:
-        starts.append(starts[-1] + document.length)
     members: list[list[int]] = []
     for index in sorted(range(len(documents)), key=lambda i: (documents[i].prefix_length > 0, -documents[i].length)):
         first = documents[members[-1][0]] if members else None
@@ -124,22 +123,23 @@ def layout_documents(documents: Sequence[Document], device: torch.device | str =
             members[-1].append(index)
         else:
             members.append([index])
-    num_slots = sum(documents[bucket[0]].length * len(bucket) for bucket in members)
-    token_of_slot = torch.zeros(num_slots, dtype=torch.int64)
-    slot_of_token = torch.zeros(starts[-1], dtype=torch.int64)
-    is_padded = torch.ones(num_slots, dtype=torch.bool)
-    slot = 0
-    for bucket in members:
-        width = documents[bucket[0]].length
-        for index in bucket:
-            start, length = starts[index], documents[index].length
-            token_of_slot[slot : slot + length] = torch.arange(start, start + length)
-            slot_of_token[start : start + length] = torch.arange(slot, slot + length)
-            is_padded[slot : slot + length] = False
-            slot += width
+    lengths_D = np.array([document.length for document in documents], np.int64)
+    starts_D = lengths_D.cumsum() - lengths_D
+    of_buckets = [_padded(starts_D[bucket], lengths_D[bucket], lengths_D[bucket[0]]) for bucket in members]
+    token_of_slot = np.concatenate([tokens_DW.ravel() for tokens_DW in of_buckets])
+    is_padded = token_of_slot < 0
+    slot_of_token = np.empty(lengths_D.sum(), np.int64)
+    slot_of_token[token_of_slot[~is_padded]] = np.flatnonzero(~is_padded)
+    token_of_slot[is_padded] = 0
     buckets = tuple(_bucket([documents[index] for index in bucket], device) for bucket in members)
-    padded_slots = is_padded.nonzero().flatten()
-    return DocumentLayout(buckets, token_of_slot.to(device), slot_of_token.to(device), padded_slots.to(device))
+    indices = (token_of_slot, slot_of_token, np.flatnonzero(is_padded))
+    return DocumentLayout(buckets, *(torch.from_numpy(each).to(device) for each in indices))
+
+
+def _padded(starts_D: NDArray[Any], lengths_D: NDArray[Any], width: int) -> NDArray[Any]:
+    """Ranges of so many consecutive numbers, one a row, and -1 behind them.  # [D, width]"""
+    place_W = np.arange(width)
+    return np.where(place_W < lengths_D[:, None], starts_D[:, None] + place_W, -1)
 
 
 def _bucket(documents: Sequence[Document], device: torch.device | str) -> Bucket:
@@ -147,15 +147,13 @@ def _bucket(documents: Sequence[Document], device: torch.device | str) -> Bucket
     prefix_width = max(document.prefix_length for document in documents)
     if not prefix_width:
         return Bucket(count, width)
-    tokens = torch.zeros(count, prefix_width, dtype=torch.int64)
-    for place, document in enumerate(documents):
-        start, length = document.prefix_start, document.prefix_length
-        tokens[place, :length] = torch.arange(start, start + length)
-    lengths = torch.tensor([document.prefix_length for document in documents], device=device)
-    in_prefix = torch.arange(prefix_width, device=device) < lengths[:, None]  # [num_documents, prefix_width]
+    starts_D = np.array([document.prefix_start for document in documents], np.int64)
+    lengths_D = np.array([document.prefix_length for document in documents], np.int64)
+    tokens_DP = torch.from_numpy(_padded(starts_D, lengths_D, prefix_width)).to(device)
+    in_prefix = tokens_DP >= 0
     causal = torch.ones(width, width, dtype=torch.bool, device=device).tril()
     mask = torch.cat([in_prefix[:, None, None].expand(-1, -1, width, -1), causal.expand(count, 1, -1, -1)], dim=-1)
-    return Bucket(count, width, tokens.flatten().to(device), mask)
+    return Bucket(count, width, tokens_DP.clamp(min=0).flatten(), mask)
 
 
 class _Gather(torch.autograd.Function):
