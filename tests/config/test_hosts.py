@@ -18,6 +18,15 @@ def test_addresses_are_a_list_or_between_commas_and_have_a_port_if_none_is_said(
     assert HostsConfig.model_validate({"addresses": "10.0.0.1, node-2:4000,[fd00::1]:22222"}).addresses == expected
     assert HostsConfig(addresses=expected).elsewhere
     assert not HostsConfig().elsewhere
+    assert HostsConfig.model_validate({"addresses": ""}) == HostsConfig()
+
+
+def test_where_nothing_trains_all_hosts_generate_or_as_many_as_settings_say() -> None:
+    names = ["a", "b", "c"]
+    hosts = HostsConfig(addresses=("a:1", "b:1", "c:1"), train=2, play=3)
+    assert Roles.of(hosts.of_generators_alone, names).generate == ("a", "b", "c")
+    assert Roles.of(hosts.model_copy(update={"generate": 1}).of_generators_alone, names).generate == ("c",)
+    assert Roles.of(HostsConfig().of_generators_alone, ["here"]).generate == ("here",)
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ def test_a_server_outlives_its_generator_keeps_its_key_and_ends_in_order(
     assert httpx.get(f"{url}/models").status_code == 401
     before = ask(url).json()
     assert before["choices"][0]["weight_versions"] == [{"version": "3", "start": 0, "end": 5}]
-    (logs,) = tmp_path.glob("titan_rl-serve-*")
+    (logs,) = tmp_path.glob("titan_rl-serve-*/logs")
     generator = process_writing_to(logs / "generator-0.log")
     assert b"TITAN_RL_API_KEY" not in Path(f"/proc/{generator}/environ").read_bytes()
     os.kill(generator, signal.SIGKILL)

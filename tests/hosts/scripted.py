@@ -11,6 +11,8 @@ from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Any
 
+from hosts.namespaces import NamespaceHost
+
 from titan_rl.config.hosts import HostsConfig
 from titan_rl.config.run import RunConfig
 from titan_rl.config.sections import GenerationConfig
@@ -76,6 +78,11 @@ async def ask(router: Any, count: int, tokens: int = 16) -> list[list[int]]:
             *[router.generate([5, 6, n], request_id=f"r{n}", sampling=sampling) for n in range(count)]
         )
     return [list(answer.token_ids) for answer in answers]
+
+
+def processes_of(host: NamespaceHost) -> list[str]:
+    """Of runs."""
+    return [line for line in host.processes() if "bootstrap_main" in line or "monarch_host" in line]
 
 
 def run_controller(program: str, *arguments: str, timeout_s: float = LIMIT_S) -> str:

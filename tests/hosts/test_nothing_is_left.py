@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 from depth import on_more_hosts
-from hosts.namespaces import PROJECT, HostProcess, NamespaceHost, Namespaces, namespaces
-from hosts.scripted import TESTS
+from hosts.namespaces import PROJECT, HostProcess, Namespaces, namespaces
+from hosts.scripted import TESTS, processes_of
 
 from titan_rl.actors.hosts.scratch import SCRATCH, WORKER
 from titan_rl.actors.liveness.process_tree import unreaped_children_of
@@ -88,11 +88,6 @@ class Machines:
 def machines(needs_namespaces: None, tmp_path_factory: pytest.TempPathFactory) -> Generator[Machines]:
     with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as folder, namespaces(2, private=[Path(folder)]) as made:
         yield Machines(made, Path(folder), tmp_path_factory.mktemp("workers"))
-
-
-def processes_of(host: NamespaceHost) -> list[str]:
-    """Of runs."""
-    return [line for line in host.processes() if "bootstrap_main" in line or "monarch_host" in line]
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from titan_rl.actors.processes.respawns import RespawnLimit, Respawns
 from titan_rl.actors.processes.supervisor import ProcessFailure
 from titan_rl.actors.supervised import SupervisedProcesses
 from titan_rl.calls.user_code import reason
+from titan_rl.config.hosts import Roles
 from titan_rl.config.sections import GenerationConfig, RoutingConfig, StateDictConfig
 from titan_rl.errors import ActorDiedError, EngineDeadError, EngineStalledError, GenerationError
 from titan_rl.generation.router.limits import Limits
@@ -84,7 +85,8 @@ class GeneratorProcesses(SupervisedProcesses):
 
     def place(self) -> None:
         """Choose where processes go."""
-        self._places = [*place_generators(self._generation, self.hosts.names, self.hosts.gpus)]
+        generate = Roles.of(self.hosts.config, self.hosts.names).generate
+        self._places = [*place_generators(self._generation, generate, self.hosts.gpus)]
 
     async def start(self) -> None:
         """Start all processes at once.

@@ -12,7 +12,7 @@ from titan_rl.actors.hosts.hosts import Hosts
 from titan_rl.actors.hosts.preflight import HostNeeds
 from titan_rl.actors.processes.process import ProcessFiles
 from titan_rl.actors.supervised import started
-from titan_rl.config.hosts import HostsConfig
+from titan_rl.config.functions import named_modules
 from titan_rl.config.sections import StateDictConfig
 from titan_rl.config.serve import ServeConfig
 from titan_rl.weights.published_weights import PublishedWeights
@@ -34,10 +34,12 @@ async def start_generators(
     Args:
         version: of the policy that is served.
         max_running: most requests one engine advances at a time.
+        files: what lies beside `logs` is a run's folder to other hosts.
         tell: shows a person which of them die and are there again.
 
     Raises:
-        ActorDiedError: one did not start in time.
+        ActorDiedError: one did not start in time, or the worker of a host did not answer.
+        ConfigError: hosts differ from this machine.
     """
 
     def make(hosts: Hosts) -> GeneratorProcesses:
@@ -55,6 +57,12 @@ async def start_generators(
             tell=tell,
         )
 
-    needs = HostNeeds(files.logs, Path(config.model.path))
-    async with started(files, HostsConfig(), needs, tell, make) as processes:
+    needs = HostNeeds(
+        files.logs.parent,
+        Path(config.model.path),
+        tuple(sorted(named_modules(config))),
+        generate_gpus=config.generation.tensor_parallel_size,
+        trains=False,
+    )
+    async with started(files, config.hosts.of_generators_alone, needs, tell, make) as processes:
         yield processes

@@ -117,9 +117,9 @@ def _lines(
             yield f"{origins.of(key)}: {kind}{key} is missing"
         case "extra_forbidden":
             value = details["input"]
-            what = "table" if isinstance(value, dict) else "setting"
-            shown = f"[{key}]" if isinstance(value, dict) else f"{key} = {value!r}"
-            yield f"{origins.of(key)}: {shown} is not a {what}; {_instead(key, root, prefix, beside)}"
+            is_table = isinstance(value, dict)
+            shown = f"[{key}] is not a table" if is_table else f"{key} = {value!r} is not a setting"
+            yield f"{origins.of(key)}: {shown}; {_instead(key, root, prefix, beside, tables=is_table)}"
         case "value_error":  # raised by a validator of a section; it names its own fields
             for line in message.removeprefix("Value error, ").splitlines():
                 yield f"{origins.of_all()}: {f'[{key}] ' if key else ''}{line}"
@@ -142,10 +142,15 @@ def _lines(
             yield f"{origins.of(key)}: {key} = {shown} {message}"
 
 
-def _instead(key: str, root: type[BaseModel], prefix: str, beside: Sequence[str]) -> str:
+def _instead(key: str, root: type[BaseModel], prefix: str, beside: Sequence[str], *, tables: bool = False) -> str:
+    """
+    Args:
+        tables: what is meant is one.
+    """
     valid = [*settings(root, prefix), *(f"{prefix}.{name}" for name in beside)]
+    alike = [name for name in valid if any(other.startswith(f"{name}.") for other in valid)] if tables else valid
     meant = MEANT.get(key) or MEANT.get(key.rpartition(".")[2])
-    if guess := meant if meant in valid else nearest(key, valid):
+    if guess := meant if meant in valid else nearest(key, alike):
         return f"nearest: {guess}"
     table = key.rpartition(".")[0]
     siblings = [name for name in valid if name.rpartition(".")[0] == table]

@@ -209,6 +209,12 @@ class HostsConfig(ProviderSettings):
         return self
 
     @property
+    def of_generators_alone(self) -> Self:
+        """The same hosts where nothing trains or plays rollouts: all generate, or as many as settings say."""
+        generate = self.generate or len(self.addresses) or None
+        return self.model_copy(update={"train": 1, "generate": generate, "play": None})
+
+    @property
     def elsewhere(self) -> bool:
         """Whether processes are started by workers, and not by this process."""
         return bool(self.addresses) or self.provider is not None

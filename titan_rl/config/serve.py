@@ -10,6 +10,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, ValidationError
 
 from titan_rl.config.explain import COMMAND_LINE, explain
 from titan_rl.config.functions import check_functions, named_modules
+from titan_rl.config.hosts import HostsConfig
 from titan_rl.config.model_folder import check_model_folder, find_model_folder
 from titan_rl.config.run import RunConfig
 from titan_rl.config.search_path import SearchPath
@@ -48,6 +49,7 @@ class ServeConfig(Section):
     model: ModelConfig
     generation: GenerationConfig = GenerationConfig()
     routing: RoutingConfig = RoutingConfig()
+    hosts: HostsConfig = HostsConfig()
     server: ServerConfig = ServerConfig()
 
 

@@ -19,7 +19,9 @@ NAMES = ("ssh", "slurm", "kubernetes")
 
 
 def split_list(value: object) -> object:
-    """What stands between commas, as of the command line."""
+    """What stands between commas, as of the command line; nothing in an empty text."""
+    if value == "":
+        return []
     return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
 
 

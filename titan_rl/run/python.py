@@ -197,7 +197,7 @@ async def evaluate_async(
         if needs_engine([str(policy)]):
             require_engine(made)
             resources.enter_context(run_environment(made.pythonpath))
-        logs = Path(out) / "logs" if out else Path(resources.enter_context(tempfile.TemporaryDirectory()))
+        logs = Path(out) / "logs" if out else Path(resources.enter_context(tempfile.TemporaryDirectory())) / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         files = EvaluationFiles(f"eval-{time.time_ns():x}", logs.absolute())
         opened = await resources.enter_async_context(open_policy(str(policy), made, settings, files, tell))

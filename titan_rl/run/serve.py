@@ -15,26 +15,30 @@ import tempfile
 from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from titan_rl.actors.hosts.scratch import scratch_root
 from titan_rl.calls.user_code import reason
 from titan_rl.config.concurrency import places_of
+from titan_rl.config.hosts import check_own_machine
 from titan_rl.config.make_renderer import make_renderer
 from titan_rl.config.serve import ServeConfig
 from titan_rl.errors import MissingExtraError, ModelError
 from titan_rl.generation.registry import find_engine
 from titan_rl.rollout.renderer import Renderer
 from titan_rl.rollout.renderer.tokenizer import load_tokenizer
-from titan_rl.run.machine.environment import file_modes, process_scratch, run_environment
+from titan_rl.run.machine.environment import file_modes, run_environment
 from titan_rl.run.machine.event_loop import run_to_its_end
 from titan_rl.run.machine.guard import guarded
 from titan_rl.run.machine.log_file import log_to
-from titan_rl.run.machine.stop_signals import StopSignals
+from titan_rl.run.machine.stop_signals import StopSignals, tell_on_stderr
 from titan_rl.run.observability.progress import Verbosity, status
-from titan_rl.run.policies.source import PolicySource, export
+from titan_rl.run.parts import use_monarch
+from titan_rl.run.policies.source import PolicySource, export, with_copies
 from titan_rl.run.server_keys import API_KEY, take_keys
 from titan_rl.run.stopping import run_until_signal
 from titan_rl.run.terminal.standard_streams import OutputError, say, tell
+from titan_rl.run.workers import workers_started
 from titan_rl.serving.app import make_app
 from titan_rl.serving.http.keys import Keys
 from titan_rl.serving.http.limits import ServerLimits
@@ -72,6 +76,7 @@ def run_server(config: ServeConfig, source: PolicySource, verbosity: Verbosity =
         if importlib.util.find_spec(module) is None:
             raise MissingExtraError(module, "cpu")
     keys = take_keys(config.server)
+    check_own_machine(config.hosts)
     with (
         file_modes(share=False),
         _files() as files,
@@ -80,18 +85,22 @@ def run_server(config: ServeConfig, source: PolicySource, verbosity: Verbosity =
         run_environment(config.pythonpath),
     ):
         log_to(files.logs / "server.log")
-        return run_to_its_end(
-            run_until_signal(
-                _serve(config, source, keys, files, verbosity), signals, lambda: f"its logs are in {files.logs}"
-            )
-        )
+        program = _serve_on_hosts(config, source, keys, files, verbosity)
+        return run_to_its_end(run_until_signal(program, signals, lambda: f"its logs are in {files.logs}"))
 
 
 @contextlib.contextmanager
 def _files() -> Generator[ServerFiles]:
-    logs = Path(tempfile.mkdtemp(prefix="titan_rl-serve-"))
-    yield ServerFiles(logs.name, logs)
-    shutil.rmtree(logs, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix="titan_rl-serve-"))
+    (logs := folder / "logs").mkdir()
+    yield ServerFiles(folder.name, logs)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+async def _serve_on_hosts(config: ServeConfig, *given: Any) -> None:
+    _, _, files, verbosity = given
+    async with workers_started(config, files.logs, verbosity) as started:
+        await _serve(started.config, *given)
 
 
 async def _serve(
@@ -99,17 +108,17 @@ async def _serve(
 ) -> None:
     # Monarch writes to the terminal when it is first used.
     from titan_rl.actors.processes.garbage import settled_heap
-    from titan_rl.actors.processes.transport import listen_below
     from titan_rl.actors.server_processes import start_generators
 
     await asyncio.sleep(0)  # a signal that came during those imports stops it here
-    listen_below(process_scratch())
+    use_monarch(config.hosts, tell_on_stderr)
     model, server = config.model, config.server
     if source.checkpoint is not None:
         tell(f"titan-rl: reading {source.name}")
         model = await export(
             model, source.checkpoint, Path(tempfile.gettempdir()) / "policy", files.logs / "export.log"
         )
+        config = config.model_copy(update={"hosts": with_copies(config.hosts)})
     renderer = _renderer(config)
     max_running = places_of(model, config.generation, MAX_RUNNING)
     num_generators = config.generation.num_generators

@@ -6,8 +6,10 @@ import contextlib
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from titan_rl.config.run import RunConfig
+from titan_rl.config.serve import ServeConfig
 from titan_rl.providers.changing import ChangingWorkers
 from titan_rl.providers.registry import find_provider
 from titan_rl.providers.spec import ProviderSpec
@@ -15,23 +17,25 @@ from titan_rl.run.hosts.provided import ProvidedHosts
 from titan_rl.run.machine.stop_signals import tell_on_stderr
 from titan_rl.run.observability.progress import Verbosity, status
 
+C = TypeVar("C", RunConfig, ServeConfig)
+
 
 @dataclass(frozen=True, slots=True)
-class StartedWorkers:
+class StartedWorkers(Generic[C]):
     """
     Attributes:
         config: the settings of the run, with addresses in the place of a provider.
         provided: those that the provider has from now on; None where they stay the same.
     """
 
-    config: RunConfig
+    config: C
     provided: ProvidedHosts | None = None
 
 
 @contextlib.asynccontextmanager
 async def workers_started(
-    config: RunConfig, logs: Path, verbosity: Verbosity = Verbosity.NORMAL
-) -> AsyncGenerator[StartedWorkers]:
+    config: C, logs: Path, verbosity: Verbosity = Verbosity.NORMAL
+) -> AsyncGenerator[StartedWorkers[C]]:
     """The workers that a provider has started. They end behind the block.
 
     Args:

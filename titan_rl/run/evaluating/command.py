@@ -12,6 +12,7 @@ from pathlib import Path
 
 from titan_rl.actors.hosts.scratch import scratch_root
 from titan_rl.config.evaluation import EvalConfig
+from titan_rl.config.hosts import check_own_machine
 from titan_rl.config.run import RunConfig
 from titan_rl.evaluation.evaluation import Evaluation
 from titan_rl.run.evaluating.evaluate import EvaluationRun
@@ -55,6 +56,7 @@ def run_evaluations(
     chosen_suites(config, settings)
     if needs_engine(policies):
         require_engine(config)
+        check_own_machine(config.hosts)
     for given in policies:
         if needs_engine([given]):
             find_policy(given)

@@ -24,8 +24,10 @@ from titan_rl.errors import ConfigError, GenerationError, MissingExtraError, Req
 from titan_rl.generation.registry import find_engine
 from titan_rl.rollout.environment.chat import ChatFn
 from titan_rl.rollout.renderer import Renderer
-from titan_rl.run.machine.environment import process_scratch
-from titan_rl.run.policies.source import PolicySource, export, find_policy
+from titan_rl.run.observability.progress import Verbosity
+from titan_rl.run.parts import use_monarch
+from titan_rl.run.policies.source import PolicySource, export, find_policy, with_copies
+from titan_rl.run.workers import workers_started
 from titan_rl.serving.chat_client import HttpChatFn
 from titan_rl.serving.client import HttpGenerateFn
 from titan_rl.training.settings import ModelConfig
@@ -151,19 +153,22 @@ async def _started(
     given: str, config: RunConfig, files: PolicyFiles, tell: Callable[[str], object]
 ) -> AsyncGenerator[OpenedPolicy]:
     # Monarch writes to the terminal when it is first used.
-    from titan_rl.actors.processes.transport import listen_below
     from titan_rl.actors.server_processes import start_generators
 
     source = find_policy(given)
     model = _model_of(source, config)
-    with tempfile.TemporaryDirectory(prefix="policy-") as folder:
+    async with contextlib.AsyncExitStack() as resources:
+        started = await resources.enter_async_context(workers_started(config, files.logs, Verbosity.QUIET))
+        config = started.config
+        folder, hosts = resources.enter_context(tempfile.TemporaryDirectory(prefix="policy-")), config.hosts
         if source.checkpoint is not None:
             tell(f"reading {source.name}")
             model = await export(model, source.checkpoint, Path(folder) / "policy", files.logs / "export.log")
+            hosts = with_copies(hosts)
         check_model_folder(model, config.generation, [Path()])
         check_chat_template(model)
         renderer = make_renderer(model)
-        listen_below(process_scratch())
+        use_monarch(hosts, tell)
         count = config.generation.num_generators
         tell(f"starting {count} generator{'' if count == 1 else 's'} for {source.name}; logs: {files.logs}")
         serve = ServeConfig(
@@ -172,6 +177,7 @@ async def _started(
             model=model,
             generation=config.generation,
             routing=config.routing,
+            hosts=hosts,
         )
         running = places_of(model, config.generation, MAX_RUNNING)
         starting = start_generators(serve, version=source.version, max_running=running, files=files, tell=tell)

@@ -8,6 +8,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from titan_rl.config.hosts import HostsConfig
 from titan_rl.errors import CheckpointError, ConfigError
 from titan_rl.training.settings import ModelConfig
 from titan_rl.training.state.checkpoint import latest, step_of
@@ -118,6 +119,11 @@ async def export(model: ModelConfig, checkpoint: Path, directory: Path, log: Pat
     if code:
         raise CheckpointError(f"{checkpoint} cannot be read: {_last_line(log) or f'exit code {code}'}; see {log}")
     return model.model_copy(update={"path": str(directory)})
+
+
+def with_copies(hosts: HostsConfig) -> HostsConfig:
+    """The same, which bring hosts what they lack: an exported policy lies in a temporary folder of this machine."""
+    return hosts.model_copy(update={"sync": True})
 
 
 def _last_line(log: Path) -> str:
