@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import resource
+import signal
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -189,27 +192,27 @@ def test_metrics_that_the_disk_does_not_take_are_counted_and_the_next_ones_writt
     assert told[1] == "logging to metrics.jsonl works again; 2 were lost meanwhile"
 
 
-def test_a_line_without_room_leaves_no_half_of_it(tmp_path: Path, limit_file_size: Callable[[int], None]):
+def test_a_line_without_room_leaves_no_half_of_it(tmp_path: Path):
     run_dir = RunDirectory(tmp_path)
     run_dir.write_rollout({"step": 1})
-    limit_file_size(100)
-    with pytest.raises(OSError, match="No space left"):
+    with quota(100), pytest.raises(OSError, match="No space left"):
         run_dir.write_rollout({"step": 2, "text": "x" * 200})
     run_dir.write_rollout({"step": 3})
     assert [json.loads(line)["step"] for line in run_dir.rollouts.read_text().splitlines()] == [1, 3]
 
 
-@pytest.fixture
-def limit_file_size():
-    """A quota: a file that grows beyond it takes what fits, and no more."""
-    import resource
-    import signal
-
+@contextmanager
+def quota(size: int) -> Iterator[None]:
+    """A file that grows beyond it takes what fits, and no more: within the block alone, for a log of the tests' own may
+    be larger."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    signal.signal(signal.SIGXFSZ, ignored)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
 
 
 def test_time_goes_on_over_a_resume(tmp_path: Path):
