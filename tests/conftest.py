@@ -45,11 +45,6 @@ def pytest_collection() -> Generator[None, object, object]:
     return collected
 
 
-def pytest_runtest_logfinish() -> None:
-    if not gc.get_freeze_count():
-        gc.freeze()  # a run that a test made in this process has thawed all at its end
-
-
 def pytest_sessionfinish() -> None:
     atexit.register(gc.unfreeze)  # after the last collections; what is skipped at exit, native modules report as leaked
 

@@ -43,3 +43,17 @@ def test_cycles_in_a_settled_heap_are_freed_by_a_timer_alone_and_later_as_before
     with asyncio.Runner(loop_factory=looptime.new_event_loop) as runner:
         runner.run(live())
     assert gc.get_threshold() == thresholds
+
+
+@pytest.mark.parametrize("is_settled", [False, True])
+def test_what_a_program_has_its_collections_skip_they_skip_after_a_run_too(is_settled: bool):
+    async def live() -> None:
+        with settled_heap():
+            assert gc.get_freeze_count()
+
+    gc.unfreeze()
+    if is_settled:
+        gc.freeze()
+    asyncio.run(live())
+    assert bool(gc.get_freeze_count()) is is_settled
+    gc.freeze()  # as the others have it

@@ -324,7 +324,8 @@ def test_a_verbose_run_shows_what_is_logged():
     import logging
 
     logger, file = logging.getLogger("titan_rl.run.controller"), io.StringIO()
-    level, logging.getLogger("titan_rl").level = logging.getLogger("titan_rl").level, logging.INFO
+    level = logging.getLogger("titan_rl").level
+    logging.getLogger("titan_rl").setLevel(logging.INFO)
     try:
         for verbosity in (Verbosity.NORMAL, Verbosity.VERBOSE):
             with Progress(10, file, verbosity=verbosity):

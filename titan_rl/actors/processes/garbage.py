@@ -25,13 +25,14 @@ def settle_heap() -> None:
 @contextmanager
 def settled_heap() -> Generator[None]:
     """`settle_heap` for the length of a block of the running event loop, in which full collections are rare. What is
-    skipped at exit, native modules report as leaked.
+    skipped at exit, native modules report as leaked; a program that skips something already goes on doing so.
 
     A full collection looks at all that lives, for seconds where that is the tokens of a hundred thousand requests, and
     is made by default whenever a quarter of it has been renewed. What the planes are done with is freed without it, so
     that it is for cycles in the user's code alone, and has a hundredth of the time.
     """
     loop, thresholds = asyncio.get_running_loop(), gc.get_threshold()
+    is_settled = gc.get_freeze_count() > 0
     timer: asyncio.TimerHandle
 
     def collect() -> None:
@@ -48,7 +49,8 @@ def settled_heap() -> Generator[None]:
     finally:
         timer.cancel()
         gc.set_threshold(*thresholds)
-        gc.unfreeze()
+        if not is_settled:
+            gc.unfreeze()
 
 
 @contextmanager
