@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from user_project import project
 
+from titan_rl.actors.liveness.process_tree import children_of
 from titan_rl.run.machine.stop_signals import StopSignals
 
 __all__ = ["project"]
@@ -223,3 +224,22 @@ def test_what_a_stop_says_changes_with_what_the_program_is_at() -> None:
         signals.stopping = "later"
         signal.raise_signal(signal.SIGTERM)
     assert told == ["SIGTERM: later"]
+
+
+def test_the_guard_outlives_a_signal_to_all_that_a_job_has(start: Callable[..., Program]) -> None:
+    program = start("idle")
+    children = children_of(program.process.pid)
+    guards = [pid for pid in children if b"guard.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    deadline = time.monotonic() + LIMIT_S
+    while not (guards and all(map(ignores_sigterm, guards))):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    for guard in guards:
+        os.kill(guard, signal.SIGTERM)
+    program.process.kill()
+    program.wait_until_clean()
+
+
+def ignores_sigterm(pid: int) -> bool:
+    (mask,) = [line.split()[1] for line in Path(f"/proc/{pid}/status").read_text().splitlines() if "SigIgn" in line]
+    return bool(int(mask, 16) & 1 << signal.SIGTERM - 1)

@@ -97,7 +97,4 @@ def submit(submission: Submission, script: str) -> str:
     (submission.folder / submission.run_dir).mkdir(parents=True, exist_ok=True)  # Slurm makes no folder for its log
     job = run_tool(["sbatch", "--parsable"], script).strip().partition(";")[0]
     log = Path(submission.run_dir) / f"{submission.name[:LONGEST_NAME]}-{job}.log"
-    return (
-        f"job {job} is submitted; its output: {log}; squeue --job {job} shows it, "
-        f"scancel --batch --signal=TERM {job} ends it in order"
-    )
+    return f"job {job} is submitted; its output: {log}; squeue --job {job} shows it, scancel {job} ends it in order"

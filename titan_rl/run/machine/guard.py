@@ -130,4 +130,5 @@ def _clean_up(root: Path, run_id: str) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # schedulers send it to all that a job has
     watch(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], sys.argv[4])
