@@ -1,4 +1,5 @@
-"""The public names and the planes without torch import on a machine that has none of the heavy stack."""
+"""The public names and the planes without torch import on a machine that has none of the heavy stack, and only what is
+asked for is imported."""
 
 from __future__ import annotations
 
@@ -50,3 +51,28 @@ def test_light_modules_import_without_the_heavy_stack():
 
     assert done.returncode == 0, done.stderr
     assert "titan_rl.config.load" in done.stdout.split()
+
+
+FROM_NOTHING = """
+import sys
+
+def ours():
+    return {name for name in sys.modules if name.startswith("titan_rl.")}
+
+import titan_rl
+assert ours() == {"titan_rl.errors"}, ours()
+
+from titan_rl.cli.main import main
+try:
+    main(["hosts", "--help"])
+except SystemExit:
+    pass
+others = "init train launch sft serve play eval view export doctor worker completion".split()
+assert not {f"titan_rl.cli.{other}" for other in others} & ours(), ours()
+"""
+
+
+def test_processes_and_commands_import_nothing_that_they_do_not_ask_for():
+    done = subprocess.run([sys.executable, "-c", FROM_NOTHING], cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+    assert done.returncode == 0, done.stderr

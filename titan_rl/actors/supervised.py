@@ -125,16 +125,12 @@ class SupervisedProcesses:
             await call(self._supervisor.terminate, ids, who="supervisor", timeout_s=STOP_TIMEOUT_S)
 
     def names_by_host(self) -> dict[str, list[str]]:
-        """As `names_on`, of all hosts that have any, sorted."""
+        """Of the processes that are on each host that has any, sorted."""
         names: defaultdict[str, list[str]] = defaultdict(list)
         for remote in self._remotes.values():
             for host in self._places_of[remote.id]:
                 names[host].append(remote.name)
         return {host: sorted(there) for host, there in names.items()}
-
-    def names_on(self, host: str) -> list[str]:
-        """Of the processes that are on a host of that name."""
-        return [remote.name for remote in self._remotes_on(host)]
 
     def _remotes_on(self, host: str) -> list[RemoteProcess]:
         return [remote for remote in self._remotes.values() if host in self._places_of[remote.id]]
