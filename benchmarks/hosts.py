@@ -1,14 +1,18 @@
 """What several hosts cost and save. The hosts are namespaces of this machine, which only root may make.
 
-    python -m benchmarks.hosts [--only fanout delta manifest trainer_recovery] [--rounds 3]
+    python -m benchmarks.hosts [--only host_loss join fanout delta manifest trainer_recovery] [--rounds 3]
 
-Each figure is a module of `benchmarks/across_hosts/`. Prints one JSON object a line: {"name": ..., "value": ...,
-"unit": ..., "target": ...}.
+Each figure is a module of `benchmarks/across_hosts/`, and has ten minutes. Prints one JSON object a
+line: {"name": ..., "value": ..., "unit": ..., "target": ...}.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import signal
+from collections.abc import Generator
+from types import FrameType
 
 from benchmarks.across_hosts import delta, fanout, host_loss, join, manifest, trainer_recovery
 
@@ -22,13 +26,36 @@ FIGURES = {
 }
 
 
+LIMIT_S = 600
+"""Of one figure."""
+
+
+@contextlib.contextmanager
+def limited(name: str) -> Generator[None]:
+    """
+    Raises:
+        TimeoutError: it takes longer, wherever it is then. What it has started ends on the way.
+    """
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise TimeoutError(f"{name} has not been measured within {LIMIT_S} s")
+
+    signal.signal(signal.SIGALRM, end)
+    signal.alarm(LIMIT_S)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=FIGURES, default=list(FIGURES))
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     for name in arguments.only:
-        FIGURES[name](arguments.rounds)
+        with limited(name):
+            FIGURES[name](arguments.rounds)
 
 
 if __name__ == "__main__":

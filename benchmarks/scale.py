@@ -27,7 +27,7 @@ from typing import Any
 import looptime
 
 from benchmarks.paired import report
-from benchmarks.simulated_generators import SimulatedProcesses, SimulatedSupervisor, Traffic, now
+from benchmarks.simulated_generators import STEP_S, SimulatedProcesses, SimulatedSupervisor, Traffic, now
 from titan_rl import (
     Completion,
     GroupScheduler,
@@ -147,7 +147,7 @@ class ScaledRun:
                 for name, count in (("death_of_one_ms", 1), ("death_of_host_ms", HOST)):
                     gone = [replica for replica in processes.replicas if replica.remote.reason is None]
                     gone = gone[: min(count, self.num_generators // 2)]
-                    await asyncio.sleep(TRAIN_S)
+                    await asyncio.sleep(TRAIN_S + STEP_S / 4)  # between two steps of engines: nothing else goes on
                     ids = [id for replica in gone for id in processes.generators[replica.name].request_ids]
                     self.figures[name] = await self._move_requests(gone, ids) * count * REQUESTS / len(ids)
         self.figures["peak_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
@@ -211,8 +211,8 @@ class ScaledRun:
         self._announcements.append(self._traffic.told_at - began)
 
     async def _move_requests(self, gone: Sequence[ActorReplica], request_ids: Sequence[str]) -> float:
-        """Milliseconds of the controller, with whatever else it does meanwhile, from the death of these until the last
-        of their requests has been sent elsewhere."""
+        """Milliseconds of the controller from the death of these until the last of their requests has been sent
+        elsewhere."""
         traffic = self._traffic
         traffic.awaited.update(request_ids)
         traffic.all_sent.clear()
