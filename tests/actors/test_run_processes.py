@@ -30,7 +30,7 @@ from titan_rl.errors import ActorDiedError, GenerationError, NoReplicaError
 from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.run.directory import RunDirectory
-from titan_rl.training.settings import ModelConfig
+from titan_rl.training.settings import ModelConfig, TrainingConfig
 from titan_rl.types import Completion, FinishReason, SamplingParams, VersionSpan
 from titan_rl.weights.published_weights import PublishedWeights
 
@@ -65,6 +65,8 @@ class Supervisor:
         self.host_of: dict[str, str] = {}
         self.answers = asyncio.Event()  # what is left of a process has ended
         self.answers.set()
+        self.may_start = asyncio.Event()  # what is spawned comes up
+        self.may_start.set()
         self.spawn = Endpoint(self._spawn)
         self.terminate = Endpoint(self._terminate)
         self.next_failure = Endpoint(self.failures.get)
@@ -72,7 +74,7 @@ class Supervisor:
     async def _spawn(self, process_id: str, actor_class: Any, arguments: Any, rank: int, host: str, *args: Any) -> Any:
         self.started.put_nowait(process_id)
         self.host_of[process_id] = host
-        return Actor()
+        return Actor(self.may_start)
 
     async def _terminate(self, *args: Any) -> None:
         await self.answers.wait()
@@ -82,21 +84,37 @@ class Supervisor:
 
 
 class Actor:
-    def __init__(self) -> None:
+    def __init__(self, may_start: asyncio.Event) -> None:
+        self._may_start = may_start
         self.pid, self.start = Endpoint(self._pid), Endpoint(self._start)
 
     async def _pid(self) -> int:
         return 0
 
-    async def _start(self) -> None: ...
+    async def _start(self) -> None:
+        await self._may_start.wait()
+
+
+class Agent:
+    def __init__(self) -> None:
+        self.free_port = Endpoint(self._free_port)
+
+    async def _free_port(self) -> int:
+        return 1
 
 
 def host_of(name: str) -> Host:
-    return Host(name, LOOPBACK, None, key=name, watcher=Nobody())
+    return Host(name, LOOPBACK, Agent(), key=name, watcher=Nobody())
 
 
 def cluster_of(
-    folder: Path, supervisor: Any, told: list[str], *, names: Sequence[str] = ("there",), **settings: Any
+    folder: Path,
+    supervisor: Any,
+    told: list[str],
+    *,
+    names: Sequence[str] = ("there",),
+    generates: bool = True,
+    **settings: Any,
 ) -> RunProcesses:
     config = RunConfig(
         model=ModelConfig(path="unused", max_context=256),
@@ -114,7 +132,7 @@ def cluster_of(
         None,
         told.append,
         trains=True,
-        generates=True,
+        generates=generates,
     )
     processes.place()
     return processes
@@ -238,6 +256,60 @@ async def test_a_worker_that_dies_before_its_host_is_known_to_be_gone_starts_els
     await lose(processes, "a")
     async with asyncio.timeout(1.0):
         assert await worker_hosts(supervisor, 1) == ["b"]
+    watching.cancel()
+
+
+async def start_and_lose(processes: RunProcesses, supervisor: Supervisor, name: str) -> None:
+    """Start them all, of which one host is gone before anything there is up."""
+    supervisor.may_start.clear()
+    starting = asyncio.ensure_future(processes.start())
+    await asyncio.sleep(1.0)
+    await lose(processes, name)
+    supervisor.may_start.set()
+    await starting
+
+
+@pytest.mark.looptime
+async def test_a_run_whose_only_training_host_is_lost_as_it_starts_ends_at_once_and_names_it(tmp_path: Path):
+    supervisor = Supervisor()
+    processes = cluster_of(tmp_path, supervisor, [], names=["trains", "a"], generates=False)
+    began = asyncio.get_running_loop().time()
+    with pytest.raises(ExceptionGroup) as caught:
+        await start_and_lose(processes, supervisor, "trains")
+    assert str(caught.value.exceptions[0]) == "trainer died: nothing has been heard of host trains for 3 s"
+    assert asyncio.get_running_loop().time() - began == pytest.approx(1.0)
+
+
+@pytest.mark.looptime
+async def test_a_run_starts_without_hosts_that_are_lost_meanwhile_if_others_can_do_what_they_were_for(tmp_path: Path):
+    told: list[str] = []
+    supervisor = Supervisor()
+    processes = cluster_of(
+        tmp_path,
+        supervisor,
+        told,
+        names=["a", "b", "c"],
+        generates=False,
+        hosts=HostsConfig(addresses=("a", "b", "c"), train=2, play=3),
+        training=TrainingConfig(data_parallel=2),
+        rollout=RolloutConfig(num_workers=3),
+    )
+    await start_and_lose(processes, supervisor, "a")
+    assert told == [
+        "the trainer starts without a host that is lost: trainer died: nothing has been heard of host a for 3 s",
+        "the run starts without host a: rollout-worker-0 died: nothing has been heard of host a for 3 s",
+    ]
+    assert sorted(processes.names_on("b")) == ["rollout-worker-1", "trainer"]
+    watching = asyncio.ensure_future(processes.watch(GeneratorRouter([Replica()])))
+    await asyncio.sleep(1.0)
+    assert "rollout-worker-0 is there again after 0 s" in told
+    assert sorted(processes.names_on("b") + processes.names_on("c")) == [
+        "rollout-worker-0",
+        "rollout-worker-1",
+        "rollout-worker-2",
+        "trainer",
+        "trainer",
+    ]
     watching.cancel()
 
 

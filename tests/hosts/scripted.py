@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,8 @@ from titan_rl.weights.shard_files.shard_folder import shard_folder
 
 TESTS = Path(__file__).parents[1]
 LIMIT_S = 60
+GATE = "TITAN_RL_TEST_GATE"
+"""The variable of a worker that has the folder of `make_at_gate`."""
 
 
 def make(spec: EngineSpec) -> Engine:
@@ -41,6 +45,16 @@ def make_with_memory(spec: EngineSpec) -> Engine:
 
 
 _owned: list[OwnedFolder] = []
+
+
+def make_at_gate(spec: EngineSpec) -> Engine:
+    """An engine that starts, as a file says that has the name of its host, and goes on once there is one named
+    `open`."""
+    gate = Path(os.environ[GATE])
+    (gate / socket.gethostname()).touch()
+    while not (gate / "open").exists():
+        time.sleep(0.01)
+    return make(spec)
 
 
 def config(addresses: Sequence[str], **sections: Any) -> RunConfig:

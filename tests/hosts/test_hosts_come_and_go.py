@@ -3,117 +3,21 @@ their links and their processes are real."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import queue
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Generator
 from pathlib import Path
 
 import pytest
+from hosts.controller import END_S, LIMIT_S, Run
 from hosts.namespaces import PROJECT, HostProcess, Namespaces
-from hosts.scripted import TESTS
 
-LIMIT_S = 40.0
 GIVEN_UP_S = (
     12.0  # a lease of 4 s, and what a loaded machine takes; what carries the calls would take more than a minute
 )
-END_S = 15.0  # less than is waited for a process to stop: nobody waits for those of hosts that are gone
 COUNT, TOKENS = 12, 1500
-
-PROGRAM = """
-import asyncio, fcntl, json, sys
-from pathlib import Path
-from hosts.scripted import *
-from titan_rl.config.hosts import HostsConfig
-from titan_rl.run.hosts.requests import HostFiles
-from titan_rl.run.parts import watcher
-from titan_rl.run.status import noted
-
-def say(text):
-    print(text, flush=True)
-
-async def main():
-    hosts = HostsConfig(addresses=tuple(sys.argv[2:]), generate=3, lease_s=4, drain_s=20)
-    settings, folder = config(sys.argv[2:], hosts=hosts), Path(sys.argv[1])
-    (folder / "config.toml").write_text("")
-    lock = (folder / "lock").open("w")
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    async with generators(settings, folder) as (processes, router):
-        status = noted(folder, begins=True)
-        status.__enter__()
-        watching = asyncio.ensure_future(watcher(settings, HostFiles(folder), processes, router, say)())
-        say("ready")
-        asking = None
-        while words := (await asyncio.to_thread(sys.stdin.readline)).split():
-            match words:
-                case ["ask", count, tokens]:
-                    asking = asyncio.ensure_future(ask(router, int(count), int(tokens)))
-                    while sum(len(so_far.token_ids) for so_far in router.tokens_so_far().values()) < int(count):
-                        await asyncio.sleep(0.01)
-                    say("asked")
-                case ["answers"]:
-                    say("answers " + json.dumps(await asking))
-                case ["pids"]:
-                    remotes = {replica.name: replica.remote.pids for replica in processes.opened}
-                    say("pids " + json.dumps({name: list(remotes[name]) for name in sorted(remotes)}))
-                case ["serving"]:
-                    say("serving " + " ".join(sorted(replica.name for replica in router.replicas if replica.serving)))
-        watching.cancel()
-asyncio.run(main())
-"""
-
-
-class Run:
-    """A controller that does what it is told, a line each, and says what happens."""
-
-    def __init__(self, folder: Path, hosts: Namespaces) -> None:
-        self.folder = folder
-        self.lines: list[str] = []
-        self._said = queue.SimpleQueue[str]()
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(folder), *[host.worker_address for host in hosts]],
-            env={**os.environ, "PYTHONPATH": f"{TESTS}{os.pathsep}{PROJECT}"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=PROJECT,
-        )
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def tell(self, text: str) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(f"{text}\n")
-        self.process.stdin.flush()
-
-    def hears(self, *texts: str) -> str:
-        """The first line from now on that has all of these."""
-        deadline = time.monotonic() + LIMIT_S
-        while (left_s := deadline - time.monotonic()) > 0 and (line := self._next(left_s)):
-            self.lines.append(line.strip())
-            if all(text in line for text in texts):
-                return line.strip()
-        raise AssertionError(f"it has not said {texts}:\n" + "\n".join(self.lines))
-
-    def _next(self, limit_s: float) -> str:
-        with contextlib.suppress(queue.Empty):
-            return self._said.get(timeout=limit_s)
-        return ""
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self._said.put(line)
-        self._said.put("")
-
-    def asked(self, text: str) -> str:
-        """What it answers to a word of its."""
-        self.tell(text)
-        return self.hears(f"{text} ").removeprefix(f"{text} ")
 
 
 @pytest.fixture(scope="module")
@@ -122,10 +26,7 @@ def run(hosts: Namespaces, workers: list[HostProcess], tmp_path_factory: pytest.
     run = Run(folder, hosts)
     run.hears("ready")
     yield run
-    assert run.process.stdin is not None
-    run.process.stdin.close()
-    run.process.wait(END_S)
-    assert run.process.returncode == 0
+    assert run.end(END_S) == 0
 
 
 @pytest.fixture(scope="module")

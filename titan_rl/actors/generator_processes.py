@@ -13,6 +13,7 @@ from titan_rl.actors.generator_actor import GeneratorActor
 from titan_rl.actors.generator_plan import GeneratorPlan
 from titan_rl.actors.hosts.hosts import Hosts
 from titan_rl.actors.hosts.placement import ProcessPlace, place_generator_again, place_generators
+from titan_rl.actors.hosts.start_losses import StartLosses
 from titan_rl.actors.processes.process import ProcessFiles
 from titan_rl.actors.processes.remote_process import RemoteProcess, call
 from titan_rl.actors.processes.respawns import RespawnLimit, Respawns
@@ -68,6 +69,7 @@ class GeneratorProcesses(SupervisedProcesses):
         self._places: list[tuple[ProcessPlace, ...]] = []  # of the ranks of each generator
         self._leaving: set[str] = set()  # names of hosts that get nothing more to do
         self._lost: set[str] = set()  # names of processes that are without a place
+        self._losses = StartLosses(hosts)
         self._a_host = 1  # generators that a host without GPUs has
         self._generation = generation
         self._routing = routing
@@ -89,20 +91,24 @@ class GeneratorProcesses(SupervisedProcesses):
         self._places = [*place_generators(self._generation, generate, self.hosts.gpus)]
 
     async def start(self) -> None:
-        """Start all processes at once.
+        """Start all at once. What a host has that is lost meanwhile is left to `watch`, if the rest is enough.
 
         Raises:
-            ConfigError: there are GPUs, and too few of them.
-            ActorDiedError: one did not start within `generation.start_timeout_s`.
+            ConfigError: there are too few GPUs.
+            ActorDiedError: one did not start in time.
         """
         self.place()
         hosts = {place.host for places in self._places for place in places}
         self._a_host = -(-len(self._places) // max(len(hosts), 1))
         async with asyncio.TaskGroup() as starting:
-            generators = [starting.create_task(self._start_generator(name)) for name in self._generator_names()]
+            generators = [
+                starting.create_task(self._losses.unless_lost(self._host_of(name), self._start_generator(name)))
+                for name in self._generator_names()
+            ]
             for other in self._start_others():
                 starting.create_task(other)
-        self.replicas = [task.result() for task in generators]
+        self.replicas = [replica for task in generators if (replica := task.result()) is not None]
+        self._losses.check(len(self.replicas), min(self._generation.least_generators, len(generators)), self._tell)
 
     def _generator_names(self) -> Sequence[str]:
         """Of those that are started."""
@@ -134,15 +140,11 @@ class GeneratorProcesses(SupervisedProcesses):
         lost = sorted(name for name in self._lost if name.startswith(GENERATOR))
         names = {remote.name for remote in self._remotes.values() if remote.name.startswith(GENERATOR)}
         starting = sorted(name for name in names if not router.has_replica(name))
-        limit = f"hosts.wait_s = {self.hosts.config.wait_s:g}"
-        start_limit = f"generation.start_timeout_s = {self._start_timeout_s:g}"
-        return "; ".join(
-            [
-                *([f"waiting for a host that joins: {', '.join(lost)}"] if lost else []),
-                *([f"starting, within {start_limit}: {', '.join(starting)}"] if starting else []),
-                f"rollouts wait as long as {limit}",
-            ]
-        )
+        parts = [f"waiting for a host that joins: {', '.join(lost)}"] if lost else []
+        if starting:
+            limit = f"generation.start_timeout_s = {self._start_timeout_s:g}"
+            parts.append(f"starting, within {limit}: {', '.join(starting)}")
+        return "; ".join([*parts, f"rollouts wait as long as hosts.wait_s = {self.hosts.config.wait_s:g}"])
 
     def on_replica_failed(self, replica: Replica, error: Exception) -> None:
         """For the router: an engine that has ended or hangs does not come back, though its process lives."""

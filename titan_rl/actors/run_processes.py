@@ -34,7 +34,7 @@ from titan_rl.actors.worker_pool import WorkerPool
 from titan_rl.config.concurrency import Concurrency
 from titan_rl.config.hosts import Roles
 from titan_rl.config.run import RunConfig
-from titan_rl.errors import ConfigError
+from titan_rl.errors import ActorDiedError, ConfigError
 from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.weights.published_weights import PublishedWeights
 from titan_rl.weights.transports.registry import find_transport
@@ -101,7 +101,8 @@ class RunProcesses(GeneratorProcesses):
         self._worker_places = [*place_workers(config.rollout.num_workers, roles.play)]
 
     def _start_others(self) -> Sequence[Coroutine[Any, Any, None]]:
-        workers = [self._start_worker(f"{WORKER}{index}") for index in range(self._config.rollout.num_workers)]
+        names = [f"{WORKER}{index}" for index in range(self._config.rollout.num_workers)]
+        workers = [self._losses.unless_lost(self._host_of(name), self._start_worker(name)) for name in names]
         return [*([self._start_trainer()] if self._trains else []), *workers]
 
     def _generator_names(self) -> Sequence[str]:
@@ -137,7 +138,16 @@ class RunProcesses(GeneratorProcesses):
         self.training = TrainerProcesses(
             self, settings, self._place_trainer, wait_s=config.hosts.wait_s, tell=self._tell
         )
-        await self.training.start()
+        while True:
+            hosts = {place.host for place in self._trainer_places}
+            try:
+                await self.training.start()
+            except ActorDiedError as error:
+                if not hosts - {*self.hosts.names} or not hosts & {*self.hosts.names}:
+                    raise
+                self._tell(f"the trainer starts without a host that is lost: {error}")
+            else:
+                return
 
     def _places_of_trainer(self) -> Sequence[ProcessPlace]:
         with contextlib.suppress(ConfigError):  # those that it had

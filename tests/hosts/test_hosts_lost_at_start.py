@@ -1,0 +1,80 @@
+"""Hosts that die while a run starts on them: it starts without them, or ends with a message that names them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hosts.controller import END_S, LIMIT_S, Run
+from hosts.namespaces import NamespaceHost, Namespaces
+from hosts.scripted import GATE
+
+ENGINES: dict[str, Any] = {"engine": "hosts.scripted:make_at_gate", "num_generators": 3}
+
+
+@pytest.fixture(scope="module")
+def gate(hosts: Namespaces, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the engines on all hosts, each of which has a worker."""
+    gate = tmp_path_factory.mktemp("gate")
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(lambda host: start_worker(host, gate), hosts))
+    return gate
+
+
+def start_worker(host: NamespaceHost, gate: Path):
+    return host.start_worker(gate.parent / f"worker-{host.name}.txt", env={GATE: str(gate)})
+
+
+def until(done: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not done():
+        assert time.monotonic() < deadline, f"not in {LIMIT_S:g} s: {what}"
+        time.sleep(0.01)
+
+
+def spawned(host: NamespaceHost) -> list[str]:
+    return [line for line in host.processes() if "bootstrap_main" in line or "monarch_host" in line]
+
+
+def test_those_that_die_are_left_out_where_the_others_are_enough_and_taken_in_when_they_return(
+    hosts: Namespaces, gate: Path, tmp_path: Path
+) -> None:
+    first, second, third = hosts
+    run = Run(tmp_path / "run", hosts, generation=ENGINES, hosts={"generate": 2})
+    until(lambda: spawned(first), "a run looks at the first host")
+    first.kill()
+    run.hears(f"the run starts without the host at {first.worker_address}: ")
+    until(lambda: (gate / second.name).exists(), "an engine starts on the second host")
+    second.kill()
+    (gate / "open").touch()
+    run.hears(f"the run starts without host {second.name}: ")
+    run.hears("ready")
+    assert run.asked("serving") == "generator-1"
+    first.start()
+    start_worker(first, gate)
+    run.hears(f"host {first.name} at {first.worker_address} has joined with generator-2")
+    assert run.end(END_S) == 0
+    until(lambda: not spawned(first) and not spawned(third), "what the run had on the others ends")
+    second.start()
+    start_worker(second, gate)
+    for file in gate.iterdir():
+        file.unlink()
+
+
+def test_one_that_is_needed_is_named_at_once_and_nothing_is_left_on_the_others(
+    hosts: Namespaces, gate: Path, tmp_path: Path
+) -> None:
+    first, second, third = hosts
+    run = Run(tmp_path / "run", hosts, generation={**ENGINES, "least_generators": 3})
+    until(lambda: (gate / second.name).exists(), "an engine starts on the second host")
+    second.kill()
+    killed = time.monotonic()
+    (gate / "open").touch()
+    run.hears("failed: ", f"host {second.name}", "generation.least_generators is 3")
+    assert run.end(END_S) == 0
+    assert time.monotonic() - killed < 15
+    until(lambda: not spawned(first) and not spawned(third), "what the run had on the others ends")
