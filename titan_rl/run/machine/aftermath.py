@@ -17,7 +17,7 @@ REAP_S = 2.0
 
 
 class Aftermath:
-    """Of the processes that this one starts, however they end: by a signal, by the kernel, or because a run's
+    """Of the processes that this one starts, and that those start, however they end: by a signal, by the kernel, or because a run's
     controller is no more, which then can clear up nothing itself.
 
     Args:
@@ -40,7 +40,8 @@ class Aftermath:
             return
         self._looked_at = now
         self._reap(now)
-        before, self._children = self._children, set(children_of(os.getpid()))
+        own = children_of(os.getpid())
+        before, self._children = self._children, {*own, *(each for child in own for each in children_of(child))}
         if before - self._children:
             self._cleans_until = now + SETTLE_S
         if now <= self._cleans_until:
