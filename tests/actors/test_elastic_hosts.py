@@ -14,7 +14,6 @@ pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 
 from titan_rl.actors.elastic_hosts import ElasticHosts
 from titan_rl.actors.hosts.hosts import Hosts
-from titan_rl.actors.hosts.meeting_point import HELLO
 from titan_rl.actors.hosts.preflight import HostNeeds
 from titan_rl.actors.liveness.reports import receive, send
 from titan_rl.config.hosts import HostsConfig
@@ -106,7 +105,7 @@ class Supervisor:
 
 async def answers(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """As a worker, until the run is done with it."""
-    assert await receive(reader) == HELLO
+    assert (await receive(reader))["run"]
     send(writer, {"monarch": "tcp://127.0.0.1:1"})
     await reader.read()
     writer.close()

@@ -131,6 +131,19 @@ async def test_a_silent_host_is_lost_with_all_its_processes_and_told_so_when_it_
         assert await asyncio.wait_for(again.run(), LIMIT_S) == "nothing has been heard of host h1 for 3 s"
 
 
+async def test_a_host_where_nothing_can_be_started_any_more_ends_its_processes(tmp_path: Path):
+    clock = Clock()
+    with HostMonitor(LOCALHOST, silence_s=LIMIT_S, lease_s=10) as monitor:
+        controller = Controller(monitor)
+        lookout = Lookout(controller.watcher.settings, tmp_path / "s", stands_still=lambda: clock.goes, clock=clock)
+        looking = asyncio.ensure_future(lookout.run())
+        async with process(tmp_path / "s") as pulsing:
+            await asyncio.wait_for(controller.watcher.heard.wait(), LIMIT_S)
+            clock.goes = True
+            assert await asyncio.wait_for(pulsing.wait(), LIMIT_S) == -signal.SIGKILL
+        assert await asyncio.wait_for(looking, LIMIT_S) == "what starts processes here has been stopped for 10 s"
+
+
 async def test_a_host_that_cannot_reach_its_controller_ends_its_processes(tmp_path: Path):
     silent = await asyncio.start_server(lambda reader, writer: None, LOCALHOST, 0)
     port = silent.sockets[0].getsockname()[1]

@@ -34,7 +34,7 @@ def say(text):
 
 async def main():
     folder, sections, addresses = Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3:]
-    usual = {"addresses": addresses, "generate": 3, "lease_s": 4, "drain_s": 20}
+    usual = {"addresses": addresses, "generate": 3, "lease_s": 4, "drain_s": 20, "hang_timeout_s": 8}
     hosts = HostsConfig(**{**usual, **sections.pop("hosts", {})})
     settings = config(addresses, hosts=hosts, **sections)
     (folder / "config.toml").write_text("")
@@ -107,6 +107,14 @@ class Run:
             if all(text in line for text in texts):
                 return line.strip()
         raise AssertionError(f"it has not said {texts}:\n" + "\n".join(self.lines))
+
+    def hears_all(self, *texts: str) -> None:
+        """From now on a line that has it for each of these, in whatever order."""
+        wanted = {*texts}
+        while wanted:
+            line = self.hears("")
+            wanted = {text for text in wanted if text not in line}
+            assert line, f"it has not said {wanted}"
 
     def _next(self, limit_s: float) -> str:
         with contextlib.suppress(queue.Empty):

@@ -13,9 +13,10 @@ import time
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 
+from .network import PREFIX, clean_up_after_the_dead, free_network, hardware_address, ip
+
 PROJECT = Path(__file__).parents[2]
 TOOLS = ("ip", "unshare", "nsenter", "setpriv")
-PREFIX = "trl"
 PORT = 22222
 START_S = 20.0
 _SPACES = ("net", "mount", "uts", "ipc", "pid")
@@ -43,7 +44,7 @@ def why_not() -> str | None:
     probe = f"{PREFIX}{os.getpid()}p"
     if subprocess.run(["ip", "link", "add", probe, "type", "bridge"], capture_output=True).returncode:
         return "no bridge can be made here"
-    _ip("link", "del", probe)
+    ip("link", "del", probe)
     return None
 
 
@@ -94,12 +95,12 @@ class NamespaceHost:
         assert self._unshare.stdout.readline() == "ready\n"
         self._init = _child_of(self._unshare.pid)
         peer = f"{self._link}p"
-        _ip("link", "add", self._link, "type", "veth", "peer", "name", peer)
-        _ip("link", "set", peer, "netns", str(self._init))
-        _ip("link", "set", self._link, "master", self._bridge, "up")
+        ip("link", "add", self._link, "type", "veth", "peer", "name", peer)
+        ip("link", "set", peer, "netns", str(self._init))
+        ip("link", "set", self._link, "master", self._bridge, "up")
         for command in (
             f"ip link set {peer} name eth0",
-            f"ip link set eth0 address {_hardware_address(self.address)}",  # a machine that comes back has its old one
+            f"ip link set eth0 address {hardware_address(self.address)}",  # a machine that comes back has its old one
             f"ip addr add {self.address}/24 dev eth0",
             "ip link set eth0 up",
         ):
@@ -163,13 +164,28 @@ class NamespaceHost:
 
     def processes(self) -> list[str]:
         """The command lines of what runs there, but for the first process of the host and what it waits for."""
-        found: list[str] = []
+        return list(self._processes().values())
+
+    def pids(self, text: str) -> dict[int, int]:
+        """As this machine counts, of the processes there whose command line has a text, by their pids there."""
+        found: dict[int, int] = {}
+        for pid, line in self._processes().items():
+            if text in line:
+                status = Path(f"/proc/{pid}/status").read_text()
+                (numbers,) = [line.split() for line in status.splitlines() if line.startswith("NSpid:")]
+                found[int(numbers[-1])] = pid
+        return found
+
+    def _processes(self) -> dict[int, str]:
+        """Their command lines, by pid as this machine counts."""
+        found: dict[int, str] = {}
         space = os.readlink(f"/proc/{self._init}/ns/pid")
         for entry in Path("/proc").iterdir():
             with contextlib.suppress(OSError):
                 if entry.name.isdigit() and os.readlink(entry / "ns/pid") == space and int(entry.name) != self._init:
                     line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-                    found += [line] if line and line != "sleep 1000" else []
+                    if line and line != "sleep 1000":
+                        found[int(entry.name)] = line
         return found
 
     def files(self, folder: str) -> list[str]:
@@ -187,10 +203,10 @@ class NamespaceHost:
 
     def link_down(self) -> None:
         """A partition: nothing reaches it any more, and nothing comes from there."""
-        _ip("link", "set", self._link, "down")
+        ip("link", "set", self._link, "down")
 
     def link_up(self) -> None:
-        _ip("link", "set", self._link, "up")
+        ip("link", "set", self._link, "up")
 
     def cap(self, mbit: int) -> None:
         """Limit what it sends and receives, in megabits a second."""
@@ -235,14 +251,14 @@ def namespaces(count: int, private: Sequence[Path] = ()) -> Generator[Namespaces
     Args:
         private: folders of which each host has an empty one of its own; the rest of the file system is shared.
     """
-    _clean_up_after_the_dead()
+    clean_up_after_the_dead()
     stem = f"{PREFIX}{os.getpid()}"
-    bridge, network = f"{stem}b{_numbers()}", _free_network()
-    _ip("link", "add", bridge, "type", "bridge")
+    bridge, network = f"{stem}b{_numbers()}", free_network()
+    ip("link", "add", bridge, "type", "bridge")
     hosts: list[NamespaceHost] = []
     try:
-        _ip("addr", "add", f"{network}.1/24", "dev", bridge)
-        _ip("link", "set", bridge, "up")
+        ip("addr", "add", f"{network}.1/24", "dev", bridge)
+        ip("link", "set", bridge, "up")
         for index in range(1, count + 1):
             host = NamespaceHost(f"{stem}h{index}", f"{network}.{index + 1}", bridge, f"{bridge}{index}", private)
             host.start()
@@ -261,30 +277,6 @@ def _numbers() -> str:
     return next(_made)
 
 
-def _hardware_address(address: str) -> str:
-    return ":".join(["02", "00", *(f"{int(part):02x}" for part in address.split("."))])
-
-
-def _free_network() -> str:
-    """The first three numbers of a network that nobody here has."""
-    taken = subprocess.run(["ip", "-o", "-4", "addr"], capture_output=True, text=True, check=True).stdout
-    first = os.getpid() * 7
-    for number in range(first, first + 25_600):
-        network = f"10.{100 + number // 256 % 100}.{number % 256}"
-        if f" {network}." not in taken:
-            return network
-    raise AssertionError("every network is taken")
-
-
-def _clean_up_after_the_dead() -> None:
-    """Remove the bridges of test runs that were killed; their hosts ended with them."""
-    for line in subprocess.run(["ip", "-o", "link"], capture_output=True, text=True, check=True).stdout.splitlines():
-        name = line.split(": ")[1].partition("@")[0]
-        pid = "".join(c for c in name.removeprefix(PREFIX).partition("b")[0] if c.isdigit())
-        if name.startswith(PREFIX) and pid and not Path(f"/proc/{pid}").exists():
-            subprocess.run(["ip", "link", "del", name], capture_output=True)
-
-
 def _child_of(pid: int) -> int:
     """The one child of a process of this machine, once there is one."""
     deadline = time.monotonic() + START_S
@@ -295,7 +287,3 @@ def _child_of(pid: int) -> int:
                 return int(children[0])
         time.sleep(0.001)
     raise AssertionError(f"process {pid} started nothing")
-
-
-def _ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)

@@ -3,6 +3,8 @@ their links and their processes are real."""
 
 from __future__ import annotations
 
+import json
+import os
 import signal
 import subprocess
 import sys
@@ -80,6 +82,34 @@ def test_a_machine_that_dies_and_starts_again_is_taken_in_by_the_same_address(
     run.hears(f"host {hosts[2].name} at {hosts[2].worker_address} has joined with generator-")
     assert run.asked("serving") == "generator-0 generator-1 generator-2"
     assert "is in the run already" in command("hosts", str(run.folder), "add", hosts[2].worker_address)
+
+
+def test_whatever_is_stopped_on_a_host_is_as_good_as_dead_and_takes_nothing_else_with_it(
+    run: Run, hosts: Namespaces, workers: list[HostProcess], undisturbed: str
+) -> None:
+    first, second, third = hosts
+    workers[0].send(signal.SIGSTOP)  # no more is lost by this than that nobody can join there
+    run.tell(f"ask {COUNT} {TOKENS}")
+    run.hears("asked")
+    of_generators: dict[str, list[int]] = json.loads(run.asked("pids"))
+    generators = {pid for pids in of_generators.values() for pid in pids}
+    generator = next(pid for inner, pid in first.pids("bootstrap_main").items() if inner in generators)
+    agent = next(pid for inner, pid in second.pids("bootstrap_main").items() if inner not in generators)
+    (monarch,) = third.pids("monarch_host").values()
+    for pid in (generator, agent, monarch):
+        os.kill(pid, signal.SIGSTOP)
+    run.hears_all(
+        "died: it hangs: it has neither answered nor computed for 8 s; starting another",
+        "is there again after",
+        f"host {second.name} is lost: ",
+        f"host {second.name} at {second.worker_address} has joined with generator-",
+        f"host {third.name} is lost: ",
+        f"host {third.name} at {third.worker_address} has joined with generator-",
+    )
+    assert run.asked("answers") == undisturbed
+    assert run.asked("serving") == "generator-0 generator-1 generator-2"
+    assert [len(engines_of(hosts, index)) for index in range(3)] == [2, 2, 2], "each has an agent and a generator"
+    workers[0].send(signal.SIGCONT)
 
 
 def test_a_worker_that_gets_sigterm_goes_once_its_requests_have_ended(

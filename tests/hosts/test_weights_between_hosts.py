@@ -52,7 +52,19 @@ def test_hosts_that_stall_or_die_hold_up_nobody_else(hosts: Namespaces, writer: 
         first.process.send(signal.SIGCONT)
         assert first.wait()["crc"] == crc
 
-        begin(2, [second, first, third])
+        begin(2, readers)
+        hosts[0].link_down()  # of who sends it on to the others
+        assert second.wait()["crc"] == third.wait()["crc"] == crc  # however long that lasts
+        hosts[0].link_up()
+        assert first.wait()["crc"] == crc
+
+        begin(3, readers)
+        hosts[2].link_down()  # of the last one
+        assert first.wait()["crc"] == second.wait()["crc"] == crc
+        hosts[2].link_up()
+        assert third.wait()["crc"] == crc
+
+        begin(4, [second, first, third])
         first.process.send(signal.SIGKILL)
         assert second.wait()["crc"] == third.wait()["crc"] == crc
     for host in hosts:

@@ -17,6 +17,7 @@ from titan_rl.actors.hosts.facts import HostFacts, Question, look
 from titan_rl.actors.hosts.scratch import clean_up_after_dead_runs, make_scratch, remove_monarch_logs, scratch_root
 from titan_rl.actors.liveness.lookout import DISMISSED, Lookout, LookoutSettings
 from titan_rl.actors.liveness.loop_thread import LoopThread
+from titan_rl.actors.liveness.process_tree import is_stopped
 from titan_rl.actors.liveness.worker_signs import leaving
 from titan_rl.actors.processes.process import enter_actor_process
 from titan_rl.calls.threads import in_thread
@@ -96,7 +97,7 @@ class HostAgent(Actor):
         """
         assert self._scratch is not None
         path = self._scratch.path / "pulse"
-        lookout = Lookout(settings, path, leaving)
+        lookout = Lookout(settings, path, leaving, lambda: is_stopped(os.getppid()))
         LoopThread("lookout", lambda: self._look_out(lookout), _exit).__enter__()  # as long as the process
         return path
 

@@ -9,7 +9,6 @@ from collections.abc import Coroutine, Sequence
 from itertools import count
 from typing import Any, TypeVar
 
-from titan_rl.actors.hosts.meeting_point import HELLO
 from titan_rl.actors.liveness.contact import Contact
 from titan_rl.actors.liveness.lookout import BEAT_S
 from titan_rl.actors.liveness.reports import LONGEST_LINE, receive, send
@@ -35,7 +34,12 @@ class Meeting:
     """
 
     def __init__(
-        self, worker: str, address: str, streams: tuple[asyncio.StreamReader, asyncio.StreamWriter], silence_s: float
+        self,
+        run: str,
+        worker: str,
+        address: str,
+        streams: tuple[asyncio.StreamReader, asyncio.StreamWriter],
+        silence_s: float,
     ) -> None:
         self.worker = worker
         self.address = address
@@ -43,6 +47,7 @@ class Meeting:
         self.link = RemoteProcess(f"host at {worker}", lambda remote: self._ended.set())
         self._ended = asyncio.Event()
         self._reader, self._writer = streams
+        send(self._writer, {"run": run})
         self._silence_s = silence_s
         self._contact = Contact(silence_s, 2 * BEAT_S, asyncio.get_running_loop().time())
         self._monarch: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -79,7 +84,6 @@ class Meeting:
         self._writer.close()
 
     async def _listen(self) -> None:
-        send(self._writer, HELLO)
         try:
             while True:
                 said = await receive(self._reader)
@@ -99,8 +103,13 @@ class Meeting:
         self.link.end(f"nothing has been heard of it for {self._silence_s:g} s")
 
 
-async def meet(worker: str, silence_s: float) -> Meeting:
+async def meet(run: str, worker: str, silence_s: float) -> Meeting:
     """
+    Args:
+        run: unlike any other.
+        worker: HOST:PORT.
+        silence_s: for so long it may be silent.
+
     Raises:
         ActorDiedError: nobody listens there.
     """
@@ -114,7 +123,7 @@ async def meet(worker: str, silence_s: float) -> Meeting:
             f"hosts.addresses: no worker at {worker}: it cannot be reached: {_why(error)}; "
             f"start `titan-rl worker --listen {worker}` there"
         ) from None
-    return Meeting(worker, address, streams, silence_s)
+    return Meeting(run, worker, address, streams, silence_s)
 
 
 def _why(error: OSError) -> str:

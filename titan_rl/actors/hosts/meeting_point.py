@@ -19,23 +19,24 @@ from titan_rl.config.hosts import join_address
 
 logger = logging.getLogger(__name__)
 
-HELLO = {"titan_rl": "meet"}
 HELLO_S = 5.0
 START_S = 30.0
 MEETING_S = 600.0
 """Longest time in which a run takes the host in. A folder that is copied there takes its time."""
 LOOK_S = 0.1
+FAREWELL_S = 2.0
+"""In which Monarch tells the run that the last of its processes has ended; one that is not told waits for long."""
 
 
 class MeetingPoint:
     """Answers runs, as lines of JSON:
 
-        run       {"titan_rl": "meet"}
+        run       {"run": "5f0c"}, which is unlike any other
         worker    {"monarch": ""}, again and again, as a sign that it is there
                   {"monarch": "tcp://10.0.0.2:40123"}, once Monarch listens there for this run
 
     until the run closes the connection, and has what watches the host from then on. Monarch there ends with the last of
-    the run's processes.
+    the run's processes, or when the run comes again: it has given the host up before, which may not have noticed.
 
     Args:
         listener: a socket, bound.
@@ -43,7 +44,7 @@ class MeetingPoint:
 
     def __init__(self, listener: socket.socket) -> None:
         self._listener = listener
-        self._runs: set[asyncio.Task[None]] = set()
+        self._runs: dict[asyncio.Task[None], str] = {}  # what each called itself
 
     @property
     def is_in_use(self) -> bool:
@@ -63,21 +64,27 @@ class MeetingPoint:
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             async with asyncio.timeout(HELLO_S):
-                if await receive(reader) != HELLO:
-                    return
-            run = asyncio.ensure_future(self._take(reader, writer))
-            self._runs.add(run)
-            run.add_done_callback(self._runs.discard)
-            await run
-        except (ConnectionError, TimeoutError, OSError) as error:
+                name = str((await receive(reader))["run"])
+            earlier = [run for run, its_name in self._runs.items() if its_name == name]
+            run = asyncio.ensure_future(self._take(earlier, reader, writer))
+            self._runs[run] = name
+            run.add_done_callback(self._runs.pop)
+            with contextlib.suppress(asyncio.CancelledError):
+                await run
+        except (KeyError, OSError) as error:
             logger.info("a meeting ended: %r", error)
         finally:
             writer.close()
 
-    async def _take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _take(
+        self, earlier: list[asyncio.Task[None]], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         says = {"monarch": ""}
         beating = asyncio.ensure_future(_beat(writer, says))
         try:
+            for run in earlier:
+                run.cancel()
+            await asyncio.gather(*earlier, return_exceptions=True)
             async with _monarch(writer.get_extra_info("sockname")[0]) as (process, address):
                 says["monarch"] = address
                 with contextlib.suppress(TimeoutError, ConnectionError):
@@ -98,10 +105,10 @@ async def _beat(writer: asyncio.StreamWriter, says: dict[str, str]) -> None:
 
 
 async def _end_of_children(pid: int) -> None:
-    while True:
+    none_for_s = 0.0
+    while none_for_s < FAREWELL_S:
         await asyncio.sleep(LOOK_S)
-        if CAN_LIST and not children_of(pid):
-            return
+        none_for_s = 0.0 if children_of(pid) or not CAN_LIST else none_for_s + LOOK_S
 
 
 @contextlib.asynccontextmanager

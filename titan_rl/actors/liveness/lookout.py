@@ -47,6 +47,8 @@ class Lookout:
     Args:
         path: of the socket where the processes of the host begin their pulse.
         leaving: says why the host is about to go; empty while it stays.
+        stands_still: whether what starts processes here does nothing, of which nobody else would hear; where that lasts
+            for `lease_s`, the host is of no more use.
     """
 
     def __init__(
@@ -54,16 +56,19 @@ class Lookout:
         settings: LookoutSettings,
         path: Path,
         leaving: Callable[[], str] = str,
+        stands_still: Callable[[], bool] = bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings = settings
         self._leaving = leaving
+        self._stands_still = stands_still
         self._clock = clock
         self._watch = HostWatch(path, self._ended)
         self._ends: dict[int, tuple[int, str]] = {}  # pid -> number of the first report with it, how it ended
         self._signs: dict[int, Signs] = {}
         self._number = 0
         self._contact = Contact(settings.lease_s, 4 * BEAT_S, clock())
+        self._starter = Contact(settings.lease_s, 4 * BEAT_S, clock())
         self._hurry = asyncio.Event()
         self._over: asyncio.Future[str]
 
@@ -96,6 +101,10 @@ class Lookout:
                 looked_at, self._signs = now, self._watch.look()
             if self._contact.look(now):
                 self._end(f"nothing has been heard of the controller for {self._settings.lease_s:g} s")
+            if not self._stands_still():
+                self._starter.heard()
+            if self._starter.look(now):
+                self._end(f"what starts processes here has been stopped for {self._settings.lease_s:g} s")
 
     def _end(self, reason: str) -> None:
         if not self._over.done():

@@ -59,6 +59,11 @@ def unreaped_children_of(pid: int) -> list[int]:
     return [child for child in _all_children_of(pid) if _state(child) == "Z"]
 
 
+def is_stopped(pid: int) -> bool:
+    """By a signal, as SIGSTOP is one."""
+    return _state(pid) == "T"
+
+
 def _all_children_of(pid: int) -> list[int]:
     found: list[int] = []
     for thread in (_PROC / str(pid) / "task").glob("*/children"):

@@ -17,8 +17,8 @@ REAP_S = 2.0
 
 
 class Aftermath:
-    """Of the processes that this one starts, and that those start, however they end: by a signal, by the kernel, or because a run's
-    controller is no more, which then can clear up nothing itself.
+    """Of the processes that this one starts, and that those start, however they end: by a signal, by the kernel, or
+    because a run's controller is no more, which then can clear up nothing itself.
 
     Args:
         clean: removes what belongs to nobody any more. Called for some time after each end.
