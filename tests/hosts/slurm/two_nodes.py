@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def comes_to_its_end(cluster: SlurmCluster, config: str, runs: Path) -> None:
-    job = launched(cluster, config, runs, {"training.steps": 6})
+    job = launched(cluster, config, runs, {"training.steps": 20})
     cluster.wait_until(lambda: steps(runs) > 0, "the run has trained a step", LIMIT_S)
     is_drained(cluster, job, runs, cluster.nodes[1].name)
     wait_for(cluster, job, "COMPLETED")
@@ -63,8 +63,8 @@ def is_drained(cluster: SlurmCluster, job: str, runs: Path, node: str) -> None:
     """By a signal to the step of its worker."""
     listed = cluster.run("squeue", "--steps", f"--job={job}", "--noheader", "--format=%i %N").splitlines()
     (step,) = [words[0] for line in listed if (words := line.split())[1:] == [node] and words[0][-1].isdigit()]
-    cluster.run("scancel", "--signal=TERM", step)
-    show(f"scancel --signal=TERM {step}")
+    cluster.run("scancel", "--ctld", "--signal=TERM", step)
+    show(f"scancel --ctld --signal=TERM {step}")
     drained = f"host {node} is drained: its worker got SIGTERM"
     took = cluster.wait_until(lambda: drained in log_of(runs).read_text(), drained, LIMIT_S)
     show(f"{drained}, after {took:.1f} s")
