@@ -10,6 +10,8 @@ runs in processes of its own. Prints one JSON object a line: {"name": ..., "valu
 - `publish_peak_vs_version`: the same of publishing a version, which itself is in memory then.
 - `logprob_peak_bytes_vs_vocab`: the most that logprobs and their gradients need, forward and backward, with a
   vocabulary of 128k over one of 32k; and `logprob_peak_bytes_whole_vs_vocab`, with all logits at once, 32k over 8k.
+- `context_parallel_peak_vs_1`: the most that the forward and backward pass of one long row needs on the worst of two
+  ranks that share its tokens, over what one rank needs for all of it.
 - `tokens_per_second_through_the_controller`, `memory_a_token` and what is beside them: `benchmarks/token_path.py`.
 - `report_peak_mb_10k_steps`, `resume_s_10k_steps` and what is beside them: `benchmarks/long_runs.py`.
 """
@@ -17,6 +19,7 @@ runs in processes of its own. Prints one JSON object a line: {"name": ..., "valu
 from __future__ import annotations
 
 import argparse
+import math
 import multiprocessing
 import os
 import socket
@@ -33,6 +36,7 @@ from benchmarks.paired import report
 from titan_rl.training.objective.selected_logprobs import CHUNK_LOGITS, selected_logprobs
 
 TOKENS, WIDTH = 4096, 64
+LONG_ROW = 4096
 CONTEXT = multiprocessing.get_context("spawn")
 
 
@@ -49,16 +53,22 @@ def _status(name: str) -> int:
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{name}:"))
 
 
+def join_world(rank: int, port: int, **parallel: int) -> Any:
+    from titan_rl.training.parallel.world import World
+
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(math.prod(parallel.values())))
+    world = World.join(**parallel)
+    world.barrier()
+    return world
+
+
 def start_rank(folder: Path, rank: int, ranks: int, port: int) -> tuple[int, int]:
     """(peak of making a policy, bytes of its parameters on this rank)."""
     from titan_rl.training.parallel.parallel import local
-    from titan_rl.training.parallel.world import World
     from titan_rl.training.policy.policy import Policy
 
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
-    world = World.join(data_parallel=ranks)
-    world.barrier()
+    world = join_world(rank, port, data_parallel=ranks)
     peak, policy = peak_of(lambda: Policy(folder, world, max_context=128, row_tokens=128))
     held = sum(local(parameter).untyped_storage().nbytes() for parameter in policy.model.parameters())
     world.barrier()
@@ -69,12 +79,41 @@ def rank_peak_vs_shard(ranks: int, megabytes: int) -> float:
     """The worst rank's."""
     with tempfile.TemporaryDirectory() as folder, CONTEXT.Pool(1) as maker:
         maker.apply(make_model, (Path(folder), megabytes))
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            port = listener.getsockname()[1]
-        with CONTEXT.Pool(ranks) as pool:
-            started = [pool.apply_async(start_rank, (Path(folder), rank, ranks, port)) for rank in range(ranks)]
-            return max(peak / held for peak, held in (each.get(timeout=300) for each in started))
+        return max(peak / held for peak, held in on_ranks(start_rank, Path(folder), ranks))
+
+
+def on_ranks(work: Callable[[Path, int, int, int], Any], folder: Path, ranks: int) -> list[Any]:
+    """What each of them returns, told its rank, their number and a port to meet at."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    with CONTEXT.Pool(ranks) as pool:
+        started = [pool.apply_async(work, (folder, rank, ranks, port)) for rank in range(ranks)]
+        return [each.get(timeout=300) for each in started]
+
+
+def row_peak(folder: Path, rank: int, ranks: int, port: int) -> int:
+    """Of a forward and backward pass, gradients included."""
+    from titan_rl.training.data.family import Family
+    from titan_rl.training.data.sample import TrainingSample
+    from titan_rl.training.policy.policy import Policy
+    from titan_rl.training.policy.tensor_batch import make_tensor_batch
+
+    world = join_world(rank, port, context_parallel=ranks)
+    policy = Policy(folder, world, max_context=LONG_ROW, row_tokens=LONG_ROW)
+    blank = [0.0] * LONG_ROW
+    sample = TrainingSample("", "", [1] * LONG_ROW, [True] * LONG_ROW, blank, blank, [0] * LONG_ROW, temperature=1.0)
+    batch = make_tensor_batch([[Family((sample,))]], policy.device, policy.lay_out)
+    peak, _ = peak_of(lambda: policy.logprobs(batch)[0].sum().backward())
+    world.barrier()
+    return peak
+
+
+def context_parallel_peak_vs_1() -> float:
+    with tempfile.TemporaryDirectory() as folder, CONTEXT.Pool(1) as maker:
+        maker.apply(make_model, (Path(folder), 40))
+        alone, shared = (max(on_ranks(row_peak, Path(folder), ranks)) for ranks in (1, 2))
+    return shared / alone
 
 
 def make_model(folder: Path, megabytes: int) -> None:
@@ -91,6 +130,7 @@ def make_model(folder: Path, megabytes: int) -> None:
         num_attention_heads=8,
         num_key_value_heads=8,
         head_dim=64,
+        max_position_embeddings=LONG_ROW,
         tie_word_embeddings=False,
     )
     Qwen3ForCausalLM(config).save_pretrained(folder)
@@ -156,6 +196,7 @@ def main() -> None:
         return
     peak = rank_peak_vs_shard(arguments.ranks, arguments.megabytes)
     report("rank_peak_vs_shard", peak, "ratio", 1.5)
+    report("context_parallel_peak_vs_1", context_parallel_peak_vs_1(), "ratio", 0.6)
     export, published = leaving(arguments.megabytes)
     report("export_peak_vs_model", export, "ratio", 0.2)
     report("publish_peak_vs_version", published, "ratio", 1.2)

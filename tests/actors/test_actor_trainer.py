@@ -14,6 +14,8 @@ pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 from titan_rl.actors.actor_trainer import ActorTrainer
 from titan_rl.actors.processes.remote_process import RemoteProcess
 from titan_rl.errors import ActorDiedError
+from titan_rl.training.data.sample import TrainingSample
+from titan_rl.training.protocol import StepResult
 from titan_rl.training.settings import TrainingConfig
 from titan_rl.training.state.checkpoint import atomic_directory, being_written
 
@@ -76,6 +78,28 @@ async def test_a_trainer_that_is_cut_off_and_goes_on_writing_puts_nothing_in_pla
     await in_its_place.begin_save(tmp_path, {"step": 5})
     await in_its_place.finish_save()
     assert sorted(os.listdir(tmp_path)) == ["step-000004", "step-000005"], "nothing is left of it"
+
+
+async def test_ranks_that_share_rows_are_sent_the_same() -> None:
+    sent: list[Any] = []
+
+    class Told(Rank):
+        def __init__(self) -> None:
+            super().__init__("told")
+            self.train = Endpoint(self._train)
+
+        def _train(self, plan: Any) -> StepResult:
+            sent.append(plan)
+            return StepResult(1, {})
+
+    settings = TrainingConfig(data_parallel=2, context_parallel=2)
+    trainer = ActorTrainer(RemoteProcess("trainer"), [Told() for _ in range(settings.num_ranks)], settings)
+    samples = [
+        TrainingSample("g", name, [1, 2], [False, True], [0.0, -1.0], [0.0, 1.0], [-1, 0], temperature=1.0)
+        for name in ("g/0", "g/1")
+    ]
+    await trainer.step(samples)
+    assert sent[0] == sent[1] != sent[2] == sent[3]
 
 
 async def test_what_is_being_written_is_seen_and_appears_whole(tmp_path: Path):

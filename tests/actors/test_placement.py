@@ -25,8 +25,10 @@ from titan_rl.training.settings import TrainingConfig
 from titan_rl.weights.transports.registry import TransportKind, find_transport
 
 
-def training(data_parallel: int = 1, tensor_parallel: int = 1) -> TrainingConfig:
-    return TrainingConfig(data_parallel=data_parallel, tensor_parallel=tensor_parallel)
+def training(data_parallel: int = 1, tensor_parallel: int = 1, context_parallel: int = 1) -> TrainingConfig:
+    return TrainingConfig(
+        data_parallel=data_parallel, context_parallel=context_parallel, tensor_parallel=tensor_parallel
+    )
 
 
 def generation(num_generators: int = 2, size: int = 1) -> GenerationConfig:
@@ -110,6 +112,19 @@ def test_ranks_that_share_a_tensor_stay_on_a_host() -> None:
     for uneven in (training(1, 2), training(3)):
         with pytest.raises(ConfigError, match=r"set training\.data_parallel to a multiple of 2, or hosts\.train to 1"):
             place_trainer(uneven, ["a", "b"], gpus)
+
+
+def test_ranks_that_share_rows_may_be_on_several_hosts() -> None:
+    gpus = {"a": ("0", "1"), "b": ("0", "1")}
+    places = place_trainer(training(context_parallel=4), ["a", "b"], gpus)
+    assert [(place.host, place.gpus) for place in places] == [
+        ("a", ("0",)),
+        ("a", ("1",)),
+        ("b", ("0",)),
+        ("b", ("1",)),
+    ]
+    with pytest.raises(ConfigError, match=r"hosts\.train is 2, and .* is 1 x 3 x 1: each host has as many ranks"):
+        place_trainer(training(context_parallel=3), ["a", "b"], gpus)
 
 
 def test_rollout_workers_go_to_hosts_in_turn() -> None:

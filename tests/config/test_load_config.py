@@ -172,6 +172,18 @@ def test_all_wrong_settings_are_reported_at_once(project: Path):
             ["[training] compile = true", "tensor_parallel = 2", "compile = false"],
         ),
         (
+            {"training.offload_activations": "true", "training.activation_checkpointing": "selective"},
+            [
+                "[training] offload_activations = true",
+                'checkpointing = "selective"',
+                'activation_checkpointing = "full"',
+            ],
+        ),
+        (
+            {"training.offload_reference": "true"},
+            ["[training] offload_reference = true", "kl_coef = 0", "offload_reference = false"],
+        ),
+        (
             {"generation.pull_mode": "drain", "scheduling.on_batch_ready": "keep"},
             ['generation.pull_mode = "drain"', 'on_batch_ready = "keep"', 'pull_mode = "hot_swap"'],
         ),

@@ -21,7 +21,9 @@ LENGTHS = (50, 20, 33, 41, 64, 12, 27)
 
 def three_steps(folder: Path, out: Path, *, resume: Path | None = None, **training: Any) -> list[dict[str, float]]:
     """Three steps, a checkpoint and an export in `out`, and with `resume` one step more from that checkpoint."""
-    settings = TrainingConfig(**{"steps": 10, "lr": 1e-4, "row_tokens": 64, "rows_per_micro_batch": 2, **training})
+    settings = TrainingConfig(
+        **{"steps": 10, "lr": 1e-4, "row_tokens": 64, "rows_per_micro_batch": 2, "kl_coef": 0.1, **training}
+    )
     correction = CorrectionConfig(proximal="recomputed", weight="token", cap=2.0)
     trainer = TrainerCore(ModelConfig(path=str(folder)), settings, correction, seed=0)
     samples = on_policy_samples(trainer, *LENGTHS)

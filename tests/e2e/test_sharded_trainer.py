@@ -1,10 +1,11 @@
-"""FSDP, tensor parallel and both make the steps that one rank makes, on gloo."""
+"""FSDP, context and tensor parallel, alone and together, make the steps that one rank makes, on gloo."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,18 @@ from e2e.tiny_policy import make_tiny_qwen3
 from e2e.warm import run_world
 from safetensors.torch import load_file
 
-LAYOUTS = {"FSDP 2": (2, 1, False), "TP 2": (1, 2, False), "FSDP 2 x TP 2, tied": (2, 2, True)}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "FSDP 2": {"data_parallel": 2, "activation_checkpointing": "full"},
+    "TP 2": {"tensor_parallel": 2},
+    "CP 2": {
+        "context_parallel": 2,
+        "activation_checkpointing": "full",
+        "offload_activations": True,
+        "offload_reference": True,
+    },
+    "FSDP 2 x CP 2": {"data_parallel": 2, "context_parallel": 2},
+    "FSDP 2 x TP 2, tied": {"data_parallel": 2, "tensor_parallel": 2},
+}
 ODD = 129  # entries of a vocabulary, of which ranks have unequal parts
 EXACT = ["num_tokens", "num_samples", "num_dropped_samples", "num_nonfinite_tokens", "staleness_max", "lr"]
 
@@ -44,17 +56,15 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, OneRank]:
 def test_three_steps_and_one_from_a_checkpoint_of_one_rank(
     one_rank: dict[bool, OneRank], layout: str, tmp_path: Path
 ) -> None:
-    data_parallel, tensor_parallel, tied = LAYOUTS[layout]
-    alone = one_rank[tied]
+    settings = LAYOUTS[layout]
+    alone = one_rank["tied" in layout]
     ranks = run_world(
         three_steps,
-        data_parallel * tensor_parallel,
+        math.prod(value for name, value in settings.items() if name.endswith("_parallel")),
         folder=alone.folder,
         out=tmp_path,
-        data_parallel=data_parallel,
-        tensor_parallel=tensor_parallel,
-        activation_checkpointing="full" if layout == "FSDP 2" else "none",
         resume=alone.out / "checkpoint",
+        **settings,
     )
     for metrics in ranks:
         assert len(metrics) == len(alone.metrics) == 4

@@ -50,7 +50,7 @@ class ActorTrainer:
             ranks=training.data_parallel,
             share_prompts=training.share_prompts,
         )
-        self._tensor_parallel = training.tensor_parallel
+        self._ranks_a_row = training.ranks_a_row
         self._layouts = KnownLayouts()
         self._ranks = ranks
         self._writer = uuid.uuid4().hex
@@ -70,7 +70,7 @@ class ActorTrainer:
         """What each rank is sent."""
         with span("packing", "trainer"):
             plans = await in_thread(self._plan, samples)
-        return [[plan] for plan in plans for _ in range(self._tensor_parallel)]
+        return [[plan] for plan in plans for _ in range(self._ranks_a_row)]
 
     async def begin_publish(self) -> None:
         await self._all("begin_publish")

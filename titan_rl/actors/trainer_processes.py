@@ -35,12 +35,11 @@ def needs_of(config: RunConfig, files: RunFiles, *, trains: bool = True, generat
     """What a run has to find on its hosts."""
     tasks = {type_of(source.task).partition(":")[0] for source in config.sources}
     modules = tuple(sorted(tasks | named_modules(config)))
-    training = config.training
     return HostNeeds(
         files.path,
         Path(config.model.path),
         modules,
-        train_gpus=training.data_parallel * training.tensor_parallel // config.hosts.train,
+        train_gpus=config.training.num_ranks // config.hosts.train,
         generate_gpus=config.generation.tensor_parallel_size,
         trains=trains,
         generates=generates,

@@ -16,7 +16,11 @@ from titan_rl.errors import ConfigError
 RESUMABLE = (
     "training.steps",
     "training.data_parallel",
+    "training.context_parallel",
     "training.tensor_parallel",
+    "training.activation_checkpointing",
+    "training.offload_activations",
+    "training.offload_reference",
     "training.attention",
     "training.compile",
     "training.max_respawns",

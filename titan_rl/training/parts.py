@@ -24,7 +24,7 @@ from titan_rl.training.policy.policy import Policy
 from titan_rl.training.settings import CorrectionConfig, ModelConfig, TrainingConfig
 
 
-def make_policy(model: ModelConfig, training: TrainingConfig, world: World) -> Policy:
+def make_policy(model: ModelConfig, training: TrainingConfig, world: World, *, offload_weights: bool = False) -> Policy:
     """Raises what `Policy` does."""
     return Policy(
         Path(model.path),
@@ -35,7 +35,16 @@ def make_policy(model: ModelConfig, training: TrainingConfig, world: World) -> P
         attention=training.attention,
         compile=training.compile,
         activation_checkpointing=training.activation_checkpointing,
+        offload_activations=training.offload_activations,
+        offload_weights=offload_weights,
     )
+
+
+def make_reference(model: ModelConfig, training: TrainingConfig, world: World) -> Policy | None:
+    """What the policy is held to, where it is. Raises what `Policy` does."""
+    if not training.kl_coef:
+        return None
+    return make_policy(model, training, world, offload_weights=training.offload_reference)
 
 
 def make_objective(training: TrainingConfig, correction: CorrectionConfig, max_context: int) -> Objective:

@@ -94,10 +94,18 @@ class TrainingConfig(Section):
     """What the siblings of a group have in common is passed through the model once, not once for each."""
     data_parallel: PositiveInt = 1
     """Trainer processes, or groups of them, that have rows of their own; they share parameters and optimizer (FSDP)."""
+    context_parallel: PositiveInt = 1
+    """Trainer processes that share the tokens of each row, where it is too long for one of them; they share parameters
+    and optimizer, too (FSDP)."""
     tensor_parallel: PositiveInt = 1
-    """Trainer processes that compute each row together, every one with a part of each matrix."""
+    """Trainer processes that compute each token together, every one with a part of each matrix."""
     activation_checkpointing: ActivationCheckpointing = "none"
     """What the backward pass computes again instead of keeping it."""
+    offload_activations: bool = False
+    """What is kept for the backward pass waits in the host's memory; with activation_checkpointing = "full", which
+    leaves little to transfer."""
+    offload_reference: bool = False
+    """The weights of the model that `kl_coef` holds the policy to wait in the host's memory between its passes."""
     attention: Attention = "document"
     """Documents of similar length are gathered and attended together, or one kernel goes over all rows, on GPUs."""
     compile: bool = False
@@ -108,6 +116,30 @@ class TrainingConfig(Section):
     """Packed rows in one forward and backward pass."""
     max_respawns: NonNegativeInt = 3
     """Times that the trainer may die and be started again before the run ends; 0 ends it with the first."""
+
+    @property
+    def ranks_a_row(self) -> int:
+        """Trainer processes that have the same rows."""
+        return self.context_parallel * self.tensor_parallel
+
+    @property
+    def num_ranks(self) -> int:
+        """Trainer processes."""
+        return self.data_parallel * self.ranks_a_row
+
+    @model_validator(mode="after")
+    def _offloads_what_is_there(self) -> Self:
+        if self.offload_activations and self.activation_checkpointing != "full":
+            raise ValueError(
+                f'offload_activations = true with activation_checkpointing = "{self.activation_checkpointing}": moving '
+                'all activations takes longer than computing them again; set activation_checkpointing = "full"'
+            )
+        if self.offload_reference and not self.kl_coef:
+            raise ValueError(
+                "offload_reference = true with kl_coef = 0: there is no reference model then; set kl_coef, or "
+                "offload_reference = false"
+            )
+        return self
 
     @model_validator(mode="after")
     def _compiles_whole_matrices(self) -> Self:

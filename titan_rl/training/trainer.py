@@ -19,7 +19,14 @@ from titan_rl.training.data.step_plan import StepPlan
 from titan_rl.training.gradient_pass import GradientPass, MinibatchGradient
 from titan_rl.training.objective.token_stats import TokenStats, token_metrics
 from titan_rl.training.parallel.world import World
-from titan_rl.training.parts import make_objective, make_optimizers, make_planner, make_policy, make_schedule
+from titan_rl.training.parts import (
+    make_objective,
+    make_optimizers,
+    make_planner,
+    make_policy,
+    make_reference,
+    make_schedule,
+)
 from titan_rl.training.policy.minibatch import Minibatch, packing_metrics
 from titan_rl.training.policy.scoring import draw, score
 from titan_rl.training.protocol import StepResult
@@ -68,12 +75,16 @@ class TrainerCore:
     ) -> None:
         torch.manual_seed(seed)
         self._config = model_config
-        self._world = World.join(data_parallel=training.data_parallel, tensor_parallel=training.tensor_parallel)
+        self._world = World.join(
+            data_parallel=training.data_parallel,
+            context_parallel=training.context_parallel,
+            tensor_parallel=training.tensor_parallel,
+        )
         self._policy = make_policy(model_config, training, self._world)
         self._model = self._policy.model
         self._gradient_pass = GradientPass(
             self._policy,
-            make_policy(model_config, training, self._world) if training.kl_coef else None,
+            make_reference(model_config, training, self._world),
             make_objective(training, correction or CorrectionConfig(), model_config.max_context),
             self._world,
             max_grad_norm=training.max_grad_norm,

@@ -103,7 +103,7 @@ def _tiles_of_cost(folder: Path, config: Mapping[str, Any]) -> Iterator[Tile]:
     """Whoever pays for devices counts how many were held for how long."""
     run = describe_run(folder.name, folder)
     training, generation = as_table(config.get("training")), as_table(config.get("generation"))
-    ranks = _count(training.get("data_parallel"), 1) * _count(training.get("tensor_parallel"), 1)
+    ranks = math.prod(_count(training.get(f"{kind}_parallel"), 1) for kind in ("data", "context", "tensor"))
     engines = _count(generation.get("num_generators"), 0) if run["kind"] == "train" else 0
     wide = _count(generation.get("tensor_parallel_size"), 1)
     if training and run["kind"] != "evaluation":

@@ -11,6 +11,8 @@ from titan_rl.errors import ConfigError
 from titan_rl.training.settings import TrainingConfig
 from titan_rl.weights.transports.registry import TransportKind
 
+_COUNTS = "training.data_parallel x training.context_parallel x training.tensor_parallel"
+
 GPUs = Mapping[str, Sequence[str]]
 """Of each host by its name, by what CUDA_VISIBLE_DEVICES calls them; none where a host has none."""
 
@@ -32,18 +34,18 @@ def place_trainer(training: TrainingConfig, hosts: Sequence[str], gpus: GPUs) ->
         ConfigError: the ranks cannot be shared out evenly, ranks of one tensor would be on several hosts, or a host
             has fewer GPUs than ranks.
     """
-    num_ranks = training.data_parallel * training.tensor_parallel
+    num_ranks = training.num_ranks
     if num_ranks % len(hosts) or num_ranks // len(hosts) % training.tensor_parallel:
         raise ConfigError(
-            f"hosts.train is {len(hosts)}, and training.data_parallel x training.tensor_parallel is "
-            f"{training.data_parallel} x {training.tensor_parallel}: each host has as many ranks as the others, and "
-            f"those that share a tensor; set training.data_parallel to a multiple of {len(hosts)}, or hosts.train to 1"
+            f"hosts.train is {len(hosts)}, and {_COUNTS} is {training.data_parallel} x {training.context_parallel} x "
+            f"{training.tensor_parallel}: each host has as many ranks as the others, and those that share a tensor; "
+            f"set training.data_parallel to a multiple of {len(hosts)}, or hosts.train to 1"
         )
     a_host = num_ranks // len(hosts)
     places: list[ProcessPlace] = []
     for host in hosts:
         if gpus[host]:
-            _check("training.data_parallel x training.tensor_parallel", a_host, host, gpus[host])
+            _check(_COUNTS, a_host, host, gpus[host])
         places += [ProcessPlace(host, tuple(gpus[host][rank : rank + 1])) for rank in range(a_host)]
     return tuple(places)
 

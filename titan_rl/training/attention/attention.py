@@ -3,7 +3,8 @@
 A row holds several documents, and a dense mask over a row costs its length squared. Here documents of similar length
 are gathered into one padded batch, where plain causal attention needs no mask: a padded key lies after every real
 query of its document, so no real query sees it. The cost is the sum of the squared document lengths. A document that
-continues a prefix, which others may continue too, also attends to the prefix's keys, under a mask.
+continues a prefix, which others may continue too, also attends to the prefix's keys, under a mask. So does what this
+rank has of a document whose beginning another rank computes (`context.py`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
+
+from titan_rl.training.attention.context import ContextRanks, TokenShare, share_tokens
 
 MIN_FILL = 0.75
 """A bucket takes documents at least this long relative to its longest one."""
@@ -32,6 +35,11 @@ class Document:
 
 class Layout(Protocol):
     """Where the documents of a batch lie, and how their tokens attend to each other."""
+
+    @property
+    def share(self) -> TokenShare | None:
+        """Which of the tokens this rank computes; None where it computes all."""
+        ...
 
     def attend(
         self,
@@ -51,18 +59,35 @@ class Bucket:
     num_documents: int
     width: int
     prefix_tokens: torch.Tensor | None = None  # [num_documents * prefix_width], padded with token 0
-    mask: torch.Tensor | None = None  # bool [num_documents, 1, width, prefix_width + width]; without it causal
+    mask: Mask | None = None  # [num_documents, 1, width, prefix_width + width]; without it causal
 
     @property
     def num_slots(self) -> int:
         return self.num_documents * self.width
 
 
+class Mask:
+    """Who attends to whom, as what is added to scores. It is one tensor for all layers, which keep it for the backward
+    pass."""
+
+    def __init__(self, allowed: torch.Tensor) -> None:
+        self._allowed = allowed
+        self._added: torch.Tensor | None = None
+
+    def added(self, dtype: torch.dtype) -> torch.Tensor:
+        """0 where attention is allowed, and minus infinity elsewhere."""
+        if self._added is None or self._added.dtype != dtype:
+            nothing = torch.zeros((), dtype=dtype, device=self._allowed.device)
+            self._added = nothing.where(self._allowed, -torch.inf)
+        return self._added
+
+
 @dataclass(frozen=True, slots=True)
 class DocumentLayout:
     """Where every token of a batch goes when its documents are gathered into buckets.
 
-    `slots` are the positions of all buckets, laid end to end.
+    `slots` are the positions of all buckets, laid end to end. Where ranks share the batch, tokens are those of this
+    rank, and prefixes those of all ranks.
 
     Example: one row of five tokens, documents of lengths 3 and 2, in two buckets:
 
@@ -74,6 +99,7 @@ class DocumentLayout:
     token_of_slot: torch.Tensor  # [num_slots]
     slot_of_token: torch.Tensor  # [num_tokens]
     padded_slots: torch.Tensor  # [num_padded_slots]; they repeat token 0
+    share: TokenShare | None = None
 
     def attend(
         self,
@@ -85,9 +111,13 @@ class DocumentLayout:
         enable_gqa: bool = False,
     ) -> torch.Tensor:
         """Attend within documents.  # [B, L, N, H]"""
+        q, *kv = (x.flatten(0, 1) for x in (q_BLNH, k_BLNH, v_BLNH))
+        of_all = kv
+        if self.share is not None:
+            of_all = [self.share.ranks.gather(x) for x in kv]
+            kv = [x[self.share.here] for x in of_all]
         sizes = [bucket.num_slots for bucket in self.buckets]
-        tokens = [x.flatten(0, 1) for x in (q_BLNH, k_BLNH, v_BLNH)]
-        slots = (_Gather.apply(x, self).split(sizes) for x in tokens)
+        slots = (_Gather.apply(x, self).split(sizes) for x in (q, *kv))
         outputs: list[torch.Tensor] = []
         for bucket, *qkv in zip(self.buckets, *slots, strict=True):
             q, k, v = (x.view(bucket.num_documents, bucket.width, *x.shape[1:]) for x in qkv)
@@ -96,11 +126,11 @@ class DocumentLayout:
                     torch.cat(
                         [x.index_select(0, bucket.prefix_tokens).view(bucket.num_documents, -1, *x.shape[1:]), own], 1
                     )
-                    for x, own in zip(tokens[1:], (k, v), strict=True)
+                    for x, own in zip(of_all, (k, v), strict=True)
                 )
             out = F.scaled_dot_product_attention(
                 *(x.transpose(1, 2) for x in (q, k, v)),
-                attn_mask=bucket.mask,
+                attn_mask=bucket.mask.added(q.dtype) if bucket.mask else None,
                 is_causal=bucket.mask is None,
                 scale=scale,
                 enable_gqa=enable_gqa,
@@ -109,51 +139,95 @@ class DocumentLayout:
         return _Ungather.apply(torch.cat(outputs), self).view(q_BLNH.shape)
 
 
-def layout_documents(documents: Sequence[Document], device: torch.device | str = "cpu") -> DocumentLayout:
+def layout_documents(
+    documents: Sequence[Document], device: torch.device | str = "cpu", ranks: ContextRanks | None = None
+) -> DocumentLayout:
     """Sort documents into buckets, those with a prefix apart from those without.
 
     Args:
         documents: in token order; together they cover every token of the batch, padding included.
+        ranks: that share the tokens; None where this one has all.
     """
-    members: list[list[int]] = []
-    for index in sorted(range(len(documents)), key=lambda i: (documents[i].prefix_length > 0, -documents[i].length)):
-        first = documents[members[-1][0]] if members else None
-        alike = first is not None and (first.prefix_length > 0) == (documents[index].prefix_length > 0)
-        if first is not None and alike and documents[index].length >= MIN_FILL * first.length:
-            members[-1].append(index)
+    num_tokens = sum(document.length for document in documents)
+    share = share_tokens(num_tokens, ranks, device=device) if ranks is not None else None
+    if share is None:
+        pieces = _pieces(documents, [range(num_tokens)])
+    else:
+        pieces = _pieces([*documents, Document(share.num_tokens - num_tokens)], share.chunks)
+    members: list[list[_Piece]] = []
+    for piece in sorted(pieces, key=lambda piece: (piece.has_prefix, -piece.length)):
+        if members and members[-1][0].is_like(piece):
+            members[-1].append(piece)
         else:
-            members.append([index])
-    lengths_D = np.array([document.length for document in documents], np.int64)
-    starts_D = lengths_D.cumsum() - lengths_D
-    of_buckets = [_padded(starts_D[bucket], lengths_D[bucket], lengths_D[bucket[0]]) for bucket in members]
+            members.append([piece])
+    of_buckets = [_padded([range(piece.start, piece.start + piece.length) for piece in bucket]) for bucket in members]
     token_of_slot = np.concatenate([tokens_DW.ravel() for tokens_DW in of_buckets])
     is_padded = token_of_slot < 0
-    slot_of_token = np.empty(lengths_D.sum(), np.int64)
+    slot_of_token = np.empty(sum(piece.length for piece in pieces), np.int64)
     slot_of_token[token_of_slot[~is_padded]] = np.flatnonzero(~is_padded)
     token_of_slot[is_padded] = 0
-    buckets = tuple(_bucket([documents[index] for index in bucket], device) for bucket in members)
+    buckets = tuple(_bucket(bucket, share, device) for bucket in members)
     indices = (token_of_slot, slot_of_token, np.flatnonzero(is_padded))
-    return DocumentLayout(buckets, *(torch.from_numpy(each).to(device) for each in indices))
+    return DocumentLayout(buckets, *(torch.from_numpy(each).to(device) for each in indices), share=share)
 
 
-def _padded(starts_D: NDArray[Any], lengths_D: NDArray[Any], width: int) -> NDArray[Any]:
-    """Ranges of so many consecutive numbers, one a row, and -1 behind them.  # [D, width]"""
-    place_W = np.arange(width)
-    return np.where(place_W < lengths_D[:, None], starts_D[:, None] + place_W, -1)
+def _padded(rows: Sequence[range]) -> NDArray[Any]:
+    """Ranges of numbers, one a row, and -1 behind those that are shorter than the longest.  # [rows, width]"""
+    starts_R = np.array([row.start for row in rows], np.int64)
+    lengths_R = np.array([len(row) for row in rows], np.int64)
+    place_W = np.arange(lengths_R.max())
+    return np.where(place_W < lengths_R[:, None], starts_R[:, None] + place_W, -1)
 
 
-def _bucket(documents: Sequence[Document], device: torch.device | str) -> Bucket:
-    count, width = len(documents), documents[0].length
-    prefix_width = max(document.prefix_length for document in documents)
-    if not prefix_width:
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A document, or what of it lies in one chunk."""
+
+    start: int  # among this rank's tokens
+    length: int
+    prefix: range  # tokens of the batch that all of it attends to
+    cut: range  # and those of its document that lie before it
+
+    @property
+    def has_prefix(self) -> bool:
+        return bool(self.prefix or self.cut)
+
+    def is_like(self, other: _Piece) -> bool:
+        """Whether a shorter one belongs into the bucket that this one began."""
+        if self.cut or other.cut or self.has_prefix != other.has_prefix:
+            return False
+        return other.length >= MIN_FILL * self.length
+
+
+def _pieces(documents: Sequence[Document], chunks: Sequence[range]) -> list[_Piece]:
+    pieces: list[_Piece] = []
+    own = 0
+    for chunk in chunks:
+        start = 0
+        for document in documents:
+            end = start + document.length
+            first, last = max(start, chunk.start), min(end, chunk.stop)
+            if first < last:
+                prefix = range(document.prefix_start, document.prefix_start + document.prefix_length)
+                pieces.append(_Piece(own, last - first, prefix, range(start, first)))
+                own += last - first
+            start = end
+    return pieces
+
+
+def _bucket(pieces: Sequence[_Piece], share: TokenShare | None, device: torch.device | str) -> Bucket:
+    count, width = len(pieces), pieces[0].length
+    if not pieces[0].has_prefix:
         return Bucket(count, width)
-    starts_D = np.array([document.prefix_start for document in documents], np.int64)
-    lengths_D = np.array([document.prefix_length for document in documents], np.int64)
-    tokens_DP = torch.from_numpy(_padded(starts_D, lengths_D, prefix_width)).to(device)
+    prefixes_DP = _padded([piece.prefix for piece in pieces])
+    if pieces[0].cut:
+        prefixes_DP = np.concatenate([prefixes_DP, _padded([pieces[0].cut])], axis=1)
+    tokens_DP = torch.from_numpy(prefixes_DP).to(device)
     in_prefix = tokens_DP >= 0
     causal = torch.ones(width, width, dtype=torch.bool, device=device).tril()
     mask = torch.cat([in_prefix[:, None, None].expand(-1, -1, width, -1), causal.expand(count, 1, -1, -1)], dim=-1)
-    return Bucket(count, width, tokens_DP.clamp(min=0).flatten(), mask)
+    tokens = tokens_DP.clamp(min=0).flatten()
+    return Bucket(count, width, tokens if share is None else share.place_T[tokens], Mask(mask))
 
 
 class _Gather(torch.autograd.Function):

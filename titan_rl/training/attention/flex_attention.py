@@ -7,7 +7,7 @@ mask of all pairs of tokens made.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_mask, flex_attention
 
 from titan_rl.training.attention.attention import Document
+from titan_rl.training.attention.context import ContextRanks, TokenShare, share_tokens
 
 BLOCK = 128
 """Tokens on each side of a block."""
@@ -24,9 +25,11 @@ BLOCK = 128
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """Which tokens of a batch attend to which, all rows laid end to end."""
+    """Which tokens of a batch attend to which, all rows laid end to end. Where ranks share the batch, which of this
+    rank's attend to which of all."""
 
-    block_mask: BlockMask  # [1, 1, num_tokens, num_tokens]
+    block_mask: BlockMask  # [1, 1, num_queries, num_keys]
+    share: TokenShare | None = None
 
     def attend(
         self,
@@ -39,7 +42,10 @@ class BlockLayout:
     ) -> torch.Tensor:
         """Attend within documents.  # [B, L, N, H]"""
         device = q_BLNH.device.type
-        q, k, v = (x.flatten(0, 1).transpose(0, 1)[None] for x in (q_BLNH, k_BLNH, v_BLNH))  # [1, N, B * L, H]
+        tokens = [x.flatten(0, 1) for x in (q_BLNH, k_BLNH, v_BLNH)]
+        if self.share is not None:
+            tokens[1:] = map(self.share.ranks.gather, tokens[1:])
+        q, k, v = (x.transpose(0, 1)[None] for x in tokens)  # [1, N, num_queries or num_keys, H]
         if torch.is_autocast_enabled(device):
             q, k, v = (x.to(torch.get_autocast_dtype(device)) for x in (q, k, v))
         if device == "cpu":  # where torch has no backward pass of flex attention
@@ -49,21 +55,48 @@ class BlockLayout:
         return out[0].transpose(0, 1).view(q_BLNH.shape)
 
     def _mask(self) -> torch.Tensor:
-        """Of all pairs of tokens.  # bool [1, 1, num_tokens, num_tokens]"""
+        """Of all pairs of tokens.  # bool [1, 1, num_queries, num_keys]"""
         mask = self.block_mask
         return create_mask(mask.mask_mod, 1, 1, *mask.seq_lengths, device=mask.kv_num_blocks.device)
 
 
-def layout_blocks(documents: Sequence[Document], device: torch.device | str = "cpu") -> BlockLayout:
+def layout_blocks(
+    documents: Sequence[Document], device: torch.device | str = "cpu", ranks: ContextRanks | None = None
+) -> BlockLayout:
     """Find the blocks in which tokens attend to each other.
 
     Args:
         documents: in token order; together they cover every token of the batch, padding included.
+        ranks: that share the tokens; None where this one has all.
     """
     num_tokens = sum(document.length for document in documents)
-    num_blocks = -(-num_tokens // BLOCK)
-    some = torch.zeros(num_blocks, num_blocks, dtype=torch.bool)  # [queries, keys]: a token there attends to another
-    every = torch.zeros_like(some)  # every token there attends to every other
+    share = None
+    queries_Q = keys_K = torch.arange(num_tokens)
+    if ranks is not None:
+        share = share_tokens(num_tokens, ranks, multiple_of=BLOCK, device=device)
+        documents = [*documents, Document(share.num_tokens - num_tokens)]
+        keys_K = share.order_T.cpu()
+        queries_Q = keys_K[share.here]
+    some, every = _blocks(documents)
+    if share is not None:
+        rows, columns = queries_Q[::BLOCK] // BLOCK, keys_K[::BLOCK] // BLOCK
+        some, every = (blocks[rows][:, columns] for blocks in (some, every))
+    block_mask = BlockMask.from_kv_blocks(
+        *_listed(some & ~every),
+        *_listed(every),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=_attends(documents, queries_Q, keys_K, device),
+        seq_lengths=(len(queries_Q), len(keys_K)),
+    )
+    return BlockLayout(block_mask.to(device), share)
+
+
+def _blocks(documents: Sequence[Document]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Blocks where a token attends to another, and those where every token attends to every other, in token order.
+    # bool [num_blocks of queries, num_blocks of keys] each"""
+    num_blocks = -(-sum(document.length for document in documents) // BLOCK)
+    some = torch.zeros(num_blocks, num_blocks, dtype=torch.bool)
+    every = torch.zeros_like(some)
     start = 0
     for document in documents:
         own = slice(start, start + document.length)
@@ -75,25 +108,39 @@ def layout_blocks(documents: Sequence[Document], device: torch.device | str = "c
         every[queries, queries] = _lower(queries, diagonal=-1)
         every[queries, _covered(prefix)] = True
         start = own.stop
+    return some, every
+
+
+def _attends(
+    documents: Sequence[Document], queries_Q: torch.Tensor, keys_K: torch.Tensor, device: torch.device | str
+) -> Callable[[Any, Any, torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Whether a query attends to a key, by where they lie among the queries and the keys.
+
+    Args:
+        queries_Q: the tokens that these are.
+        keys_K: likewise.
+    """
+    lengths = torch.tensor([document.length for document in documents])
 
     def per_token(values: list[int]) -> torch.Tensor:
-        return torch.repeat_interleave(torch.tensor(values), lengths).to(device, torch.int32)
+        return torch.repeat_interleave(torch.tensor(values), lengths)
 
-    lengths = torch.tensor([document.length for document in documents])
+    def there(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(device, torch.int32)
+
     document_T = per_token(list(range(len(documents))))
     prefix_start_T = per_token([document.prefix_start for document in documents])
     prefix_end_T = per_token([document.prefix_start + document.prefix_length for document in documents])
+    of_query = [there(each[queries_Q]) for each in (document_T, prefix_start_T, prefix_end_T)]
+    document_Q, prefix_start_Q, prefix_end_Q = of_query
+    document_K, query_token_Q, key_token_K = there(document_T[keys_K]), there(queries_Q), there(keys_K)
 
     def attends(_batch: Any, _head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        own = (document_T[query] == document_T[key]) & (key <= query)
-        return own | ((key >= prefix_start_T[query]) & (key < prefix_end_T[query]))
+        token = key_token_K[key]
+        own = (document_Q[query] == document_K[key]) & (token <= query_token_Q[query])
+        return own | ((token >= prefix_start_Q[query]) & (token < prefix_end_Q[query]))
 
-    partial = _listed(some & ~every)
-    full = _listed(every)
-    block_mask = BlockMask.from_kv_blocks(
-        *partial, *full, BLOCK_SIZE=BLOCK, mask_mod=attends, seq_lengths=(num_tokens, num_tokens)
-    )
-    return BlockLayout(block_mask.to(device))
+    return attends
 
 
 @cache

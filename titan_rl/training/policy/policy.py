@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Generator, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.autograd.graph import save_on_cpu
 
-from titan_rl.training.attention.attention import layout_documents
+from titan_rl.training.attention.attention import Layout, layout_documents
 from titan_rl.training.attention.flex_attention import layout_blocks
 from titan_rl.training.choices import ActivationCheckpointing, Attention, DType
 from titan_rl.training.device import local_device
@@ -17,11 +19,12 @@ from titan_rl.training.models.experts import replay, routers
 from titan_rl.training.models.hf_model import HFModel, read_hf_config
 from titan_rl.training.parallel.parallel import local, parallelize
 from titan_rl.training.parallel.world import World
+from titan_rl.training.policy.host_weights import HostWeights
 from titan_rl.training.policy.published import rounded_weights
 from titan_rl.training.policy.tensor_batch import LayOut, TensorBatch
 from titan_rl.weights.types import TensorSlice
 
-_LAY_OUT: dict[Attention, LayOut] = {"document": layout_documents, "flex": layout_blocks}
+_LAY_OUT: dict[Attention, Callable[..., Layout]] = {"document": layout_documents, "flex": layout_blocks}
 
 
 class Policy:
@@ -34,6 +37,9 @@ class Policy:
     Args:
         max_context: most tokens that it attends to.
         row_tokens: of a batch, at most.
+        offload_activations: what is kept for the backward pass waits on the host. Worth its transfers where that is
+            little: with full checkpointing, one hidden state a layer.
+        offload_weights: of a model that is not trained: they wait on the host between passes.
 
     Raises:
         ModelError: the folder lacks a file, or its config and weights do not fit together.
@@ -50,9 +56,11 @@ class Policy:
         attention: Attention = "document",
         compile: bool = False,
         activation_checkpointing: ActivationCheckpointing = "none",
+        offload_activations: bool = False,
+        offload_weights: bool = False,
     ) -> None:
         self.device = local_device()
-        self.lay_out = _LAY_OUT[attention]
+        self.lay_out: LayOut = partial(_LAY_OUT[attention], ranks=world.context)
         self.dtype: torch.dtype = getattr(torch, dtype)
         # Positions restart with every sample, so rows may be longer than what the model can attend to.
         positions = read_hf_config(folder).get("max_position_embeddings", row_tokens)
@@ -67,6 +75,10 @@ class Policy:
         # its backward pass.
         self._autocasts = world.size == 1 and self.dtype is not torch.float32
         self._hf.load(self.device)
+        self._offloads = offload_activations
+        self._host_weights = (
+            HostWeights(self.model, by_layer=world.size == 1 and not compile) if offload_weights else None
+        )
 
     @property
     def vocab_size(self) -> int:
@@ -112,10 +124,26 @@ class Policy:
 
         A mixture of experts takes the experts that the batch brings, until the next call: backward may run it again.
         """
-        replay(self._routers, batch.experts_BLRK)
-        with torch.autocast(self.device.type, self.dtype) if self._autocasts else nullcontext():
-            hidden_BLD = local(self.model(batch.token_ids_BL, batch.positions_BL, batch.layout))
-            return self.model.lm_head(hidden_BLD.flatten(0, 1).index_select(0, batch.predictors_N), *scored)
+        token_ids_BL, positions_BL, experts_BLRK = batch.token_ids_BL, batch.positions_BL, batch.experts_BLRK
+        predictors_M, mine_M = batch.predictors_N, None
+        if (share := batch.layout.share) is not None:
+            token_ids_BL, positions_BL = share.take(token_ids_BL), share.take(positions_BL)
+            experts_BLRK = None if experts_BLRK is None else share.take(experts_BLRK)
+            mine_M, predictors_M = share.find(predictors_M)
+            scored = tuple(each_N[mine_M] for each_N in scored)
+        replay(self._routers, experts_BLRK)
+        with ExitStack() as stack:
+            if self._host_weights is not None:
+                stack.enter_context(self._host_weights.brought())
+            if self._autocasts:
+                stack.enter_context(torch.autocast(self.device.type, self.dtype))
+            with save_on_cpu(pin_memory=True) if self._offloads else nullcontext():
+                hidden_BLD = local(self.model(token_ids_BL, positions_BL, batch.layout))
+            found = self.model.lm_head(hidden_BLD.flatten(0, 1).index_select(0, predictors_M), *scored)
+        if share is None or mine_M is None:
+            return found
+        spread = partial(share.ranks.spread, at_M=mine_M, size=len(batch.predictors_N))
+        return tuple(map(spread, found)) if scored else spread(found)
 
     def complaint(self, batch: TensorBatch) -> str | None:
         """Why this batch cannot be scored: a token id outside the vocabulary, or more positions than the model has."""
