@@ -26,6 +26,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "offload_activations": True,
         "offload_reference": True,
     },
+    "CP 2 x TP 2, tied": {
+        "context_parallel": 2,
+        "tensor_parallel": 2,
+        "activation_checkpointing": "full",
+        "offload_activations": True,
+        "offload_reference": True,
+    },
     "FSDP 2 x CP 2": {"data_parallel": 2, "context_parallel": 2},
     "FSDP 2 x TP 2, tied": {"data_parallel": 2, "tensor_parallel": 2},
 }

@@ -32,3 +32,26 @@ def test_it_learns_in_bfloat16_and_scores_what_it_publishes_in_float32(tmp_path:
             model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1).gather(-1, torch.tensor(ids)[1:, None])[:, 0]
         )
     torch.testing.assert_close(torch.tensor(trainer.score_published([ids])[0]), expected, rtol=0, atol=5e-3)
+
+
+def test_what_waits_on_the_host_leaves_the_gpu_and_changes_no_step(tmp_path: Path) -> None:
+    folder = make_tiny_qwen3(tmp_path / "model", num_layers=8)
+    found: list[float] = []
+    before: list[int] = []
+    for offload in (False, True):
+        settings = TrainingConfig(
+            steps=20,
+            kl_coef=0.1,
+            activation_checkpointing="full",
+            offload_activations=offload,
+            offload_reference=offload,
+        )
+        held = torch.cuda.memory_allocated()
+        trainer = TrainerCore(ModelConfig(path=str(folder)), settings, seed=0)
+        before.append(torch.cuda.memory_allocated() - held)
+        samples = on_policy_samples(trainer, 64, 48, 80)
+        found.append([trainer.step(samples).metrics["loss"] for _ in range(3)][-1])
+        weights = sum(tensor.nbytes for _, tensor in trainer.named_tensors())
+        del trainer
+    assert found[1] == pytest.approx(found[0], abs=1e-5)
+    assert before[0] - before[1] > 0.9 * weights

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from context_ranks import attended_by_all
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -67,6 +69,24 @@ def test_flex_attention_attends_as_buckets_do() -> None:
     outputs = [
         lay_out(documents, "cuda").attend(*qkv, scale=0.1, enable_gqa=True)
         for lay_out in (layout_blocks, layout_documents)
+    ]
+    torch.testing.assert_close(*outputs, rtol=2e-3, atol=2e-3)
+    gradients = (torch.autograd.grad(output.sum(), qkv) for output in outputs)
+    for gradient, reference in zip(*gradients, strict=True):
+        torch.testing.assert_close(gradient, reference, rtol=5e-3, atol=5e-3)
+
+
+@pytest.mark.parametrize("lay_out", [layout_blocks, layout_documents])
+def test_ranks_that_share_tokens_attend_as_one_does(lay_out: Callable[..., Any]) -> None:
+    documents = [Document(300), Document(200, 0, 300), Document(150, 0, 300), Document(30)]
+    generator = torch.Generator("cuda").manual_seed(0)
+    qkv = [
+        torch.randn(1, 680, heads, 64, generator=generator, device="cuda", requires_grad=True) for heads in (4, 2, 2)
+    ]
+    how = {"scale": 0.1, "enable_gqa": True}
+    outputs = [
+        attended_by_all(lay_out, documents, 3, qkv, **how),
+        layout_documents(documents, "cuda").attend(*qkv, **how),
     ]
     torch.testing.assert_close(*outputs, rtol=2e-3, atol=2e-3)
     gradients = (torch.autograd.grad(output.sum(), qkv) for output in outputs)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from context_ranks import attended_by_all
 from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,18 +18,6 @@ from titan_rl.training.attention.flex_attention import BLOCK, layout_blocks
 
 Families = list[tuple[int, list[int]]]
 """The lengths of a prefix, 0 for none, and of the documents that continue it."""
-
-
-class OneOf(ContextRanks):
-    """One of several ranks, which is told what all of them would gather."""
-
-    gathered: list[torch.Tensor]
-
-    def gather(self, own_PNH: torch.Tensor) -> torch.Tensor:
-        found = self.gathered.pop(0)
-        here = slice(self.rank * len(own_PNH), (self.rank + 1) * len(own_PNH))
-        assert torch.equal(found[here], own_PNH)
-        return found
 
 
 def documents_of(families: Families) -> list[Document]:
@@ -47,22 +36,6 @@ def families(longest: int) -> st.SearchStrategy[Families]:
     return st.lists(st.tuples(st.integers(0, longest), lengths), min_size=1, max_size=4)
 
 
-def attended_by_all(
-    lay_out: Callable[..., Any], documents: list[Document], size: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-) -> torch.Tensor:
-    """The ranks' outputs, put together in token order.  # [1, T, N, H]"""
-    found = torch.zeros_like(q)
-    for rank in range(size):
-        ranks = OneOf(rank, size, None)
-        share = lay_out(documents, ranks=ranks).share
-        of_all = share.order_T.where(share.order_T < q.shape[1], 0)
-        object.__setattr__(ranks, "gathered", [x[0, of_all] for x in (k, v)])
-        out = lay_out(documents, ranks=ranks).attend(*map(share.take, (q, k, v)), scale=0.3, enable_gqa=True)
-        mine, at = share.find(torch.arange(q.shape[1]))
-        found = found.index_copy(1, mine, out[:, at])
-    return found
-
-
 @pytest.mark.parametrize(("lay_out", "longest"), [(layout_documents, 20), (layout_blocks, BLOCK // 2)])
 @settings(max_examples=examples(15), deadline=None)
 @given(data=st.data(), size=st.integers(2, 5), seed=st.integers(0, 99))
@@ -74,7 +47,7 @@ def test_together_they_attend_as_one_rank_does_with_gradients(
     generator = torch.Generator().manual_seed(seed)
     qkv = [torch.randn(1, num_tokens, heads, 8, generator=generator, requires_grad=True) for heads in (4, 2, 2)]
     upstream = torch.randn(1, num_tokens, 4, 8, generator=generator)
-    found = attended_by_all(lay_out, documents, size, *qkv)
+    found = attended_by_all(lay_out, documents, size, qkv, scale=0.3, enable_gqa=True)
     expected = layout_documents(documents).attend(*qkv, scale=0.3, enable_gqa=True)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
     gradients = (torch.autograd.grad(out, qkv, upstream) for out in (found, expected))
