@@ -48,7 +48,7 @@ class HostWeights:
 
     def _bring(self, module: nn.Module, *_: Any) -> None:
         for storage in _storages(module):
-            _, host = self._kept[storage._cdata]
+            host = self._kept[storage._cdata][1]
             if not storage.nbytes():
                 storage.resize_(host.nbytes())
                 storage.copy_(host, non_blocking=True)
