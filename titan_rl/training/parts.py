@@ -11,6 +11,7 @@ from pathlib import Path
 
 from titan_rl.training.data.sample import TrainingSample
 from titan_rl.training.data.step_plan import StepPlan, plan_step
+from titan_rl.training.gradient_pass import GradientPass
 from titan_rl.training.losses import ClipRange
 from titan_rl.training.losses.kl import ESTIMATES
 from titan_rl.training.losses.registry import find_loss
@@ -45,6 +46,20 @@ def make_reference(model: ModelConfig, training: TrainingConfig, world: World) -
     if not training.kl_coef:
         return None
     return make_policy(model, training, world, offload_weights=training.offload_reference)
+
+
+def make_gradient_pass(
+    policy: Policy, model: ModelConfig, training: TrainingConfig, correction: CorrectionConfig, world: World
+) -> GradientPass:
+    """Raises what `make_reference` and `make_objective` do."""
+    return GradientPass(
+        policy,
+        make_reference(model, training, world),
+        make_objective(training, correction, model.max_context),
+        world,
+        max_grad_norm=training.max_grad_norm,
+        row_tokens=training.row_tokens,
+    )
 
 
 def make_objective(training: TrainingConfig, correction: CorrectionConfig, max_context: int) -> Objective:

@@ -16,17 +16,10 @@ from titan_rl.errors import CheckpointError, TrainingError
 from titan_rl.tracing.spans import IDLE, span
 from titan_rl.training.data.sample import TrainingSample
 from titan_rl.training.data.step_plan import StepPlan
-from titan_rl.training.gradient_pass import GradientPass, MinibatchGradient
+from titan_rl.training.gradient_pass import MinibatchGradient
 from titan_rl.training.objective.token_stats import TokenStats, token_metrics
 from titan_rl.training.parallel.world import World
-from titan_rl.training.parts import (
-    make_objective,
-    make_optimizers,
-    make_planner,
-    make_policy,
-    make_reference,
-    make_schedule,
-)
+from titan_rl.training.parts import make_gradient_pass, make_optimizers, make_planner, make_policy, make_schedule
 from titan_rl.training.policy.minibatch import Minibatch, packing_metrics
 from titan_rl.training.policy.scoring import draw, score
 from titan_rl.training.protocol import StepResult
@@ -82,13 +75,8 @@ class TrainerCore:
         )
         self._policy = make_policy(model_config, training, self._world)
         self._model = self._policy.model
-        self._gradient_pass = GradientPass(
-            self._policy,
-            make_reference(model_config, training, self._world),
-            make_objective(training, correction or CorrectionConfig(), model_config.max_context),
-            self._world,
-            max_grad_norm=training.max_grad_norm,
-            row_tokens=training.row_tokens,
+        self._gradient_pass = make_gradient_pass(
+            self._policy, model_config, training, correction or CorrectionConfig(), self._world
         )
         self._optimizers = make_optimizers(self._policy, training)
         self._learning_rate = make_schedule(training)

@@ -13,6 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+# Earlier versions of torch have them under the names that are deprecated here.
+_gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter_into: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 @dataclass(frozen=True, slots=True)
 class ContextRanks:
@@ -106,13 +110,13 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, own_PNH: torch.Tensor, ranks: ContextRanks) -> torch.Tensor:
         ctx.ranks = ranks
         gathered = own_PNH.new_empty((ranks.size * len(own_PNH), *own_PNH.shape[1:]))
-        dist.all_gather_into_tensor(gathered, own_PNH.contiguous(), group=ranks.group)
+        _gather_into(gathered, own_PNH.contiguous(), group=ranks.group)
         return gathered
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         own = grad.new_empty((len(grad) // ctx.ranks.size, *grad.shape[1:]))
-        dist.reduce_scatter_tensor(own, grad.contiguous(), group=ctx.ranks.group)
+        _scatter_into(own, grad.contiguous(), group=ctx.ranks.group)
         return own, None
 
 
