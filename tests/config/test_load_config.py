@@ -180,6 +180,18 @@ def test_all_wrong_settings_are_reported_at_once(project: Path):
             ],
         ),
         (
+            {"training.context_parallel": "2", "training.tensor_parallel": "2"},
+            ["[training] context_parallel with tensor_parallel = 2", "context_parallel = 1"],
+        ),
+        (
+            {
+                "training.offload_activations": "true",
+                "training.activation_checkpointing": "full",
+                "training.tensor_parallel": "2",
+            },
+            ["[training] offload_activations with tensor_parallel = 2", "offload_activations = false"],
+        ),
+        (
             {"training.offload_reference": "true"},
             ["[training] offload_reference = true", "kl_coef = 0", "offload_reference = false"],
         ),

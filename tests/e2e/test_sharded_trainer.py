@@ -1,4 +1,4 @@
-"""FSDP, context and tensor parallel, alone and together, make the steps that one rank makes, on gloo."""
+"""FSDP, context and tensor parallel, and FSDP with tensor parallel, make the steps that one rank makes, on gloo."""
 
 from __future__ import annotations
 
@@ -26,14 +26,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "offload_activations": True,
         "offload_reference": True,
     },
-    "CP 2 x TP 2, tied": {
-        "context_parallel": 2,
-        "tensor_parallel": 2,
-        "activation_checkpointing": "full",
-        "offload_activations": True,
-        "offload_reference": True,
-    },
-    "FSDP 2 x CP 2": {"data_parallel": 2, "context_parallel": 2},
     "FSDP 2 x TP 2, tied": {"data_parallel": 2, "tensor_parallel": 2},
 }
 ODD = 129  # entries of a vocabulary, of which ranks have unequal parts

@@ -142,6 +142,16 @@ class TrainingConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _splits_rows_or_matrices(self) -> Self:
+        if self.tensor_parallel > 1 and (self.context_parallel > 1 or self.offload_activations):
+            name, other = ("context_parallel", 1) if self.context_parallel > 1 else ("offload_activations", "false")
+            raise ValueError(
+                f"{name} with tensor_parallel = {self.tensor_parallel}: tokens that ranks compute together are neither "
+                f"shared out nor moved to the host; set {name} = {other}, or tensor_parallel = 1 and use data_parallel"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _compiles_whole_matrices(self) -> Self:
         if self.compile and self.tensor_parallel > 1:
             raise ValueError(
