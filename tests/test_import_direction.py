@@ -39,7 +39,7 @@ MAY_IMPORT = {
     "players": "agents calls errors rollout serving settings",
     "adapters": "calls errors players rollout settings tasks",
     "testing": "errors generation types weights",
-    "simulate": "errors generation rollout scheduling types",
+    "simulate": "arrays errors generation rollout scheduling types",
     "actors": "arrays calls config errors generation rollout tracing training types weights",
     "viewer": "calls config errors metrics scheduling",
     "run": (

@@ -1,6 +1,7 @@
 """Many steps at once are the same as step by step."""
 
 import asyncio
+import random
 
 import looptime
 import pytest
@@ -9,12 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titan_rl import FinishReason, SamplingParams
+from titan_rl.generation.places import AdaptivePlaces
 from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.scripted_engine import CostModel, ScriptedEngine
 from titan_rl.simulate.simulated_replica import SimulatedReplica
 
 STOP = 9
-COST = CostModel(step=1.0, request=0.25, prompt_token=0.125, load=3.0)  # exact in binary
+COST = CostModel(step=1.0, request=0.25, prompt_token=0.125, context_token=1 / 256, load=3.0)  # exact in binary
 
 
 def in_virtual_time(coroutine):
@@ -143,3 +145,52 @@ def test_a_full_kv_cache_has_the_last_request_wait():
     ends = in_virtual_time(scenario())
     assert ends["a"] == 60
     assert 70 <= ends["b"] <= 75  # it waited with some 49 tokens
+
+
+class Watched(AdaptivePlaces):
+    """Keeps what it said."""
+
+    def __init__(self, most, kv_tokens):
+        super().__init__(most, kv_tokens)
+        self.limits = []
+
+    def num_joining(self, running, waiting, num_shared=0):
+        count = super().num_joining(running, waiting, num_shared)
+        self.limits.append(self.limit)
+        return count
+
+
+async def burst(lengths, *, max_running, kv_tokens, places=None):
+    """Seconds and preemptions of answers that are asked for at the same time."""
+    cost = CostModel(step=0.02, request=0.02 / 128, prompt_token=1e-5)
+    replica = SimulatedReplica(
+        "r",
+        lambda request_id, context: lengths[int(request_id)] + 256 - context,
+        cost,
+        max_running=max_running,
+        kv_tokens=kv_tokens,
+        places=places,
+    )
+    serving, sampling = asyncio.ensure_future(replica.run()), SamplingParams(max_tokens=4096)
+    answers = [replica.generate(range(256), request_id=str(index), sampling=sampling) for index in range(len(lengths))]
+    completions = await asyncio.gather(*answers)
+    serving.cancel()
+    assert [len(completion.token_ids) for completion in completions] == lengths
+    return asyncio.get_running_loop().time(), replica.num_preemptions
+
+
+def test_places_that_adapt_are_as_fast_as_the_best_fixed_ones_and_preempt_less():
+    draws = random.Random(0)
+    lengths = [max(1, round(300 * draws.lognormvariate(0, 0.5))) for _ in range(300)]
+    room = {"kv_tokens": 64 * 450}
+    fixed = {most: in_virtual_time(burst(lengths, max_running=most, **room)) for most in (128, 64, 32)}
+    fastest = min(seconds for seconds, _ in fixed.values())
+    places = Watched(128, **room)
+    seconds, preemptions = in_virtual_time(burst(lengths, max_running=128, places=places, **room))
+    assert seconds < 1.03 * fastest
+    assert preemptions < 0.5 * fixed[128][1]
+    assert preemptions < 0.5 * len(lengths)
+    settled = places.limits[
+        len(places.limits) // 4 : len(places.limits) // 2
+    ]  # once lengths are known, ahead of the end
+    assert max(settled) - min(settled) < 0.4 * max(settled)

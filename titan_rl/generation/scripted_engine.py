@@ -54,10 +54,16 @@ class CostModel:
     step: float = 0.0  # every step, however many requests run
     request: float = 0.0  # and for each running request
     prompt_token: float = 0.0  # and for each prompt token that is not in the prefix cache
+    context_token: float = 0.0  # and for each token that the running requests have in the KV cache
     load: float = 0.0  # one state dict
 
-    def step_seconds(self, num_running: int, num_prompt_tokens: int) -> float:
-        return self.step + self.request * num_running + self.prompt_token * num_prompt_tokens
+    def step_seconds(self, num_running: int, num_prompt_tokens: int, num_context_tokens: int = 0) -> float:
+        return (
+            self.step
+            + self.request * num_running
+            + self.prompt_token * num_prompt_tokens
+            + self.context_token * num_context_tokens
+        )
 
 
 @dataclass(slots=True)
@@ -155,7 +161,8 @@ class ScriptedEngine:
             self.started.set()
             assert self.release.wait(timeout=30), "a blocked step was never released"
         num_prompt_tokens = self._admit()
-        if seconds := self._cost.step_seconds(len(self._running), num_prompt_tokens):
+        num_context_tokens = sum(len(sequence.context) for sequence in self._running.values())
+        if seconds := self._cost.step_seconds(len(self._running), num_prompt_tokens, num_context_tokens):
             self._sleep(seconds)
         return [self._advance(sequence) for sequence in list(self._running.values())]
 

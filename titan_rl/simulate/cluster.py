@@ -13,10 +13,11 @@ class Cluster:
 
     Args:
         num_replicas: engines, each with its own batch.
-        cost: of one engine step, as a function of its running requests and new prompt tokens; `load` is what a pull
-            takes of each engine.
+        cost: of one engine step, as a function of its running requests, their tokens and new prompt tokens; `load` is
+            what a pull takes of each engine.
         max_running: requests that one engine advances at a time.
         kv_tokens: tokens that the KV cache of one engine holds.
+        adapts: fewer requests are advanced where the KV cache is expected to be full, see `AdaptivePlaces`.
         train_s: one optimizer step on one batch.
         logprob_s: recomputing the logprobs of one batch before it is trained on; 0 where the sampler's own are used.
         wake_s: what an engine takes to have its memory again after it slept.
@@ -27,6 +28,7 @@ class Cluster:
     cost: CostModel
     max_running: int = 256
     kv_tokens: int = 1 << 40
+    adapts: bool = False
     train_s: float = 0.0
     logprob_s: float = 0.0
     wake_s: float = 0.0

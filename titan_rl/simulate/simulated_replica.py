@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import math
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from titan_rl.generation.lengths_seen import Growth
+from titan_rl.generation.places import AdaptivePlaces
 from titan_rl.generation.request import EngineRequest, OnChunk
 from titan_rl.generation.scripted_engine import CostModel
 from titan_rl.generation.types import PauseMode
-from titan_rl.simulate.tokens import Repeated
+from titan_rl.simulate.tokens import some_logprobs, some_tokens
 from titan_rl.types import Completion, FinishReason, SamplingParams, TokenChunk, VersionSpan
 
 CLOCK_TICK_S = 1e-6  # what virtual time is rounded to
@@ -25,6 +27,7 @@ class _Sequence:
     request_id: str
     context: int  # tokens of the prompt and of what was generated before it was admitted
     left: int  # tokens to generate
+    most: int  # tokens that it may have, with its context
     reason: FinishReason
     future: asyncio.Future[Completion]
     created_at: float
@@ -32,6 +35,14 @@ class _Sequence:
     queue_s: float | None = None  # until it first ran
     generated: int = 0
     spans: list[VersionSpan] = field(default_factory=list[VersionSpan])
+
+    @property
+    def num_tokens(self) -> int:
+        return self.context + self.generated
+
+    @property
+    def growth(self) -> Growth:
+        return Growth(self.context, self.num_tokens, self.most)
 
     def add(self, count: int, version: int) -> None:
         self.generated += count
@@ -42,12 +53,12 @@ class _Sequence:
 
     def tell(self, count: int, version: int) -> None:
         if self.on_chunk is not None:
-            tokens, logprobs = Repeated(0, count), Repeated(0.0, count)
-            self.on_chunk(TokenChunk(self.request_id, tokens, logprobs, (VersionSpan(version, count),)))
+            spans = (VersionSpan(version, count),)
+            self.on_chunk(TokenChunk(self.request_id, some_tokens(count), some_logprobs(count), spans))
 
     def resolve(self, reason: FinishReason) -> None:
         if not self.future.done():
-            tokens, logprobs = Repeated(0, self.generated), Repeated(0.0, self.generated)
+            tokens, logprobs = some_tokens(self.generated), some_logprobs(self.generated)
             waited_s = self.future.get_loop().time() - self.created_at if self.queue_s is None else self.queue_s
             metrics = {"queue_s": waited_s}
             self.future.set_result(
@@ -67,6 +78,7 @@ class SimulatedReplica:
         max_running: requests that advance at a time.
         kv_tokens: tokens that the KV cache holds. When it is full the request that joined last waits again, and its
             tokens are computed anew.
+        places: says how many of those that wait join; by default as many as there is room for.
         wake_s: seconds that the first pull or resume takes longer after a pause in mode "sleep".
         stream_interval: most steps between two times that the running requests are told of their tokens; None tells
             of none, so that more steps are one wait.
@@ -80,6 +92,7 @@ class SimulatedReplica:
         *,
         max_running: int,
         kv_tokens: int,
+        places: AdaptivePlaces | None = None,
         wake_s: float = 0.0,
         stream_interval: int | None = None,
     ) -> None:
@@ -87,10 +100,12 @@ class SimulatedReplica:
         self.version = 0
         self.busy_s = 0.0  # time spent in steps
         self.num_tokens = 0  # computed, also those that came to nothing
+        self.num_preemptions = 0
         self._length_of = length_of
         self._cost = cost
         self._max_running = max_running
         self._kv_tokens = kv_tokens
+        self._places = places
         self._wake_s = wake_s
         self._asleep = False
         self._stream_interval = stream_interval
@@ -118,7 +133,16 @@ class SimulatedReplica:
         reason = FinishReason.STOP if left < most else FinishReason.LENGTH
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Completion] = loop.create_future()
-        sequence = _Sequence(request_id, num_prompt_tokens, min(left, most), reason, future, loop.time(), on_chunk)
+        sequence = _Sequence(
+            request_id,
+            num_prompt_tokens,
+            min(left, most),
+            num_prompt_tokens + most,
+            reason,
+            future,
+            loop.time(),
+            on_chunk,
+        )
         self._waiting.append(sequence)
         self._changed.set()
         try:
@@ -172,6 +196,7 @@ class SimulatedReplica:
         for sequence in [*self._waiting, *self._running]:
             if sequence.request_id in self._aborting:
                 sequence.resolve(FinishReason.ABORT)
+                self._left(sequence, was_aborted=True)
         self._waiting = deque(s for s in self._waiting if s.request_id not in self._aborting)
         self._running = [s for s in self._running if s.request_id not in self._aborting]
         self._aborting.clear()
@@ -185,44 +210,66 @@ class SimulatedReplica:
                 done.set_result(None)
 
     def _admit(self) -> None:
+        """Preempt until the step has room, then let requests join, those that were preempted first."""
         while len(self._running) > 1 and self._room() < len(self._running):
             self._waiting.appendleft(self._running.pop())
+            self.num_preemptions += 1
+        if not self._waiting:
+            return
         room = self._room()
-        while self._waiting and len(self._running) < self._max_running:
-            context = self._waiting[0].context + self._waiting[0].generated
+        for _ in range(self._num_joining()):
+            context = self._waiting[0].num_tokens
             if self._running and room - context <= len(self._running):
                 break
             room -= context
             self._prompt_tokens += context
             self._running.append(self._waiting.popleft())
 
+    def _num_joining(self) -> int:
+        if self._places is None:
+            return min(len(self._waiting), self._max_running - len(self._running))
+        return self._places.num_joining([s.growth for s in self._running], (s.growth for s in self._waiting))
+
     async def _advance(self) -> None:
         """Take the steps up to the next one at which something changes."""
-        count = len(self._running)
-        steps = min(sequence.left for sequence in self._running)
-        if count > 1:
-            steps = min(steps, self._room() // count)
-        if self._stream_interval is not None:
-            steps = min(steps, self._stream_interval)
-        first = self._cost.step_seconds(count, self._prompt_tokens)
-        each = self._cost.step_seconds(count, 0)
+        most = self._steps_alike()
         loop = asyncio.get_running_loop()
         began = loop.time()
         for sequence in self._running:
             if sequence.queue_s is None:
                 sequence.queue_s = began - sequence.created_at
+        seconds_of = self._seconds_of()
         try:
-            async with asyncio.timeout_at(began + first + (steps - 1) * each):
+            async with asyncio.timeout_at(began + seconds_of(most)):
                 await self._changed.wait()
         except TimeoutError:
-            pass
+            steps = most
         else:
-            more = (loop.time() - began - first - CLOCK_TICK_S) / each if each else 0.0
-            steps = min(steps, 1 + max(0, math.ceil(more)))
-        seconds = first + (steps - 1) * each
+            passed = loop.time() - began - CLOCK_TICK_S
+            steps = 1 + bisect_left(range(1, most), passed, key=seconds_of)
+        seconds = seconds_of(steps)
         await asyncio.sleep(max(0.0, began + seconds - loop.time()))
         self.busy_s += seconds
-        self.num_tokens += steps * count
+        self._take(steps)
+
+    def _steps_alike(self) -> int:
+        count = len(self._running)
+        steps = min(sequence.left for sequence in self._running)
+        if count > 1:
+            steps = min(steps, self._room() // count)
+        return steps if self._stream_interval is None else min(steps, self._stream_interval)
+
+    def _seconds_of(self) -> Callable[[int], float]:
+        """What so many steps take from now on, of which the first computes the prompts."""
+        count, cost = len(self._running), self._cost
+        each = cost.step_seconds(count, 0, self._kv_tokens - self._room())
+        growth = cost.context_token * count / 2
+        prompts = cost.prompt_token * self._prompt_tokens
+        return lambda steps: prompts + steps * (each + growth * (steps - 1))
+
+    def _take(self, steps: int) -> None:
+        """Every running request gets a token for each step."""
+        self.num_tokens += steps * len(self._running)
         self._prompt_tokens = 0
         for sequence in self._running:
             sequence.add(steps, self.version)
@@ -230,8 +277,13 @@ class SimulatedReplica:
                 sequence.tell(steps, self.version)
             if sequence.left == 0:
                 sequence.resolve(sequence.reason)
+                self._left(sequence, was_aborted=False)
         self._running = [sequence for sequence in self._running if sequence.left]
+
+    def _left(self, sequence: _Sequence, *, was_aborted: bool) -> None:
+        if self._places is not None:
+            self._places.ended(sequence.growth, was_aborted=was_aborted)
 
     def _room(self) -> int:
         """Tokens that the KV cache has free."""
-        return self._kv_tokens - sum(sequence.context + sequence.generated for sequence in self._running)
+        return self._kv_tokens - sum(sequence.num_tokens for sequence in self._running)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from titan_rl.errors import ConfigError, MissingExtraError
+from titan_rl.generation.places import AdaptivePlaces
 from titan_rl.generation.resume import resume_on_abort
 from titan_rl.generation.router import GeneratorRouter, Limits
 from titan_rl.rollout.environment.types import TokenObservation, TokenStep
@@ -24,7 +25,7 @@ from titan_rl.scheduling.scheduler import GroupScheduler
 from titan_rl.scheduling.settings import SchedulingConfig
 from titan_rl.simulate.cluster import Cluster
 from titan_rl.simulate.simulated_replica import SimulatedReplica
-from titan_rl.simulate.tokens import Repeated
+from titan_rl.simulate.tokens import some_tokens
 from titan_rl.simulate.workload import Workload
 from titan_rl.types import Completion, SamplingParams
 
@@ -40,6 +41,7 @@ class SimulationResult:
     trainer_idle: float  # share of the time
     generators_idle: float  # share of the time, mean over the engines
     wasted_tokens: int
+    preemptions: int
     accepted_lengths: Sequence[int]  # of every rollout that was trained on
     offered_lengths: Sequence[int]  # of every rollout of the groups that were admitted
 
@@ -89,7 +91,7 @@ class _OneTurnEnv:
         self._prompt_tokens = prompt_tokens
 
     async def reset(self) -> TokenObservation:
-        return TokenObservation(Repeated(0, self._prompt_tokens))
+        return TokenObservation(some_tokens(self._prompt_tokens))
 
     async def step(self, completion: Completion) -> TokenStep:
         return TokenStep(status=RolloutStatus.COMPLETED)
@@ -109,6 +111,7 @@ class _Simulation:
                 cluster.cost,
                 max_running=cluster.max_running,
                 kv_tokens=cluster.kv_tokens,
+                places=AdaptivePlaces(cluster.max_running, cluster.kv_tokens) if cluster.adapts else None,
                 wake_s=cluster.wake_s,
             )
             for index in range(cluster.num_replicas)
@@ -121,7 +124,7 @@ class _Simulation:
             lambda sample: _OneTurnEnv(self._workload.prompt_tokens),
             Rubric([Reward(_first_sibling, name="first")]),
             max_context=self._workload.prompt_tokens + (1 << 40),
-            limits=RolloutConfig(rollout_timeout_s=FOREVER_S),
+            limits=RolloutConfig(rollout_timeout_s=FOREVER_S, generate_timeout_s=FOREVER_S),
         )
         self._scheduler = GroupScheduler(
             self._run_group,
@@ -145,10 +148,11 @@ class _Simulation:
         step_s, waited_s, wasted = list[float](), 0.0, 0.0
         ages: Counter[int] = Counter()
         began = busy = 0.0
+        preempted = 0
         pulling: asyncio.Task[None] | None = None
         for version in range(1, 1 + warmup + num_steps):  # that the simulated trainer makes
             if version == 1 + warmup:
-                began, busy = loop.time(), self._busy_s()
+                began, busy, preempted = loop.time(), self._busy_s(), self._num_preemptions()
                 for warm in (groups, step_s, ages):
                     warm.clear()
                 waited_s = wasted = 0.0
@@ -180,6 +184,7 @@ class _Simulation:
             trainer_idle=waited_s / total,
             generators_idle=1 - (self._busy_s() - busy) / total / len(self._replicas),
             wasted_tokens=round(wasted),
+            preemptions=self._num_preemptions() - preempted,
             accepted_lengths=[length for group in groups for length in lengths(group)],
             offered_lengths=[self._workload.length(i, s) for i in offered for s in range(self._workload.group_size)],
         )
@@ -214,6 +219,9 @@ class _Simulation:
 
     def _busy_s(self) -> float:
         return sum(replica.busy_s for replica in self._replicas)
+
+    def _num_preemptions(self) -> int:
+        return sum(replica.num_preemptions for replica in self._replicas)
 
 
 def _first_sibling(rollout: Rollout) -> float:

@@ -1,0 +1,149 @@
+"""Places that adapt to the KV cache against the best fixed number of them, on the workloads of benchmarks/long_tail.py.
+
+One engine in virtual time answers all requests of some steps, twice as many in flight as it has places for, as the
+schedules that stream keep them. Its KV cache holds a part of those places at the mean length of a whole context, and at
+least the longest; when it is full the request that joined last is preempted and its tokens are computed anew. Costs are
+those of long_tail.py, and what attention takes, which none of its sources gives: a step over a full cache takes one
+empty step longer, as where the cache is as large as the weights. The best fixed value is looked for anew with every
+cache, and one that is right for all does not exist.
+
+    python -m benchmarks.adaptive_places              # all, some minutes
+    python -m benchmarks.adaptive_places --seeds 1    # quicker and noisier
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+import looptime
+
+from benchmarks.long_tail import Case, apr_160k, apr_gsm8k, equal_lengths, verl_2200, verl_async, verl_colocated
+from titan_rl.generation.places import AdaptivePlaces
+from titan_rl.generation.scripted_engine import CostModel
+from titan_rl.simulate.simulated_replica import SimulatedReplica
+from titan_rl.simulate.workload import Workload
+from titan_rl.types import SamplingParams
+
+CACHES = (0.25, 0.5, 1.0)  # of the places, at the mean length
+FIXED = (1.0, 0.5, 0.25, 0.125)  # of the places
+VERL_COST = CostModel(step=5.3e-3, request=5.3e-3 / 256, prompt_token=1e-5)  # what `long_tail.verl_cost` comes to
+REQUESTS_A_PLACE = 4
+TARGET = 0.97
+
+
+@dataclass(frozen=True)
+class Served:
+    """What one engine took over all requests."""
+
+    seconds: float
+    preemptions: float  # a request
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One engine and what it is asked for."""
+
+    workload: Workload
+    cost: CostModel
+    most: int
+    kv_tokens: int
+
+    @classmethod
+    def of(cls, case: Case, cache: float) -> Setup:
+        lengths = [case.workload.length(index, 0) for index in range(4000)]
+        prompt, most = case.workload.prompt_tokens, case.cluster.max_running
+        kv_tokens = max(round(cache * most * (prompt + fmean(lengths))), prompt + 2 * max(lengths))
+        cost = replace(case.cluster.cost, context_token=case.cluster.cost.step / kv_tokens)
+        return cls(case.workload, cost, most, kv_tokens)
+
+    def serve(self, seeds: int, fixed: int | None) -> Served:
+        """
+        Args:
+            fixed: places; None lets the engine adapt.
+        """
+        runs = [self._serve_one(replace(self.workload, seed=seed), fixed) for seed in range(seeds)]
+        return Served(fmean(run.seconds for run in runs), fmean(run.preemptions for run in runs))
+
+    def _serve_one(self, workload: Workload, fixed: int | None) -> Served:
+        count, places = REQUESTS_A_PLACE * self.most, None
+        if fixed is None:
+            places = AdaptivePlaces(self.most, self.kv_tokens)
+        loop = looptime.new_event_loop()
+        replica = SimulatedReplica(
+            "engine",
+            lambda request_id, context: workload.length(int(request_id), 0) + workload.prompt_tokens - context,
+            self.cost,
+            max_running=fixed or self.most,
+            kv_tokens=self.kv_tokens,
+            places=places,
+        )
+        try:
+            loop.run_until_complete(_answer_all(replica, workload.prompt_tokens, range(count), 2 * self.most))
+            return Served(loop.time(), replica.num_preemptions / count)
+        finally:
+            loop.close()
+
+
+async def _answer_all(replica: SimulatedReplica, prompt_tokens: int, requests: Iterable[int], in_flight: int) -> None:
+    permits, prompt = asyncio.Semaphore(in_flight), range(prompt_tokens)
+
+    async def answer(request: int) -> None:
+        async with permits:
+            await replica.generate(prompt, request_id=str(request), sampling=SamplingParams(max_tokens=1 << 20))
+
+    serving = asyncio.ensure_future(replica.run())
+    await asyncio.gather(*map(answer, requests))
+    serving.cancel()
+
+
+def cases() -> dict[str, Case]:
+    return {
+        "verl_2200": verl_2200(),
+        "equal_lengths": equal_lengths(),
+        "apr_gsm8k": apr_gsm8k(),
+        "apr_160k": apr_160k(),
+        "verl_colocated": verl_colocated(VERL_COST),
+        "verl_async": verl_async(VERL_COST),
+    }
+
+
+def compare(name: str, case: Case, seeds: int) -> float:
+    """How much of the best fixed value's speed adapting has, with the cache where that is least."""
+    ratios: list[float] = []
+    for cache in CACHES:
+        setup = Setup.of(case, cache)
+        fixed = {int(part * setup.most): setup.serve(seeds, int(part * setup.most)) for part in FIXED}
+        best = min(fixed, key=lambda places: fixed[places].seconds)
+        adaptive = setup.serve(seeds, None)
+        ratios.append(fixed[best].seconds / adaptive.seconds)
+        row = "".join(f"{served.seconds:>9.0f} ({served.preemptions:.2f})" for served in fixed.values())
+        print(
+            f"{name:<16}{cache:>5.0%}{setup.kv_tokens:>10}{row}{adaptive.seconds:>9.0f} ({adaptive.preemptions:.2f})"
+            f"{best:>6}{ratios[-1]:>7.3f}",
+            flush=True,
+        )
+    return min(ratios)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=3, help="of each figure, which is their mean")
+    parser.add_argument("--only", choices=list(cases()), help="one workload")
+    arguments = parser.parse_args()
+    header = "".join(f"{f'{part:g} of places':>16}" for part in FIXED)
+    print("seconds (preemptions a request)")
+    print(f"{'':<16}{'cache':>5}{'tokens':>10}{header}{'auto':>16}{'best':>6}{'ratio':>7}")
+    for name, case in cases().items():
+        if arguments.only in (None, name):
+            ratio = compare(name, case, arguments.seeds)
+            figure = {"name": f"adaptive_vs_best_fixed_{name}", "value": round(ratio, 3), "target": TARGET}
+            print(json.dumps(figure | {"unit": "ratio, at least"}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

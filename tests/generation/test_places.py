@@ -1,0 +1,89 @@
+"""How many requests join a batch, by how long requests like them got."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from depth import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from titan_rl.generation.lengths_seen import Growth, LengthsSeen
+from titan_rl.generation.places import AdaptivePlaces
+
+PROMPT = 100
+
+
+def new(count: int, most: int = 10_000) -> list[Growth]:
+    return [Growth(PROMPT, PROMPT, most)] * count
+
+
+@pytest.mark.parametrize("share_interrupted", [0.0, 0.5])
+def test_lengths_are_learnt_whether_or_not_answers_are_interrupted(share_interrupted: float) -> None:
+    seen, draws = LengthsSeen(20_000), random.Random(0)
+    for _ in range(4000):
+        start, end = PROMPT, PROMPT + round(draws.expovariate(1 / 1000))
+        while draws.random() < share_interrupted and start < end:
+            until = draws.randint(start, end)
+            seen.ended(Growth(start, until, 20_000), was_aborted=True)
+            start = until  # it goes on behind what it has
+        seen.ended(Growth(start, end, 20_000), was_aborted=False)
+    (alive,) = seen.survival([], new(1, 20_000))
+    expected = np.exp(-seen.horizon / 1000)
+    assert np.abs(alive - expected).max() < 0.06
+
+
+def test_those_that_run_on_say_that_answers_are_long() -> None:
+    seen = LengthsSeen(10_000)
+    unknown = seen.survival([], new(1))
+    assert (seen.survival([Growth(PROMPT, 9000, 10_000)] * 20, new(1)) >= unknown).all()
+
+
+def test_no_request_outgrows_what_it_may_have() -> None:
+    seen = LengthsSeen(10_000)
+    (alive,) = seen.survival([], [Growth(PROMPT, 400, 500)])
+    assert not alive[seen.horizon > 100].any()
+
+
+def test_one_joins_where_nothing_runs_however_large_it_is() -> None:
+    places = AdaptivePlaces(8, kv_tokens=1000)
+    huge = [Growth(990, 990, 1000)] * 3
+    assert places.num_joining([], huge) == 1
+    assert places.limit == 1
+    assert places.num_joining(huge[:1], huge) == 0
+
+
+def test_a_cache_for_all_takes_as_many_as_there_are_places_for() -> None:
+    places = AdaptivePlaces(8, kv_tokens=1_000_000)
+    assert places.num_joining([], new(5)) == 5
+    assert places.num_joining(new(5), new(20)) == 3
+    assert places.limit == 8
+
+
+def test_what_is_shared_is_counted_once() -> None:
+    places = AdaptivePlaces(64, kv_tokens=2000)
+    running = new(12)
+    assert places.num_joining(running, new(20), num_shared=11 * PROMPT) > places.num_joining(running, new(20))
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(
+    running=st.lists(st.tuples(st.integers(1, 500), st.integers(0, 500)), max_size=12),
+    waiting=st.lists(st.integers(1, 500), min_size=1, max_size=12),
+    most=st.integers(1, 16),
+    kv_tokens=st.integers(1100, 20_000),
+)
+def test_fewer_join_where_more_run_and_more_where_there_is_more_room(
+    running: list[tuple[int, int]], waiting: list[int], most: int, kv_tokens: int
+) -> None:
+    places = AdaptivePlaces(most, kv_tokens)
+    grown = [Growth(start, start + more, 1100) for start, more in running[:most]]
+    queue = [Growth(size, size, 1100) for size in waiting]
+    counts = [places.num_joining(grown[:count], queue) for count in range(1, len(grown) + 1)]
+    assert all(more >= fewer for more, fewer in pairwise(counts))
+    count = places.num_joining(grown, queue)
+    assert len(grown) + count <= places.limit <= most
+    assert AdaptivePlaces(most, 2 * kv_tokens).num_joining(grown, queue) >= count

@@ -1,0 +1,75 @@
+"""How many requests an engine advances, by what its KV cache is expected to hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import islice
+
+import numpy as np
+
+from titan_rl.generation.lengths_seen import Growth, LengthsSeen
+
+FORESIGHT = 1 / 8
+"""Of its tokens, as many more as a request is to generate before the cache is full. What is computed anew after a
+preemption costs a small part of what generating as much does, so an engine that waits until all is sure to fit loses
+more than one that preempts now and then; one that preempts what has just joined gains nothing."""
+
+DEVIATIONS = 1.0
+"""Standard deviations above its mean that what the cache is expected to hold has to fit at."""
+
+
+class AdaptivePlaces:
+    """Lets requests join as long as the KV cache is expected to hold all of them for a while.
+
+    What a request will take is not known, what requests like it took is: those that joined are expected to hold
+    `sum of P(still runs in t tokens) * (tokens now + t)` in t steps. Another joins where that, and a standard deviation
+    more, is within the cache for every t up to an eighth of its own tokens. A burst of short prompts then does not fill
+    the cache with answers that all grow in it at once; answers of different ages, of which some end while others grow,
+    fill it; and what was preempted joins again once it can get somewhere. (Gong et al., "Past-Future Scheduler", ASPLOS
+    2025, draw lengths where this takes their distribution.)
+
+    Example: `AdaptivePlaces(most=128, kv_tokens=100_000).num_joining([], waiting)`
+
+    Args:
+        most: requests that the engine can advance.
+        kv_tokens: that its KV cache holds.
+        block_tokens: that a block of it holds; a request has whole ones, and is to generate as many at least.
+    """
+
+    def __init__(self, most: int, kv_tokens: int, block_tokens: int = 1) -> None:
+        self.limit = most
+        """Requests that the engine advances at most, as was decided last."""
+        self._most = most
+        self._kv_tokens = kv_tokens
+        self._block_tokens = block_tokens
+        self._lengths = LengthsSeen(kv_tokens)
+
+    def ended(self, growth: Growth, *, was_aborted: bool) -> None:
+        """A request that had joined has left the engine."""
+        self._lengths.ended(growth, was_aborted=was_aborted)
+
+    def num_joining(self, running: Sequence[Growth], waiting: Iterable[Growth], num_shared: int = 0) -> int:
+        """How many of those that wait join now, in their order. One does in any case where nothing runs.
+
+        Args:
+            waiting: those that were preempted first.
+            num_shared: tokens that the running requests need not hold twice, since they have them in common.
+        """
+        candidates = list(islice(waiting, max(0, self._most - len(running))))
+        count = 0
+        if candidates:
+            count = max(self._num_that_fit(running, candidates, num_shared), 0 if running else 1)
+        self.limit = len(running) + count if count < len(candidates) else self._most
+        return count
+
+    def _num_that_fit(self, running: Sequence[Growth], candidates: Sequence[Growth], num_shared: int) -> int:
+        growths = [*running, *candidates]
+        alive = self._lengths.survival(running, growths)  # [num_growths, num_lengths]
+        now = np.array([growth.now for growth in growths])[:, None]
+        later = np.ceil((now + self._lengths.horizon) / self._block_tokens) * self._block_tokens
+        mean = (alive * later).cumsum(axis=0)
+        variance = (alive * (1 - alive) * later**2).cumsum(axis=0)
+        expected = mean + DEVIATIONS * np.sqrt(variance) - num_shared
+        is_ahead = self._lengths.horizon <= np.maximum(FORESIGHT * now, self._block_tokens)
+        peaks = np.where(is_ahead, expected, 0.0)[len(running) :].max(axis=1)
+        return int(np.searchsorted(np.maximum.accumulate(peaks), self._kv_tokens, side="right"))
