@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -309,7 +311,15 @@ def test_a_function_of_messages_plays_tasks_of_messages(tmp_path: Path) -> None:
         titan_rl.evaluate(config(tmp_path), chat)
 
 
-def test_ctrl_c_stops_an_evaluation_that_keeps_what_is_done(tmp_path: Path) -> None:
+@pytest.fixture
+def heeds_ctrl_c() -> Iterator[None]:
+    """A shell may have it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_stops_an_evaluation_that_keeps_what_is_done(tmp_path: Path, heeds_ctrl_c: None) -> None:
     async def stops(prompt_token_ids: Any, *, request_id: str, session_id: Any = None, sampling: Any) -> Completion:
         if request_id.startswith("validation-1"):
             raise KeyboardInterrupt
