@@ -28,14 +28,16 @@ from titan_rl.types import FinishReason, SamplingParams
 VOCABULARY, CONTEXT, LENGTH = 4, 128, 3
 PROMPT = [0, 1, 2, 3] * 3 + [0, 1, 2]  # in which ngram finds what it looks for
 SAMPLES = 480
+PLAIN = SamplingParams(max_tokens=LENGTH)
+CUT = SamplingParams(max_tokens=LENGTH, temperature=0.7, top_p=0.95, top_k=3)
 TOLERANCE = 5e-3 if torch.cuda.is_available() else 1e-5  # of logprobs in float32
 MOST_CHI_SQUARED = 140.0  # of 63 degrees of freedom: one true distribution in ten million is above
 
 
-def make_model(folder: Path, seed: int, vocabulary: int = VOCABULARY) -> Qwen3ForCausalLM:
+def make_model(folder: Path, seed: int) -> Qwen3ForCausalLM:
     torch.manual_seed(seed)
     config = Qwen3Config(
-        vocab_size=vocabulary,
+        vocab_size=VOCABULARY,
         hidden_size=64,
         intermediate_size=64,
         num_hidden_layers=2,
@@ -65,7 +67,7 @@ def policy(models: dict[str, tuple[Path, Qwen3ForCausalLM]]) -> Qwen3ForCausalLM
 
 
 NGRAM = pytest.mark.parametrize("engine", ["ngram"], indirect=True)
-BOTH = pytest.mark.parametrize("engine", ["ngram"], indirect=True)
+BOTH = pytest.mark.parametrize("engine", ["ngram", "draft_model"], indirect=True)
 
 
 @pytest.fixture(scope="module")
@@ -121,14 +123,11 @@ def test_each_token_has_the_value_of_its_request() -> None:
 
 
 @pytest.mark.parametrize(
-    "sampling",
-    [
-        SamplingParams(max_tokens=LENGTH),
-        SamplingParams(max_tokens=LENGTH, temperature=0.7, top_p=0.95, top_k=3),
-    ],
-    ids=["plain", "cut"],
+    ("engine", "sampling"),
+    [("ngram", PLAIN), ("ngram", CUT), ("draft_model", CUT)],
+    ids=["ngram-plain", "ngram-cut", "draft_model-cut"],
+    indirect=["engine"],
 )
-@BOTH
 def test_answers_are_drawn_from_the_policys_distribution(
     engine: VLLMEngine, policy: Qwen3ForCausalLM, sampling: SamplingParams
 ) -> None:
@@ -203,7 +202,7 @@ def test_what_follows_a_swap_is_of_the_new_weights(
     assert batch.logprobs["a"] == pytest.approx(logprobs, abs=TOLERANCE)
 
 
-@BOTH
+@NGRAM
 def test_guesses_are_counted(engine: VLLMEngine) -> None:
     before, batch = engine.gauges(), draw(engine, SamplingParams(max_tokens=20), 16)
     grown = {name: value - before[name] for name, value in engine.gauges().items() if name.endswith("_total")}
