@@ -4,7 +4,7 @@ cancelled then.
 
     python tests/hosts/slurm/two_nodes.py [CONFIG.toml]
 
-As root, with Debian's slurmctld, slurmd, slurm-client and munge, in about six minutes. No part of the tests, since
+As root, with Debian's slurmctld, slurmd, slurm-client and munge, in about four minutes. No part of the tests, since
 those install no scheduler. The model of the config has to be there.
 """
 
