@@ -299,11 +299,12 @@ async def test_a_run_starts_without_hosts_that_are_lost_meanwhile_if_others_can_
         "the trainer starts without a host that is lost: trainer died: nothing has been heard of host a for 3 s",
         "the run starts without host a: rollout-worker-0 died: nothing has been heard of host a for 3 s",
     ]
-    assert sorted(processes.names_on("b")) == ["rollout-worker-1", "trainer"]
+    assert processes.names_by_host()["b"] == ["rollout-worker-1", "trainer"]
     watching = asyncio.ensure_future(processes.watch(GeneratorRouter([Replica()])))
     await asyncio.sleep(1.0)
     assert "rollout-worker-0 is there again after 0 s" in told
-    assert sorted(processes.names_on("b") + processes.names_on("c")) == [
+    names = processes.names_by_host()
+    assert sorted(names["b"] + names["c"]) == [
         "rollout-worker-0",
         "rollout-worker-1",
         "rollout-worker-2",
