@@ -30,7 +30,8 @@ def test_what_a_page_imports_is_there(page: Path) -> None:
         assert importlib.util.find_spec(module) is not None, module
         if module not in HEAVY:
             imported = importlib.import_module(module)
-            assert all(hasattr(imported, name.strip()) for name in names.split(",")), (module, names)
+            for name in map(str.strip, names.split(",")):
+                assert hasattr(imported, name) or importlib.util.find_spec(f"{module}.{name}"), (module, name)
 
 
 LINK = re.compile(r"\]\((?!https?:|mailto:)([^)#\s]*)(?:#([^)\s]+))?\)")
