@@ -142,6 +142,10 @@ def test_what_an_engine_cannot_do_is_not_asked_of_it() -> None:
     with pytest.raises(ConfigError, match=r'speculative.method = "ngram".*\'own_parts:engine\' guesses no tokens; set'):
         load(guesses, ("generation.engine", "own_parts:engine"))
     load(guesses)
+    auto = ("generation.max_running", "auto")
+    with pytest.raises(ConfigError, match=r"max_running = 'auto'.*'own_parts:engine' does not find out.*set it to a"):
+        load(auto, ("generation.engine", "own_parts:engine"))
+    load(auto)
     assert find_engine("own_parts:experts").routed_experts
     assert not find_engine("own_parts:engine").modules
 

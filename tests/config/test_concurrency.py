@@ -10,6 +10,7 @@ import pytest
 from titan_rl.cli.main import main
 from titan_rl.config.concurrency import Concurrency, throttles
 from titan_rl.config.load import dump_config, load_config
+from titan_rl.errors import ConfigError
 
 # The model of the project: 2 (keys, values) x 2 layers x 2 heads x 16 numbers x 4 bytes, so half of its context of 512
 # tokens takes 128 KiB.
@@ -34,6 +35,8 @@ def config_of(**settings: object):
         ({"scheduling__groups_per_step": 1, "rollout__group_size": 3, "scheduling__max_staleness": 0}, 3, 8),
         ({"scheduling__max_running_rollouts": 100}, 100, 56),
         ({"generation__max_running": 37}, 256, 37),
+        ({"generation__max_running": "auto"}, 256, 128),
+        ({"generation__max_running": "auto", "generation__kv_cache_gib": 3 * HALF_CONTEXT_GIB}, 256, 128),
         ({"generation__kv_cache_gib": 100 * HALF_CONTEXT_GIB}, 256, 96),
         ({"generation__kv_cache_gib": 3 * HALF_CONTEXT_GIB}, 256, 3),
     ],
@@ -41,6 +44,15 @@ def config_of(**settings: object):
 def test_places_follow_from_the_batch(project: Path, settings: dict[str, object], in_flight: int, max_running: int):
     found = sized(**settings)
     assert (found.in_flight, found.max_running) == (in_flight, max_running)
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "1.5", "many"])
+def test_places_are_a_number_or_auto(project: Path, value: str):
+    with pytest.raises(ConfigError) as raised:
+        load_config("config.toml", [("generation.max_running", value)])
+    (line,) = str(raised.value).splitlines()
+    assert line.startswith("command line: generation.max_running = ")
+    assert line.endswith('must be a number above 0 or "auto"')
 
 
 def test_the_default_settings_throttle_nothing(project: Path):

@@ -156,6 +156,34 @@ class TestContract(EngineContract):
         return engine._core.engine_core.scheduler.current_step
 
 
+@pytest.mark.parametrize("crowded", ["full"], indirect=True)
+def test_an_engine_that_adapts_preempts_less_and_finishes_all(
+    crowded: VLLMEngine, old_model: Qwen3ForCausalLM, tmp_path: Path
+) -> None:
+    """How often is a matter of lengths, which are given here, and not of time."""
+
+    def preemptions(engine: VLLMEngine) -> tuple[float, set[float]]:
+        """While 12 requests grow from one block to three, and how many places there were."""
+        before, places, left = engine.gauges()["preemptions_total"], set[float](), 12
+        for index in range(left):
+            engine.add(EngineRequest(f"crowd-{index}", prompt(index), SamplingParams(max_tokens=60)))
+        while left:
+            left -= sum(delta.finish_reason is not None for delta in engine.step())
+            places.add(engine.gauges()["places"])
+        return engine.gauges()["preemptions_total"] - before, places
+
+    old_model.save_pretrained(tmp_path)
+    adaptive = VLLMEngine(
+        str(tmp_path), max_context=CONTEXT, max_running=PLACES, adapts=True, kv_cache_gib=FULL_CONTEXT_GIB
+    )
+    fixed_count, fixed_places = preemptions(crowded)
+    count, places = preemptions(adaptive)
+    adaptive.close()
+    assert fixed_places == {PLACES}
+    assert min(places) < max(places) == PLACES
+    assert count < fixed_count
+
+
 def test_it_is_an_engine(engine: VLLMEngine) -> None:
     assert isinstance(engine, Engine)
 

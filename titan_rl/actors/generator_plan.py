@@ -41,6 +41,7 @@ class GeneratorPlan:
             dtype=self.model.dtype,
             max_context=self.model.max_context,
             max_running=self.max_running,
+            adapts=generation.max_running == "auto",
             kv_cache_gib=generation.kv_cache_gib,
             seed=(self.seed + index) % 2**32,  # equal ones would draw equal tokens for siblings on two generators
             routed_experts=generation.return_routed_experts,

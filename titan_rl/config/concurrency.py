@@ -65,7 +65,10 @@ def contexts_held(model: ModelConfig, generation: GenerationConfig) -> int | Non
 
 
 def places_of(model: ModelConfig, generation: GenerationConfig, wanted: int) -> int:
-    """Requests that one engine advances at a time: as the setting says, or those that are wanted and held."""
+    """Requests that one engine advances at a time: as the setting says, or those that are wanted and held. An engine
+    that adapts finds out itself how many it holds."""
+    if generation.max_running == "auto":
+        return wanted
     if generation.max_running is not None:
         return generation.max_running
     held = contexts_held(model, generation)
@@ -88,7 +91,11 @@ def describe_concurrency(config: RunConfig) -> Iterator[str]:
         f"{sized.in_flight:,} rollouts in flight: {sized.num_slots} slots of the scheduler x rollout.group_size = "
         f"{sized.group_size}{limited}"
     )
-    yield f"generation.max_running is {sized.max_running}, on each of {config.generation.num_generators} generators"
+    at_most = "auto, at most " if config.generation.max_running == "auto" else ""
+    yield (
+        f"generation.max_running is {at_most}{sized.max_running}, on each of {config.generation.num_generators} "
+        "generators"
+    )
     if sized.held is not None:
         yield (
             f"the KV cache of a generator holds {sized.held:,} contexts of half of model.max_context = "

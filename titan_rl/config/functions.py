@@ -85,6 +85,11 @@ def _check_engine(generation: GenerationConfig, origins: Origins) -> None:
             f"{origins.of('generation.tensor_parallel_size')}: generation.tensor_parallel_size = {size}, and "
             f"generation.engine = {generation.engine!r} does not share a model between processes; set it to 1"
         )
+    if generation.max_running == "auto" and not engine.adapts:
+        raise ConfigError(
+            f"{origins.of('generation.max_running')}: generation.max_running = 'auto', and generation.engine = "
+            f"{generation.engine!r} does not find out how many requests it can hold; set it to a number"
+        )
     if generation.return_routed_experts and not engine.routed_experts:
         raise ConfigError(
             f"{origins.of('generation.return_routed_experts')}: generation.return_routed_experts = true, and "

@@ -5,7 +5,7 @@ The docstring under a field is its line in `titan-rl train --help`.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     Field,
@@ -13,7 +13,11 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
 )
+from pydantic_core import PydanticCustomError
 
 from titan_rl.config.speculative import SpeculativeConfig
 from titan_rl.config.suites import ValidationSuite
@@ -21,6 +25,13 @@ from titan_rl.generation.registry import BY_NAME as ENGINES
 from titan_rl.generation.router.registry import BY_NAME as STRATEGIES
 from titan_rl.settings import FunctionName, Section
 from titan_rl.weights.transports.registry import BY_NAME as TRANSPORTS
+
+
+def _number_or_auto(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
+    try:
+        return check(value)
+    except ValidationError as error:
+        raise PydanticCustomError("number_or_auto", 'must be a number above 0 or "auto"') from error
 
 
 class GenerationConfig(Section):
@@ -36,9 +47,10 @@ class GenerationConfig(Section):
     """As hosts join a run, it gets no more than these. By default each host brings as many as the others have."""
     tensor_parallel_size: PositiveInt = 1
     """Processes that share the model of one generator; it divides the model's attention heads."""
-    max_running: PositiveInt | None = None
+    max_running: Annotated[PositiveInt | Literal["auto"], WrapValidator(_number_or_auto)] | None = None
     """Most requests one engine advances at a time. By default its share of the rollouts in flight, which are those of
-    all slots of the scheduler, or fewer if kv_cache_gib does not hold so many."""
+    all slots of the scheduler, or fewer if kv_cache_gib does not hold so many at half of the longest context. "auto" is
+    that share, and from step to step as many as the KV cache is expected to hold, by how long requests get."""
     kv_cache_gib: PositiveFloat = 1.0
     """Memory of one engine's KV cache; it holds at least one full context."""
     gpu_share: float | None = Field(default=None, gt=0, le=1)

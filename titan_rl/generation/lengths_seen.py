@@ -54,7 +54,7 @@ class LengthsSeen:
         if not was_aborted:
             fade = 1 - 1 / MEMORY
             self._tokens, self._ends = self._tokens * fade, self._ends * fade
-            self._ends[np.searchsorted(self._edges, growth.now) - 1] += 1
+            self._ends[min(np.searchsorted(self._edges, growth.now), len(self._ends)) - 1] += 1
 
     def survival(self, running: Sequence[Growth], asked: Iterable[Growth]) -> Any:
         """The share of requests like each of `asked` that run on, for each length of the horizon.

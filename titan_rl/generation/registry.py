@@ -22,6 +22,7 @@ class EngineSpec:
     dtype: str = "float32"  # of the weights
     max_context: int = 512  # tokens of prompt and completion together
     max_running: int = 64  # requests advanced at a time; others wait
+    adapts: bool = False  # it is to advance fewer where its KV cache would not hold them
     kv_cache_gib: float = 1.0
     seed: int = 0  # of requests that bring none
     routed_experts: bool = False  # requests may ask for the experts that each token took
@@ -44,6 +45,7 @@ class EngineKind:
     make: Callable[[EngineSpec], Engine]  # called in the generator's process, in the thread that drives the engine
     routed_experts: bool = False  # it returns them where the spec asks
     speculative: bool = False  # it guesses tokens where the spec asks
+    adapts: bool = False  # it finds out how many requests its KV cache holds
     sleeps: bool = False  # it makes a `SleepingEngine`
     tensor_parallel: bool = False  # it can be one of several ranks
     modules: tuple[str, ...] = ()  # that it needs of titan_rl's extras
@@ -60,6 +62,7 @@ def _vllm(spec: EngineSpec) -> Engine:
         dtype=spec.dtype,
         max_context=spec.max_context,
         max_running=spec.max_running,
+        adapts=spec.adapts,
         kv_cache_gib=spec.kv_cache_gib,
         seed=spec.seed,
         routed_experts=spec.routed_experts,
@@ -73,7 +76,13 @@ def _vllm(spec: EngineSpec) -> Engine:
 
 BY_NAME = {
     "vllm": EngineKind(
-        _vllm, routed_experts=True, speculative=True, sleeps=True, tensor_parallel=True, modules=("vllm",)
+        _vllm,
+        routed_experts=True,
+        speculative=True,
+        adapts=True,
+        sleeps=True,
+        tensor_parallel=True,
+        modules=("vllm",),
     )
 }
 """The library's own that `generation.engine` names."""

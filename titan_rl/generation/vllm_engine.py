@@ -43,6 +43,7 @@ class VLLMEngine:
         dtype: of weights, activations and KV cache.
         max_context: most tokens of prompt and completion together.
         max_running: most requests advanced at a time; others wait.
+        adapts: fewer are advanced while the KV cache is expected to be full, see `AdaptivePlaces`.
         kv_cache_gib: memory for the KV cache.
         seed: of requests that bring none.
         routed_experts: return the experts that each token of a mixture of experts took. Not on CPU, where vLLM has the
@@ -67,6 +68,7 @@ class VLLMEngine:
         dtype: str = "float32",
         max_context: int = 512,
         max_running: int = 64,
+        adapts: bool = False,
         kv_cache_gib: float = 1.0,
         seed: int = 0,
         routed_experts: bool = False,
@@ -87,6 +89,7 @@ class VLLMEngine:
         from vllm.platforms import current_platform
         from vllm.v1.engine.core_client import InprocClient
 
+        from titan_rl.generation.vllm_adaptive import AdaptiveScheduler
         from titan_rl.generation.vllm_requests import VLLMRequests
         from titan_rl.generation.vllm_scheduler import SCORE_PLACES, ScoringScheduler
         from titan_rl.generation.vllm_speculation import keep_kernels, repair_sampler
@@ -130,7 +133,7 @@ class VLLMEngine:
             max_model_len=max_context + 1,  # room for the token that vLLM samples after a sequence it scores
             max_num_seqs=max_running + SCORE_PLACES,
             max_num_active_seqs=max_running,
-            scheduler_cls=ScoringScheduler,
+            scheduler_cls=AdaptiveScheduler if adapts else ScoringScheduler,
             kv_cache_memory_bytes=int(kv_cache_gib * 2**30),
             enable_prefix_caching=prefix_cache,
             speculative_config=None if speculative is None else dict(speculative),
@@ -215,6 +218,7 @@ class VLLMEngine:
         gauges = {
             "running_requests": running,
             "waiting_requests": waiting,
+            "places": self._scheduler.max_num_active_reqs,
             "kv_cache_usage": self._scheduler.get_kv_cache_usage(),
             "preemptions_total": self._scheduler.num_preemptions,
         }
@@ -228,9 +232,8 @@ class VLLMEngine:
         return gauges
 
     def sleep(self) -> None:
-        self._core.sleep(
-            level=2
-        )  # level 1 would keep a copy of the weights in the host's memory, which a pull replaces
+        # Level 1 would keep a copy of the weights in the host's memory, which a pull replaces.
+        self._core.sleep(level=2)
 
     def wake(self) -> None:
         self._core.wake_up()

@@ -222,6 +222,15 @@ ENGINE_METRICS = (
         "A larger generation.max_running or generation.kv_cache_gib.",
     ),
     Metric("engine/waiting_requests_max", "requests", "The same, at most.", ENGINES),
+    Metric(
+        "engine/places_mean",
+        "requests",
+        'Requests that one engine may advance: generation.max_running, or with "auto" what that comes to.',
+        ENGINES,
+        "As many as run.",
+        "A larger generation.kv_cache_gib, if requests wait.",
+    ),
+    Metric("engine/places_max", "requests", "The same, at most.", ENGINES),
     Metric("engine/kv_cache_usage_mean", "share", "Share of the KV cache that requests hold.", ENGINES, "Below 0.9."),
     Metric("engine/kv_cache_usage_max", "share", "The same, at most.", ENGINES),
     Metric(
@@ -230,7 +239,7 @@ ENGINE_METRICS = (
         "Requests that gave up their part of the KV cache, and are computed again.",
         ENGINES,
         "0.",
-        "A larger generation.kv_cache_gib, or a smaller generation.max_running.",
+        'generation.max_running = "auto", a smaller one, or a larger generation.kv_cache_gib.',
     ),
     Metric("engine/prefix_cache_queries", "tokens", "Prompt tokens that were looked up in the prefix cache.", ENGINES),
     Metric(
