@@ -12,6 +12,7 @@ runs in processes of its own. Prints one JSON object a line: {"name": ..., "valu
   vocabulary of 128k over one of 32k; and `logprob_peak_bytes_whole_vs_vocab`, with all logits at once, 32k over 8k.
 - `context_parallel_peak_vs_1`: the most that the forward and backward pass of one long row needs on the worst of two
   ranks that share its tokens, over what one rank needs for all of it.
+- `start_gb_70b_64_gpus` and three like it: what these mean for a 70B model, computed.
 - `tokens_per_second_through_the_controller`, `memory_a_token` and what is beside them: `benchmarks/token_path.py`.
 - `report_peak_mb_10k_steps`, `resume_s_10k_steps` and what is beside them: `benchmarks/long_runs.py`.
 """
@@ -33,12 +34,16 @@ os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**20))  # what is freed is 
 
 import torch
 
-from benchmarks.paired import report
+from benchmarks.paired import report, report_computed
 from titan_rl.training.objective.selected_logprobs import CHUNK_LOGITS, selected_logprobs
 
 TOKENS, WIDTH = 4096, 64
 LONG_ROW = 4096
 CONTEXT = multiprocessing.get_context("spawn")
+
+PARAMETERS_70B, VOCABULARY_70B, WIDTH_70B, GPUS = 70e9, 128_256, 8_192, 64
+BYTES_A_LOGIT = 14
+"""Of logprobs and their gradients: the logits in bfloat16 and float32, their softmax, and the gradients of both."""
 
 
 def peak_of(work: Callable[[], Any]) -> tuple[int, Any]:
@@ -180,6 +185,23 @@ def growth(small: int, large: int, chunk_logits: int) -> float:
     return peaks[1] / peaks[0]
 
 
+def report_70b(rank_peak: float, publish_peak: float) -> None:
+    """What the ratios mean for a 70B model on 64 GPUs with 8,192 trained tokens a rank: computed, in GB a rank."""
+    shard = PARAMETERS_70B / GPUS / 1e9
+    whole = PARAMETERS_70B * 4 / 1e9
+    report_computed(
+        "start_gb_70b_64_gpus", 4 * shard * rank_peak, "GB", f"a float32 shard, times the ratio; whole: {whole:.0f}"
+    )
+    report_computed("publish_gb_70b_64_gpus", 2 * shard * publish_peak, "GB", "a shard in bfloat16, times the ratio")
+    export = 2 * VOCABULARY_70B * WIDTH_70B / 1e9
+    report_computed("export_gb_70b_64_gpus", export, "GB", "the largest tensor in bfloat16; all at once: 140")
+    at_once = BYTES_A_LOGIT * VOCABULARY_70B * 8192 / 1e9
+    chunk = BYTES_A_LOGIT * CHUNK_LOGITS / 1e9
+    report_computed(
+        "logprob_gb_70b_64_gpus", chunk, "GB", f"a chunk, {BYTES_A_LOGIT} bytes a logit; whole: {at_once:.1f}"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=4)
@@ -202,6 +224,7 @@ def main() -> None:
     report("publish_peak_vs_version", published, "ratio", 1.2)
     report("logprob_peak_bytes_vs_vocab", growth(2**15, 2**17, CHUNK_LOGITS), "ratio", 1.2)
     report("logprob_peak_bytes_whole_vs_vocab", growth(2**13, 2**15, 2**40), "ratio")
+    report_70b(peak, published)
 
 
 if __name__ == "__main__":
