@@ -203,7 +203,9 @@ class GroupScheduler:
         while not (indices := self._next_indices()):
             self._admission.drop_limits.check()
             self._tail.resume_if_due(
-                self._batch_size, more_can_come=self._admission.slots.free > 0 and self._budget.may_admit
+                self._batch_size,
+                self._admission.next_version,
+                more_can_come=self._admission.slots.free > 0 and self._budget.may_admit,
             )
             self._changed.clear()
             await self._changed.wait()

@@ -52,10 +52,11 @@ class LongTail:
             lease.suspend()
             self._tasks.begin(partial(lease.wait_suspended, self._capacity), f"suspend-{lease.index}")
 
-    def resume_if_due(self, batch_size: int, *, more_can_come: bool) -> None:
+    def resume_if_due(self, batch_size: int, version: int, *, more_can_come: bool) -> None:
         """Suspended groups go on together: when they make a batch, or when none can be had without them.
 
         Args:
+            version: that the next step starts from.
             more_can_come: a further group can be admitted.
         """
         if self._tail != "tail_batch" or not (num_suspended := self._ledger.states[GroupState.SUSPENDED]):
@@ -64,9 +65,7 @@ class LongTail:
         if looked_at == self._looked_at:  # another group has finished, which changes nothing
             return
         self._looked_at = looked_at
-        if num_suspended >= batch_size or (
-            not more_can_come and len(self._waiting.choose_not_suspended(batch_size)) < batch_size
-        ):
+        if num_suspended >= batch_size or (not more_can_come and not self._waiting.could_give(batch_size, version)):
             for lease in self._waiting:
                 if lease.state is GroupState.SUSPENDED:
                     lease.let_resume()

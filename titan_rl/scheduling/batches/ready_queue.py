@@ -5,7 +5,9 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Set
+from copy import copy
+from typing import Self
 
 
 class ReadyQueue:
@@ -61,6 +63,14 @@ class ReadyQueue:
     def first(self, count: int) -> list[int]:
         """The indices of the first so many of those that `count` has counted, in order."""
         return [self._indices[place] for place in heapq.nsmallest(count, self._eligible)]
+
+    def finished_but(self, places: Set[int]) -> Self:
+        """What this queue is once all groups have finished but those at these places. O(groups)."""
+        later = copy(self)
+        vars(later).update({name: copy(value) for name, value in vars(self).items()})
+        for place in self._open - places:
+            later.finish(place)
+        return later
 
 
 class AgedQueue(ReadyQueue):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 from titan_rl.scheduling.batches.order import TrainingOrder
@@ -19,7 +19,7 @@ class WaitingGroups:
     What happens to one group takes O(log groups), since there may be tens of thousands.
 
     Args:
-        window: see `choose`.
+        window: see `ReadyQueue`.
         max_age: in its place, see `AgedQueue`.
         batches_again: what the first batches consist of, whatever is ready before.
         order: by default that of the data.
@@ -144,32 +144,34 @@ class WaitingGroups:
             if (lease := self._leases.get(heapq.heappop(self._by_age)[1])) is not None:
                 yield lease
 
-    def choose_not_suspended(self, size: int) -> list[int]:
-        """Up to `size` groups that could be trained on next without any that is suspended. O(groups)."""
-        of_task: defaultdict[str | None, dict[int, int]] = defaultdict(dict)  # by their places
-        for index, (task, place) in self._places.items():
-            of_task[task][place] = index
-        chosen: list[int] = []
-        for task, turns in self._next_turns(size).items():
-            groups = of_task[task]
+    def could_give(self, size: int, version: int) -> bool:
+        """Whether a batch can be had once all groups have finished but those that are suspended. O(groups).
 
-            def ready(place: int, groups: dict[int, int] = groups) -> bool:
-                return self._leases[groups[place]].state is not GroupState.SUSPENDED
-
-            places = choose(groups, ready, size=turns, window=self._window_of(task))
-            chosen += map(groups.__getitem__, places)
-        return sorted(chosen)
+        Args:
+            version: that the step on it starts from.
+        """
+        suspended: defaultdict[str | None, set[int]] = defaultdict(set)  # their places, by task
+        for index, lease in self._leases.items():
+            if lease.state is GroupState.SUSPENDED:
+                task, place = self._places[index]
+                suspended[task].add(place)
+                if self._batches_again and index in self._batches_again[0]:
+                    return False
+        turns = self._next_turns(size)
+        return turns.total() >= size and all(
+            self._can_give(self._queues[task].finished_but(suspended[task]), task, turns, version) for task in turns
+        )
 
     def _first_finished(self, size: int, version: int) -> list[int]:
         """The next batch, if it can be had."""
         turns = self._next_turns(size)
-        if turns.total() < size or not all(self._can_give(task, turns, version) for task in turns):
+        if turns.total() < size or not all(self._can_give(self._queues[task], task, turns, version) for task in turns):
             return []
         return sorted(index for task, count in turns.items() for index in self._queues[task].first(count))
 
-    def _can_give(self, task: str | None, turns: Counter[str | None], version: int) -> bool:
+    def _can_give(self, queue: ReadyQueue, task: str | None, turns: Counter[str | None], version: int) -> bool:
         """Whether so many of the task are finished as it has turns in the next batch, and may go next."""
-        queue, count, window = self._queues[task], turns[task], self._window_of(task)
+        count, window = turns[task], self._window_of(task)
         if not isinstance(queue, AgedQueue):
             return queue.count(window) >= count
         if self._order is not None and task is not None and self._order.window(task, _WIDE) == 1:
@@ -202,28 +204,3 @@ _WIDE = 1 << 30
 
 def _is_done(lease: Lease) -> bool:
     return lease.state is GroupState.DONE
-
-
-def choose(waiting: Iterable[int], is_ready: Callable[[int], bool], *, size: int, window: int) -> list[int]:
-    """Up to `size` groups that are ready, the oldest first, overtaking by fewer than `window` places.
-
-    Groups go by their position in the data. Over all batches together, a group is overtaken by at most `window - 1`
-    others: only those less than `window` positions behind the oldest that waits may go before it.
-
-    Args:
-        waiting: positions of the groups admitted and neither trained nor dropped, in ascending order.
-
-    Example: group 4 is not ready; with a window of 3 only 5 and 6 may overtake it.
-
-        choose([4, 5, 6, 7], lambda index: index > 4, size=3, window=3)   # [5, 6]
-    """
-    chosen: list[int] = []
-    oldest: int | None = None  # of those that stay
-    for index in waiting:
-        if len(chosen) == size or (oldest is not None and index - oldest >= window):
-            break
-        if is_ready(index):
-            chosen.append(index)
-        elif oldest is None:
-            oldest = index
-    return chosen

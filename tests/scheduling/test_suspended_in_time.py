@@ -1,0 +1,93 @@
+"""Groups that `tail = "tail_batch"` suspends hold up no batch for ever, whatever else says which groups may go next."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import pytest
+from depth import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from titan_rl import Completion, FinishReason, Rollout, RolloutGroup, Turn, VersionSpan
+from titan_rl.scheduling.lease import Lease
+from titan_rl.scheduling.scheduler import GroupScheduler
+from titan_rl.scheduling.settings import SchedulingConfig
+
+looptime = pytest.importorskip("looptime")
+
+
+class Run:
+    """A run in virtual time whose groups take long-tailed numbers of tokens, a second each."""
+
+    def __init__(self, config: SchedulingConfig, seed: int, train_s: float) -> None:
+        self.config, self.seed, self.train_s = config, seed, train_s
+        self.version = 0
+
+    async def play(self, lease: Lease) -> RolloutGroup:
+        versions: list[int] = []
+        for _ in range(1 + int(random.Random(f"{self.seed}/{lease.index}").paretovariate(0.8)) % 60):
+            await lease.suspension.wait_resumed()
+            versions.append(self.version)
+            await asyncio.sleep(1)
+        spans = [VersionSpan(version, 1) for version in versions]
+        completion = Completion("r", [1] * len(spans), [0.0] * len(spans), FinishReason.STOP, spans)
+        rollout = Rollout(f"{lease.index}/0", str(lease.index), 0, None, turns=[Turn([0], completion)])
+        return RolloutGroup(str(lease.index), None, [rollout])
+
+    async def train(self, steps: int) -> list[int]:
+        """The ages of the oldest tokens of the groups that were trained on."""
+        budget, ages = steps * self.config.groups_per_step, list[int]()
+        scheduler = GroupScheduler(self.play, self.config, group_size=1, budget=budget, filters=[lambda group: None])
+        async with asyncio.timeout(1e6), scheduler:
+            async for batch in scheduler.batches():
+                ages += [batch.version - min(group.versions) for group in batch.groups]
+                await asyncio.sleep(self.train_s)
+                self.version += 1
+        return ages
+
+
+def train(config: SchedulingConfig, *, seed: int, train_s: float, steps: int) -> list[int]:
+    loop = looptime.new_event_loop()
+    try:
+        return loop.run_until_complete(Run(config, seed, train_s).train(steps))
+    finally:
+        loop.close()
+
+
+def with_age(knobs: dict[str, Any]) -> SchedulingConfig:
+    """With a bound of the age, where there is one, that is as low as it may be, or so much higher."""
+    more = knobs.pop("more_age")
+    if more is not None:
+        least = SchedulingConfig.model_validate(knobs | {"window": 1}).age_bound
+        knobs |= {"window": None, "max_group_age": least + more}
+    return SchedulingConfig.model_validate(knobs | {"tail": "tail_batch"})
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(
+    config=st.fixed_dictionaries(
+        {
+            "groups_per_step": st.integers(1, 5),
+            "max_staleness": st.integers(0, 2),
+            "oversample": st.sampled_from([2.0, 0.5, 0.0]),
+            "window": st.sampled_from([None, 3, 16]),
+            "more_age": st.sampled_from([0, 1, 2, 4, None]),
+            "max_running_rollouts": st.sampled_from([None, 3]),
+        }
+    ).map(with_age),
+    seed=st.integers(0, 99),
+    train_s=st.sampled_from([0.0, 3.0, 20.0]),
+)
+def test_every_group_of_the_budget_is_trained_on_in_time(config: SchedulingConfig, seed: int, train_s: float) -> None:
+    ages = train(config, seed=seed, train_s=train_s, steps=40)
+    assert len(ages) == 40 * config.groups_per_step
+    assert max(ages) <= config.age_bound
+
+
+def test_a_group_is_resumed_that_those_which_are_done_cannot_overtake_any_more() -> None:
+    """The least bound: soon there are groups enough to train on, and each would make the suspended one too old."""
+    config = SchedulingConfig(groups_per_step=4, max_staleness=0, oversample=2.0, tail="tail_batch", max_group_age=3)
+    assert max(train(config, seed=0, train_s=1.0, steps=60)) <= 3
