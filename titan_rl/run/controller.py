@@ -102,7 +102,7 @@ class Controller:
         self._tell = progress.message
         self._state = replace(start, settings=settings_of(config))  # of the version that the trainer said last
         self._syncing: asyncio.Task[None] | None = None  # the newest version, until all generators have it
-        self._calls = TrainerCalls()
+        self._calls = TrainerCalls(trainer)
         tokens = TokenRecords(token_texts, config.scheduling.max_token_age)
         self._transcripts = RolloutLog(
             run_dir.write_rollout,

@@ -75,6 +75,7 @@ class RecoveringTrainer:
         self._progress = progress
         self._is_up = True
         self._lost: str | None = None  # why no other takes its place
+        self._watching: asyncio.Task[Any] | None = None
         self._changed = asyncio.Event()
         self._in_flight = 0  # calls
         self._version = 0  # as the trainer said, to whoever asked
@@ -129,6 +130,7 @@ class RecoveringTrainer:
             ActorDiedError: it died once more than it may.
             TitanRLError: it cannot be brought back to where it was.
         """
+        self._watching = asyncio.current_task()
         try:
             while True:
                 await self._recover(await self._trainer.ended())
@@ -136,8 +138,18 @@ class RecoveringTrainer:
             self._lost = str(error)
             raise
         finally:
-            self._lost = self._lost or "trainer died, and the run ends"
-            self._notify()
+            self._give_up_calls()
+
+    def give_up(self) -> None:
+        """The run ends. One that lives finishes what it is at; one that has died, or dies yet, is not started again,
+        and what waits for another fails."""
+        self._give_up_calls()
+        if self._watching is not None:
+            self._watching.cancel()
+
+    def _give_up_calls(self) -> None:
+        self._lost = self._lost or "trainer died, and the run ends"
+        self._notify()
 
     async def _call(self, call: Callable[[MortalTrainer], Awaitable[R]]) -> R:
         """What the call returns, of the trainer that lives long enough for it.

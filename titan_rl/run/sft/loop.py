@@ -122,7 +122,7 @@ class SupervisedLoop:
         self._log = log
         self._progress = progress
         self._install = install
-        self._calls = TrainerCalls()
+        self._calls = TrainerCalls(trainer)
         self._stages = LoopStages()
         self._num_too_long = 0
         saver = CheckpointSaver(

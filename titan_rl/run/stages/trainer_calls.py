@@ -5,20 +5,35 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from titan_rl.calls.cancellation import stray_cancellation_fails
+from titan_rl.training.protocol import Trainer
 
 logger = logging.getLogger(__name__)
 
 R = TypeVar("R")
 
 
+@runtime_checkable
+class Recovers(Protocol):
+    """What is asked of a trainer that is started again when it dies."""
+
+    def give_up(self) -> None:
+        """The run ends: it is started no more, and what waits for that fails."""
+        ...
+
+
 class TrainerCalls:
     """One at a time. The trainer goes on with a call whose caller is cancelled, and so does what awaits it here: only
-    when it has ended the version is known."""
+    when it has ended the version is known.
 
-    def __init__(self) -> None:
+    Args:
+        trainer: that is called.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
         self._call: asyncio.Future[Any] | None = None
 
     @property
@@ -32,7 +47,10 @@ class TrainerCalls:
             return await asyncio.shield(self._call)
 
     async def wait(self) -> None:
-        """On the way out: returns once nothing runs. An error of what ran is logged."""
+        """On the way out: returns once nothing runs. An error of what ran is logged. A trainer that has died is not
+        waited for, which may take as long as there is no host for it: what it was at is in the journal."""
+        if isinstance(self._trainer, Recovers):
+            self._trainer.give_up()
         if self._call is None:
             return
         await asyncio.wait([self._call])
