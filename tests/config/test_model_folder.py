@@ -30,6 +30,14 @@ def test_a_missing_folder_says_how_to_fetch_one(project: Path):
         load_config("config.toml", [("model.path", "weights/mine")])
 
 
+def test_a_missing_folder_of_what_guesses_is_found_before_anything_starts(project: Path):
+    guesses = [("generation.speculative.method", "draft_model"), ("generation.speculative.model", "small")]
+    with pytest.raises(ConfigError, match=r"generation.speculative.model = 'small' is not a folder; name"):
+        load_config("config.toml", guesses)
+    Path("small").mkdir()
+    load_config("config.toml", guesses)
+
+
 def test_files_need_not_be_there_when_they_are_not_checked(project: Path):
     config = load_config("config.toml", [("model.path", "weights/mine")], check_files=False)
 

@@ -46,7 +46,7 @@ def check_model_folder(model: ModelConfig, generation: GenerationConfig, places:
 
     Raises:
         ModelError: a file is missing or unreadable.
-        ConfigError: there is no such folder, or a setting does not fit the model.
+        ConfigError: there is no such folder, or none of what guesses tokens, or a setting does not fit the model.
     """
     path = model.path
     folder = find_model_folder(path, places)
@@ -56,6 +56,12 @@ def check_model_folder(model: ModelConfig, generation: GenerationConfig, places:
             "makes it of the task's demonstrations, where it has some; titan-rl sft --resume RUN goes on with one that "
             "was stopped. Or name "
             "the folder of a model that is there, such as after hf download ORGANIZATION/NAME --local-dir FOLDER"
+        )
+    guesses = generation.speculative.model
+    if guesses is not None and not Path(guesses).is_dir():
+        raise ConfigError(
+            f"generation.speculative.model = {guesses!r} is not a folder; name that of the model which guesses, such "
+            'as after hf download ORGANIZATION/NAME --local-dir FOLDER, or set generation.speculative.method = "ngram"'
         )
     architecture = _read_json(folder, "config.json")
     _check_weights(folder)

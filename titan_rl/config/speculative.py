@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any, Literal, Self
 
-from pydantic import PositiveInt, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
 from titan_rl.settings import FilePath, Section
+
+MOST_GUESSED = 128
+"""Tokens that vLLM checks at a time, at most: MAX_SPEC_LEN of its rejection sampler."""
 
 WITH_MODEL = ("draft_model", "eagle", "eagle3")
 
@@ -18,8 +21,8 @@ class SpeculativeConfig(Section):
     method: Literal["none", "ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp"] = "none"
     """What guesses. ngram looks for the last tokens earlier in the same text, suffix in other answers, too; draft_model
     is a small model of its own; eagle, eagle3 and mtp are heads on the policy, whose weights training does not move."""
-    num_speculative_tokens: PositiveInt = 3
-    """Guessed at a time, at most."""
+    num_speculative_tokens: PositiveInt = Field(default=3, le=MOST_GUESSED)
+    """Guessed at a time, at most; vLLM checks no more than 128."""
     model: FilePath | None = None
     """Folder of what guesses, on every host: of draft_model, eagle and eagle3."""
     prompt_lookup_min: PositiveInt = 2
@@ -55,6 +58,12 @@ class SpeculativeConfig(Section):
             raise ValueError(
                 f'model is for method = "{WITH_MODEL[0]}", "{WITH_MODEL[1]}" or "{WITH_MODEL[2]}", and method is '
                 f'"{self.method}"; leave it out'
+            )
+        usual = type(self).model_fields["num_speculative_tokens"].default
+        if not self.is_on and self.num_speculative_tokens != usual:
+            raise ValueError(
+                f'num_speculative_tokens = {self.num_speculative_tokens} with method = "none": nothing is guessed; set '
+                "method, or leave it out"
             )
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ValueError(
