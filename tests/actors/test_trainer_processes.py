@@ -63,8 +63,10 @@ async def test_where_no_host_is_left_it_waits_for_one_and_says_so(monkeypatch: p
     for _ in range(20):
         await asyncio.sleep(0)
     assert not restarting.done()
+    assert training.waits_for.startswith("hosts, 60 s at most: no host is left")
     hosts["c"] = ()
     await restarting
+    assert not training.waits_for
     assert processes.asked[-1] == "start on c c"
     assert told == [
         "the trainer waits for hosts, 60 s at most: no host is left that may train, which sees the run's folder; "

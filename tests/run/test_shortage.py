@@ -48,3 +48,24 @@ def test_what_a_run_waits_for_is_in_its_status_until_it_goes_on_or_ends(tmp_path
         note_waiting(tmp_path, "hosts")
         assert describe_run("x", tmp_path)["waits_for"] == "hosts"
     assert read_status(tmp_path).waits_for == ""
+
+
+@pytest.mark.looptime
+async def test_what_a_trainer_waits_for_is_noted_beside_what_generators_lack():
+    trouble: str | None = None
+    lacks = ""
+    told: list[str] = []
+    noted: list[str] = []
+    watch = asyncio.ensure_future(Shortage(lambda: trouble, told.append, noted.append, lambda: lacks).watch())
+    lacks = "it waits for hosts"
+    await asyncio.sleep(1)
+    trouble = "there is no generator"
+    await asyncio.sleep(10)
+    trouble = None
+    await asyncio.sleep(1)
+    lacks = ""
+    await asyncio.sleep(1)
+    watch.cancel()
+    alone = "trainer: it waits for hosts"
+    assert noted == [alone, f"generators: there is no generator; {alone}", alone, ""]
+    assert not any("hosts" in line for line in told), "the trainer tells that itself"

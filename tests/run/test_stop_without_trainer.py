@@ -23,12 +23,16 @@ async def test_a_stop_does_not_wait_for_a_trainer_that_waits_for_a_host(tmp_path
     waits = asyncio.Event()
 
     async def wait_for_a_host() -> DyingTrainer:
+        fate.waits_for = "hosts, 60 s at most: none is left"
         waits.set()
         return await asyncio.Future()
 
     fate.restart = wait_for_a_host
     running = asyncio.ensure_future(rig.run())
     await waits.wait()
+    waited_for = rig.controller.waits_for()
+    assert waited_for.endswith("; the trainer waits for hosts, 60 s at most: none is left")
+    assert "at work" not in waited_for
     running.cancel()
     assert await stopped(running)
     assert [*checkpoints(tmp_path)] == ["step-000002"]

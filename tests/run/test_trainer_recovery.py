@@ -55,6 +55,7 @@ class Fate:
         self.is_back = asyncio.Event()
         self.damaged: set[str] = set()  # names of checkpoints
         self.before_leaving: Callable[[], Awaitable[object]]
+        self.waits_for = ""
 
     def tell(self, text: str) -> None:
         self.told.append(text)

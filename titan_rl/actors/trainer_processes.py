@@ -52,6 +52,7 @@ class TrainerProcesses:
     Attributes:
         trainer: the newest.
         before_leaving: has what is trained saved, before the trainer leaves a host.
+        waits_for: what a restart needs that is not there; "" where it lacks nothing.
 
     Args:
         places: of the ranks that start next. A `ConfigError` says that the hosts that are there have none.
@@ -75,6 +76,7 @@ class TrainerProcesses:
         self._wait_s = wait_s
         self._tell = tell
         self.before_leaving: Callable[[], Awaitable[object]] = _nothing
+        self.waits_for = ""
 
     async def start(self) -> ActorTrainer:
         """All ranks, which have loaded the model.
@@ -97,7 +99,11 @@ class TrainerProcesses:
             NoHostError: none had within `wait_s`.
         """
         await self._processes.clear(self.trainer.remote, CLEAR_TIMEOUT_S)
-        return await self._start(await self._places_in_time(self._wait_s))
+        try:
+            places = await self._places_in_time(self._wait_s, holds_up=True)
+        finally:
+            self.waits_for = ""
+        return await self._start(places)
 
     async def finish(self, limit_s: float) -> None:
         """Before the trainer ends because its host is to go: what is trained is saved, and other hosts have places for
@@ -108,7 +114,11 @@ class TrainerProcesses:
                 await self.before_leaving()
                 await self._places_in_time(limit_s)
 
-    async def _places_in_time(self, limit_s: float) -> Sequence[ProcessPlace]:
+    async def _places_in_time(self, limit_s: float, *, holds_up: bool = False) -> Sequence[ProcessPlace]:
+        """
+        Args:
+            holds_up: there is no trainer meanwhile.
+        """
         clock = asyncio.get_running_loop().time
         began, told = clock(), False
         while True:
@@ -118,7 +128,9 @@ class TrainerProcesses:
                 if clock() - began >= limit_s:
                     raise NoHostError(f"the trainer has waited {limit_s:g} s for hosts: {error}") from None
                 if not told:
-                    self._tell(f"the trainer waits for hosts, {limit_s:g} s at most: {error}")
+                    lacks = f"hosts, {limit_s:g} s at most: {error}"
+                    self._tell(f"the trainer waits for {lacks}")
+                    self.waits_for = lacks if holds_up else ""
                     told = True
             await asyncio.sleep(LOOK_S)
 

@@ -195,7 +195,7 @@ class Controller:
 
     def waits_for(self) -> str:
         """What has to happen for the run to go on, as far as that is known."""
-        return "; ".join([*self._activity.waits_for(), *["the trainer is at work"] * self._calls.running])
+        return "; ".join([*self._activity.waits_for(), *self._calls.waits_for()])
 
     def close(self) -> None:
         """Tell what went wrong with rollouts, however the run ended."""

@@ -167,7 +167,9 @@ async def _run(
             resources.callback(lambda: messages.stands_at(controller.version))
             standstill = Standstill(controller.progress, controller.waits_for, progress.warning)
             following = progress.follow(controller.look)
-            shortage = Shortage(planes.trouble, progress.warning, partial(note_waiting, run_dir.path))
+            shortage = Shortage(
+                planes.trouble, progress.warning, partial(note_waiting, run_dir.path), planes.trainer_lacks
+            )
             background = {"shortage": shortage.watch(), "standstill": standstill.watch(), "following": following}
             async with _beside(watch=planes.watch(), **background):
                 signals.stopping = STOPPING

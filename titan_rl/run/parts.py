@@ -125,6 +125,10 @@ class Planes:
         trouble = self.router.trouble()
         return trouble and f"{trouble}; {self.waits_for()}"
 
+    def trainer_lacks(self) -> str:
+        """What a trainer waits for that is to start again; "" where it does not."""
+        return f"it waits for {self.training.waits_for}" if self.training and self.training.waits_for else ""
+
 
 @contextlib.asynccontextmanager
 async def open_planes(

@@ -156,6 +156,7 @@ class Group:
     def __init__(self, dies_in: int) -> None:
         self.trainers = [Mortal(dies_in)]
         self.before_leaving: Callable[[], Awaitable[object]]
+        self.waits_for = ""
 
     @property
     def trainer(self) -> Any:

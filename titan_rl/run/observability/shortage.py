@@ -1,4 +1,4 @@
-"""Tells when a run cannot go on because too few generators serve, and when it does again."""
+"""Tells when a run cannot go on since too few generators serve, or a trainer waits, and when it does again."""
 
 from __future__ import annotations
 
@@ -17,11 +17,17 @@ class Shortage:
         trouble: says why no request can be answered; None where they can.
         tell: shows a person a line.
         note: keeps, for whoever looks at the run, what it waits for; "" where it does not.
+        trainer: says what a trainer that is to start again waits for, which it tells itself; "" where it does not.
     """
 
     def __init__(
-        self, trouble: Callable[[], str | None], tell: Callable[[str], object], note: Callable[[str], object]
+        self,
+        trouble: Callable[[], str | None],
+        tell: Callable[[str], object],
+        note: Callable[[str], object],
+        trainer: Callable[[], str] = str,
     ) -> None:
+        self._trainer = trainer
         self._trouble = trouble
         self._tell = tell
         self._note = note
@@ -29,16 +35,18 @@ class Shortage:
     async def watch(self) -> None:
         """Until it is cancelled."""
         clock = asyncio.get_running_loop().time
-        since, told = clock(), ""
+        since, told, noted = clock(), "", ""
         while True:
             await asyncio.sleep(LOOK_S)
             trouble = self._trouble() or ""
             if not trouble:
                 if told:
                     self._tell(f"enough generators serve again, after {clock() - since:.0f} s")
-                    self._note("")
                 since, told = clock(), ""
             elif trouble != told and clock() - since >= AFTER_S:
                 told = trouble
                 self._tell(f"the run waits for generators: {trouble}")
-                self._note(f"generators: {trouble}")
+            lacks = {"generators": told, "trainer": self._trainer()}
+            if (now := "; ".join(f"{who}: {what}" for who, what in lacks.items() if what)) != noted:
+                noted = now
+                self._note(noted)

@@ -147,6 +147,13 @@ class RecoveringTrainer:
         if self._watching is not None:
             self._watching.cancel()
 
+    def waits_for(self) -> str:
+        """What has to happen for calls to go on; "" while nothing has to."""
+        if self._is_up:
+            return ""
+        lacks = self._group.waits_for
+        return f"the trainer waits for {lacks}" if lacks else "the trainer is started again"
+
     def _give_up_calls(self) -> None:
         self._lost = self._lost or "trainer died, and the run ends"
         self._notify()

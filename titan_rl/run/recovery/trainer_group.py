@@ -31,9 +31,11 @@ class TrainerGroup(Protocol):
 
     Attributes:
         before_leaving: returns once what is trained by now is saved. Called before a trainer leaves its host.
+        waits_for: what a restart needs that is not there; "" where it lacks nothing.
     """
 
     before_leaving: Callable[[], Awaitable[object]]
+    waits_for: str
 
     @property
     def trainer(self) -> MortalTrainer:

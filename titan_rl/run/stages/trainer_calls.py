@@ -23,6 +23,10 @@ class Recovers(Protocol):
         """The run ends: it is started no more, and what waits for that fails."""
         ...
 
+    def waits_for(self) -> str:
+        """What has to happen for calls to go on; "" while nothing has to."""
+        ...
+
 
 class TrainerCalls:
     """One at a time. The trainer goes on with a call whose caller is cancelled, and so does what awaits it here: only
@@ -39,6 +43,12 @@ class TrainerCalls:
     @property
     def running(self) -> bool:
         return self._call is not None and not self._call.done()
+
+    def waits_for(self) -> list[str]:
+        """What the trainer has to do, as far as that is known."""
+        if isinstance(self._trainer, Recovers) and (lacks := self._trainer.waits_for()):
+            return [lacks]
+        return ["the trainer is at work"] * self.running
 
     async def finish(self, call: Coroutine[Any, Any, R]) -> R:
         """What the call returns. Cancelling this leaves the call running; `wait` is its end then."""
