@@ -66,6 +66,23 @@ def test_wrong_hosts_are_told_before_a_run_has_a_folder(project: Path, given: li
     assert not (project / "runs").exists()
 
 
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("--scheduling.on_batch_ready=sleep", 'scheduling.on_batch_ready = "sleep", and this machine has no GPU'),
+        ("--statedict.transport=cuda_ipc", "statedict.transport = 'cuda_ipc', and this machine has no GPU; set it to"),
+    ],
+)
+def test_what_needs_a_gpu_is_told_before_a_run_has_a_folder(
+    project: Path, monkeypatch: pytest.MonkeyPatch, given: str, says: str, capsys
+):
+    monkeypatch.setattr("titan_rl.run.machine.gpus.visible_gpus", lambda: ())
+    for dry_run in (["--dry-run"], []):
+        assert main(["train", "config.toml", given, *dry_run]) == 2
+        assert says in capsys.readouterr().err
+    assert not (project / "runs").exists()
+
+
 def test_a_wrong_setting_prints_one_message_and_exits_with_2(project: Path, launch, capsys):
     launch(lambda config: pytest.fail("started"))
 

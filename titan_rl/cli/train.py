@@ -17,6 +17,7 @@ from titan_rl.config.load import dump_config, load_config
 from titan_rl.config.run import RunConfig
 from titan_rl.errors import ConfigError, MissingExtraError
 from titan_rl.run.directory import check_run_dir
+from titan_rl.run.machine.gpus import check_gpus
 from titan_rl.run.observability.summary import show_summary
 from titan_rl.run.rehearsal import describe, problem_of_loss, rehearse
 from titan_rl.run.run_name import run_name
@@ -54,6 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
         tell(f"titan-rl: warning: {warning}")
     if arguments.dry_run:
         check_own_machine(config.hosts)
+        check_gpus(config)
         if resume is None:
             check_run_dir(config)
         say(dump_config(config))
