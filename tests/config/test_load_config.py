@@ -192,6 +192,10 @@ def test_all_wrong_settings_are_reported_at_once(project: Path):
             ["[training] offload_activations with tensor_parallel = 2", "offload_activations = false"],
         ),
         (
+            {"training.context_parallel": "4096", "training.row_tokens": "2048"},
+            ["training.context_parallel = 4096", "training.row_tokens = 2048"],
+        ),
+        (
             {"training.offload_reference": "true"},
             ["[training] offload_reference = true", "kl_coef = 0", "offload_reference = false"],
         ),

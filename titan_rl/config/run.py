@@ -149,6 +149,11 @@ def conflicts(config: RunConfig) -> Iterator[str]:
             f"training.row_tokens = {config.training.row_tokens} is less than model.max_context = {context}, so the "
             f"longest samples would fit in no row; set it to at least {context}"
         )
+    if config.training.context_parallel > config.training.row_tokens:
+        yield (
+            f"training.context_parallel = {config.training.context_parallel} is more than training.row_tokens = "
+            f"{config.training.row_tokens}: there would be ranks without a token; lower the one or raise the other"
+        )
     if config.training.warmup_steps > config.training.steps:
         yield (
             f"training.warmup_steps = {config.training.warmup_steps} is more than training.steps = "
