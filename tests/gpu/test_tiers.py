@@ -17,9 +17,26 @@ SPEC.loader.exec_module(tiers)
 
 
 def test_a_tier_whose_packages_are_missing_or_that_has_no_time_says_so() -> None:
-    assert tiers.why_not(["json", "no_such_package", "nor_this"], 60) == "no_such_package, nor_this not installed"
-    assert tiers.why_not(["json"], 0.5) == "no time is left of --limit"
-    assert tiers.why_not(["json"], 60) is None
+    assert (
+        tiers.why_not(["json", "no_such_package", "nor_this"], 60, ["a GPU"])
+        == "no_such_package, nor_this not installed"
+    )
+    assert tiers.why_not(["json"], 0.5, ["a GPU"]) == "no time is left of --limit"
+    assert tiers.why_not(["json"], 60, ["a GPU"]) is None
+
+
+def test_without_a_gpu_each_tier_says_what_it_skips_and_why() -> None:
+    ran = subprocess.run(
+        [sys.executable, str(ROOT / "scripts/test_gpu.py")],
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    lines = ran.stdout.splitlines()[1:]
+    assert ran.returncode == 1
+    assert lines == [f"{name}: skipped, torch finds no GPU here: {', '.join(files)}" for name, _, files in tiers.TIERS]
+    assert ran.stderr.startswith("no tier was run.")
 
 
 def test_every_test_of_a_gpu_is_in_a_tier() -> None:
