@@ -33,6 +33,7 @@ class LeavingHosts:
     def __init__(self) -> None:
         self.hosts = {"there": SimpleNamespace(name="there", worker="10.0.0.2:22222")}
         self.may_end = asyncio.Event()
+        self.lost: dict[str, tuple[Any, str]] = {}
 
     @property
     def names(self) -> list[str]:
@@ -72,6 +73,14 @@ async def test_a_host_is_known_all_the_while_that_it_leaves():
     assert seen[-1] == "left"
     hosts.may_end.set()
     await leaving
+
+
+def test_a_host_that_was_lost_while_the_run_started_is_among_them():
+    hosts = LeavingHosts()
+    hosts.lost["other"] = SimpleNamespace(name="other", worker="10.0.0.3:22222"), "it fell silent"
+    elastic = ElasticHosts(Processes(hosts), None, lambda text: None)  # pyright: ignore[reportArgumentType]
+    states = [(host.name, host.address, host.state, host.reason) for host in elastic.states()]
+    assert states[1:] == [("other", "10.0.0.3:22222", "gone", "it fell silent")]
 
 
 class Supervisor:

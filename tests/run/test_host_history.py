@@ -30,6 +30,15 @@ def test_a_run_on_one_host_has_nothing_to_tell() -> None:
     assert history.events == []
 
 
+def test_a_host_that_was_lost_before_anybody_looked_is_told_of() -> None:
+    history = HostHistory()
+    history.note([host("h1"), host("h2", "gone", "silent")])
+    assert [(event.host, event.what, event.why) for event in history.events] == [("h2", "lost", "silent")]
+    assert history.take_metrics()["hosts/lost"] == 1
+    history.note([host("h1"), host("h2")])
+    assert history.events[-1].what == "joined"
+
+
 def test_what_became_of_hosts_is_an_event_and_a_count_of_the_step() -> None:
     now = 100.0
     history = HostHistory(lambda: now)
@@ -70,6 +79,7 @@ def test_each_change_is_told_once(states: list[str]) -> None:
             history.note([host("h1"), host("h2", state)])
         counted.update({name: int(value) for name, value in history.take_metrics().items()})
     changes = [now for before, now in pairwise(states) if before != now and (before, now) != ("draining", "in the run")]
+    changes = [*states[:1], *changes] if states[0] == "gone" else changes  # it was lost while the run started
     assert [event.what for event in history.events] == [BECOMES[state] for state in changes]
     for what in ("joined", "left", "lost"):
         assert counted[f"hosts/{what}"] == sum(event.what == what for event in history.events)

@@ -35,6 +35,8 @@ class ElasticHosts:
         self._joining: set[str] = set()  # addresses
         self._draining: dict[str, str] = {}  # name -> why
         self._gone: dict[str, HostState] = {}  # by name; those that left, too
+        for host, why in hosts.lost.values():  # while the run's processes started
+            self._note_lost(host, why)
         self._drains: set[asyncio.Task[None]] = set()
         hosts.on_lost = self._lost
         hosts.on_leaving = self._leaving
@@ -113,8 +115,11 @@ class ElasticHosts:
 
     def _lost(self, host: Host, why: str) -> None:
         self._tell(f"host {host.name} is lost: {why}")
-        self._gone[host.name] = HostState(host.name, host.worker, "gone", why)
+        self._note_lost(host, why)
         self._processes.host_lost(host, why)
+
+    def _note_lost(self, host: Host, why: str) -> None:
+        self._gone[host.name] = HostState(host.name, host.worker, "gone", why)
 
     def _leaving(self, host: Host, why: str) -> None:
         task = asyncio.ensure_future(self._drain(host.name, why))

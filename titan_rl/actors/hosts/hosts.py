@@ -42,6 +42,7 @@ class Hosts:
         on_lost: called with a host that is silent, and the reason, once it is no more among these.
         on_leaving: called with a host that says that it is about to go, and its reason.
         config: the table [hosts].
+        lost: each of those, with its reason, by name; so that who comes later knows of them, too.
 
     Args:
         monitor: hears of the hosts that are attached.
@@ -58,6 +59,7 @@ class Hosts:
         self.supervisor = supervisor
         self.on_lost: Callable[[Host, str], object] = lambda host, reason: None
         self.on_leaving: Callable[[Host, str], object] = lambda host, reason: None
+        self.lost: dict[str, tuple[Host, str]] = {}
         self.config = config
         self._monitor = monitor
         self._needs = needs
@@ -196,7 +198,8 @@ class Hosts:
         self._giving_up.add(task)
         task.add_done_callback(self._giving_up.discard)
         if self._hosts.get(host.name) is host:
-            self.on_lost(self._forget(host.name), reason)
+            self.lost[host.name] = self._forget(host.name), reason
+            self.on_lost(*self.lost[host.name])
 
     async def _give_up(self, host: Host) -> None:
         """Have nobody wait until the processes of a host that is gone have stopped."""

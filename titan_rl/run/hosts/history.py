@@ -95,7 +95,7 @@ class HostHistory:
             lane.close()
 
     def _became(self, host: HostState, before: str | None) -> None:
-        if not self._begun or (before == "draining" and host.state == "in the run"):
+        if (not self._begun and host.state != "gone") or (before == "draining" and host.state == "in the run"):
             return
         if (what := BECOMES.get(host.state)) is not None:
             self._counts[what] += 1
