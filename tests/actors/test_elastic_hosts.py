@@ -60,6 +60,15 @@ class Processes:
     async def leave(self, host: str, router: Any, why: str) -> None: ...
 
 
+async def test_what_becomes_of_hosts_is_in_the_log(caplog: pytest.LogCaptureFixture):
+    hosts, told = LeavingHosts(), list[str]()
+    hosts.may_end.set()
+    elastic = ElasticHosts(Processes(hosts), None, told.append)  # pyright: ignore[reportArgumentType]
+    with caplog.at_level("WARNING"):
+        await elastic.drain("there", "it was asked to")
+    assert caplog.messages == told == ["host there is drained: it was asked to"]
+
+
 async def test_a_host_is_known_all_the_while_that_it_leaves():
     hosts = LeavingHosts()
     elastic = ElasticHosts(Processes(hosts), None, lambda text: None)  # pyright: ignore[reportArgumentType]

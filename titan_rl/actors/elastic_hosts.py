@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 
 from titan_rl.actors.generator_processes import GeneratorProcesses
 from titan_rl.actors.hosts.host import Host
 from titan_rl.actors.liveness.host_monitor import RemoteWatcher
 from titan_rl.actors.liveness.host_state import HostState
+from titan_rl.calls.telling import logged
 from titan_rl.calls.user_code import reason
 from titan_rl.errors import ConfigError, TitanRLError
 from titan_rl.generation.router.router import GeneratorRouter
+
+logger = logging.getLogger(__name__)
 
 
 class ElasticHosts:
@@ -31,7 +35,7 @@ class ElasticHosts:
         self._processes = processes
         self._hosts = hosts = processes.hosts
         self._router = router
-        self._tell = tell
+        self._tell = logged(tell, logger)
         self._joining: set[str] = set()  # addresses
         self._draining: dict[str, str] = {}  # name -> why
         self._gone: dict[str, HostState] = {}  # by name; those that left, too

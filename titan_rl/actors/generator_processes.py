@@ -19,6 +19,7 @@ from titan_rl.actors.processes.remote_process import RemoteProcess, call
 from titan_rl.actors.processes.respawns import RespawnLimit, Respawns
 from titan_rl.actors.processes.supervisor import ProcessFailure
 from titan_rl.actors.supervised import SupervisedProcesses
+from titan_rl.calls.telling import logged
 from titan_rl.calls.user_code import reason
 from titan_rl.config.hosts import Roles
 from titan_rl.config.sections import GenerationConfig, RoutingConfig, StateDictConfig
@@ -77,7 +78,7 @@ class GeneratorProcesses(SupervisedProcesses):
         self._plan = GeneratorPlan(model, generation, statedict, files.run_id, seed, version, max_running, sleeps)
         super().__init__(files, hosts, generation.start_timeout_s)
         self._published = published
-        self._tell = tell
+        self._tell = logged(tell, logger)
         self._respawns = Respawns(self._respawn_limits())
         self._ended: asyncio.Queue[RemoteProcess] = asyncio.Queue()
         self.opened: list[ActorReplica] = []
@@ -204,7 +205,6 @@ class GeneratorProcesses(SupervisedProcesses):
         if not replaced:
             log = self._files.logs / f"{remote.name}.log"
             raise ActorDiedError(f"{remote.name} died: {remote.reason}{count}; its log is {log}")
-        logger.warning("%s died: %s; starting another%s", remote.name, remote.reason, count)
         self._tell(f"{remote.name} died: {remote.reason}; starting another{count}")
 
     def _forget(self, remote: RemoteProcess, router: GeneratorRouter) -> None:

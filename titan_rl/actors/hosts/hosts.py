@@ -26,6 +26,7 @@ from titan_rl.actors.liveness.local_lookout import LocalLookout
 from titan_rl.actors.processes.gpus import visible_gpus
 from titan_rl.actors.processes.process import LOOPBACK
 from titan_rl.actors.processes.remote_process import call
+from titan_rl.calls.telling import logged
 from titan_rl.calls.threads import in_thread
 from titan_rl.config.hosts import HostsConfig, own_address
 from titan_rl.errors import ActorDiedError
@@ -154,7 +155,7 @@ class Hosts:
         check_hosts(self._expected, found, self._needs, roles, sync=self.config.sync)
         prepared = await all_there(self._prepare)
         for worker, reason in lost.items():
-            self._tell(f"the run starts without the host at {worker}: {reason}; it may join later")
+            logged(self._tell, logger)(f"the run starts without the host at {worker}: {reason}; it may join later")
         for arrival in prepared:  # their order says who trains, whichever was ready first
             self._hosts[arrival.host.name] = self._hosts.pop(arrival.host.name)
         return [arrival.host for arrival in prepared]

@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from titan_rl.calls.telling import logged
 from titan_rl.errors import ActorDiedError, DamagedCheckpointError, StateDictError, TrainingError
 from titan_rl.run.observability.progress import Progress
 from titan_rl.run.recovery.deaths import Deaths
@@ -32,6 +34,8 @@ from titan_rl.training.protocol import StepResult
 from titan_rl.training.state.checkpoint import list_checkpoints, step_of
 from titan_rl.weights.published_weights import PublishedWeights
 from titan_rl.weights.types import Manifest
+
+logger = logging.getLogger(__name__)
 
 R = TypeVar("R")
 
@@ -73,6 +77,7 @@ class RecoveringTrainer:
         self._published = published
         self._deaths = Deaths(max_respawns)
         self._progress = progress
+        self._tell = logged(progress.warning, logger)
         self._is_up = True
         self._lost: str | None = None  # why no other takes its place
         self._watching: asyncio.Task[Any] | None = None
@@ -200,7 +205,7 @@ class RecoveringTrainer:
         with span("trainer recovery", "trainer", lane="trainer recovery") as recovery:
             while True:
                 await self._until(lambda: not self._in_flight)  # then it is known at what it died
-                self._progress.warning(self._deaths.note(why, leaves=leaves))
+                self._tell(self._deaths.note(why, leaves=leaves))
                 try:
                     with self._progress.working("starting the trainer again"):
                         trainer = await self._group.restart()
@@ -211,7 +216,7 @@ class RecoveringTrainer:
                     break
         self._trainer, self._is_up = trainer, True
         self._recovery_s += recovery.seconds
-        self._progress.warning(f"trainer is there again after {recovery.seconds:.0f} s, {said}")
+        self._tell(f"trainer is there again after {recovery.seconds:.0f} s, {said}")
         self._notify()
 
     async def _bring_back(self, trainer: MortalTrainer) -> str:
@@ -239,7 +244,7 @@ class RecoveringTrainer:
                     with self._progress.working(f"loading {checkpoint}"):
                         await trainer.load(checkpoint)
                 except DamagedCheckpointError as error:
-                    self._progress.warning(f"{error}; an older checkpoint takes its place")
+                    self._tell(f"{error}; an older checkpoint takes its place")
                 else:
                     return checkpoint
         return None
@@ -256,7 +261,7 @@ class RecoveringTrainer:
         try:
             self._published.announce(await trainer.finish_publish())
         except StateDictError as error:  # who serves has it
-            self._progress.warning(f"version {self._begun} is not published again: {error}")
+            self._tell(f"version {self._begun} is not published again: {error}")
 
 
 @contextlib.asynccontextmanager
