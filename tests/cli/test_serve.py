@@ -110,6 +110,8 @@ def test_a_dry_run_prints_the_settings(project: Path, capsys):
         (["policy", "--training.lr", "1"], "[training] is not a table; valid here: seed, pythonpath, model"),
         (["policy", "--model.path", "other"], "--model.path: what is served is"),
         (["policy", "--model.max_context", "513"], "model.max_context = 513 is more than the model's 512 positions"),
+        (["policy", "--hosts.generate", "2", "--dry-run"], "hosts.generate is 2, and there is 1 host; lower it"),
+        (["policy", "--hosts.addresses", "a", "--hosts.generate", "2"], "hosts.generate is 2, and there is 1 host"),
         (["policy", "--generation.engine", "echo_task:engin"], "generation.engine = 'echo_task:engin'"),
     ],
 )

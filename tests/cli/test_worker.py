@@ -31,7 +31,11 @@ def test_ctrl_c_ends_a_worker_at_once_and_it_names_the_way_that_has_runs_move_fi
         ("[::]:0", "'[::]:0' stands for all interfaces"),
         ("*:0", "'*:0' stands for all interfaces"),
         ("0:0", "'0:0' stands for all interfaces"),
-        ("[]:0", "'[]:0' is not HOST or HOST:PORT"),
+        ("[]:0", "'[]:0' must be HOST or HOST:PORT"),
+        ("fd00::2", "--listen 'fd00::2' needs brackets around the IPv6 address, as in [fd00::2]:22222"),
+        ("224.0.0.1:0", "'224.0.0.1:0' stands for several machines; name one address"),
+        ("255.255.255.255:0", "'255.255.255.255:0' stands for several machines"),
+        ("127.255.255.255:0", "127.255.255.255:0 stands for several machines"),
         ("203.0.113.9:0", "203.0.113.9:0: Cannot assign requested address; name a free port of an address of this"),
     ],
 )
@@ -47,3 +51,19 @@ def test_a_name_that_means_nothing_is_told(monkeypatch: pytest.MonkeyPatch, caps
     monkeypatch.setattr(socket, "create_server", create_server)
     assert main(["worker", "--listen", "far:0"]) == 2
     assert "--listen far:0: Name or service not known; name a free port of an address" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("seconds", "says"),
+    [
+        ("-1", "--drain-s: -1 must be a number of seconds, 0 or more"),
+        ("nan", "--drain-s: nan must be a number of seconds"),
+        ("inf", "--drain-s: inf must be a number of seconds"),
+        ("soon", "--drain-s: invalid number of seconds value: 'soon'"),
+    ],
+)
+def test_a_worker_drains_in_some_seconds(seconds: str, says: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as ended:
+        main(["worker", f"--drain-s={seconds}"])
+    assert ended.value.code == 2
+    assert says in capsys.readouterr().err

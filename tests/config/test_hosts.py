@@ -53,9 +53,21 @@ EVERYWHERE = ("0.0.0.0", "0.0.0.0:22222", "[::]:22222", "*:22222", "0:22222", "[
 
 @pytest.mark.parametrize("address", EVERYWHERE)
 def test_all_interfaces_are_no_address(address: str) -> None:
-    with pytest.raises(ValueError, match=r"all interfaces; name one address of the machine|is not HOST or HOST:PORT"):
+    with pytest.raises(ValueError, match=r"all interfaces; name one address of the machine|must be HOST or HOST:PORT"):
         split_address(address)
     with pytest.raises(ValidationError, match=r"all interfaces|must be HOST or HOST:PORT"):
+        HostsConfig.model_validate({"addresses": [address]})
+
+
+@pytest.mark.parametrize("address", ["255.255.255.255", "224.0.0.1:1", "[ff02::1]:22222", "[::ffff:224.0.0.1]:1"])
+def test_an_address_of_several_machines_is_none_of_a_worker(address: str) -> None:
+    with pytest.raises(ValidationError, match="stands for several machines; name one address"):
+        HostsConfig.model_validate({"addresses": [address]})
+
+
+@pytest.mark.parametrize("address", ["fd00::2", "fd00::2:22222", "::1", "::ffff:10.0.0.1", "1:2:3:4:5:6:7:8"])
+def test_an_ipv6_address_stands_in_brackets(address: str) -> None:
+    with pytest.raises(ValidationError, match=r"needs brackets around the IPv6 address, as in \[fd00::2\]:22222"):
         HostsConfig.model_validate({"addresses": [address]})
 
 

@@ -72,7 +72,7 @@ def test_model_and_code_are_brought_and_logs_arrive(needs_namespaces: None, tmp_
 @pytest.mark.parametrize(
     ("listen", "said"),
     [
-        ("nonsense:", "--listen 'nonsense:' is not HOST or HOST:PORT"),
+        ("nonsense:", "--listen 'nonsense:' must be HOST or HOST:PORT"),
         ("203.0.113.7:22222", "--listen 203.0.113.7:22222: Cannot assign requested address; name a free port of an"),
     ],
 )

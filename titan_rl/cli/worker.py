@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import math
 import signal
 import socket
 
 from titan_rl.cli.options import Parser
-from titan_rl.config.hosts import WORKER_PORT, join_address, split_address
+from titan_rl.config.hosts import ONE_ADDRESS, WORKER_PORT, is_broadcast, join_address, split_address
 from titan_rl.errors import ConfigError, MissingExtraError
 from titan_rl.run.terminal.standard_streams import tell
 
@@ -28,7 +29,7 @@ def set_up(parser: Parser) -> None:
     )
     parser.add_argument(
         "--drain-s",
-        type=float,
+        type=_seconds,
         default=120.0,
         help="on SIGTERM, as of a machine that is about to be taken away, runs have so many seconds to finish or move "
         "what they have here (default: 120)",
@@ -50,6 +51,16 @@ def run(arguments: argparse.Namespace) -> int:
     return 128 + signal.SIGTERM
 
 
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 <= seconds < math.inf:  # nor nan
+        raise argparse.ArgumentTypeError(f"{text} must be a number of seconds, 0 or more")
+    return seconds
+
+
+_seconds.__name__ = "number of seconds"  # as argparse calls what is no number
+
+
 def _free(listen: str) -> str:
     """The address to listen on, with a port of its own if none is asked for by 0.
 
@@ -59,9 +70,12 @@ def _free(listen: str) -> str:
     try:
         host, port = split_address(listen, least_port=0)
         with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-            return join_address(host, probe.getsockname()[1])
+            port = probe.getsockname()[1]
     except ValueError as error:
         raise ConfigError(f"--listen {error}") from None
     except OSError as error:
         problem = str(error.strerror).partition(" (while")[0]  # create_server repeats the address
         raise ConfigError(f"--listen {listen}: {problem}; name a free port of an address of this machine") from None
+    if is_broadcast(host, port):
+        raise ConfigError(f"--listen {listen} stands for several machines; {ONE_ADDRESS}")
+    return join_address(host, port)

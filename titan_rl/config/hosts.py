@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import ipaddress
+import re
 import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -30,7 +30,8 @@ OPEN = (
 )
 """What is to be known of an address that others than this machine reach."""
 
-EVERYWHERE = "stands for all interfaces; name one address of the machine, that by which the others reach it"
+NOT_AN_ADDRESS = "must be HOST or HOST:PORT"
+ONE_ADDRESS = "name one address of the machine, that by which the others reach it"
 
 WORKER_PORT = 22222
 """Where `titan-rl worker` listens, and is looked for, if nothing else is said."""
@@ -41,16 +42,18 @@ def split_address(address: str, *, least_port: int = 1) -> tuple[str, int]:
     brackets, IPv4 ones may.
 
     Raises:
-        ValueError: it is no address, or stands for all interfaces.
+        ValueError: it is no address, or none of one machine.
     """
     has_port = ":" in address.rpartition("]")[2]
     host, _, port = address.rpartition(":") if has_port else (address, "", str(WORKER_PORT))
+    if has_port and re.fullmatch(r"[0-9a-fA-F.]*:[0-9a-fA-F:.]*", host):
+        raise ValueError(f"{address!r} needs brackets around the IPv6 address, as in [fd00::2]:{WORKER_PORT}")
     host = host.strip("[]")
     is_host = host and "/" not in host and not any(map(str.isspace, host))
     if not is_host or not (port.isdecimal() and least_port <= int(port) < 2**16):
-        raise ValueError(f"{address!r} is not HOST or HOST:PORT")
-    if is_everywhere(host):
-        raise ValueError(f"{address!r} {EVERYWHERE}")
+        raise ValueError(f"{address!r} {NOT_AN_ADDRESS}")
+    if problem := not_one_machine(host):
+        raise ValueError(f"{address!r} {problem}")
     return host, int(port)
 
 
@@ -58,16 +61,37 @@ def join_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def is_everywhere(host: str) -> bool:
-    """Whether who listens there does so on all interfaces."""
+def not_one_machine(host: str) -> str | None:
+    """What is wrong with an address that stands for several interfaces or machines."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:  # a name, or a short form of IPv4
-        with contextlib.suppress(OSError):
-            return not any(socket.inet_aton(host))
-        return host == "*"
-    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-    return (mapped or address).is_unspecified
+        if host == "*":
+            return f"stands for all interfaces; {ONE_ADDRESS}"
+        try:
+            address = ipaddress.IPv4Address(socket.inet_aton(host))
+        except OSError:
+            return None
+    address = getattr(address, "ipv4_mapped", None) or address
+    if address.is_unspecified:
+        return f"stands for all interfaces; {ONE_ADDRESS}"
+    if address.is_multicast or address == ipaddress.IPv4Address(2**32 - 1):
+        return f"stands for several machines; {ONE_ADDRESS}"
+    return None
+
+
+def is_broadcast(host: str, port: int) -> bool:
+    """Whether it stands for all machines of a network that this one is in. Nothing is sent."""
+    if ":" in host:  # IPv6 has none
+        return False
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, port))
+        except PermissionError:
+            return True
+        except OSError:
+            return False
+    return False
 
 
 def is_loopback(host: str) -> bool:
@@ -137,13 +161,13 @@ def _address(text: str) -> str:
     try:
         return join_address(*split_address(text))
     except ValueError as error:
-        said = EVERYWHERE if EVERYWHERE in str(error) else "must be HOST or HOST:PORT"
+        said = str(error).removeprefix(f"{text!r} ")
         raise PydanticCustomError("address", "{said}", {"said": said}) from None
 
 
 def _one_interface(host: str) -> str:
-    if is_everywhere(host):
-        raise PydanticCustomError("address", "{said}", {"said": EVERYWHERE})
+    if problem := not_one_machine(host):
+        raise PydanticCustomError("address", "{said}", {"said": problem})
     return host
 
 

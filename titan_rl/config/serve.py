@@ -76,6 +76,8 @@ def load_serve_config(toml: Path | None, overrides: Sequence[tuple[str, str]], *
         config = ServeConfig.model_validate(tables)
     except ValidationError as error:
         raise ConfigError(explain(error, ServeConfig, origins)) from None
+    for problem in config.hosts.of_generators_alone.too_few():
+        raise ConfigError(problem)
     search_path = SearchPath(config.pythonpath, origins)
     check_functions(config, config.generation, config.routing, origins)
     config = config.model_copy(update={"pythonpath": search_path.needed_for(named_modules(config))})

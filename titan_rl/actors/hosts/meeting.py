@@ -65,7 +65,7 @@ class Meeting:
             if self.has_begun:
                 raise
             raise ActorDiedError(
-                f"hosts.addresses: what listens at {self.worker} does not answer as a worker of this titan_rl does; "
+                f"what listens at {self.worker} does not answer as a worker of this titan_rl does; "
                 f"see what it is, and start `titan-rl worker --listen {self.worker}` there"
             ) from None
 
@@ -120,7 +120,7 @@ async def meet(run: str, worker: str, silence_s: float) -> Meeting:
             streams = await asyncio.open_connection(address, port, limit=LONGEST_LINE)
     except (OSError, TimeoutError) as error:
         raise ActorDiedError(
-            f"hosts.addresses: no worker at {worker}: it cannot be reached: {_why(error)}; "
+            f"no worker at {worker}: it cannot be reached: {_why(error)}; "
             f"start `titan-rl worker --listen {worker}` there"
         ) from None
     return Meeting(run, worker, address, streams, silence_s)
