@@ -17,6 +17,7 @@ from titan_rl.actors.liveness.host_monitor import HostMonitor, RemoteWatcher
 from titan_rl.actors.liveness.host_watch import HostWatch
 from titan_rl.actors.liveness.lookout import DISMISSED, Lookout, LookoutSettings
 from titan_rl.actors.liveness.process_tree import TreeUse
+from titan_rl.actors.liveness.reports import Report, send
 
 LIMIT_S = 30
 LOCALHOST = "127.0.0.1"
@@ -187,3 +188,15 @@ async def test_who_does_not_know_the_token_is_not_heard():
 
 if not hasattr(os, "pidfd_open"):
     pytestmark = pytest.mark.skip("the kernel tells nothing of processes here")
+
+
+async def test_a_lookout_that_is_connected_as_the_run_ends_is_no_failure(caplog: pytest.LogCaptureFixture):
+    with HostMonitor(LOCALHOST, silence_s=LIMIT_S, lease_s=LIMIT_S) as monitor:
+        settings = Controller(monitor).watcher.settings
+        reader, writer = await asyncio.open_connection(settings.address, settings.port)
+        send(writer, {"token": settings.token})
+        send(writer, Report(0).message())
+        assert await asyncio.wait_for(reader.readline(), LIMIT_S), "it is heard"
+    assert await reader.read() == b""
+    writer.close()
+    assert not caplog.records

@@ -132,6 +132,8 @@ class HostMonitor:
                     host.tell(report)
         except (ConnectionError, TimeoutError, KeyError, TypeError, ValueError):
             pass  # the lookout connects again
+        except asyncio.CancelledError:
+            pass  # the run ends; asyncio logs a handler that is cancelled as a failure
         finally:
             writer.close()
 
