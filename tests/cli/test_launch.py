@@ -78,6 +78,11 @@ def test_what_is_checked_for_slurm_is_not_looked_for_where_pods_have_other_files
         ),
         (["--hosts.provider", "ssh"], 'provider = "ssh" needs ssh.hosts, the names of the hosts'),
         (["--hosts.provider", "slurm", "--hosts.train", "3"], "hosts.train is 3, and there is 1 host"),
+        (
+            ["--hosts.provider", "ssh", "--hosts.ssh.hosts", "a,b,a", "--dry-run"],
+            "ssh.hosts: a is there more than once; name each host once",
+        ),
+        ([*KUBERNETES, "--hosts.kubernetes.kubectl", "", "--dry-run"], "kubectl = '' must name a command"),
         (["--hosts.provider", "pbs"], "must be one of ssh, slurm, kubernetes"),
         (KUBERNETES[:-2], 'provider = "kubernetes" needs kubernetes.volume; set it'),
         ([*KUBERNETES, "--hosts.port", "0"], "its service has to name the port; set one"),

@@ -63,9 +63,11 @@ def _host(text: str) -> str:
 
 def _words(text: str) -> str:
     try:
-        shlex.split(text)
+        words = shlex.split(text)
     except ValueError as error:
         raise PydanticCustomError("words", "must be words as in a shell: {problem}", {"problem": str(error)}) from None
+    if not words:
+        raise PydanticCustomError("words", "must name a command")
     return text
 
 
@@ -144,6 +146,8 @@ class ProviderSettings(Section):
     def _says_what_the_provider_needs(self) -> Self:
         if self.provider == "ssh" and not self.ssh.hosts:
             raise ValueError('provider = "ssh" needs ssh.hosts, the names of the hosts')
+        if twice := sorted({host for host in self.ssh.hosts if self.ssh.hosts.count(host) > 1}):
+            raise ValueError(f"ssh.hosts: {', '.join(twice)} is there more than once; name each host once")
         if self.provider == "ssh" and (strays := self.ssh.addresses.keys() - set(self.ssh.hosts)):
             raise ValueError(
                 f"ssh.addresses has {', '.join(sorted(strays))}, which ssh.hosts lacks; write a host the same in both"
