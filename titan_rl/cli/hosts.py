@@ -7,9 +7,10 @@ import argparse
 from titan_rl.cli.options import Parser
 from titan_rl.cli.run_folder import find_run
 from titan_rl.run.hosts.requests import HostFiles, describe
-from titan_rl.run.terminal.standard_streams import say
+from titan_rl.run.terminal.standard_streams import say, tell
 
 WAIT_S = 600.0  # draining a host waits for its requests
+STOPPED = "waits no longer; the run does what it was asked, and `titan-rl hosts RUN list` shows how far it is"
 
 
 def set_up(parser: Parser) -> None:
@@ -20,10 +21,12 @@ def set_up(parser: Parser) -> None:
     listing.set_defaults(run=_list)
     adding = actions.add_parser("add", help="take in the host of a worker")
     adding.add_argument("what", metavar="ADDRESS", help="HOST:PORT on which its `titan-rl worker` listens")
-    adding.set_defaults(run=_ask, do="add")
+    adding.set_defaults(
+        run=_ask, do="add", stopped=STOPPED, until="its processes are up, which takes as long as engines do"
+    )
     draining = actions.add_parser("drain", help="let a host go; its requests end or move first")
     draining.add_argument("what", metavar="HOST", help="its name, as `list` shows it")
-    draining.set_defaults(run=_ask, do="drain")
+    draining.set_defaults(run=_ask, do="drain", stopped=STOPPED, until="nothing of the run is there")
 
 
 def _list(arguments: argparse.Namespace) -> int:
@@ -32,5 +35,7 @@ def _list(arguments: argparse.Namespace) -> int:
 
 
 def _ask(arguments: argparse.Namespace) -> int:
-    HostFiles(find_run(arguments.of, "titan-rl hosts")).ask(arguments.do, arguments.what, WAIT_S)
+    files = HostFiles(find_run(arguments.of, "titan-rl hosts"))
+    waits = f"the run is asked to {arguments.do} {arguments.what}; this waits until {arguments.until}"
+    files.ask(arguments.do, arguments.what, WAIT_S, asked=lambda: tell(f"titan-rl: {waits}"))
     return _list(arguments)

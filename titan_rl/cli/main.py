@@ -56,13 +56,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     was to be printed.
     """
     replace_closed_streams()
+    stopped = "stopped before a run began"
     with _sigterm_unwinds():
         try:
             words = sys.argv[1:] if argv is None else argv
             arguments = command_line(words[0] if words and words[0] in COMMANDS else None).parse_args(words)
+            stopped = getattr(arguments, "stopped", stopped)
             return arguments.run(arguments)
         except (KeyboardInterrupt, _Terminated) as stop:
-            tell("titan-rl: stopped before a run began")
+            tell(f"titan-rl: {stopped}")
             return EXIT_INTERRUPTED if isinstance(stop, KeyboardInterrupt) else EXIT_TERMINATED
         except OutputError as error:
             if isinstance(error.reason, BrokenPipeError):  # as `| head` does; it has what it wanted

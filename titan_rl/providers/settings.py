@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
+import math
 import re
 import shlex
 from collections.abc import Mapping
@@ -42,6 +43,33 @@ def _time_limit(text: str) -> str:
     return text
 
 
+def _seconds(time_limit: str) -> float:
+    """Of M, M:S, H:M:S, D-H, D-H:M or D-H:M:S; Slurm takes 0 for no limit."""
+    if not time_limit[0].isdigit():
+        return math.inf
+    days, dash, rest = time_limit.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    units = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)
+    return int(days or 0) * 86400 + sum(part * unit for part, unit in zip(parts, units, strict=False)) or math.inf
+
+
+SAID_BY_SETTINGS = {
+    "--nodes": "nodes",
+    "-N": "nodes",
+    "--time": "time_limit",
+    "-t": "time_limit",
+    "--requeue": "requeue",
+    "--no-requeue": "requeue",
+    "--signal": "grace_s",
+}
+"""Options of sbatch that the library gives itself, and the setting that says what they say."""
+
+
+def _said_by(option: str) -> str | None:
+    name = option[:2] if re.match(r"-\w", option) else re.split(r"[=\s]", option)[0]
+    return SAID_BY_SETTINGS.get(name)
+
+
 def _ip(text: str) -> str:
     try:
         return str(ipaddress.ip_address(text))
@@ -69,6 +97,27 @@ def _words(text: str) -> str:
     if not words:
         raise PydanticCustomError("words", "must name a command")
     return text
+
+
+def _image(text: str) -> str:
+    if any(character.isspace() for character in text):
+        raise PydanticCustomError("image", "must be an image's name, without spaces")
+    return text
+
+
+def _namespace(text: str) -> str:
+    if not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", text):
+        raise PydanticCustomError("namespace", "must be at most 63 of a-z, 0-9 and -, with neither end a -")
+    return text
+
+
+def _quantity(text: str) -> str:
+    if not re.fullmatch(r"(\d+\.?\d*|\.\d+)([KMGTPE]i|[numkMGTPE]|[eE][+-]?\d+)?", text):
+        raise PydanticCustomError("quantity", 'must be a quantity as Kubernetes takes it: "8", "500m" or "64Gi"')
+    return text
+
+
+Quantity = Annotated[str, AfterValidator(_quantity)]
 
 
 class SSHConfig(Section):
@@ -103,12 +152,24 @@ class SlurmConfig(Section):
     grace_s: PositiveInt = 120
     """Seconds before the end of its time in which the run ends in order."""
 
+    @model_validator(mode="after")
+    def _says_one_thing(self) -> Self:
+        if self.time_limit and self.grace_s >= _seconds(self.time_limit):
+            raise ValueError(
+                f"grace_s = {self.grace_s} s and time_limit = {self.time_limit!r}: the job would end as it begins; "
+                "give it more time, or a smaller grace_s"
+            )
+        for option in self.options:
+            if setting := _said_by(option):
+                raise ValueError(f"options has {option!r}, which the job's script says itself; set {setting} instead")
+        return self
+
 
 class KubernetesConfig(Section):
     """Workers as a StatefulSet and the controller as a Job, which `titan-rl launch` makes where `hosts.provider` names
     kubernetes."""
 
-    image: str = ""
+    image: Annotated[str, AfterValidator(_image)] = ""
     """With titan_rl and the task installed, or with them on the volume."""
     workers: PositiveInt = 1
     """Hosts, a pod each; the controller has one more, which needs no GPU."""
@@ -116,13 +177,13 @@ class KubernetesConfig(Section):
     """A PersistentVolumeClaim that all pods mount, with the model, and for the run's folder."""
     folder: str = Field(default="/workspace", pattern=r"^/[^\s:]+$")
     """Where the volume is, and the current folder of the run and of its workers."""
-    namespace: str = "default"
+    namespace: Annotated[str, AfterValidator(_namespace)] = "default"
     """In which all of it is made."""
-    resources: Mapping[str, str] = Field(default={}, strict=False)
+    resources: Mapping[str, Quantity] = Field(default={}, strict=False)
     """Of each worker, requested and at most: { "nvidia.com/gpu" = "8", memory = "200Gi", cpu = "32" }."""
-    controller_resources: Mapping[str, str] = Field(default={}, strict=False)
+    controller_resources: Mapping[str, Quantity] = Field(default={}, strict=False)
     """Of the controller."""
-    shared_memory: str = "8Gi"
+    shared_memory: Quantity = "8Gi"
     """Size of /dev/shm in each pod, where weights travel and PyTorch's workers talk."""
     kubectl: Annotated[str, AfterValidator(_words)] = "kubectl"
     """The command, which may have options: "kubectl --context=cluster"."""

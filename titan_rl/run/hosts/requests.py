@@ -101,8 +101,18 @@ class HostFiles:
             )
         return states
 
-    def ask(self, do: Wish, what: str, wait_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def ask(
+        self,
+        do: Wish,
+        what: str,
+        wait_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        asked: Callable[[], object] = lambda: None,
+    ) -> None:
         """Ask the run, and wait until it has done so. One whose processes still start answers after that.
+
+        Args:
+            asked: called once the run will do it, whether or not anybody waits.
 
         Raises:
             ConfigError: the run has ended, or says why not.
@@ -113,6 +123,7 @@ class HostFiles:
         allowed = stat.S_IMODE(self._run_dir.stat().st_mode) & 0o666  # whoever may read the folder
         with open(os.open(self._asked, os.O_WRONLY | os.O_CREAT | os.O_APPEND, allowed), "ab") as file:
             file.write(msgspec.json.encode(request) + b"\n")
+        asked()
         until = clock() + wait_s
         while clock() < until:
             time.sleep(POLL_S)

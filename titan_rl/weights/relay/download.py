@@ -109,10 +109,11 @@ class Download:
             raise ConnectionLostError("the trainer itself is much faster")
 
     def _lost(self, sender: str, version: int, error: Exception) -> None:
-        if time.monotonic() > self._deadline or (not sender and isinstance(error.__cause__, ConnectionRefusedError)):
+        left_s = self._deadline - time.monotonic()
+        if left_s < 0 or (not sender and isinstance(error.__cause__, ConnectionRefusedError)):
             raise StateDictError(
-                f"version {version} could not be read from {sender or 'the trainer'} within "
-                f"{self._reading.timeout_s:g} s: {error}"
+                f"version {version} could not be read from {sender or 'the trainer'} in "
+                f"{self._reading.timeout_s - left_s:.1f} s: {error}"
             ) from error
         logger.info("version %d is read from another host than %s: %s", version, sender or "the trainer", error)
         if sender:

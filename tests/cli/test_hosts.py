@@ -1,0 +1,31 @@
+"""`titan-rl hosts RUN`."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from titan_rl.cli.main import EXIT_INTERRUPTED, main
+from titan_rl.run.hosts.requests import HostFiles
+from titan_rl.viewer.run_status import RunStatus
+
+
+def test_who_asks_is_told_for_what_it_waits_and_that_ctrl_c_takes_nothing_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.toml").write_text("")
+    status = RunStatus("running", began=0.0)
+    monkeypatch.setattr("titan_rl.run.hosts.requests.read_status", lambda folder: status)
+    asked_of = HostFiles(tmp_path)
+
+    def press_ctrl_c(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(time, "sleep", press_ctrl_c)
+    assert main(["hosts", str(tmp_path), "add", "10.0.0.4:22222"]) == EXIT_INTERRUPTED
+    said = capfd.readouterr().err
+    assert "the run is asked to add 10.0.0.4:22222; this waits until its processes are up" in said
+    assert "titan-rl: waits no longer; the run does what it was asked" in said
+    assert [request.what for request in asked_of.new_requests()] == ["10.0.0.4:22222"]

@@ -1,0 +1,70 @@
+"""What tables of providers take: what no scheduler does is refused before anything is submitted."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+from titan_rl.providers.settings import KubernetesConfig, SlurmConfig
+
+
+@pytest.mark.parametrize("limit", ["1", "2", "1:59", "0-0:02", "00:02:00"])
+def test_a_job_ends_in_order_after_it_has_begun(limit: str) -> None:
+    with pytest.raises(ValidationError, match=rf"grace_s = 120 .* time_limit = '{limit}'"):
+        SlurmConfig(time_limit=limit)
+    assert SlurmConfig(time_limit=limit, grace_s=30).grace_s == 30
+
+
+@pytest.mark.parametrize("limit", ["3", "2:01", "1:00:00", "1-0", "0-1:00", "0-0:02:01", "0", "unlimited"])
+def test_a_job_has_more_time_than_its_end_takes(limit: str) -> None:
+    assert SlurmConfig(time_limit=limit).time_limit == limit
+
+
+@pytest.mark.parametrize(
+    ("option", "setting"),
+    [
+        ("--nodes=5", "nodes"),
+        ("-N 5", "nodes"),
+        ("-N5", "nodes"),
+        ("--time=10", "time_limit"),
+        ("-t 10", "time_limit"),
+        ("--no-requeue", "requeue"),
+        ("--requeue", "requeue"),
+        ("--signal=B:TERM@5", "grace_s"),
+    ],
+)
+def test_an_option_does_not_say_what_a_setting_says(option: str, setting: str) -> None:
+    with pytest.raises(ValidationError, match=rf"options has '{option}'.*; set {setting} instead"):
+        SlurmConfig(options=("--exclusive", option))
+
+
+def test_other_options_are_the_jobs() -> None:
+    options = ("--partition=gpu", "-p gpu", "--nodelist=a,b", "--time-min=5", "--ntasks-per-core=1", "-n 4")
+    assert SlurmConfig(options=options).options == options
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        {"namespace": "A_b"},
+        {"namespace": "-a"},
+        {"namespace": ""},
+        {"namespace": "a" * 64},
+        {"shared_memory": "foo"},
+        {"shared_memory": "8 Gi"},
+        {"resources": {"memory": "lots"}},
+        {"controller_resources": {"cpu": "-1"}},
+        {"image": "a b"},
+    ],
+)
+def test_what_no_cluster_takes_is_refused(table: dict[str, object]) -> None:
+    (name,) = table
+    with pytest.raises(ValidationError) as refused:
+        KubernetesConfig.model_validate(table)
+    assert refused.value.errors()[0]["loc"][0] == name
+    assert refused.value.errors()[0]["msg"].startswith("must be")
+
+
+def test_quantities_are_those_of_kubernetes() -> None:
+    resources = {"nvidia.com/gpu": "8", "memory": "400Gi", "cpu": "500m", "ephemeral-storage": "1.5e3", "x": "0.5"}
+    assert KubernetesConfig(resources=resources, shared_memory="64G", namespace="team-1").resources == resources
