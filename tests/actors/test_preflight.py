@@ -58,6 +58,7 @@ def test_hosts_that_have_everything_take_part() -> None:
         ({"versions": {**HERE.versions, "python": "3.12"}}, "b python 3.11 3.12 run the worker there by Python 3.11"),
         ({"model": "0b"}, "b model checksum 0a checksum 0b copy the folder there, or set hosts.sync = true"),
         ({"model": None}, "b model checksum 0a no /models/tiny copy the folder there, or set hosts.sync = true"),
+        ({"model": ""}, "b model checksum 0a nothing of a model in /models/tiny copy the folder there, or set hosts"),
         ({"missing": {"my.task": "no such module"}}, "b module my.task found no such module copy its folder there"),
         ({"memory": GIB}, "b memory 3.0 GiB free 1.0 GiB free memory there"),
         ({"shared_memory": GIB}, "b /dev/shm 6.0 GiB free 1.0 GiB mount -o remount,size=12288M /dev/shm"),
@@ -131,6 +132,7 @@ def test_a_host_says_what_it_has(tmp_path: Path) -> None:
     assert again.model != facts.model
     assert again.versions == facts.versions
     assert look(replace(question, model=tmp_path / "nowhere")).model is None
+    assert look(replace(question, model=tmp_path / "mine")).model == ""
 
 
 def test_code_is_what_git_has_or_else_what_is_neither_hidden_nor_an_environment(tmp_path: Path) -> None:

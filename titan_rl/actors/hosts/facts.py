@@ -49,7 +49,7 @@ class HostFacts:
     Attributes:
         versions: of packages, and of the code of titan_rl, by their names.
         model: a checksum of the model's config, index and tokenizer, and the sizes of its weights; None where there is
-            no such folder.
+            no such folder, "" where it has none of these.
         model_bytes: of its weights.
         missing: modules that are not found, with the reason.
         sees_run: whether the run's folder is the same there.
@@ -112,10 +112,14 @@ def _code() -> str:
 def _model(folder: Path) -> str | None:
     if not folder.is_dir():
         return None
+    described = sorted({path for pattern in MODEL_FILES for path in folder.glob(pattern)})
+    weights = sorted(folder.glob("*.safetensors"))
+    if not described and not weights:
+        return ""
     crc = 0
-    for path in sorted({path for pattern in MODEL_FILES for path in folder.glob(pattern)}):
+    for path in described:
         crc = zlib.crc32(path.name.encode() + path.read_bytes(), crc)
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in weights:
         crc = zlib.crc32(f"{path.name} {path.stat().st_size}".encode(), crc)
     return f"{crc:08x}"
 

@@ -101,7 +101,8 @@ def _install(package: str, version: str) -> str:
 
 def _files(expected: HostFacts, name: str, facts: HostFacts, needs: HostNeeds) -> Iterator[HostDifference]:
     if facts.model != expected.model:
-        there = f"no {needs.model}" if facts.model is None else f"checksum {facts.model}"
+        nothing = f"no {needs.model}" if facts.model is None else f"nothing of a model in {needs.model}"
+        there = f"checksum {facts.model}" if facts.model else nothing
         fix = "copy the folder there, or set hosts.sync = true"
         yield HostDifference(name, "model", f"checksum {expected.model}", there, fix)
     for module, problem in facts.missing.items():
