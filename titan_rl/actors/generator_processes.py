@@ -188,7 +188,7 @@ class GeneratorProcesses(SupervisedProcesses):
             await asyncio.wait([clearing], timeout=LOOK_S)
         if not self._place(name):
             self._lost.add(name)
-            self._tell(f"{name} is gone: {gone.reason}; it waits for a host, as none here has room for it")
+            self._tell(f"{name} is gone: {gone.reason}; no host that is left has room for it")
             return
         if self._host_of(name) != host:
             self._tell(f"{name} is gone: {gone.reason}; starting another on {self._host_of(name)}")
