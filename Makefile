@@ -1,12 +1,12 @@
 # make train   watch a policy learn: sets up .venv, then runs CONFIG with the overrides in ARGS
 # make test    lint, types, and every kind of test, those on the real stack included
 # make test-fast    what needs no engine: four minutes
-# make test-deep    every test in all its variants, with eight times as many random examples: half an hour
+# make test-deep    with eight times as many random examples, and what of the real stack is left out above: half an hour
 # make docs    the docs as a site, build/docs/index.html; a warning fails it
 # make test-docs    the tutorial's commands, in their order: three minutes
 # make coverage    which lines and branches those tests run, subprocesses included; build/coverage/html has each file
 # make test-gpu    what only a GPU shows, in ten minutes, with the packages of GPU_PYTHON; says what it skips and why
-# make test-hosts    what needs several hosts, network namespaces of this machine, as root: four minutes
+# make test-hosts    what needs several hosts, network namespaces of this machine, as root: ten minutes
 # make test-clients    clients, agents, trainers and servers of others as they are published, from the package index
 #
 #   make train CONFIG=examples/alphabet_sort/cpu.toml ARGS="--training.steps 5"

@@ -2,6 +2,7 @@
 
 import atexit
 import gc
+import signal
 from collections.abc import Generator
 from pathlib import Path
 
@@ -13,6 +14,10 @@ pytest.register_assert_rewrite("titan_rl.testing.engine_contract")
 
 settings.register_profile("titan_rl", max_examples=examples(100), deadline=None)
 settings.load_profile("titan_rl")
+
+# A shell has what it runs in the background ignore Ctrl-C, and what that starts inherits it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 TESTS = Path(__file__).parent
 # Files that take long, the longest first: one that came last would run alone.

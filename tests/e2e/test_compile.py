@@ -36,7 +36,8 @@ def empty_cache(tmp_path_factory: pytest.TempPathFactory):
 
 
 @needs_compiler
-@pytest.mark.parametrize("checkpointing", [pytest.param("none", marks=in_depth), "full"])
+@in_depth
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_compiled_steps_equal_eager_ones_and_shapes_are_not_compiled_each(folder: Path, checkpointing: str):
     torch._dynamo.reset()
     counters.clear()

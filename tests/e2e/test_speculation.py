@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from depth import in_depth
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -67,7 +68,8 @@ def policy(models: dict[str, tuple[Path, Qwen3ForCausalLM]]) -> Qwen3ForCausalLM
 
 
 NGRAM = pytest.mark.parametrize("engine", ["ngram"], indirect=True)
-BOTH = pytest.mark.parametrize("engine", ["ngram", "draft_model"], indirect=True)
+MODEL = pytest.param("draft_model", marks=in_depth)
+BOTH = pytest.mark.parametrize("engine", ["ngram", MODEL], indirect=True)
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +126,7 @@ def test_each_token_has_the_value_of_its_request() -> None:
 
 @pytest.mark.parametrize(
     ("engine", "sampling"),
-    [("ngram", PLAIN), ("ngram", CUT), ("draft_model", CUT)],
+    [("ngram", PLAIN), ("ngram", CUT), pytest.param("draft_model", CUT, marks=in_depth)],
     ids=["ngram-plain", "ngram-cut", "draft_model-cut"],
     indirect=["engine"],
 )

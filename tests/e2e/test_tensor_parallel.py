@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from depth import in_depth
 
 pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 pytest.importorskip("vllm", reason="needs the cpu or gpu extra")
@@ -30,6 +31,7 @@ LENGTH = 120
 SAMPLING = SamplingParams(max_tokens=LENGTH, min_tokens=LENGTH, seed=7)
 
 
+@in_depth
 async def test_two_ranks_generate_pull_and_are_replaced_together(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(REPOSITORY)
     config = load_config("examples/alphabet_sort/cpu.toml", SETTINGS)

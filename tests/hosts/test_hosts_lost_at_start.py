@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from depth import on_more_hosts
 from hosts.controller import END_S, LIMIT_S, Run
 from hosts.namespaces import NamespaceHost, Namespaces
 from hosts.scripted import GATE
@@ -40,6 +41,7 @@ def spawned(host: NamespaceHost) -> list[str]:
     return [line for line in host.processes() if "bootstrap_main" in line or "monarch_host" in line]
 
 
+@on_more_hosts
 def test_those_that_die_are_left_out_where_the_others_are_enough_and_taken_in_when_they_return(
     hosts: Namespaces, gate: Path, tmp_path: Path
 ) -> None:
@@ -65,6 +67,7 @@ def test_those_that_die_are_left_out_where_the_others_are_enough_and_taken_in_wh
         file.unlink()
 
 
+@on_more_hosts
 def test_one_that_is_needed_is_named_at_once_and_nothing_is_left_on_the_others(
     hosts: Namespaces, gate: Path, tmp_path: Path
 ) -> None:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from depth import on_more_hosts
 from hosts.namespaces import namespaces
 from hosts.scripted import TESTS, run_controller
 
@@ -45,6 +46,7 @@ def make(spec):
 """
 
 
+@on_more_hosts
 def test_model_and_code_are_brought_and_logs_arrive(needs_namespaces: None, tmp_path: Path) -> None:
     folder, runs = tmp_path / "mine", tmp_path / "runs"
     for name in ("model", "code"):

@@ -127,6 +127,7 @@ def test_a_run_that_is_stopped_by_ctrl_c(machines: Machines, tmp_path: Path) -> 
         machines.until_nothing_is_left()
 
 
+@on_more_hosts
 def test_what_a_killed_worker_leaves_goes_with_the_next_and_what_a_killed_controller_leaves_goes_at_once(
     machines: Machines, tmp_path: Path
 ) -> None:

@@ -31,6 +31,7 @@ def engines_on(hosts: Namespaces) -> list[int]:
     return [max(sum("bootstrap_main" in line for line in processes_of(host)) - 1, 0) for host in hosts]
 
 
+@on_more_hosts
 def test_clients_are_answered_by_engines_on_every_host(hosts: Namespaces, workers: list[HostProcess]) -> None:
     serving = subprocess.Popen(
         command(hosts, "serve", str(MODEL), "--server.port", "0"),

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from depth import on_more_hosts
 from hosts.namespaces import Namespaces
 
 from benchmarks.across_hosts.ends import End, ends_on
@@ -28,6 +29,7 @@ def writer(hosts: Namespaces, tmp_path: Path) -> Generator[TCPTransport]:
     assert not list(tmp_path.iterdir())
 
 
+@on_more_hosts
 def test_hosts_that_stall_or_die_hold_up_nobody_else(hosts: Namespaces, writer: TCPTransport) -> None:
     weights = np.random.default_rng(0).integers(0, 256, MEGABYTES << 20, np.uint8)
     crc = zlib.crc32(weights.tobytes())
