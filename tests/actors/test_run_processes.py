@@ -233,8 +233,7 @@ async def test_where_no_host_is_left_a_rollout_worker_waits_for_one_and_says_so(
     await lose(processes, "there")
     await asyncio.sleep(1.0)
     assert told == [
-        "rollout-worker-0 is gone: nothing has been heard of host there for 3 s; it waits for a host, as none here has "
-        "room for it"
+        "rollout-worker-0 is gone: nothing has been heard of host there for 3 s; no host that is left has room for it"
     ]
     processes.hosts.add(host_of("other"))
     assert await processes.join("other", router) == ["rollout-worker-0"]
