@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from titan_rl.metrics.metric import Metric, MetricGroup
+from titan_rl.metrics.of_engines import ENGINE_METRICS
 from titan_rl.metrics.of_rollouts import ROLLOUT_METRICS
 from titan_rl.metrics.of_running import (
-    ENGINE_METRICS,
     HOST_METRICS,
     SCHEDULING_METRICS,
     SERVER_METRICS,
