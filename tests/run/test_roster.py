@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import stat
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from titan_rl.actors.liveness.host_state import HostState
@@ -214,3 +216,70 @@ def test_a_line_that_is_being_written_is_read_once_it_is_whole(run_dir: Path):
         file.write(b'at": "10.0.0.1"}\nnonsense\n{"id": "b", "do": "drain", "what": "h1"}\n')
     assert files.new_requests() == [HostRequest("a", "add", "10.0.0.1"), HostRequest("b", "drain", "h1")]
     assert files.new_requests() == []
+
+
+@pytest.mark.looptime
+async def test_a_disk_that_takes_no_more_is_told_of_once_and_ends_nothing(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+):
+    is_full = True
+
+    def replace(path: Path, target: Path) -> Path:
+        if is_full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return before(path, target)
+
+    before = Path.replace
+    monkeypatch.setattr(Path, "replace", replace)
+    hosts = Hosts(H1)
+    roster, told = roster_of(run_dir, hosts, H1)
+    watching = asyncio.ensure_future(roster.watch())
+    await asyncio.sleep(1)
+    assert not watching.done()
+    assert hosts.inside == {H1: "in the run"}
+    assert [text.partition(": ")[0] for text in told] == [
+        "which hosts the run has is not written down for now, and the run goes on",
+    ]
+    is_full = False
+    await asyncio.sleep(1)
+    watching.cancel()
+    assert (run_dir / "hosts.json").exists()
+
+
+@pytest.mark.looptime
+async def test_whatever_keeps_a_host_out_is_told(run_dir: Path):
+    class Full(Hosts):
+        async def add(self, address: str) -> None:
+            raise OSError(errno.ENOSPC, "no room on that host")
+
+    roster, told = roster_of(run_dir, Full(), H1)
+    with HostFiles(run_dir)._asked.open("ab") as file:  # pyright: ignore[reportPrivateUsage]
+        file.write(b'{"id": "a", "do": "add", "what": "10.0.0.2"}\n')
+    watching = asyncio.ensure_future(roster.watch())
+    await asyncio.sleep(2 * RETRY_S)
+    watching.cancel()
+    assert told == [f"the host at {H1} is not taken in: OSError: [Errno 28] no room on that host"]
+    said = msgspec.json.decode((run_dir / "hosts.json").read_bytes(), type=HostStates)
+    assert said.answers == {"a": "OSError: [Errno 28] no room on that host"}
+
+
+@pytest.mark.looptime
+async def test_an_address_that_goes_while_its_host_joins_is_drained_once_it_has(run_dir: Path):
+    class Slow(Hosts):
+        async def add(self, address: str) -> None:
+            self.inside[address] = "joining"
+            await asyncio.sleep(20)
+            await super().add(address)
+
+    (file := run_dir / "addresses").write_text(H1)
+    hosts = Slow(H1)
+    roster, _ = roster_of(run_dir, hosts, file=file)
+    watching = asyncio.ensure_future(roster.watch())
+    await asyncio.sleep(10)
+    file.write_text("")
+    await asyncio.sleep(20)
+    assert hosts.inside == {H1: "left"}
+    file.write_text(H1)
+    await asyncio.sleep(40)
+    watching.cancel()
+    assert hosts.inside == {H1: "in the run"}

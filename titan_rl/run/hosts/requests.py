@@ -70,7 +70,7 @@ class HostFiles:
             with self._asked.open("rb") as file:
                 file.seek(self._read)
                 lines = file.read().splitlines(keepends=True)
-        except FileNotFoundError:
+        except OSError:  # nobody has asked; or it cannot be read now
             return []
         requests: list[HostRequest] = []
         for line in lines:

@@ -11,7 +11,6 @@ from typing import Any, Protocol
 from titan_rl.actors.liveness.host_state import HostState
 from titan_rl.calls.user_code import reason
 from titan_rl.config.hosts import join_address, split_address
-from titan_rl.errors import TitanRLError
 from titan_rl.run.hosts.history import HostHistory
 from titan_rl.run.hosts.provided import ProvidedHosts
 from titan_rl.run.hosts.requests import AddressFile, HostFiles, HostRequest, HostStates
@@ -98,7 +97,9 @@ class Roster:
         self._tried_at: dict[str, float] = {}
         self._told: dict[str, str] = {}  # why a host could not be taken in, by address
         self._answers: dict[str, str] = {}
+        self._unwanted: dict[str, str] = {}  # why, by the addresses of hosts that are drained, once they have joined
         self._written: HostStates | None = None
+        self._cannot_write = False
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def watch(self) -> None:
@@ -120,6 +121,9 @@ class Roster:
             self._follow(each)
         now = asyncio.get_running_loop().time()
         states = self._hosts.states()
+        for host in states:
+            if host.state == "in the run" and (why := self._unwanted.pop(host.address, None)) is not None:
+                self._begin(self._drain(host.name, why))
         self._anew -= {host.address for host in states if host.state == "in the run"}
         left = {host.address for host in states if host.state == "left"} - self._anew
         here = {host.address for host in states if host.state not in ("gone", "left")}
@@ -133,16 +137,17 @@ class Roster:
         before, listing.known = listing.known, frozenset(_full(address) for address in listing.read())
         self._wanted |= listing.known - before
         self._anew |= listing.known - before
+        for address in listing.known:
+            self._unwanted.pop(address, None)
         for address in before - listing.known:
             self._wanted.discard(address)
-            for host in self._hosts.states():
-                if host.address == address and host.state == "in the run":
-                    self._begin(self._drain(host.name, listing.why))
+            self._unwanted[address] = listing.why
 
     async def _answer(self, request: HostRequest) -> None:
         try:
             if request.do == "add":
                 address = _full(request.what)
+                self._unwanted.pop(address, None)
                 self._tried_at[address] = asyncio.get_running_loop().time()
                 await self._hosts.add(address)
                 self._wanted.add(address)
@@ -150,7 +155,7 @@ class Roster:
                 of = {host.name: host.address for host in self._hosts.states()}
                 self._wanted.discard(of.get(request.what, ""))
                 await self._hosts.drain(request.what, "it was asked to")
-        except (TitanRLError, ValueError) as error:
+        except Exception as error:  # of whatever kind: whoever asked waits for the answer
             self._answers[request.id] = reason(error)
         else:
             self._answers[request.id] = ""
@@ -159,7 +164,7 @@ class Roster:
     async def _try(self, address: str) -> None:
         try:
             await self._hosts.add(address)
-        except TitanRLError as error:
+        except Exception as error:  # also of that machine, whose disk may be full
             if self._told.get(address) != (why := reason(error)):
                 self._told[address] = why
                 self._tell(f"the host at {address} is not taken in: {why}")
@@ -169,7 +174,7 @@ class Roster:
     async def _drain(self, name: str, why: str) -> None:
         try:
             await self._hosts.drain(name, why)
-        except TitanRLError as error:
+        except Exception as error:
             self._tell(f"host {name} cannot be drained: {reason(error)}")
 
     def _begin(self, coroutine: Coroutine[Any, Any, None]) -> None:
@@ -181,9 +186,16 @@ class Roster:
         hosts = list(self._hosts.states())
         self._history.note(hosts, self._hosts.take_silences())
         states = HostStates(hosts, dict(self._answers), list(self._history.events))
-        if states != self._written:
-            self._written = states
+        if states == self._written:
+            return
+        try:
             self._files.write(states)
+        except OSError as error:
+            if not self._cannot_write:
+                self._tell(f"which hosts the run has is not written down for now, and the run goes on: {error}")
+            self._cannot_write = True
+        else:
+            self._written, self._cannot_write = states, False
 
 
 def _full(address: str) -> str:
