@@ -1,6 +1,7 @@
 """Packed numbers read as the lists that they were made of."""
 
 import json
+import math
 import pickle
 from array import array
 
@@ -48,6 +49,26 @@ def test_tokens_read_as_their_list(tokens: list[int], more: list[int], part: sli
     assert json.loads(json_line({"ids": packed})) == {"ids": tokens}
     assert np.asarray(packed).tolist() == tokens
     assert token_array(packed) is packed
+
+
+def test_numpy_reads_an_array_without_a_way_to_change_it() -> None:
+    packed = logprob_array([-0.5, -1.5])
+    copied = np.array(packed)
+    copied += 1
+    assert np.asarray(packed, np.float32).dtype == np.float32
+    with pytest.raises(ValueError, match="read-only"):
+        np.asarray(packed)[0] = 1
+    assert packed == [-0.5, -1.5]
+
+
+@given(st.lists(st.floats(), min_size=1, max_size=30))
+def test_what_is_asked_of_all_numbers_is_what_their_list_says(values: list[float]) -> None:
+    packed = logprob_array(values)
+    assert packed.is_finite() == all(map(math.isfinite, values))
+    if packed.is_finite():
+        assert packed.least() == min(values)
+    window = NumberArray(array(TOKENS, [3, 9, 4, 7]), 1, 3)
+    assert (window.least(), type(window.least()), window.is_finite()) == (4, int, True)
 
 
 @given(st.lists(st.floats(allow_nan=False), max_size=30))

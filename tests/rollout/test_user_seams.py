@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from stage import Env, Generator, Stage
 
@@ -198,6 +199,14 @@ async def test_callbacks_that_raise_are_told_of_once_and_lose_no_group(
     assert type(error).__name__ in told[0]
 
 
+def cannot_be_changed(packed: Any) -> None:
+    with pytest.raises(TypeError):
+        packed[0] = 99
+    np.array(packed)[:] = 99
+    with pytest.raises(ValueError, match="read-only"):
+        np.asarray(packed)[:] = 99
+
+
 async def test_the_record_of_a_turn_is_not_anybody_elses_to_change() -> None:
     kept: list[Completion] = []
 
@@ -217,8 +226,8 @@ async def test_the_record_of_a_turn_is_not_anybody_elses_to_change() -> None:
 
         async def step(self, completion: Any) -> TokenStep:
             step = await super().step(completion)
-            completion.token_ids.clear()
-            completion.logprobs.append(0.0)
+            cannot_be_changed(completion.token_ids)
+            cannot_be_changed(completion.logprobs)
             completion.metrics["queue_s"] = 99.0
             self.said[0]["content"][0]["text"] = "gone"
             self.prompt.append(99)
@@ -272,11 +281,11 @@ async def test_what_a_reward_changes_in_a_turn_is_not_trained_on(kind: Any) -> N
     def meddle(rollout: Rollout) -> float:
         (turn,) = rollout.turns
         completion: Any = turn.completion
-        completion.token_ids[0] = completion.logprobs[0] = completion.metrics["queue_s"] = 63
+        completion.metrics["queue_s"] = 63
         completion.version_spans.clear()
         turn.token_advantages[0] = 44  # pyright: ignore
-        with pytest.raises(TypeError):
-            turn.prompt_token_ids[0] = 44  # pyright: ignore
+        for packed in (turn.prompt_token_ids, completion.token_ids, completion.logprobs):
+            cannot_be_changed(packed)
         turn.rewards["last"] = 99.0  # pyright: ignore
         return float(rollout.sibling)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from titan_rl.arrays import LOGPROBS, TOKENS, array_from_bytes, logprob_array, token_array
@@ -84,9 +85,10 @@ def unpack(packed: Packed) -> FromGenerator:
             raise ValueError(f"a generator sent a tuple of {len(packed)} values")
 
 
-def _pack_spans(spans: Sequence[VersionSpan]) -> list[tuple[int, int]]:
-    return [(span.version, span.num_tokens) for span in spans]
+def _pack_spans(spans: Sequence[VersionSpan]) -> tuple[tuple[int, int], ...]:
+    return tuple([(span.version, span.num_tokens) for span in spans])
 
 
-def _unpack_spans(spans: Sequence[tuple[int, int]]) -> tuple[VersionSpan, ...]:
+@lru_cache(maxsize=1024)  # most chunks of a version have as many tokens
+def _unpack_spans(spans: tuple[tuple[int, int], ...]) -> tuple[VersionSpan, ...]:
     return tuple([VersionSpan(version, num_tokens) for version, num_tokens in spans])

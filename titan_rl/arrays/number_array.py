@@ -16,7 +16,7 @@ class NumberArray(Sequence[N]):
     """Numbers of one type, which nobody changes. Equal to every list, tuple and array of the same numbers, and in the
     same order.
 
-    NumPy and torch take it through `numpy.asarray`.
+    NumPy and torch take it through `numpy.asarray`, which cannot be written to.
 
     Args:
         values: nobody changes them from here on. With a `stop`, they may grow: this is a window on them then, which the
@@ -83,8 +83,8 @@ class NumberArray(Sequence[N]):
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         import numpy as np
 
-        own = np.frombuffer(self.array(), self.typecode)
-        return own if dtype is None else own.astype(dtype)
+        own = self._view()
+        return np.array(own, dtype) if copy else own if dtype is None else own.astype(dtype, copy=False)
 
     def __repr__(self) -> str:
         return repr(self.tolist())
@@ -111,6 +111,19 @@ class NumberArray(Sequence[N]):
         """Of an array that it shares: the array, and from where to where; None where it has its own."""
         return (self._values, self._start, self._stop) if self._is_window else None
 
+    def least(self) -> N:
+        """
+        Raises:
+            ValueError: there are none.
+        """
+        return self._view().min().item()
+
+    def is_finite(self) -> bool:
+        """Whether none of them is NaN or infinite."""
+        import numpy as np
+
+        return bool(np.isfinite(self._view()).all())
+
     def tolist(self) -> list[N]:
         return self.array().tolist()
 
@@ -119,6 +132,14 @@ class NumberArray(Sequence[N]):
 
     def starts_with(self, beginning: NumberArray[N]) -> bool:
         return len(beginning) <= len(self) and self[: len(beginning)].array() == beginning.array()
+
+    def _view(self) -> Any:
+        """As NumPy has it, not to be written to."""
+        import numpy as np
+
+        view = np.frombuffer(self.array(), self.typecode)
+        view.flags.writeable = False
+        return view
 
 
 def token_array(values: Iterable[int]) -> NumberArray[int]:
@@ -155,9 +176,7 @@ def array_from_bytes(typecode: str, data: bytes) -> NumberArray[Any]:
     Raises:
         ValueError: these are not the bytes of whole numbers.
     """
-    values: array[Any] = array(typecode)
-    values.frombytes(data)
-    return NumberArray(values)
+    return NumberArray(array(typecode, data))
 
 
 def _packed(typecode: str, values: Iterable[Any]) -> NumberArray[Any]:

@@ -35,7 +35,7 @@ def token_array_of(given: Any, what: str) -> NumberArray[int]:
     """As `token_ids_of`, packed."""
     if isinstance(given, NumberArray) and cast("NumberArray[Any]", given).typecode == TOKENS:
         tokens = cast("NumberArray[int]", given)
-        if not tokens or min(tokens) >= 0:
+        if not tokens or tokens.least() >= 0:
             return tokens
     return token_array(token_ids_of(given, what))
 
@@ -58,7 +58,7 @@ def completion_of(given: Any, max_tokens: int) -> Completion:
             f"generate gave {len(given.token_ids)} tokens; it was asked for sampling.max_tokens = {max_tokens} at most"
         )
     logprobs = logprob_array(given.logprobs)
-    if not math.isfinite(sum(logprobs)):
+    if not logprobs.is_finite():
         wrong = next(logprob for logprob in logprobs if not math.isfinite(logprob))
         raise ValueError(f"generate gave a logprob of {wrong}; each must be finite")
     metrics = {str(name): _metric_of(name, value) for name, value in given.metrics.items()}
@@ -77,12 +77,13 @@ def completion_of(given: Any, max_tokens: int) -> Completion:
 
 
 def completion_to_give(own: Completion) -> Completion:
-    """A copy for user code to do with as it likes. Routed experts are training's, and left out, as are
-    top logprobs, which no environment has asked for."""
+    """A copy for user code: its tokens and logprobs are those of the rollout, which nobody can change, and the rest is
+    to do with as it likes. Routed experts are training's, and left out, as are top logprobs, which no environment has
+    asked for."""
     return Completion(
         own.request_id,
-        token_array(own.token_ids).tolist(),
-        logprob_array(own.logprobs).tolist(),
+        token_array(own.token_ids),
+        logprob_array(own.logprobs),
         own.finish_reason,
         list(own.version_spans),
         None,

@@ -56,7 +56,8 @@ class TokenEnv(Protocol):
     async def reset(self) -> TokenObservation: ...
 
     async def step(self, completion: Completion) -> TokenStep:
-        """The completion is the environment's own copy, without `routed_experts`: changing it changes no record."""
+        """The completion is the environment's own copy, without `routed_experts`: changing it changes no record. Its
+        tokens and logprobs are packed (`titan_rl.arrays`), which nobody can change; `list(...)` unpacks them."""
         ...
 
     async def close(self) -> None:
