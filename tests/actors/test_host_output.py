@@ -21,13 +21,19 @@ class Agent:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.is_gone = False
+        self.is_gone = self.writes_more = False
+        self.problem: OSError | None = None
         self.new_output = self
 
     async def call_one(self, have: Any) -> Any:
         await asyncio.sleep(0.01)
         if self.is_gone:
             raise ActorDiedError("it is gone")
+        if self.problem is not None:
+            raise self.problem
+        if self.writes_more:
+            with (self.folder / "logs" / "a.log").open("ab") as log:
+                log.write(b"more")
         return new_output(self.folder, have, most_bytes=4)
 
 
@@ -83,3 +89,33 @@ async def test_a_host_that_is_gone_ends_the_wait_for_its_rest(there: Path, tmp_p
     async with asyncio.timeout(5):
         await output.take_rest()
     assert told == []
+
+
+async def test_a_file_that_cannot_be_read_keeps_back_no_other(there: Path) -> None:
+    (there / "logs" / "a.log").symlink_to(there / "gone")
+    (there / "logs" / "b.log").mkdir()
+    (there / "logs" / "c.log").write_bytes(b"0123")
+    assert new_output(there, {}) == [("logs/c.log", b"0123")]
+
+
+@pytest.mark.looptime
+async def test_a_host_that_cannot_say_what_it_wrote_is_asked_again(there: Path, tmp_path: Path) -> None:
+    agent, output = output_of(there, tmp_path / "here", told := [])
+    (there / "logs" / "a.log").write_bytes(b"0123")
+    agent.problem = OSError("too many open files")
+    collecting = asyncio.ensure_future(output.collect())
+    await asyncio.sleep(5)
+    await output.take_rest()
+    assert [text.partition(": ")[0] for text in told] == ["what host far says is not written here for now"]
+    agent.problem = None
+    await asyncio.sleep(5)
+    collecting.cancel()
+    assert (tmp_path / "here" / "logs" / "a.log").read_bytes() == b"0123"
+
+
+@pytest.mark.looptime
+async def test_a_process_that_goes_on_writing_does_not_keep_a_run_from_its_end(there: Path, tmp_path: Path) -> None:
+    agent, output = output_of(there, tmp_path / "here", [])
+    agent.writes_more = True
+    async with asyncio.timeout(60):
+        await output.take_rest()

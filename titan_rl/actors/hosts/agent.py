@@ -3,6 +3,7 @@ and sends what the run's processes write."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
@@ -27,6 +28,7 @@ from titan_rl.weights.shard_files.owned_folder import OwnedFolder
 logger = logging.getLogger(__name__)
 
 MOST_BYTES = 4 << 20  # of what is sent at once
+IP_S = 5.0  # longest wait for a list of the network's interfaces
 
 Output = list[tuple[str, bytes]]
 """What came to be written: (file below the run's folder, bytes behind those before)."""
@@ -86,7 +88,7 @@ class HostAgent(Actor):
         if run_dir is None:
             for name, data in files.items():
                 (self._copy / name).write_bytes(data)
-        return RunOnHost(run_dir or self._copy, temporary, _interface_of(address))
+        return RunOnHost(run_dir or self._copy, temporary, await in_thread(_interface_of, address))
 
     @concurrent_endpoint
     async def begin_watch(self, settings: LookoutSettings) -> Path:
@@ -170,17 +172,28 @@ def _exit(error: BaseException | None = None) -> None:
 
 
 def new_output(folder: Path, have: Mapping[str, int], most_bytes: int = MOST_BYTES) -> Output:
-    """As `HostAgent.new_output`, of the run's folder on this host."""
+    """As `HostAgent.new_output`, of the run's folder on this host. A file that cannot be read is left for later."""
     output: Output = []
     for path in sorted([*folder.glob("logs/*"), *folder.glob("trace/*")]):
         name = str(path.relative_to(folder))
-        if most_bytes and path.stat().st_size > (begin := have.get(name, 0)):
-            with path.open("rb") as file:
-                file.seek(begin)
-                data = file.read(most_bytes)
-            output.append((name, data))
-            most_bytes -= len(data)
+        with contextlib.suppress(OSError):
+            data = _read_from(path, have.get(name, 0), most_bytes)
+            if data:
+                output.append((name, data))
+                most_bytes -= len(data)
     return output
+
+
+def _read_from(path: Path, begin: int, most_bytes: int) -> bytes:
+    """
+    Raises:
+        OSError: it is gone, or no file.
+    """
+    if not most_bytes or path.stat().st_size <= begin:
+        return b""
+    with path.open("rb") as file:
+        file.seek(begin)
+        return file.read(most_bytes)
 
 
 def _interface_of(address: str) -> str | None:
@@ -189,5 +202,8 @@ def _interface_of(address: str) -> str | None:
         return None
     import subprocess
 
-    found = subprocess.run(["ip", "-o", "addr"], capture_output=True, text=True, check=False).stdout
+    try:
+        found = subprocess.run(["ip", "-o", "addr"], capture_output=True, text=True, check=False, timeout=IP_S).stdout
+    except subprocess.TimeoutExpired:
+        return None
     return next((line.split()[1] for line in found.splitlines() if f" {address}/" in line), None)

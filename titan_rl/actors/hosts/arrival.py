@@ -29,6 +29,7 @@ class Arrival:
     Attributes:
         key: by which the supervisor knows it.
         worker: HOST:PORT.
+        name: "" until it has one.
         facts: what it has, once it was looked at.
         host: once it has a name.
 
@@ -42,6 +43,7 @@ class Arrival:
     def __init__(self, supervisor: Any, key: str, worker: str, silence_s: float) -> None:
         self.key = key
         self.worker = worker
+        self.name = ""
         self._supervisor = supervisor
         self._silence_s = silence_s
         self._meeting: Meeting | None = None
@@ -60,8 +62,10 @@ class Arrival:
         await ask(self._agent.enter, timeout_s=ATTACH_TIMEOUT_S)
         self.facts = await ask(self._agent.look, question, timeout_s=ATTACH_TIMEOUT_S)
 
-    def name(self, name: str) -> None:
+    def become(self, name: str) -> None:
+        """From now on it is a host of that name."""
         assert self._meeting is not None
+        self.name = name
         address, gpus = self._meeting.address, self.facts.gpus
         self.host = Host(name, address, self._agent, gpus, self.key, worker=self.worker)
         self.host.link = self._meeting.link
@@ -125,13 +129,15 @@ class Arrival:
     async def give_back(self) -> None:
         """It is not taken in: end what the run has there, if it can be reached."""
         limits: dict[str, Any] = {"who": f"host at {self.worker}", "timeout_s": CLOSE_TIMEOUT_S}
-        with contextlib.suppress(ActorDiedError):
-            if self.lost:
-                await call(self._supervisor.detach, self.key, **limits)
-            elif self._agent is not None:
-                await call(self._agent.clean_up, **limits)
-                await call(self._supervisor.terminate, (self.key,), **limits)
-        self._end_meeting()
+        try:
+            with contextlib.suppress(ActorDiedError):
+                if self.lost:
+                    await call(self._supervisor.detach, self.key, **limits)
+                elif self._agent is not None:
+                    await call(self._agent.clean_up, **limits)
+                    await call(self._supervisor.terminate, (self.key,), **limits)
+        finally:
+            self._end_meeting()
 
     def _end_meeting(self) -> None:
         if self._meeting is not None:

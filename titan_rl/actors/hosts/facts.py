@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from titan_rl.actors.hosts.run_token import token_in
 from titan_rl.actors.processes.gpus import visible_gpus
 from titan_rl.weights.shard_files.shard_folder import shard_root
 
@@ -29,7 +30,7 @@ class Question:
 
     Args:
         run_dir: the run's folder.
-        token: what the file `.hosts` in it says.
+        token: what the file in it says by which it is known, see `RunToken`.
         model: the model's folder.
         modules: which a run's settings name.
         pythonpath: where modules are found, before where Python finds them anyway.
@@ -73,15 +74,11 @@ def look(question: Question) -> HostFacts:
     return HostFacts(
         socket.gethostname(),
         sys.executable,
-        {
-            "python": ".".join(map(str, sys.version_info[:2])),
-            "titan_rl": _code(),
-            **{name: _version(name) for name in PACKAGES},
-        },
+        _versions(),
         _model(question.model),
         sum(path.stat().st_size for path in question.model.glob("*.safetensors")),
         _missing(question.modules, question.pythonpath),
-        _token(question.run_dir) == question.token,
+        token_in(question.run_dir) == question.token,
         _free_memory(),
         shutil.disk_usage(shard_root()).free,
         visible_gpus(),
@@ -140,13 +137,6 @@ def _missing(modules: Sequence[str], pythonpath: Sequence[str]) -> dict[str, str
     finally:
         sys.path[:] = before
     return missing
-
-
-def _token(run_dir: Path) -> str | None:
-    try:
-        return (run_dir / ".hosts").read_text()
-    except OSError:
-        return None
 
 
 def _free_memory() -> int:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import secrets
 import socket
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from itertools import count
@@ -21,6 +20,7 @@ from titan_rl.actors.hosts.host import Host
 from titan_rl.actors.hosts.meeting import all_of, free_names
 from titan_rl.actors.hosts.output import HostOutput
 from titan_rl.actors.hosts.preflight import HostNeeds, check_hosts
+from titan_rl.actors.hosts.run_token import RunToken
 from titan_rl.actors.liveness.host_monitor import HostMonitor, RemoteWatcher
 from titan_rl.actors.liveness.local_lookout import LocalLookout
 from titan_rl.actors.processes.gpus import visible_gpus
@@ -28,12 +28,11 @@ from titan_rl.actors.processes.process import LOOPBACK
 from titan_rl.actors.processes.remote_process import call
 from titan_rl.calls.telling import logged
 from titan_rl.calls.threads import in_thread
+from titan_rl.calls.user_code import summary
 from titan_rl.config.hosts import HostsConfig, own_address
 from titan_rl.errors import ActorDiedError
 
 logger = logging.getLogger(__name__)
-
-TOKEN = ".hosts"  # a file of the run's folder, by which a host tells that it sees it
 
 
 class Hosts:
@@ -66,7 +65,8 @@ class Hosts:
         self._needs = needs
         self._tell = tell
         self._hosts: dict[str, Host] = {}
-        self._token = secrets.token_hex(8)
+        self._coming: set[str] = set()  # names of those that are being taken in
+        self._token = RunToken(needs.run_dir)
         self._expected: HostFacts
         self._outputs: dict[str, HostOutput] = {}
         self._collecting: dict[str, asyncio.Task[None]] = {}
@@ -115,13 +115,12 @@ class Hosts:
         try:
             return await self._take_in(arrivals, begins)
         finally:
+            self._coming.difference_update(arrival.name for arrival in arrivals)
             taken = {host.key for host in self}
             await asyncio.gather(*[arrival.give_back() for arrival in arrivals if arrival.key not in taken])
 
     async def _take_in(self, arrivals: Sequence[Arrival], begins: bool) -> list[Host]:
         lost: dict[str, str] = {}  # why, by worker
-        token = self._needs.run_dir / TOKEN
-        token.write_text(self._token)
         question = self._question()
 
         async def all_there(step: Callable[[Arrival], Coroutine[Any, Any, None]]) -> list[Arrival]:
@@ -132,6 +131,8 @@ class Hosts:
                     if not begins or not await arrival.is_lost():
                         raise
                     lost[arrival.worker] = str(error)
+                except OSError as error:
+                    raise ActorDiedError(f"host at {arrival.worker}: {summary(error)}") from error
 
             await all_of([one(arrival) for arrival in arrivals if arrival.worker not in lost])
             for arrival in arrivals:
@@ -142,14 +143,13 @@ class Hosts:
             self._check_enough(lost, [arrival.worker for arrival in arrivals])
             return [arrival for arrival in arrivals if arrival.worker not in lost]
 
-        try:
+        with self._token.shown():
             self._expected = await in_thread(look, question)
             met = await all_there(lambda arrival: arrival.look(question))
-        finally:
-            token.unlink(missing_ok=True)
-        names = free_names([arrival.facts.hostname for arrival in met], self.names)
+        names = free_names([arrival.facts.hostname for arrival in met], [*self.names, *self._coming])
+        self._coming.update(names)
         for arrival, name in zip(met, names, strict=True):
-            arrival.name(name)
+            arrival.become(name)
         roles = self._needs.roles(self.config, [*self.names, *names])
         found = {arrival.host.name: arrival.facts for arrival in met}
         check_hosts(self._expected, found, self._needs, roles, sync=self.config.sync)
@@ -178,8 +178,10 @@ class Hosts:
             raise ActorDiedError("; ".join([*lost.values(), *problems]))
 
     async def detach(self, name: str) -> None:
-        """Give back what the run has on a host, and go on without it."""
-        host = self._forget(name)
+        """Take the rest of a host's output, give back what the run has there, and go on without it."""
+        output, host = self._outputs.get(name), self._forget(name)
+        if output is not None:
+            await output.take_rest()
         if isinstance(host.watcher, RemoteWatcher):
             with contextlib.suppress(ActorDiedError):
                 await host.link.call(host.agent.clean_up, timeout_s=CLOSE_TIMEOUT_S)
@@ -208,23 +210,18 @@ class Hosts:
             await call(self.supervisor.detach, host.key, who="supervisor", timeout_s=CLOSE_TIMEOUT_S)
 
     async def close(self) -> None:
-        """Take what is left of their output, and give back what the run has there."""
-        for task in self._collecting.values():
-            task.cancel()
-        self._collecting.clear()
+        """Let go of all that are elsewhere."""
         await all_of([self._leave(host) for host in self if not host.is_here])
         await asyncio.gather(*self._giving_up)
 
     async def _leave(self, host: Host) -> None:
-        if host.name in self._outputs:
-            await self._outputs[host.name].take_rest()
         if host.name in self._hosts:  # else it was lost meanwhile
             await self.detach(host.name)
 
     def _question(self) -> Question:
         needs = self._needs
         folders = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
-        return Question(needs.run_dir, self._token, needs.model, needs.modules, tuple(folders))
+        return Question(needs.run_dir, self._token.text, needs.model, needs.modules, tuple(folders))
 
     async def _prepare(self, arrival: Arrival) -> None:
         run_dir, host = self._needs.run_dir, arrival.host

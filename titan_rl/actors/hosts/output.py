@@ -12,14 +12,15 @@ from titan_rl.errors import ActorDiedError
 
 INTERVAL_S = 0.5
 TIMEOUT_S = 10.0
+"""Longest wait for an answer, and for the rest of all at the end, where something may go on writing."""
 
 
 class HostOutput:
-    """Logs and traces of a host, as they grow. A disk that takes no more costs them, and not the run.
+    """Logs and traces of a host, as they grow. What keeps them there or off the disk here costs them, and not the run.
 
     Args:
         run_dir: of the run, on this machine.
-        tell: called once with why something cannot be written here.
+        tell: called once with why something cannot be read there or written here.
     """
 
     def __init__(self, host: Host, run_dir: Path, tell: Callable[[str], object]) -> None:
@@ -38,14 +39,15 @@ class HostOutput:
 
     async def take_rest(self) -> None:
         """Nothing more where the host is gone."""
-        with contextlib.suppress(ActorDiedError):
-            while await self._take():
-                pass
+        with contextlib.suppress(ActorDiedError, TimeoutError):
+            async with asyncio.timeout(TIMEOUT_S):
+                while await self._take():
+                    pass
 
     async def _take(self) -> bool:
         """Whether something came."""
-        output = await self._host.link.call(self._host.agent.new_output, self._had, timeout_s=TIMEOUT_S)
         try:
+            output = await self._host.link.call(self._host.agent.new_output, self._had, timeout_s=TIMEOUT_S)
             for name, data in output:
                 self._append(self._run_dir / name, data)
                 self._had[name] = self._had.get(name, 0) + len(data)
