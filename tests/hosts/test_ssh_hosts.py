@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from depth import on_more_hosts
-from hosts.namespaces import NamespaceHost, Namespaces
+from hosts.namespaces import HostProcess, NamespaceHost, Namespaces
 
 LIMIT_S = 30.0
 SERVER = """
@@ -33,19 +34,43 @@ from titan_rl.providers.spec import ProviderSpec
 from titan_rl.providers.ssh import workers
 
 async def main():
-    ssh = SSHConfig(hosts=sys.argv[3:], options=["-F", sys.argv[2]])
+    soon = [f"-o{name}=1" for name in ("ConnectTimeout", "ServerAliveInterval", "ServerAliveCountMax")]
+    ssh = SSHConfig(hosts=sys.argv[3:], options=["-F", sys.argv[2], *soon])
     settings = ProviderSettings(provider="ssh", ssh=ssh)
-    async with workers(ProviderSpec(settings, Path(sys.argv[1]), print, 30)) as addresses:
-        print(*addresses, flush=True)
-        await asyncio.to_thread(sys.stdin.read)
+    async with workers(ProviderSpec(settings, Path(sys.argv[1]), print, 30)) as there:
+        print("begins", *there, flush=True)
+        while await asyncio.to_thread(sys.stdin.readline):
+            print("now", *await there.current(), flush=True)
 
 asyncio.run(main())
 """
 
 
+class Servers:
+    """sshd on each of some hosts.
+
+    Attributes:
+        client_config: of ssh, by which the first hosts are reached as one and two.
+    """
+
+    def __init__(self, sshd: str, keys: Path) -> None:
+        self._sshd, self._keys = sshd, keys
+        self._running: list[HostProcess] = []
+        self.client_config = keys / "client_config"
+
+    def serve(self, host: NamespaceHost) -> None:
+        log = self._keys / f"{host.name}-{len(self._running)}"
+        self._running.append(host.run([self._sshd, "-D", "-e", "-f", str(self._keys / "sshd_config")], output=log))
+        until(lambda: "Server listening" in log.read_text(), f"sshd listens on {host.name}")
+
+    def close(self) -> None:
+        for server in self._running:
+            server.send(signal.SIGKILL)
+            server.wait()
+
+
 @pytest.fixture(scope="module")
-def client_config(hosts: Namespaces, tmp_path_factory: pytest.TempPathFactory) -> Generator[Path]:
-    """A configuration of ssh by which the hosts of this module are reached as one, two and three."""
+def servers(hosts: Namespaces, tmp_path_factory: pytest.TempPathFactory) -> Generator[Servers]:
     sshd = shutil.which("sshd") or "/usr/sbin/sshd"
     if not Path(sshd).exists():
         pytest.skip("sshd is not installed: apt-get install openssh-server")
@@ -55,45 +80,98 @@ def client_config(hosts: Namespaces, tmp_path_factory: pytest.TempPathFactory) -
     (keys / "sshd_config").write_text(SERVER.format(keys=keys))
     known = [f"Host {name}\n  HostName {host.address}" for name, host in zip(("one", "two"), hosts, strict=False)]
     all_hosts = f"Host *\n  User root\n  IdentityFile {keys}/user\n  UserKnownHostsFile {keys}/known\n"
-    config = keys / "client_config"
-    config.write_text("\n".join([*known, all_hosts, "  StrictHostKeyChecking accept-new\n"]))
+    made = Servers(sshd, keys)
+    made.client_config.write_text("\n".join([*known, all_hosts, "  StrictHostKeyChecking accept-new\n"]))
     Path("/run/sshd").mkdir(exist_ok=True)  # where sshd gives up its rights
-    servers = [host.run([sshd, "-D", "-e", "-f", str(keys / "sshd_config")], output=keys / host.name) for host in hosts]
-    for host in hosts:
-        until(lambda host=host: "Server listening" in (keys / host.name).read_text(), f"sshd listens on {host.name}")
-    yield config
-    for server in servers:
-        server.send(signal.SIGKILL)
-        server.wait()
+    with contextlib.closing(made):
+        for host in hosts:
+            made.serve(host)
+        yield made
+
+
+class Controller:
+    """A process that has workers on hosts one and two, and says where they listen."""
+
+    def __init__(self, servers: Servers, folder: Path) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, folder, servers.client_config, "one", "two"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        )
+        self.said: list[str] = []
+        self.begins_with = self._next("begins")
+
+    def now(self) -> list[str]:
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        return self._next("now")
+
+    def end(self) -> int:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        return self.process.wait(LIMIT_S)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait(LIMIT_S)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+    def _next(self, word: str) -> list[str]:
+        assert self.process.stdout is not None
+        while line := self.process.stdout.readline():
+            first, *rest = line.split()
+            if first == word:
+                return rest
+            self.said.append(line.strip())
+        raise AssertionError(f"it ended: {self.said}")
+
+
+@pytest.fixture
+def controller(servers: Servers, tmp_path: Path) -> Generator[Controller]:
+    with contextlib.closing(Controller(servers, tmp_path)) as made:
+        yield made
 
 
 @on_more_hosts
 @pytest.mark.parametrize("end", ["in order", "killed"])
 def test_workers_are_there_for_as_long_as_their_controller(
-    end: str, hosts: Namespaces, client_config: Path, tmp_path: Path
+    end: str, hosts: Namespaces, controller: Controller, tmp_path: Path
 ) -> None:
-    starter = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, tmp_path, client_config, "one", "two"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-    )
-    assert starter.stdin is not None
-    assert starter.stdout is not None
-    addresses = starter.stdout.readline().split()
-    assert addresses == [f"{host.address}:22222" for host in hosts.hosts[:2]], starter.stdout.read()
+    assert controller.begins_with == [f"{host.address}:22222" for host in hosts.hosts[:2]]
     assert [len(workers(host)) for host in hosts] == [1, 1, 0]
     if end == "killed":
-        starter.kill()
-        starter.wait(LIMIT_S)
+        controller.process.kill()
+        controller.process.wait(LIMIT_S)
         until(lambda: not any(workers(host) for host in hosts), "every worker has ended")
     else:
-        starter.stdin.close()
-        assert starter.wait(LIMIT_S) == 0
+        assert controller.end() == 0
         assert not any(workers(host) for host in hosts)
-    starter.stdout.close()
-    assert f"listening on {addresses[1]}" in (tmp_path / "worker-two.log").read_text()
+    assert f"listening on {controller.begins_with[1]}" in (tmp_path / "worker-two.log").read_text()
+
+
+@on_more_hosts
+def test_a_host_that_is_away_has_its_worker_once_it_is_back(
+    hosts: Namespaces, servers: Servers, tmp_path: Path
+) -> None:
+    one, two = (f"{host.address}:22222" for host in hosts.hosts[:2])
+    hosts[1].kill()
+    with contextlib.closing(Controller(servers, tmp_path)) as controller:
+        assert controller.begins_with == [one], "the run begins without it"
+        hosts[1].start()
+        servers.serve(hosts[1])
+        until(lambda: controller.now() == [one, two], "the host that was away has its worker")
+        hosts[1].kill()
+        until(lambda: controller.now() == [one], "the host is killed")
+        hosts[1].start()
+        servers.serve(hosts[1])
+        until(lambda: controller.now() == [one, two], "the host is back, with a worker")
+        assert controller.end() == 0
+    assert controller.said[0].startswith("the run begins without two, which is asked again: the worker on two has")
+    assert not any(workers(host) for host in hosts)
 
 
 def workers(host: NamespaceHost) -> list[str]:

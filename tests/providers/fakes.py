@@ -13,7 +13,7 @@ import pytest
 WORKER = """
 import signal, sys
 address = sys.argv[sys.argv.index("--listen") + 1]
-signal.signal(signal.SIGTERM, lambda *_: (print("told to end", flush=True), sys.exit(0)))
+signal.signal(signal.SIGTERM, lambda *_: (print("told to end", flush=True), sys.exit(143)))
 print("titan-rl: listening on " + address, flush=True)
 signal.pause()
 """

@@ -1,5 +1,6 @@
 """Hosts of Slurm, whose commands are scripts here: the nodes of an allocation, and a job that goes on."""
 
+import asyncio
 import os
 import re
 import signal
@@ -11,6 +12,7 @@ from providers.fakes import Commands, worker_command
 
 from titan_rl.errors import ConfigError, ProviderError
 from titan_rl.providers import slurm
+from titan_rl.providers.changing import ChangingWorkers
 from titan_rl.providers.settings import ProviderSettings, SlurmConfig
 from titan_rl.providers.spec import ProviderSpec, Submission
 
@@ -21,19 +23,90 @@ os.execvp(words[0], words)
 """
 
 
-async def test_each_node_of_an_allocation_has_a_worker(
-    tmp_path: Path, commands: Commands, monkeypatch: pytest.MonkeyPatch
-):
-    commands.make("scontrol", "print('127.0.0.1\\n127.0.0.2')")
+SCONTROL = """
+hostnames = {"node[1-2]": "127.0.0.1 127.0.0.2", "node[1-3]": "127.0.0.1 127.0.0.2 127.0.0.3"}
+if "hostnames" in argv:
+    print(hostnames.get(argv[-1], argv[-1]).replace(" ", "\\n"))
+elif "job" in argv:
+    print("JobId=17 JobName=word_sort ReqNodeList=(null) NodeList=" + pathlib.Path("nodes").read_text())
+elif "node" in argv:
+    for line in pathlib.Path("states").read_text().splitlines():
+        print("NodeName=" + line.split()[0] + " Arch=x86_64 State=" + line.split()[1] + " Reason=hot [root@now]")
+"""
+
+
+@pytest.fixture
+def allocation(tmp_path: Path, commands: Commands, monkeypatch: pytest.MonkeyPatch) -> ProviderSpec:
+    """Of two nodes, of which slurmctld says what is in files."""
+    commands.make("scontrol", SCONTROL)
     commands.make("srun", SRUN)
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SLURM_JOB_NODELIST", "node[1-2]")
-    settings = ProviderSettings(provider="slurm", command=worker_command(tmp_path), port=700)
-    async with slurm.workers(ProviderSpec(settings, tmp_path)) as addresses:
-        assert addresses == ["127.0.0.1:700", "127.0.0.2:700"]
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    monkeypatch.setattr(slurm, "LOOK_S", 0.0)
+    slurmctld_says("node[1-2]", "127.0.0.1 ALLOCATED", "127.0.0.2 ALLOCATED")
+    return ProviderSpec(ProviderSettings(provider="slurm", command=worker_command(tmp_path), port=700), tmp_path)
+
+
+def slurmctld_says(nodes: str, *states: str) -> None:
+    Path("nodes").write_text(nodes)
+    Path("states").write_text("\n".join(states))
+
+
+async def test_each_node_of_an_allocation_has_a_worker(allocation: ProviderSpec, commands: Commands):
+    async with slurm.workers(allocation) as addresses:
+        assert list(addresses) == ["127.0.0.1:700", "127.0.0.2:700"]
     assert commands.calls("scontrol") == [(["show", "hostnames", "node[1-2]"], "")]
     nodes = {next(word for word in words if word.startswith("--nodelist")) for words, _ in commands.calls("srun")}
     assert nodes == {"--nodelist=127.0.0.1", "--nodelist=127.0.0.2"}
-    assert (tmp_path / "worker-127.0.0.2.log").read_text().endswith("told to end\n")
+    assert (allocation.logs / "worker-127.0.0.2.log").read_text().endswith("told to end\n")
+
+
+@pytest.mark.parametrize("state", ["ALLOCATED+DRAIN", "DRAINING*", "ALLOCATED+FAIL", "FAILING"])
+async def test_a_node_that_is_drained_is_missing_until_it_is_resumed(state: str, allocation: ProviderSpec):
+    async with slurm.workers(allocation) as workers:
+        assert isinstance(workers, ChangingWorkers)
+        assert await workers.current() == ["127.0.0.1:700", "127.0.0.2:700"]
+        slurmctld_says("node[1-2]", "127.0.0.1 ALLOCATED*", f"127.0.0.2 {state}")
+        assert await workers.current() == ["127.0.0.1:700"]
+        assert "told to end" not in (allocation.logs / "worker-127.0.0.2.log").read_text(), "it is moved from first"
+        slurmctld_says("node[1-2]", "127.0.0.1 ALLOCATED", "127.0.0.2 ALLOCATED")
+        assert await workers.current() == ["127.0.0.1:700", "127.0.0.2:700"]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "state"), [("node[1-2]", "DOWN*"), ("node[1-2]", "DOWN+DRAIN"), ("127.0.0.1", "IDLE")]
+)
+async def test_a_node_that_fails_or_leaves_has_no_worker_any_more(nodes: str, state: str, allocation: ProviderSpec):
+    async with slurm.workers(allocation) as workers:
+        assert isinstance(workers, ChangingWorkers)
+        slurmctld_says(nodes, "127.0.0.1 ALLOCATED", f"127.0.0.2 {state}")
+        assert await workers.current() == ["127.0.0.1:700"]
+        log = allocation.logs / "worker-127.0.0.2.log"
+        async with asyncio.timeout(LIMIT_S):
+            while not log.read_text().endswith("told to end\n"):  # noqa: ASYNC110  a process is waited for
+                await asyncio.sleep(0.01)
+
+
+async def test_a_node_that_comes_to_the_allocation_has_a_worker(allocation: ProviderSpec):
+    async with slurm.workers(allocation) as workers, asyncio.timeout(LIMIT_S):
+        assert isinstance(workers, ChangingWorkers)
+        slurmctld_says("node[1-3]", *[f"127.0.0.{number} ALLOCATED" for number in (1, 2, 3)])
+        while len(await workers.current()) < 3:  # noqa: ASYNC110  a process is waited for
+            await asyncio.sleep(0.01)
+        assert await workers.current() == [f"127.0.0.{number}:700" for number in (1, 2, 3)]
+
+
+async def test_slurmctld_is_asked_now_and_then(
+    allocation: ProviderSpec, commands: Commands, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(slurm, "LOOK_S", 1000.0)
+    async with slurm.workers(allocation) as workers:
+        assert isinstance(workers, ChangingWorkers)
+        for _ in range(5):
+            assert len(await workers.current()) == 2
+    asked = [words for words, _ in commands.calls("scontrol") if "job" in words]
+    assert asked == [["--oneliner", "show", "job", "17"]]
 
 
 async def test_outside_of_an_allocation_the_way_in_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

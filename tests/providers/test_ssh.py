@@ -31,7 +31,7 @@ async def test_each_host_has_a_worker_where_it_is_reached(tmp_path: Path, comman
     commands.make("ssh", SSH)
     given = settings(tmp_path, "alias", "me@far", addresses={"me@far": "127.0.0.2"})
     async with find_provider("ssh").workers(ProviderSpec(given, tmp_path)) as addresses:
-        assert addresses == ["127.0.0.1:700", "127.0.0.2:700"]
+        assert list(addresses) == ["127.0.0.1:700", "127.0.0.2:700"]
     assert "told to end" in (tmp_path / "worker-me@far.log").read_text()
     for arguments, _ in commands.calls("ssh"):
         assert arguments[:2] == ["-p", "2222"]

@@ -64,6 +64,12 @@ async def test_a_provider_that_has_none_keeps_the_run_from_starting(tmp_path: Pa
             pytest.fail("it began")
 
 
+async def test_a_provider_that_has_fewer_hosts_than_settings_name_keeps_the_run_from_starting(tmp_path: Path):
+    with pytest.raises(ProviderError, match=r"test_workers:two.*hosts.train is 3, and there are 2 hosts; lower it"):
+        async with workers_started(config(provider=f"{__name__}:two", train=3), tmp_path):
+            pytest.fail("it began")
+
+
 class Rented(list[str]):
     async def current(self) -> list[str]:
         return [*self, "10.0.0.9"]

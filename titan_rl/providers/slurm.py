@@ -9,16 +9,17 @@ import asyncio
 import contextlib
 import os
 import shlex
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from titan_rl.errors import ConfigError
 from titan_rl.providers.addresses import addresses_of, with_port
+from titan_rl.providers.allocation import nodes_of, nodes_of_this_job
+from titan_rl.providers.kept_workers import KeptWorkers, kept_workers
 from titan_rl.providers.settings import ProviderSettings
 from titan_rl.providers.spec import ProviderSpec, Submission, command
 from titan_rl.providers.templates import rendered, unused_word
-from titan_rl.providers.tools import run_tool, said_by
-from titan_rl.providers.worker_process import tethered, worker_processes
+from titan_rl.providers.tools import run_tool
+from titan_rl.providers.worker_process import tethered
 
 LONGEST_NAME = 60
 """Of a run, before its job's number."""
@@ -33,29 +34,59 @@ STEP = (
 )
 
 
+LOOK_S = 20.0
+"""How often slurmctld is asked at most, which serves a whole cluster."""
+
+
 @contextlib.asynccontextmanager
-async def workers(spec: ProviderSpec) -> AsyncGenerator[Sequence[str]]:
-    """A worker on each node of this allocation, which srun starts."""
-    nodes = await allocated_nodes()
-    addresses = await asyncio.to_thread(addresses_of, nodes)
-    async with worker_processes(commands(spec.settings, addresses), spec.logs, spec.tell, spec.wait_s) as listening:
-        yield listening
+async def workers(spec: ProviderSpec) -> AsyncGenerator[Iterable[str]]:
+    """A worker on each node of this allocation, which srun starts. Nodes may come to it, and leave it."""
+    nodes = await nodes_of_this_job()
+    job = os.environ.get("SLURM_JOB_ID", "")
+    starting = await _commands_of(spec.settings, nodes)
+    async with kept_workers(starting, spec.logs, spec.tell, spec.wait_s) as kept:
+        yield AllocatedWorkers(job, spec.settings, kept)
 
 
-async def allocated_nodes() -> list[str]:
-    """The names of this allocation's nodes, in Slurm's order.
+class AllocatedWorkers:
+    """The `ChangingWorkers` of the nodes that an allocation has. A node that is drained, or fails, is missing, as is
+    one that a smaller allocation is without.
 
-    Raises:
-        ConfigError: this is none.
-        ProviderError: Slurm does not say.
+    Args:
+        job: its number.
+        kept: of the nodes that it has had so far.
     """
-    nodes = os.environ.get("SLURM_JOB_NODELIST")
-    if not nodes:
-        raise ConfigError(
-            'hosts.provider = "slurm" takes the nodes of an allocation, and SLURM_JOB_NODELIST is not set: begin the '
-            "run with titan-rl launch CONFIG, or in a job of sbatch or salloc"
-        )
-    return (await said_by(["scontrol", "show", "hostnames", nodes])).split()
+
+    def __init__(self, job: str, settings: ProviderSettings, kept: KeptWorkers) -> None:
+        self._job = job
+        self._settings = settings
+        self._kept = kept
+        self._going: Collection[str] = ()
+        self._looked_at: float | None = None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._kept)
+
+    async def current(self) -> Collection[str]:
+        now = asyncio.get_running_loop().time()
+        if self._looked_at is None or now - self._looked_at >= LOOK_S:
+            self._looked_at = now
+            await self._look()
+        stay = [self._kept.address_of(node) for node in self._kept.hosts if node not in self._going]
+        return [address for address in stay if address is not None]
+
+    async def _look(self) -> None:
+        """A node that is drained keeps its worker, which may be moved from in peace."""
+        nodes = await nodes_of(self._job)
+        self._going = nodes.going
+        self._kept.let_go(self._kept.hosts - {*nodes.there})
+        fresh = [node for node in nodes.there if node not in self._kept.hosts]
+        for node, words in await _commands_of(self._settings, fresh):
+            self._kept.keep(node, words)
+
+
+async def _commands_of(settings: ProviderSettings, nodes: Sequence[str]) -> list[tuple[str, list[str]]]:
+    return commands(settings, await asyncio.to_thread(addresses_of, nodes))
 
 
 def commands(settings: ProviderSettings, addresses: dict[str, str]) -> list[tuple[str, list[str]]]:

@@ -1,19 +1,21 @@
-"""Hosts over ssh: a worker on each for as long as the run, ended when the connection is."""
+"""Hosts over ssh: a worker on each for as long as the run, ended when the connection is, and started again on a host
+that can be reached again."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import shlex
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from pathlib import Path
 
 from titan_rl.errors import ProviderError
 from titan_rl.providers.addresses import addresses_of, with_port
+from titan_rl.providers.kept_workers import kept_workers
 from titan_rl.providers.settings import ProviderSettings
 from titan_rl.providers.spec import ProviderSpec, Submission, command
 from titan_rl.providers.tools import said_by
-from titan_rl.providers.worker_process import tethered, worker_processes
+from titan_rl.providers.worker_process import tethered
 
 DEFAULTS = (
     *("-o", "BatchMode=yes"),  # a question would wait for ever
@@ -27,15 +29,15 @@ FIX = 'mend DNS or /etc/hosts, or say by host where its worker listens: hosts.ss
 
 
 @contextlib.asynccontextmanager
-async def workers(spec: ProviderSpec) -> AsyncGenerator[Sequence[str]]:
-    """A worker on each host of `hosts.ssh.hosts`, which ssh starts."""
+async def workers(spec: ProviderSpec) -> AsyncGenerator[Iterable[str]]:
+    """A worker on each host of `hosts.ssh.hosts`, which ssh starts, now or once the host can be reached."""
     ssh = spec.settings.ssh
     names = {host: await _name(host, ssh.options) for host in ssh.hosts}
     known = {names[host]: address for host, address in ssh.addresses.items()}
     by_name = await asyncio.to_thread(addresses_of, list(names.values()), known, fix=FIX)
     addresses = {host: by_name[name] for host, name in names.items()}
-    async with worker_processes(commands(spec.settings, addresses), spec.logs, spec.tell, spec.wait_s) as listening:
-        yield listening
+    async with kept_workers(commands(spec.settings, addresses), spec.logs, spec.tell, spec.wait_s) as kept:
+        yield kept
 
 
 def commands(settings: ProviderSettings, addresses: dict[str, str]) -> list[tuple[str, list[str]]]:

@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import re
 import shlex
-from collections.abc import AsyncGenerator, Callable, Sequence
+import signal
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from titan_rl.errors import ProviderError
@@ -37,7 +38,7 @@ class WorkerProcess:
     Args:
         host: for messages.
         log: a file for all that it says.
-        tell: shows a person that the worker ends while it should not.
+        tell: shows a person that the worker does not end though it should.
     """
 
     def __init__(self, host: str, words: Sequence[str], log: Path, tell: Callable[[str], object]) -> None:
@@ -45,10 +46,9 @@ class WorkerProcess:
         self._words = words
         self.log = log
         self._tell = tell
-        self._ending = False
         self._address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._process: asyncio.subprocess.Process
-        self._following: asyncio.Task[None]
+        self._following: asyncio.Task[str]
 
     async def start(self) -> None:
         try:
@@ -63,10 +63,6 @@ class WorkerProcess:
             raise ProviderError(f"{self._words[0]} cannot be started: {error.strerror}") from None
         self._following = asyncio.create_task(self._follow(), name=f"worker on {self.host}")
 
-    @property
-    def listens(self) -> bool:
-        return self._address.done()
-
     async def address(self) -> str:
         """Where the worker listens, once it does.
 
@@ -75,9 +71,17 @@ class WorkerProcess:
         """
         return await asyncio.shield(self._address)
 
+    async def ended(self) -> str:
+        """Returns once the command has ended: how it did, with its last words."""
+        return await asyncio.shield(self._following)
+
+    @property
+    def was_told_to(self) -> bool:
+        """It has ended in order, after SIGTERM, as `titan-rl worker` does."""
+        return self._process.returncode == 128 + signal.SIGTERM
+
     async def end(self) -> None:
         """Have the worker end, and wait for that. One that does not is left to its host: the command is killed."""
-        self._ending = True
         if self._process.stdin is not None:
             self._process.stdin.close()
         try:
@@ -90,7 +94,7 @@ class WorkerProcess:
             await self._process.wait()
         await self._following
 
-    async def _follow(self) -> None:
+    async def _follow(self) -> str:
         assert self._process.stdout is not None
         recent = b""
         with self.log.open("ab", buffering=0) as log:
@@ -106,43 +110,4 @@ class WorkerProcess:
         if not self._address.done():
             self._address.set_exception(ProviderError(f"{ended}; its log: {self.log}"))
             self._address.exception()  # whoever waits hears of it; nobody need
-        elif not self._ending:
-            self._tell(ended)
-
-
-@contextlib.asynccontextmanager
-async def worker_processes(
-    commands: Sequence[tuple[str, Sequence[str]]],
-    logs: Path,
-    tell: Callable[[str], object],
-    wait_s: float,
-) -> AsyncGenerator[list[str]]:
-    """Run (host, command) of each, and give the workers' addresses in that order. All have ended behind the block.
-
-    Raises:
-        ProviderError: one does not listen in time.
-    """
-    workers = list[WorkerProcess]()
-    try:
-        for host, words in commands:
-            worker = WorkerProcess(host, words, logs / f"worker-{_plain(host)}.log", tell)
-            await worker.start()
-            workers.append(worker)
-        yield await _all_listening(workers, wait_s)
-    finally:
-        await asyncio.shield(asyncio.gather(*(worker.end() for worker in workers)))
-
-
-async def _all_listening(workers: Sequence[WorkerProcess], wait_s: float) -> list[str]:
-    """The first that ends instead fails all."""
-    try:
-        async with asyncio.timeout(wait_s):
-            return await asyncio.gather(*(worker.address() for worker in workers))
-    except TimeoutError:
-        silent = ", ".join(worker.host for worker in workers if not worker.listens)
-        logs = f"{workers[0].log.parent}/worker-*"
-        raise ProviderError(f"no worker listens after {wait_s:g} s on {silent}; see {logs}") from None
-
-
-def _plain(host: str) -> str:
-    return re.sub(r"[^\w.@-]", "_", host)
+        return ended

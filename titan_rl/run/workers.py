@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 
 from titan_rl.config.run import RunConfig
 from titan_rl.config.serve import ServeConfig
+from titan_rl.errors import ProviderError
 from titan_rl.providers.changing import ChangingWorkers
 from titan_rl.providers.registry import find_provider
 from titan_rl.providers.spec import ProviderSpec
@@ -53,6 +54,8 @@ async def workers_started(
         with status("starting workers", verbosity):
             started = await opened.enter_async_context(workers)
         by_address = hosts.model_copy(update={"provider": None, "addresses": tuple(started)})
+        if too_few := [*by_address.too_few_of(len(by_address.addresses))]:
+            raise ProviderError(f'hosts.provider = "{hosts.provider}": {"; ".join(too_few)}')
         changing = isinstance(started, ChangingWorkers)
         provided = ProvidedHosts(by_address.addresses, started.current) if changing else None
         yield StartedWorkers(config.model_copy(update={"hosts": by_address}), provided)

@@ -41,7 +41,7 @@ MpiDefault=none
 ReturnToService=2
 SlurmdTimeout=30
 KillWait=30
-SchedulerParameters=sched_interval=2,batch_sched_delay=0
+SchedulerParameters=sched_interval=2,batch_sched_delay=0,permit_job_expansion
 {nodes}
 PartitionName=all Nodes={names} Default=YES MaxTime=10 State=UP
 """

@@ -1,10 +1,10 @@
 """`titan-rl launch` on a real cluster of Slurm with two nodes, in namespaces of this machine: a job that comes to its
-end though one of its nodes is drained, and one that is requeued when its time is up, goes on with its run, and is
-cancelled then.
+end though one of its nodes is drained, one that is requeued when its time is up, goes on with its run, and is
+cancelled then, and one whose nodes come and go.
 
     python tests/hosts/slurm/two_nodes.py [CONFIG.toml]
 
-As root, with Debian's slurmctld, slurmd, slurm-client and munge, in about four minutes. No part of the tests, since
+As root, with Debian's slurmctld, slurmd, slurm-client and munge, in about six minutes. No part of the tests, since
 those install no scheduler. The model of the config has to be there.
 """
 
@@ -20,6 +20,7 @@ from pathlib import Path
 PROJECT = Path(__file__).parents[3]
 sys.path[:0] = [str(PROJECT), str(PROJECT / "tests"), str(PROJECT / "tests" / "hosts")]
 
+from slurm.changing_nodes import nodes_come_and_go  # noqa: E402
 from slurm.cluster import SlurmCluster, slurm_cluster  # noqa: E402
 
 LIMIT_S = 240.0
@@ -41,6 +42,7 @@ def main() -> None:
         show(cluster.run("sinfo", "--version") + cluster.run("sinfo"))
         comes_to_its_end(cluster, config, folder / "first")
         is_requeued_and_cancelled(cluster, config, folder / "second")
+        nodes_come_and_go(cluster, folder / "third", show)
         left = {node.name: [line for line in node.processes() if "slurmd" not in line] for node in cluster.nodes}
         show(f"left on the nodes: {left}")
         assert not any(left.values())

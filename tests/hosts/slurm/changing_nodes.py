@@ -1,0 +1,98 @@
+"""A job of Slurm whose nodes are drained, resumed, taken away, added and failing, as the provider tells of them."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from hosts.namespaces import NamespaceHost
+
+from .cluster import SlurmCluster
+
+LIMIT_S = 60.0
+PROJECT = Path(__file__).parents[3]
+PROGRAM = """
+import asyncio, sys
+from pathlib import Path
+from titan_rl.providers import slurm
+from titan_rl.providers.settings import ProviderSettings
+from titan_rl.providers.spec import ProviderSpec
+
+slurm.LOOK_S = 1.0
+
+async def main():
+    spec = ProviderSpec(ProviderSettings(provider="slurm"), Path(sys.argv[1]), lambda text: print(text, flush=True), 60)
+    async with slurm.workers(spec) as there:
+        said = ""
+        while True:
+            if (now := " ".join(sorted(await there.current()))) != said:
+                print("now", now, flush=True)
+                said = now
+            await asyncio.sleep(0.5)
+
+asyncio.run(main())
+"""
+
+
+def nodes_come_and_go(cluster: SlurmCluster, folder: Path, show: Callable[[str], None]) -> None:
+    """
+    Args:
+        folder: that is made, for what the job says.
+    """
+    folder.mkdir()
+    (says := folder / "says.txt").touch()
+    job = _submitted(cluster, folder)
+    first, second = cluster.nodes
+    one, both = f"{first.address}:22222", f"{first.address}:22222 {second.address}:22222"
+
+    def scontrol(*words: str) -> None:
+        show(f"scontrol update {' '.join(words)}")
+        cluster.run("scontrol", "update", *words)
+
+    def then(now: str, what: str) -> None:
+        took = cluster.wait_until(lambda: _now(says) == now, what, LIMIT_S)
+        show(f"{what}, after {took:.1f} s")
+
+    then(both, "both nodes have workers")
+    scontrol(f"NodeName={second.name}", "State=DRAIN", "Reason=test")
+    then(one, "a node that is drained is told as going")
+    scontrol(f"NodeName={second.name}", "State=RESUME")
+    then(both, "it is resumed")
+    scontrol(f"JobId={job}", "NumNodes=1")
+    then(one, "a node leaves the job")
+    _expand(cluster, job, scontrol)
+    then(both, "a node comes to the job")
+    scontrol(f"NodeName={second.name}", "State=DOWN", "Reason=test")
+    then(one, "a node fails")
+    cluster.run("scancel", job)
+    cluster.wait_until(lambda: not any(map(_programs, cluster.nodes)), "nothing of it is left", LIMIT_S)
+    show(says.read_text())
+
+
+def _expand(cluster: SlurmCluster, job: str, scontrol: Callable[..., None]) -> None:
+    """By a node of another job, which is how Slurm has it."""
+    cluster.run("salloc", "--no-shell", "--nodes=1", f"--dependency=expand:{job}", "--job-name=more")
+    scontrol(f"JobId={cluster.run('squeue', '--noheader', '--name=more', '--format=%i').strip()}", "NumNodes=0")
+    with contextlib.suppress(AssertionError):  # without a database of jobs it does so, and says that it does not yet
+        scontrol(f"JobId={job}", "NumNodes=ALL")
+
+
+def _submitted(cluster: SlurmCluster, folder: Path) -> str:
+    """The number of a job on both nodes, of the provider alone."""
+    program, script = folder / "program.py", folder / "script"
+    program.write_text(PROGRAM)
+    script.write_text(f"#!/bin/bash\nPYTHONPATH={PROJECT} exec {sys.executable} {program} {folder}\n")
+    options = ["--nodes=2", "--no-kill", f"--output={folder}/says.txt"]
+    return cluster.run("sbatch", "--parsable", *options, str(script)).strip()
+
+
+def _programs(node: NamespaceHost) -> list[str]:
+    """What runs there beside Slurm."""
+    return [line for line in node.processes() if "slurmd" not in line]
+
+
+def _now(says: Path) -> str | None:
+    said = [line.removeprefix("now ") for line in says.read_text().splitlines() if line.startswith("now ")]
+    return said[-1] if said else None

@@ -1,0 +1,162 @@
+"""Workers that commands here run: they end with the block, and one that fails has another in its place."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from providers.fakes import worker_command
+
+from titan_rl.errors import ProviderError
+from titan_rl.providers.changing import ChangingWorkers
+from titan_rl.providers.kept_workers import KeptWorkers, kept_workers
+from titan_rl.providers.worker_process import tethered
+
+LIMIT_S = 60.0
+WHEN_THERE = """
+import os, signal, sys
+if not os.path.exists(sys.argv[-1]):
+    sys.exit("no route to host")
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+print("listening on 10.0.0.2:6", flush=True)
+print(os.getpid(), flush=True)
+signal.pause()
+"""
+"""A worker on a host that is there when a file is."""
+
+
+def listening(tmp_path: Path, *addresses: str, program: str | None = None) -> list[tuple[str, list[str]]]:
+    command = worker_command(tmp_path, *([program] if program else [])).split()
+    return [(f"host{i}", tethered([*command, "--listen", address])) for i, address in enumerate(addresses)]
+
+
+def on_a_host_that_comes(tmp_path: Path) -> tuple[str, list[str]]:
+    return "comes", tethered([sys.executable, "-S", "-c", WHEN_THERE, str(tmp_path / "there")])
+
+
+async def test_workers_listen_for_as_long_as_the_block(tmp_path: Path) -> None:
+    told = list[str]()
+    commands = listening(tmp_path, "10.0.0.1:5", "10.0.0.2:6")
+    async with kept_workers(commands, tmp_path, told.append, LIMIT_S) as workers:
+        assert isinstance(workers, ChangingWorkers)
+        assert list(workers) == await workers.current() == ["10.0.0.1:5", "10.0.0.2:6"]
+    log = (tmp_path / "worker-host1.log").read_text().splitlines()
+    assert log == ["titan-rl: listening on 10.0.0.2:6", "told to end"]
+    assert told == []
+
+
+async def test_where_no_worker_comes_up_its_last_words_say_why(tmp_path: Path) -> None:
+    fails = "print('warming up')\nraise SystemExit('no such interface')"
+    ill = [(name, [sys.executable, "-S", "-c", fails]) for name in ("host0", "host1")]
+    with pytest.raises(ProviderError, match=r"host1 has ended with code 1: no such interface; its log: .*worker-host1"):
+        async with kept_workers(ill, tmp_path, print, LIMIT_S):
+            pytest.fail("it began")
+
+
+async def test_one_that_never_listens_is_waited_for_in_vain_and_ended(tmp_path: Path) -> None:
+    commands = listening(tmp_path, "10.0.0.1:5", program="import signal\nsignal.pause()\n")
+    with pytest.raises(ProviderError, match=r"no worker listens on host0 after 0.1 s; see .*/worker-host0.log"):
+        async with kept_workers(commands, tmp_path, print, wait_s=0.1):
+            pytest.fail("it began")
+
+
+async def test_a_command_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ProviderError, match="no-such-ssh cannot be started: No such file"):
+        async with kept_workers([("host", ["no-such-ssh"])], tmp_path, print, LIMIT_S):
+            pytest.fail("it began")
+
+
+class Kept:
+    """Workers of a host that is there and of one that comes, and what is told of them."""
+
+    def __init__(self, tmp_path: Path, *, first_wait_s: float = 0.02) -> None:
+        self.told = list[str]()
+        self._changed = asyncio.Event()
+        self.workers = KeptWorkers(tmp_path, self._tell, first_wait_s=first_wait_s, most_wait_s=0.05)
+        for host, words in (*listening(tmp_path, "10.0.0.1:5"), on_a_host_that_comes(tmp_path)):
+            self.workers.keep(host, words)
+
+    def _tell(self, text: str) -> None:
+        self.told.append(text)
+        self._changed.set()
+
+    async def hears(self, text: str) -> None:
+        async with asyncio.timeout(LIMIT_S):
+            while not any(text in line for line in self.told):
+                self._changed.clear()
+                await self._changed.wait()
+        self.told.clear()
+
+    async def __aenter__(self) -> Kept:
+        await self.workers.begin(LIMIT_S)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.workers.close()
+
+
+async def test_a_host_that_is_not_there_at_the_start_has_its_worker_once_it_is(tmp_path: Path) -> None:
+    async with Kept(tmp_path) as kept:
+        assert list(kept.workers) == await kept.workers.current() == ["10.0.0.1:5"]
+        await kept.hears(
+            "the run begins without comes, which is asked again: the worker on comes has ended with code 1"
+        )
+        (tmp_path / "there").touch()
+        await kept.hears("a worker listens on comes again")
+        assert await kept.workers.current() == ["10.0.0.1:5", "10.0.0.2:6"]
+        assert list(kept.workers) == ["10.0.0.1:5"], "that it began with"
+
+
+async def test_a_worker_that_fails_has_another_in_its_place_once_its_host_is_back(tmp_path: Path) -> None:
+    (there := tmp_path / "there").touch()
+    async with Kept(tmp_path) as kept:
+        assert list(kept.workers) == ["10.0.0.1:5", "10.0.0.2:6"]
+        there.unlink()
+        os.kill(await pid_in(tmp_path), signal.SIGKILL)
+        await kept.hears("the worker on comes has ended with code -9")
+        assert await kept.workers.current() == ["10.0.0.1:5"]
+        await kept.hears("has ended with code 1: no route to host")
+        there.touch()
+        await kept.hears("a worker listens on comes again")
+        assert len(await kept.workers.current()) == 2
+
+
+async def test_what_is_tried_again_and_again_in_vain_is_told_once(tmp_path: Path) -> None:
+    async with Kept(tmp_path, first_wait_s=0.001) as kept:
+        await until(lambda: (tmp_path / "worker-comes.log").read_text().count("no route") >= 4)
+        assert [line for line in kept.told if "no route" in line] == kept.told[:1]
+
+
+async def test_one_that_is_told_to_end_stays_away(tmp_path: Path) -> None:
+    (tmp_path / "there").touch()
+    async with Kept(tmp_path) as kept:
+        os.kill(await pid_in(tmp_path), signal.SIGTERM)
+        await kept.hears("the worker on comes has ended as it was told to, and is not started again")
+        assert await kept.workers.current() == ["10.0.0.1:5"]
+
+
+async def test_a_host_that_is_let_go_has_no_worker_any_more(tmp_path: Path) -> None:
+    async with Kept(tmp_path) as kept:
+        kept.workers.let_go(["host0"])
+        assert await kept.workers.current() == []
+        assert kept.workers.hosts == {"comes"}
+        await until(lambda: (tmp_path / "worker-host0.log").read_text().endswith("told to end\n"))
+        assert not any("host0" in line for line in kept.told)
+
+
+async def pid_in(tmp_path: Path) -> int:
+    """Of the worker on the host that comes, which says it right after that it listens."""
+    log = tmp_path / "worker-comes.log"
+    await until(lambda: len(log.read_text().splitlines()) > 1)
+    return int(log.read_text().splitlines()[1])
+
+
+async def until(done: Callable[[], bool]) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        while not done():  # noqa: ASYNC110  what is looked at is a file
+            await asyncio.sleep(0.01)
