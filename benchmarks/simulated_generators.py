@@ -193,7 +193,6 @@ class SimulatedProcesses(GeneratorProcesses):
 
     def place(self) -> None:
         """They need no places."""
-        self._places = [()] * self._generation.num_generators
 
     def _host_of(self, name: str) -> str:
         return ""

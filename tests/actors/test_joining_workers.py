@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,11 +18,12 @@ from test_worker_pool import answer
 
 from titan_rl import SamplingParams
 from titan_rl.actors.processes.remote_process import RemoteProcess
+from titan_rl.actors.processes.supervisor import ProcessFailure
 from titan_rl.actors.run_processes import RunProcesses
 from titan_rl.actors.worker_pool import WorkerPool
 from titan_rl.config.hosts import HostsConfig
 from titan_rl.config.sections import GenerationConfig
-from titan_rl.errors import ActorDiedError
+from titan_rl.errors import ActorDiedError, ConfigError
 from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.rollout.settings import RolloutConfig
 
@@ -33,12 +35,15 @@ pytestmark = pytest.mark.looptime
 class Cluster:
     """A run on `trains`, `a` and `b`, whose generators are as many as they may be."""
 
+    watching: asyncio.Future[None]
+
     def __init__(self, folder: Path, hosts: HostsConfig, num_workers: int) -> None:
         self.supervisor = Supervisor()
+        self.told: list[str] = []
         self.processes: RunProcesses = cluster_of(
             folder,
             self.supervisor,
-            [],
+            self.told,
             names=["trains", "a", "b"],
             hosts=hosts,
             rollout=RolloutConfig(num_workers=num_workers),
@@ -62,9 +67,9 @@ async def running(folder: Path, hosts: HostsConfig | None = None, num_workers: i
     for index in range(num_workers):
         await cluster.processes._start_worker(f"rollout-worker-{index}")  # pyright: ignore[reportPrivateUsage]
     await worker_hosts(cluster.supervisor, num_workers)
-    watching = asyncio.ensure_future(cluster.processes.watch(cluster.router))
+    cluster.watching = asyncio.ensure_future(cluster.processes.watch(cluster.router))
     yield cluster
-    watching.cancel()
+    cluster.watching.cancel()
 
 
 @pytest.mark.parametrize(
@@ -108,6 +113,41 @@ async def test_what_came_with_a_host_goes_with_it_and_comes_with_the_next(tmp_pa
         assert cluster.supervisor.started.empty()
         assert await cluster.join("d") == brought
         assert await worker_hosts(cluster.supervisor, 2) == ["d", "d"]
+
+
+NO_START = [ConfigError("the task cannot be imported"), OSError("no room")]
+
+
+@pytest.mark.parametrize("problem", NO_START)
+async def test_a_host_on_which_nothing_starts_ends_no_run(tmp_path: Path, problem: Exception) -> None:
+    async with running(tmp_path) as cluster:
+        cluster.supervisor.problems["c"] = problem
+        assert await cluster.join("c") == []
+        await asyncio.sleep(60)
+        assert not cluster.watching.done()
+        assert [text.partition(": ")[0] for text in cluster.told] == [
+            "rollout-worker-4 does not start on host c",
+            "rollout-worker-5 does not start on host c",
+        ]
+        assert str(problem) in cluster.told[0]
+        assert await cluster.join("d") == ["rollout-worker-4", "rollout-worker-5"]
+
+
+@pytest.mark.parametrize("problem", NO_START)
+async def test_one_in_whose_place_nothing_starts_is_tried_as_often_as_settings_say(
+    tmp_path: Path, problem: Exception
+) -> None:
+    async with running(tmp_path, num_workers=1) as cluster:
+        most = cluster.processes._config.rollout.max_respawns  # pyright: ignore[reportPrivateUsage]
+        cluster.supervisor.problems["a"] = problem
+        await cluster.processes.hosts.supervisor.failures.put(
+            ProcessFailure(next(iter(cluster.supervisor.host_of)), "was killed by SIGKILL")
+        )
+        with pytest.raises(ExceptionGroup) as caught:
+            await cluster.watching
+        (error,) = caught.value.exceptions
+        expected = rf"rollout-worker-0 died: it did not start: .*{problem}, and is not replaced: .* and {most} were"
+        assert re.match(expected, str(error)), error
 
 
 async def test_as_many_as_settings_name_stay_whoever_leaves(tmp_path: Path) -> None:

@@ -63,6 +63,7 @@ class Supervisor:
         self.failures: asyncio.Queue[ProcessFailure] = asyncio.Queue()
         self.started: asyncio.Queue[str] = asyncio.Queue()
         self.host_of: dict[str, str] = {}
+        self.problems: dict[str, Exception] = {}  # by host, why nothing comes up there
         self.answers = asyncio.Event()  # what is left of a process has ended
         self.answers.set()
         self.may_start = asyncio.Event()  # what is spawned comes up
@@ -74,7 +75,7 @@ class Supervisor:
     async def _spawn(self, process_id: str, actor_class: Any, arguments: Any, rank: int, host: str, *args: Any) -> Any:
         self.started.put_nowait(process_id)
         self.host_of[process_id] = host
-        return Actor(self.may_start)
+        return Actor(self.may_start, self.problems.get(host))
 
     async def _terminate(self, *args: Any) -> None:
         await self.answers.wait()
@@ -84,8 +85,9 @@ class Supervisor:
 
 
 class Actor:
-    def __init__(self, may_start: asyncio.Event) -> None:
+    def __init__(self, may_start: asyncio.Event, problem: Exception | None = None) -> None:
         self._may_start = may_start
+        self._problem = problem
         self.pid, self.start = Endpoint(self._pid), Endpoint(self._start)
 
     async def _pid(self) -> int:
@@ -93,6 +95,8 @@ class Actor:
 
     async def _start(self) -> None:
         await self._may_start.wait()
+        if self._problem is not None:
+            raise self._problem
 
 
 class Agent:

@@ -10,9 +10,10 @@ from typing import Any
 
 from titan_rl.actors.actor_replica import ActorReplica
 from titan_rl.actors.generator_actor import GeneratorActor
+from titan_rl.actors.generator_places import GENERATOR, GeneratorPlaces, number_of
 from titan_rl.actors.generator_plan import GeneratorPlan
 from titan_rl.actors.hosts.hosts import Hosts
-from titan_rl.actors.hosts.placement import ProcessPlace, place_generator_again, place_generators
+from titan_rl.actors.hosts.placement import ProcessPlace
 from titan_rl.actors.hosts.start_losses import StartLosses
 from titan_rl.actors.processes.process import ProcessFiles
 from titan_rl.actors.processes.remote_process import RemoteProcess, call
@@ -23,7 +24,7 @@ from titan_rl.calls.telling import logged
 from titan_rl.calls.user_code import reason
 from titan_rl.config.hosts import Roles
 from titan_rl.config.sections import GenerationConfig, RoutingConfig, StateDictConfig
-from titan_rl.errors import ActorDiedError, EngineDeadError, EngineStalledError, GenerationError
+from titan_rl.errors import ActorDiedError, EngineDeadError, EngineStalledError, TitanRLError
 from titan_rl.generation.router.limits import Limits
 from titan_rl.generation.router.registry import make_strategy
 from titan_rl.generation.router.replica import Replica
@@ -34,7 +35,6 @@ from titan_rl.weights.published_weights import PublishedWeights
 
 logger = logging.getLogger(__name__)
 
-GENERATOR = "generator-"
 LOOK_S = 0.2
 """How often a host is looked at that has to end what is left of a process."""
 
@@ -67,11 +67,11 @@ class GeneratorProcesses(SupervisedProcesses):
         sleeps: bool = False,
     ) -> None:
         self.replicas: list[ActorReplica]
-        self._places: list[tuple[ProcessPlace, ...]] = []  # of the ranks of each generator
+        self._places = GeneratorPlaces(generation)
         self._leaving: set[str] = set()  # names of hosts that get nothing more to do
         self._lost: set[str] = set()  # names of processes that are without a place
+        self._joining: set[str] = set()  # names of processes that start on a host that has joined
         self._losses = StartLosses(hosts)
-        self._a_host = 1  # generators that a host without GPUs has
         self._generation = generation
         self._routing = routing
         self._statedict = statedict
@@ -89,7 +89,7 @@ class GeneratorProcesses(SupervisedProcesses):
     def place(self) -> None:
         """Choose where processes go."""
         generate = Roles.of(self.hosts.config, self.hosts.names).generate
-        self._places = [*place_generators(self._generation, generate, self.hosts.gpus)]
+        self._places.begin(generate, self.hosts.gpus)
 
     async def start(self) -> None:
         """Start all at once. What a host has that is lost meanwhile is left to `watch`, if the rest is enough.
@@ -99,8 +99,6 @@ class GeneratorProcesses(SupervisedProcesses):
             ActorDiedError: one did not start in time.
         """
         self.place()
-        hosts = {place.host for places in self._places for place in places}
-        self._a_host = -(-len(self._places) // max(len(hosts), 1))
         async with asyncio.TaskGroup() as starting:
             generators = [
                 starting.create_task(self._losses.unless_lost(self._host_of(name), self._start_generator(name)))
@@ -192,7 +190,7 @@ class GeneratorProcesses(SupervisedProcesses):
             return
         if self._host_of(name) != host:
             self._tell(f"{name} is gone: {gone.reason}; starting another on {self._host_of(name)}")
-        with contextlib.suppress(ActorDiedError, GenerationError):  # it ended in turn, and its end is queued
+        with contextlib.suppress(TitanRLError):  # it ended in turn, and its end is queued
             if await self._restart(name, router):
                 self._tell(f"{name} is there again after {clock() - began:.0f} s")
 
@@ -212,17 +210,14 @@ class GeneratorProcesses(SupervisedProcesses):
             router.remove_replica(remote.name)
 
     def _host_of(self, name: str) -> str:
-        return self._places[_index(name)][0].host
+        return self._places[number_of(name)][0].host
 
     def _place(self, name: str) -> bool:
         """Whether there is a place for a process that ended: its own, or another where its host is gone."""
         if self._takes(self._host_of(name)):
             return True
-        index, trainer = _index(name), self._places_of_trainer()
         gpus = {host: own for host, own in self.hosts.gpus.items() if self._takes(host)}
-        places = place_generator_again(index, self._places, gpus, self._a_host, trainer)
-        self._places[index] = places or self._places[index]
-        return bool(places)
+        return self._places.move(number_of(name), gpus, self._places_of_trainer())
 
     def _places_of_trainer(self) -> Sequence[ProcessPlace]:
         return ()
@@ -236,18 +231,26 @@ class GeneratorProcesses(SupervisedProcesses):
         Returns:
             the names of those that serve.
         """
-        generation, gpus = self._generation, self.hosts[host].gpus
-        room = len(gpus) // generation.tensor_parallel_size if gpus else self._a_host
-        lost = sorted(_index(name) for name in self._lost if name.startswith(GENERATOR))
-        most = generation.most_generators or len(self._places) + room
-        chosen = [*lost, *range(len(self._places), most)][:room]
-        alone = generation.model_copy(update={"num_generators": room})
-        for index, places in zip(chosen, place_generators(alone, [host], {host: gpus}), strict=False):
-            self._places[index : index + 1] = [places]
+        lost = sorted(number_of(name) for name in self._lost if name.startswith(GENERATOR))
+        chosen = self._places.join(host, self.hosts[host].gpus, lost)
         names = [*[f"{GENERATOR}{index}" for index in chosen], *self._others_of(host)]
         self._lost.difference_update(names)
-        serve = await asyncio.gather(*[self._restart(name, router) for name in names])
+        serve = await asyncio.gather(*[self._bring(name, host, router) for name in names])
         return [name for name, serves in zip(names, serve, strict=True) if serves]
+
+    async def _bring(self, name: str, host: str, router: GeneratorRouter) -> bool:
+        """Start what a host that has joined brings. Where that cannot be, the run is as it was without the host."""
+        if host not in self.hosts.names:
+            self._lost.add(name)
+            return False
+        self._joining.add(name)
+        try:
+            return await self._restart(name, router)
+        except TitanRLError as error:
+            self._tell(f"{name} does not start on host {host}: {reason(error)}")
+            return False
+        finally:
+            self._joining.discard(name)
 
     def _others_of(self, host: str) -> Sequence[str]:
         """What a host that has joined has beside generators, each with its place."""
@@ -275,9 +278,9 @@ class GeneratorProcesses(SupervisedProcesses):
         return replica.remote.reason is None and await router.add_replica(replica)
 
     async def _start_generator(self, name: str) -> ActorReplica:
-        places = self._places[_index(name)]
+        places = self._places[number_of(name)]
         model = self.hosts[places[0].host].path(self._plan.model.path)
-        settings = self._plan.settings_of(_index(name), str(model))
+        settings = self._plan.settings_of(number_of(name), str(model))
         remote, ranks = await self.spawn(name, GeneratorActor, settings, places=places)
         replica = ActorReplica(remote, ranks[0], self._published)
         self.opened.append(replica)
@@ -286,13 +289,11 @@ class GeneratorProcesses(SupervisedProcesses):
 
     def _note_end(self, remote: RemoteProcess) -> None:
         super()._note_end(remote)
-        self._ended.put_nowait(remote)
+        if remote.name in self._joining and not remote.has_started:
+            self._lost.add(remote.name)
+        else:
+            self._ended.put_nowait(remote)
 
     def _disconnect(self) -> None:
         for replica in self.opened:
             replica.disconnect()
-
-
-def _index(name: str) -> int:
-    """Of a generator: `_index("generator-3")` is 3."""
-    return int(name.rpartition("-")[2])

@@ -12,13 +12,13 @@ from typing import Any
 from monarch.actor import this_proc
 
 from titan_rl.actors.generate_service import GenerateService
-from titan_rl.actors.generator_processes import GENERATOR, GeneratorProcesses
+from titan_rl.actors.generator_places import GENERATOR
+from titan_rl.actors.generator_processes import GeneratorProcesses
 from titan_rl.actors.hosts.host import Host
 from titan_rl.actors.hosts.hosts import Hosts
 from titan_rl.actors.hosts.placement import (
     ProcessPlace,
     check_transport,
-    place_generators,
     place_trainer,
     place_trainer_again,
     place_workers,
@@ -97,7 +97,7 @@ class RunProcesses(GeneratorProcesses):
         transport = config.statedict.transport
         check_transport(transport, find_transport(transport), roles, gpus)
         self._trainer_places = place_trainer(config.training, roles.train, gpus)
-        self._places = [*place_generators(config.generation, roles.generate, gpus, self._trainer_places)]
+        self._places.begin(roles.generate, gpus, self._trainer_places)
         self._worker_places = [*place_workers(config.rollout.num_workers, roles.play)]
 
     def _start_others(self) -> Sequence[Coroutine[Any, Any, None]]:
@@ -155,9 +155,8 @@ class RunProcesses(GeneratorProcesses):
         return self._trainer_places
 
     def _place_trainer(self) -> Sequence[ProcessPlace]:
-        generators = {(place.host, gpu) for group in self._places for place in group for gpu in place.gpus}
         gpus = {host.name: host.gpus for host in self.hosts if self._takes(host.name) and self._may_train(host)}
-        self._trainer_places = place_trainer_again(self._config.training, self._trainer_places, gpus, generators)
+        self._trainer_places = place_trainer_again(self._config.training, self._trainer_places, gpus, self._places.gpus)
         return self._trainer_places
 
     def _may_train(self, host: Host) -> bool:

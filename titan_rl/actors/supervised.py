@@ -60,7 +60,8 @@ class SupervisedProcesses:
             handles of the actors, which have started, by their ranks.
 
         Raises:
-            ActorDiedError: one did not start in time.
+            ActorDiedError: one did not start in time, or for a reason that is none of titan_rl's.
+            TitanRLError: why one did not start. However that was, the process has ended.
         """
         remote = RemoteProcess(name, self._note_end, self._hang_timeout_s)
         self._places_of[remote.id] = frozenset(place.host for place in places)
@@ -75,10 +76,13 @@ class SupervisedProcesses:
             for pid, place in zip(pids, places, strict=True):
                 remote.watch([pid], self.hosts[place.host].watcher)
             await remote.call_all([rank.start for rank in ranks], timeout_s=limit_s)
-        except TitanRLError as error:
+        except Exception as error:
             remote.end(f"it did not start: {reason(error)}")
             await self.clear(remote)
-            raise
+            if isinstance(error, TitanRLError):
+                raise
+            raise ActorDiedError(f"{name} died: {remote.reason}") from error
+        remote.has_started = True
         return remote, ranks
 
     async def clear(self, remote: RemoteProcess, timeout_s: float = STOP_TIMEOUT_S) -> None:

@@ -27,6 +27,7 @@ class RemoteProcess:
 
     Attributes:
         id: unlike the name it is never another's: that of a process which replaces this one differs.
+        has_started: it was there, whatever became of it.
         reason: why it ended; None while it lives.
         excused: it ended because its host went, and not by what it was at.
         pids: on their hosts, of those that are watched.
@@ -45,6 +46,7 @@ class RemoteProcess:
     ) -> None:
         self.name = name
         self.id = f"{name}-{next(_numbers)}"
+        self.has_started = False
         self.reason: str | None = None
         self.excused = False
         self._on_end = on_end
