@@ -59,6 +59,8 @@ class Processes:
 
     async def leave(self, host: str, router: Any, why: str) -> None: ...
 
+    def host_lost(self, host: Any, why: str) -> None: ...
+
 
 async def test_what_becomes_of_hosts_is_in_the_log(caplog: pytest.LogCaptureFixture):
     hosts, told = LeavingHosts(), list[str]()
@@ -67,6 +69,20 @@ async def test_what_becomes_of_hosts_is_in_the_log(caplog: pytest.LogCaptureFixt
     with caplog.at_level("WARNING"):
         await elastic.drain("there", "it was asked to")
     assert caplog.messages == told == ["host there is drained: it was asked to"]
+
+
+async def test_a_host_that_is_lost_while_it_drains_is_told_of_once():
+    hosts, told = LeavingHosts(), list[str]()
+
+    class Losing(Processes):
+        async def leave(self, host: str, router: Any, why: str) -> None:
+            gone: Any = hosts.hosts.pop(host)
+            elastic._lost(gone, "it fell silent")  # pyright: ignore[reportPrivateUsage]
+
+    elastic = ElasticHosts(Losing(hosts), None, told.append)  # pyright: ignore[reportArgumentType]
+    await elastic.drain("there", "it was asked to")
+    assert told == ["host there is lost: it fell silent"]
+    assert [(host.name, host.state) for host in elastic.states()] == [("there", "gone")]
 
 
 async def test_a_host_is_known_all_the_while_that_it_leaves():

@@ -6,17 +6,21 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from titan_rl.actors.liveness.host_monitor import HostMonitor, RemoteWatcher
 from titan_rl.actors.liveness.host_watch import HostWatch
 from titan_rl.actors.liveness.lookout import DISMISSED, Lookout, LookoutSettings
+from titan_rl.actors.liveness.loop_thread import LoopThread
 from titan_rl.actors.liveness.process_tree import TreeUse
+from titan_rl.actors.liveness.pulse import HELLO
 from titan_rl.actors.liveness.reports import Report, send
 
 LIMIT_S = 30
@@ -61,6 +65,32 @@ async def test_a_process_that_was_stopped_is_silent_until_it_goes_on(tmp_path: P
         os.kill(pulsing.pid, signal.SIGCONT)
         await until(lambda: silent_s() == 0)
     running.cancel()
+
+
+async def test_the_end_of_a_process_that_was_gone_before_it_was_known_is_told(tmp_path: Path):
+    gone = await asyncio.create_subprocess_exec("true")
+    await gone.wait()
+    ended = asyncio.Queue[str]()
+    watch = HostWatch(tmp_path / "s", lambda pid, how: ended.put_nowait(f"{pid}: {how}"))
+    running = asyncio.ensure_future(watch.run())
+    _, writer = await asyncio.open_unix_connection(str(tmp_path / "s"))
+    writer.write(HELLO.pack(gone.pid))
+    assert await told(ended) == f"{gone.pid}: process {gone.pid} ended"
+    running.cancel()
+    writer.close()
+
+
+def test_a_thread_whose_loop_cannot_begin_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch):
+    async def main() -> None: ...
+
+    def run(coroutine: Coroutine[Any, Any, None]) -> None:
+        coroutine.close()
+        raise OSError("too many open files")
+
+    monkeypatch.setattr(asyncio, "run", run)
+    entered = ThreadPoolExecutor(1).submit(LoopThread("watching", main, print).__enter__)
+    with pytest.raises(OSError, match="too many open files"):
+        entered.result(LIMIT_S)
 
 
 async def test_a_process_ends_when_nobody_watches_it_any_more(tmp_path: Path):

@@ -103,11 +103,10 @@ class ElasticHosts:
         try:
             address = self._hosts[name].worker
             await self._processes.leave(name, self._router, why)
-            if name in self._hosts.names:  # else it was lost meanwhile
-                self._gone[name] = HostState(
-                    name, address, "left", why
-                )  # first: else it may be taken in again meanwhile
-                await self._hosts.detach(name)
+            if name not in self._hosts.names:  # it was lost meanwhile, and told of
+                return
+            self._gone[name] = HostState(name, address, "left", why)  # first, else it may be taken in again meanwhile
+            await self._hosts.detach(name)
         finally:
             del self._draining[name]
         self._tell(f"host {name} is drained: {why}")

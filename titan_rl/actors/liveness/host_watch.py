@@ -75,8 +75,12 @@ class HostWatch:
         self._answering.add(task)
         try:
             (pid,) = HELLO.unpack(await reader.readexactly(HELLO.size))
-            process = _Pulse(WatchedProcess(pid, lambda how: self._ended(pid, how)), writer, self._clock, self._use)
-            self._processes[pid] = process
+            try:
+                watched = WatchedProcess(pid, lambda how: self._ended(pid, how))
+            except ProcessLookupError:
+                self._on_end(pid, f"process {pid} ended")
+                return
+            self._processes[pid] = process = _Pulse(watched, writer, self._clock, self._use)
             while True:
                 process.answered(await reader.readexactly(ANSWER.size))
         except (asyncio.IncompleteReadError, OSError):  # it ends, which the kernel tells

@@ -15,6 +15,9 @@ class LoopThread:
     Args:
         main: made and run in the thread; cancelled at the end of the block.
         on_failure: told, in the thread, of what `main` raises.
+
+    Raises:
+        OSError: on entering: there can be no loop, as where the system has no descriptors left.
     """
 
     def __init__(
@@ -24,12 +27,15 @@ class LoopThread:
         self._on_failure = on_failure
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._started = threading.Event()
+        self._error: BaseException | None = None  # why `main` was not begun
         self._loop: asyncio.AbstractEventLoop
         self._task: asyncio.Task[object]
 
     def __enter__(self) -> LoopThread:
         self._thread.start()
         self._started.wait()
+        if self._error is not None:
+            raise self._error
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -42,7 +48,13 @@ class LoopThread:
             self._loop.call_soon_threadsafe(function, *args)
 
     def _run(self) -> None:
-        asyncio.run(self._to_its_end())
+        try:
+            asyncio.run(self._to_its_end())
+        except BaseException as error:
+            if self._started.is_set():
+                raise
+            self._error = error
+            self._started.set()
 
     async def _to_its_end(self) -> None:
         self._loop = asyncio.get_running_loop()
