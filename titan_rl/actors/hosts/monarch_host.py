@@ -5,23 +5,40 @@ spawned by it ends then, too."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
 import sys
+import time
 
 from monarch.actor import start_worker_loop_forever
 
 READY = "ready"
+SETTLE_S = 0.2
+LOOK_S = 0.01
 
 
 def main(address: str) -> None:
     signal.signal(signal.SIGTERM, lambda *_: None)  # as the run's other processes there
     serving = start_worker_loop_forever(ca="trust_all_connections", address=address)
+    _wait_until_it_listens(address)
     print(READY, flush=True)
     os.dup2(2, 1)
     os.read(0, 1)  # nothing is ever written there
     del serving
     os._exit(0)
+
+
+def _wait_until_it_listens(address: str) -> None:
+    """It does so in a thread, and knows its own agent a moment later: a message that arrives in between cannot be
+    delivered, which ends whoever sent it."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    while True:
+        with contextlib.suppress(ConnectionError), socket.create_connection((host.strip("[]"), int(port))):
+            break
+        time.sleep(LOOK_S)
+    time.sleep(SETTLE_S)
 
 
 if __name__ == "__main__":
