@@ -5,7 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from hosts.namespaces import HostProcess, Namespaces, namespaces, why_not
+from hosts.namespaces import HostProcess, NamespaceHost, Namespaces, namespaces, why_not
+from hosts.scripted import GATE
 
 
 @pytest.fixture(scope="session")
@@ -23,8 +24,18 @@ def hosts(needs_namespaces: None) -> Generator[Namespaces]:
 
 
 @pytest.fixture(scope="module")
-def workers(hosts: Namespaces, tmp_path_factory: pytest.TempPathFactory) -> list[HostProcess]:
+def gate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder by which tests and what runs on hosts tell each other how far they are."""
+    return tmp_path_factory.mktemp("gate")
+
+
+@pytest.fixture(scope="module")
+def workers(hosts: Namespaces, gate: Path, tmp_path_factory: pytest.TempPathFactory) -> list[HostProcess]:
     """`titan-rl worker` on each of them. What it says is in `worker-NAME.txt`."""
     folder: Path = tmp_path_factory.mktemp("workers")
+
+    def start(host: NamespaceHost) -> HostProcess:
+        return host.start_worker(folder / f"worker-{host.name}.txt", env={GATE: str(gate)})
+
     with ThreadPoolExecutor() as threads:
-        return list(threads.map(lambda host: host.start_worker(folder / f"worker-{host.name}.txt"), hosts))
+        return list(threads.map(start, hosts))

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
@@ -71,12 +72,19 @@ class HostProcess:
 
 
 class NamespaceHost:
-    """One host. It runs until `kill`; `start` makes it anew, with the same name and address and nothing else."""
+    """One host. It runs until `kill`; `start` makes it anew, with the same name and address and nothing else.
 
-    def __init__(self, name: str, address: str, bridge: str, link: str, private: Sequence[Path]) -> None:
+    Attributes:
+        temporary: where what runs there has its temporary files, which no other host sees.
+    """
+
+    def __init__(
+        self, name: str, address: str, bridge: str, link: str, temporary: Path, private: Sequence[Path]
+    ) -> None:
         self.name, self.address = name, address
+        self.temporary = temporary
         self._bridge, self._link = bridge, link
-        self._private = private
+        self._private = [temporary, *private]
         self._unshare: subprocess.Popen[str]
         self._init: int
 
@@ -114,7 +122,7 @@ class NamespaceHost:
             log = subprocess.DEVNULL if output is None else files.enter_context(output.open("a"))
             process = subprocess.Popen(
                 [*self._enter(*_SPACES)[:-1], f"--wdns={PROJECT}", "--", *command],
-                env={**os.environ, "PYTHONPATH": str(PROJECT), "OMP_NUM_THREADS": "1", **(env or {})},
+                env={**os.environ, **self._variables, "OMP_NUM_THREADS": "1", **(env or {})},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -132,7 +140,7 @@ class NamespaceHost:
         """
         done = subprocess.run(
             [*self._enter(*_SPACES)[:-1], f"--wdns={PROJECT}", "--", *command],
-            env={**os.environ, "PYTHONPATH": str(PROJECT), **(env or {})},
+            env={**os.environ, **self._variables, **(env or {})},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -157,6 +165,10 @@ class NamespaceHost:
                 raise AssertionError(f"the worker on {self.name} did not start:\n{output.read_text()[before:]}")
             time.sleep(0.01)
         return worker
+
+    @property
+    def _variables(self) -> dict[str, str]:
+        return {"PYTHONPATH": str(PROJECT), "TMPDIR": str(self.temporary)}
 
     @property
     def worker_address(self) -> str:
@@ -208,6 +220,10 @@ class NamespaceHost:
     def link_up(self) -> None:
         ip("link", "set", self._link, "up")
 
+    def received_bytes(self) -> int:
+        """Since its link was made."""
+        return int(Path(f"/sys/class/net/{self._link}/statistics/tx_bytes").read_text())
+
     def cap(self, mbit: int) -> None:
         """Limit what it sends and receives, in megabits a second."""
         shape = ["root", "tbf", "rate", f"{mbit}mbit", "burst", "64kb", "latency", "200ms"]
@@ -256,11 +272,13 @@ def namespaces(count: int, private: Sequence[Path] = ()) -> Generator[Namespaces
     bridge, network = f"{stem}b{_numbers()}", free_network()
     ip("link", "add", bridge, "type", "bridge")
     hosts: list[NamespaceHost] = []
+    temporary = Path(tempfile.mkdtemp(prefix="t-", dir="/tmp"))  # short: there are sockets in it
     try:
         ip("addr", "add", f"{network}.1/24", "dev", bridge)
         ip("link", "set", bridge, "up")
         for index in range(1, count + 1):
-            host = NamespaceHost(f"{stem}h{index}", f"{network}.{index + 1}", bridge, f"{bridge}{index}", private)
+            name, address, link = f"{stem}h{index}", f"{network}.{index + 1}", f"{bridge}{index}"
+            host = NamespaceHost(name, address, bridge, link, temporary, private)
             host.start()
             hosts.append(host)
         yield Namespaces(hosts, f"{network}.1")
@@ -268,6 +286,7 @@ def namespaces(count: int, private: Sequence[Path] = ()) -> Generator[Namespaces
         for host in hosts:
             host.kill()
         subprocess.run(["ip", "link", "del", bridge], capture_output=True)
+        temporary.rmdir()
 
 
 _made = iter("abcdefghijklmnopqrstuvwxyz" * 40)

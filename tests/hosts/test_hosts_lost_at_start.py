@@ -4,26 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import pytest
 from depth import on_more_hosts
 from hosts.controller import END_S, LIMIT_S, Run
-from hosts.namespaces import NamespaceHost, Namespaces
+from hosts.namespaces import HostProcess, NamespaceHost, Namespaces
 from hosts.scripted import GATE
 
 ENGINES: dict[str, Any] = {"engine": "hosts.scripted:make_at_gate", "num_generators": 3}
-
-
-@pytest.fixture(scope="module")
-def gate(hosts: Namespaces, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of the engines on all hosts, each of which has a worker."""
-    gate = tmp_path_factory.mktemp("gate")
-    with ThreadPoolExecutor() as threads:
-        list(threads.map(lambda host: start_worker(host, gate), hosts))
-    return gate
 
 
 def start_worker(host: NamespaceHost, gate: Path):
@@ -43,7 +32,7 @@ def spawned(host: NamespaceHost) -> list[str]:
 
 @on_more_hosts
 def test_those_that_die_are_left_out_where_the_others_are_enough_and_taken_in_when_they_return(
-    hosts: Namespaces, gate: Path, tmp_path: Path
+    hosts: Namespaces, workers: list[HostProcess], gate: Path, tmp_path: Path
 ) -> None:
     first, second, third = hosts
     run = Run(tmp_path / "run", hosts, generation=ENGINES, hosts={"generate": 2})
@@ -69,7 +58,7 @@ def test_those_that_die_are_left_out_where_the_others_are_enough_and_taken_in_wh
 
 @on_more_hosts
 def test_one_that_is_needed_is_named_at_once_and_nothing_is_left_on_the_others(
-    hosts: Namespaces, gate: Path, tmp_path: Path
+    hosts: Namespaces, workers: list[HostProcess], gate: Path, tmp_path: Path
 ) -> None:
     first, second, third = hosts
     run = Run(tmp_path / "run", hosts, generation={**ENGINES, "least_generators": 3})

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Generator
 from pathlib import Path
@@ -17,7 +16,7 @@ from depth import on_more_hosts
 from hosts.namespaces import PROJECT, HostProcess, Namespaces, namespaces
 from hosts.scripted import TESTS, processes_of
 
-from titan_rl.actors.hosts.scratch import SCRATCH, WORKER
+from titan_rl.actors.hosts.scratch import WORKER
 from titan_rl.actors.liveness.process_tree import unreaped_children_of
 
 LIMIT_S = 60.0
@@ -58,26 +57,24 @@ sys.exit(run_training(settings, parts=Parts(trainer=Steps(), renderer=LetterRend
 
 
 class Machines:
-    """Two hosts with a worker each, and a temporary folder that no other has."""
+    """Two hosts with a worker each."""
 
-    def __init__(self, hosts: Namespaces, temporary: Path, said: Path) -> None:
+    def __init__(self, hosts: Namespaces, said: Path) -> None:
         self.hosts = hosts
-        self._temporary = temporary
         self._said = said
         self.workers = [self.start_worker(index) for index in range(len(hosts))]
 
     def start_worker(self, index: int) -> HostProcess:
         host = self.hosts[index]
-        return host.start_worker(self._said / f"{host.name}.txt", env={"TMPDIR": str(self._temporary)})
+        return host.start_worker(self._said / f"{host.name}.txt")
 
     def left(self, index: int) -> list[str]:
         """What there is on a host beside its worker and the worker's own folder."""
         host = self.hosts[index]
         processes = processes_of(host)
         unreaped = [f"defunct {pid}" for pid in unreaped_children_of(self.workers[index].pid)]
-        folders = [name for name in host.files(str(self._temporary)) if name.startswith((SCRATCH, WORKER))]
-        own = [name for name in folders if name.startswith(WORKER)][:1]
-        return processes + unreaped + host.files("/dev/shm") + [name for name in folders if name not in own]
+        own, *others = sorted(host.files(str(host.temporary)), key=lambda name: not name.startswith(WORKER))
+        return processes + unreaped + host.files("/dev/shm") + others + host.files(str(host.temporary / own))
 
     def until_nothing_is_left(self) -> None:
         for index in range(len(self.hosts)):
@@ -86,8 +83,8 @@ class Machines:
 
 @pytest.fixture(scope="module")
 def machines(needs_namespaces: None, tmp_path_factory: pytest.TempPathFactory) -> Generator[Machines]:
-    with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as folder, namespaces(2, private=[Path(folder)]) as made:
-        yield Machines(made, Path(folder), tmp_path_factory.mktemp("workers"))
+    with namespaces(2) as made:
+        yield Machines(made, tmp_path_factory.mktemp("workers"))
 
 
 @contextlib.contextmanager

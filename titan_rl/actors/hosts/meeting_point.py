@@ -6,8 +6,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import socket
 import sys
+import tempfile
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncGenerator
 
@@ -15,6 +17,7 @@ from titan_rl.actors.hosts.monarch_host import READY
 from titan_rl.actors.liveness.lookout import BEAT_S
 from titan_rl.actors.liveness.process_tree import CAN_LIST, children_of
 from titan_rl.actors.liveness.reports import receive, send
+from titan_rl.actors.liveness.worker_signs import FOLDER
 from titan_rl.config.hosts import join_address
 
 logger = logging.getLogger(__name__)
@@ -117,15 +120,22 @@ async def _monarch(host: str) -> AsyncGenerator[tuple[Process, str]]:
     with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as free:
         address = f"tcp://{join_address(host, free.getsockname()[1])}"
     command = [sys.executable, "-m", "titan_rl.actors.hosts.monarch_host", address]
-    process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, start_new_session=True)
-    try:
-        assert process.stdout is not None
-        async with asyncio.timeout(START_S):
-            while (line := await process.stdout.readline()) != f"{READY}\n".encode():
-                if not line:
-                    raise ConnectionError("Monarch did not start; the worker's output says why")
-        yield process, address
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
+    # It makes sockets in a folder that it never removes.
+    with tempfile.TemporaryDirectory(
+        prefix="monarch-", dir=os.environ.get(FOLDER), ignore_cleanup_errors=True
+    ) as temporary:
+        environment = {**os.environ, "TMPDIR": temporary}
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=PIPE, stdout=PIPE, start_new_session=True, env=environment
+        )
+        try:
+            assert process.stdout is not None
+            async with asyncio.timeout(START_S):
+                while (line := await process.stdout.readline()) != f"{READY}\n".encode():
+                    if not line:
+                        raise ConnectionError("Monarch did not start; the worker's output says why")
+            yield process, address
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import tempfile
 from pathlib import Path
 
+from titan_rl.actors.liveness.worker_signs import FOLDER
 from titan_rl.weights.shard_files.owned_folder import OwnedFolder, clean_dead_folders
 from titan_rl.weights.shard_files.shard_folder import clean_dead_shards
 
@@ -22,6 +24,9 @@ LONGEST_TMPDIR = 28  # Monarch makes sockets below it, whose paths end at 107 ch
 
 
 def scratch_root() -> Path:
+    """Where whoever clears up looks. What a worker has started has it beside the worker's folder."""
+    if (folder := os.environ.get(FOLDER)) is not None:
+        return Path(folder).parent
     root = Path(tempfile.gettempdir())
     return root if len(str(root)) <= LONGEST_TMPDIR else Path("/tmp")
 
