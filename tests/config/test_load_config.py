@@ -92,6 +92,7 @@ def test_what_is_written_back_loads_to_an_equal_config(project: Path):
         ("lr", "5", "command line: lr = 5 is not a setting; nearest: training.lr"),
         ("trainin.lr", "5", "command line: [trainin] is not a table; nearest: training"),
         ("routing.quux", "5", "routing.quux = 5 is not a setting; valid here: routing.strategy, routing.max_sessions"),
+        ("routing.move_below", "1", "routing.move_below = 1 must be less than 1"),
         ("task.lenght", "5", "command line: task.lenght = 5 is not a setting; nearest: task.length"),
         ("training.lr", "fast", "command line: training.lr = 'fast' must be a valid number"),
         ("training.lr", "nan", "training.lr = nan must be a finite number"),
@@ -154,6 +155,10 @@ def test_all_wrong_settings_are_reported_at_once(project: Path):
         (
             {"generation.pull_mode": "drain", "generation.reset_prefix_cache": "false"},
             ["generation.reset_prefix_cache = false", 'pull_mode = "drain"', "reset_prefix_cache = true"],
+        ),
+        (
+            {"routing.move_below": "0.5", "scheduling.max_staleness": "0"},
+            ["routing.move_below = 0.5", "requests that are seeded", "sampling.seeded = false"],
         ),
         (
             {"generation.stall_timeout_s": "60", "statedict.pull_timeout_s": "60"},

@@ -56,6 +56,7 @@ def of_code() -> set[str]:
         *prefixed("engine", GaugeSummary.metrics([GaugeSummary(1, values, values, totals)])),
         *prefixed("sync", dict.fromkeys(strings("actors/generator_actor.py", "pull"), 0.0)),
         *prefixed("sync", dict.fromkeys(strings("weights/transports/tcp.py", "_note"), 0.0)),
+        *strings("run/observability/activity.py", "_moved_metrics", r"[a-z]+/[a-z_]+"),
         *(f"completion/{name}" for name in strings("generation/partial.py", "_continued_metrics")),
         *(text for text in strings("run/sft/loop.py", "_train_on", r"[a-z]+/[a-z_]+")),
         *(text for text in strings("run/sft/loop.py", "_measure", r"[a-z]+/[a-z_]+")),

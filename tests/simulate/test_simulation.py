@@ -34,6 +34,16 @@ def test_equal_lengths_leave_nothing_to_win():
     assert 0.9 < ratio < 1.1
 
 
+def test_requests_move_and_are_computed_anew_there():
+    alone, moving = (Cluster(4, ENGINES.cost, max_running=16, move_below=below) for below in (None, 0.5))
+    assert run(LONG_TAIL, alone, max_staleness=0, num_steps=3).moved == 0
+    moved = run(LONG_TAIL, moving, max_staleness=0, num_steps=3)
+    assert moved.moved > 0
+    assert set(moved.ages) == {0}
+    assert moved.wasted_tokens == 0
+    assert sorted(moved.accepted_lengths) == sorted(run(LONG_TAIL, max_staleness=0, num_steps=3).accepted_lengths)
+
+
 @pytest.mark.parametrize("mode", ["keep", "abort", "sleep"])
 @pytest.mark.parametrize("tail", ["carry_over", "tail_batch"])
 def test_interrupted_rollouts_go_on_and_keep_the_bound(mode, tail):

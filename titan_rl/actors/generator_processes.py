@@ -132,6 +132,7 @@ class GeneratorProcesses(SupervisedProcesses):
             on_replica_failed=self.on_replica_failed,
             limits=Limits(pull_s=self._statedict.pull_timeout_s, no_replica_s=self.hosts.config.wait_s),
             least_replicas=self._generation.least_generators,
+            move_below=self._routing.move_below,
         )
 
     def waits_for(self, router: GeneratorRouter) -> str:

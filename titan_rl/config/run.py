@@ -203,6 +203,12 @@ def conflicts(config: RunConfig) -> Iterator[str]:
             f'generation.pull_mode = "drain" with scheduling.on_batch_ready = "{config.scheduling.on_batch_ready}": '
             'interrupted requests cannot finish; use pull_mode = "hot_swap" or on_batch_ready = "continue"'
         )
+    if config.routing.move_below is not None and config.seeds_requests:
+        yield (
+            f"routing.move_below = {config.routing.move_below:g} with requests that are seeded: when one moves is a "
+            "matter of time, and what is sampled from there on is another answer; leave move_below out, or set "
+            "sampling.seeded = false"
+        )
     if generation.stall_timeout_s <= config.statedict.pull_timeout_s:
         yield (
             f"generation.stall_timeout_s = {generation.stall_timeout_s:g} is not more than statedict.pull_timeout_s = "

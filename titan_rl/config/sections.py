@@ -85,6 +85,9 @@ class RoutingConfig(Section):
     """sticky keeps a rollout on the replica that holds its KV cache; group_affinity also starts its siblings there."""
     max_sessions: PositiveInt = 65536
     """Sessions remembered; the one longest unused is forgotten first. At least as many as rollouts in flight."""
+    move_below: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """A generator with at most this part of the requests of the fullest takes some over, with their tokens, which are
+    computed anew there. By default none move; not with requests that are seeded."""
 
 
 class SamplingConfig(Section):

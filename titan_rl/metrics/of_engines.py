@@ -9,6 +9,14 @@ ENGINES = MetricGroup.ENGINES
 ENGINE_METRICS = (
     Metric("generation/requests_in_flight_max", "requests", "Most requests in flight at once.", ENGINES),
     Metric(
+        "generation/moved_requests",
+        "requests",
+        "Requests that an emptier generator took over since the step before, where routing.move_below is set.",
+        ENGINES,
+        "Few.",
+        "Each is computed anew on the other generator: a smaller routing.move_below.",
+    ),
+    Metric(
         "completion/queue_s",
         "s",
         "From the request until its engine first ran it.",

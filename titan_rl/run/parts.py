@@ -157,6 +157,7 @@ async def _in_this_process(
         stall_timeout_s=config.generation.stall_timeout_s,
         limits=Limits(pull_s=config.statedict.pull_timeout_s, no_replica_s=config.hosts.wait_s),
         on_replica_failed=lambda replica, error: tell(f"{replica.name} is out of service: {error}"),
+        move_below=routing.move_below,
     )
 
     async def watch() -> None: ...

@@ -17,6 +17,7 @@ class Cluster:
             what a pull takes of each engine.
         max_running: requests that one engine advances at a time.
         kv_tokens: tokens that the KV cache of one engine holds.
+        move_below: generators with at most this part of the fullest's requests get some of them, see `Moves`.
         adapts: fewer requests are advanced where the KV cache is expected to be full, see `AdaptivePlaces`.
         train_s: one optimizer step on one batch.
         logprob_s: recomputing the logprobs of one batch before it is trained on; 0 where the sampler's own are used.
@@ -28,6 +29,7 @@ class Cluster:
     cost: CostModel
     max_running: int = 256
     kv_tokens: int = 1 << 40
+    move_below: float | None = None
     adapts: bool = False
     train_s: float = 0.0
     logprob_s: float = 0.0

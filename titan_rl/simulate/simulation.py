@@ -42,6 +42,7 @@ class SimulationResult:
     generators_idle: float  # share of the time, mean over the engines
     wasted_tokens: int
     preemptions: int
+    moved: int  # requests, from one engine to another, the warm-up's included
     accepted_lengths: Sequence[int]  # of every rollout that was trained on
     offered_lengths: Sequence[int]  # of every rollout of the groups that were admitted
 
@@ -119,7 +120,9 @@ class _Simulation:
 
     async def run(self, num_steps: int, warmup: int) -> SimulationResult:
         limits = Limits(pull_s=FOREVER_S, abort_s=FOREVER_S, call_s=FOREVER_S, paused_s=FOREVER_S)
-        self._router = GeneratorRouter(self._replicas, stall_timeout_s=FOREVER_S, limits=limits)
+        self._router = GeneratorRouter(
+            self._replicas, stall_timeout_s=FOREVER_S, limits=limits, move_below=self._cluster.move_below
+        )
         self._rollouter = Rollouter(
             lambda sample: _OneTurnEnv(self._workload.prompt_tokens),
             Rubric([Reward(_first_sibling, name="first")]),
@@ -185,6 +188,7 @@ class _Simulation:
             generators_idle=1 - (self._busy_s() - busy) / total / len(self._replicas),
             wasted_tokens=round(wasted),
             preemptions=self._num_preemptions() - preempted,
+            moved=self._router.num_moved or 0,
             accepted_lengths=[length for group in groups for length in lengths(group)],
             offered_lengths=[self._workload.length(i, s) for i in offered for s in range(self._workload.group_size)],
         )

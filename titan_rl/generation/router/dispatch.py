@@ -8,13 +8,14 @@ from dataclasses import replace
 from titan_rl.calls import stopwatch
 from titan_rl.calls.request_signs import moving_with_tokens
 from titan_rl.errors import EngineDeadError, EngineStalledError, GenerationError, NoReplicaError, RequestError
-from titan_rl.generation.partial import aborted_late
+from titan_rl.generation.partial import aborted_late, tokens_between
 from titan_rl.generation.request import EngineRequest, OnChunk
 from titan_rl.generation.router.aborts import Aborts
 from titan_rl.generation.router.blame import Blame, FailedAttempt
 from titan_rl.generation.router.health import Health
 from titan_rl.generation.router.in_flight import RequestInFlight, RequestsInFlight
 from titan_rl.generation.router.limits import Limits
+from titan_rl.generation.router.moves import Moves
 from titan_rl.generation.router.pause import Pause
 from titan_rl.generation.router.pool import Pool, PooledReplica, Reservation
 from titan_rl.generation.router.stall import StallWatch
@@ -33,6 +34,7 @@ class Dispatcher:
         pause: Pause,
         aborts: Aborts,
         stalls: StallWatch,
+        moves: Moves,
         limits: Limits,
         *,
         max_attempts: int,
@@ -46,6 +48,7 @@ class Dispatcher:
         self._pause = pause
         self._aborts = aborts
         self._stalls = stalls
+        self._moves = moves
         self._limits = limits
         self._max_attempts = max_attempts
 
@@ -58,7 +61,9 @@ class Dispatcher:
                 with reservation as replica:
                     epoch = replica.epoch
                     try:
-                        return await self._send(in_flight, replica, on_chunk)
+                        completion = await self._send(in_flight, replica, on_chunk)
+                        if not self._moves.is_moved(in_flight, completion):
+                            return completion
                     except (RequestError, NotResumedError):
                         raise
                     except Exception as error:
@@ -71,7 +76,7 @@ class Dispatcher:
                     failures.append(failure)
                     await self._blame.lay(in_flight, failures if partial.ended is None else [failure])
                 if not in_flight.aborted and (ended := partial.ended) is not None:
-                    return ended  # the replica was lost between its last token and its answer
+                    return ended  # the replica was lost, or told to let it go, between its last token and its answer
                 if len(failures) == self._max_attempts:
                     last = failures[-1].error
                     raise GenerationError(
@@ -88,7 +93,7 @@ class Dispatcher:
                 return None
             try:
                 if self._pause.open.is_set() and self._pool.enough.is_set():
-                    return self._pool.choose(in_flight.partial.request)
+                    return self._pool.choose(in_flight.partial.request, in_flight.moves_to)
                 with stopwatch.paused():
                     if not self._pause.open.is_set():
                         began = asyncio.get_running_loop().time()
@@ -132,7 +137,12 @@ class Dispatcher:
             is_over = True
         replica.hear(served=True)
         replica.failures = 0
+        num_told = partial.num_tokens
         completion = partial.add(_without_freezes(completion, in_flight, began))
+        if on_chunk is not None and in_flight.moves_to is not None and num_told < partial.num_tokens:
+            on_chunk(
+                tokens_between(completion, num_told, partial.num_tokens)
+            )  # what the next attempt tells goes on from
         if in_flight.interrupted_s:
             metrics = {**completion.metrics, "interrupted_s": in_flight.interrupted_s}
             completion = replace(completion, metrics=metrics)

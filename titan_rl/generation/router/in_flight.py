@@ -33,6 +33,8 @@ class RequestInFlight(Waiter):
         self.partial = Partial(request)  # what it has got so far
         self.replica: PooledReplica | None = None  # where it runs; None while it waits for a replica
         self.aborted = False  # its answer is an aborted completion, with the tokens that come back
+        self.moves_to: PooledReplica | None = None  # its attempt is being ended, so that the next one is there
+        self.moved_with: int | None = None  # tokens that it had when it was last told to move
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._aborts = aborts
         self._placed = placed
@@ -41,7 +43,7 @@ class RequestInFlight(Waiter):
     def assign(self, replica: PooledReplica) -> EngineRequest:
         """Begin an attempt, on `replica`. Returns what to ask it for, under an engine id of its own: "g0/0/0", and
         "g0/0/0~1" from the second attempt on, or where an engine may be at an earlier request of that id still."""
-        self.replica = replica
+        self.replica, self.moves_to = replica, None
         self._placed[replica][self] = None
         self.what = f"request {self.request_id!r} on replica {replica.name}"
         while True:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal
@@ -88,6 +88,7 @@ class Pool:
         self.serving = asyncio.Event()  # set while at least one replica serves
         self.enough = asyncio.Event()  # set while so many do that requests are sent
         self.last_error: Exception | None = None  # of the replica withdrawn last
+        self.on_room: Callable[[], None] | None = None  # told when a replica comes into service, or has a request less
         self._replicas: dict[str, PooledReplica] = {}
         self._num_serving = 0
         for handle in handles:
@@ -140,6 +141,7 @@ class Pool:
         self._num_serving += 1
         self.strategy.admit(replica)
         self._note()
+        self.has_room()
 
     def withdraw(self, replica: PooledReplica, *, draining: bool = False) -> None:
         """Out of service; its running requests are not touched.
@@ -168,12 +170,24 @@ class Pool:
         _set(self.serving, self._num_serving > 0)
         _set(self.enough, self._num_serving > 0 and self._num_serving + num_draining >= self.least)
 
-    def choose(self, request: EngineRequest) -> Reservation:
-        """A reservation of what the request may come to on the replica the strategy prefers. At least one serves."""
-        replica = self.strategy.choose(request.session_id, request.cost)
-        assert isinstance(replica, PooledReplica)
-        assert replica.serving
-        return Reservation(replica, request.cost, self.strategy)
+    def choose(self, request: EngineRequest, moves_to: PooledReplica | None = None) -> Reservation:
+        """A reservation of what the request may come to, on the replica the strategy prefers. At least one serves.
+
+        Args:
+            moves_to: where it is to be instead, if that serves.
+        """
+        if moves_to is None or not moves_to.serving:
+            replica = self.strategy.choose(request.session_id, request.cost)
+            assert isinstance(replica, PooledReplica)
+            assert replica.serving
+            return Reservation(replica, request.cost, self)
+        if request.session_id is not None:
+            self.strategy.moved(request.session_id, moves_to)
+        return Reservation(moves_to, request.cost, self)
+
+    def has_room(self) -> None:
+        if self.on_room is not None:
+            self.on_room()
 
     async def close(self, limit_s: float) -> None:
         """Take all replicas out for good and close them. What one raises is logged; one that takes longer is left."""
@@ -198,12 +212,12 @@ def _set(event: asyncio.Event, is_set: bool) -> None:
 class Reservation:
     """Tokens reserved on a replica from the choice on; leaving the `with` block gives them back."""
 
-    __slots__ = ("_cost", "_strategy", "replica")
+    __slots__ = ("_cost", "_pool", "replica")
 
-    def __init__(self, replica: PooledReplica, cost: int, strategy: Strategy) -> None:
+    def __init__(self, replica: PooledReplica, cost: int, pool: Pool) -> None:
         self.replica = replica
         self._cost = cost
-        self._strategy = strategy
+        self._pool = pool
         replica.reserve(cost)
 
     def __enter__(self) -> PooledReplica:
@@ -211,7 +225,8 @@ class Reservation:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.replica.release(self._cost)
-        self._strategy.released(self.replica)
+        self._pool.strategy.released(self.replica)
+        self._pool.has_room()
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from titan_rl.generation.router.dispatch import Dispatcher
 from titan_rl.generation.router.health import Health, OnReplicaFailed
 from titan_rl.generation.router.in_flight import RequestsInFlight
 from titan_rl.generation.router.limits import Limits
+from titan_rl.generation.router.moves import Moves
 from titan_rl.generation.router.pause import Pause, PauseReport
 from titan_rl.generation.router.pool import Pool, PooledReplica, ReplicaStatus
 from titan_rl.generation.router.pull import Puller, PullMode, PullReport
@@ -52,6 +53,7 @@ class GeneratorRouter:
         max_attempts: replicas that may fail under one request before the request fails.
         on_replica_failed: called once for each quarantine, so that a supervisor can respawn the replica.
         least_replicas: while fewer are in service requests wait.
+        move_below: replicas with at most this part of the fullest's requests get some of them, see `Moves`.
     """
 
     def __init__(
@@ -64,30 +66,25 @@ class GeneratorRouter:
         limits: Limits | None = None,
         on_replica_failed: OnReplicaFailed | None = None,
         least_replicas: int = 1,
+        move_below: float | None = None,
     ) -> None:
-        self._limits = limits or Limits()
+        limits = self._limits = limits or Limits()
         self._calls = ControlCalls()
-        self._tasks = BackgroundTasks(on_error=self._fail)
-        self._aborts = aborts = Aborts(self._tasks, self._limits.call_s)
+        tasks = self._tasks = BackgroundTasks(on_error=self._fail)
+        aborts = self._aborts = Aborts(tasks, limits.call_s)
         stalls = StallWatch(stall_timeout_s, self._stalled)
-        self._requests = RequestsInFlight(self._limits, aborts, stalls)
+        requests = self._requests = RequestsInFlight(limits, aborts, stalls)
         strategy = strategy or StickySession(fallback=LeastLoaded())
-        self._pool = Pool(replicas, strategy, self._limits.cancel_s, least_replicas)
+        pool = self._pool = Pool(replicas, strategy, limits.cancel_s, least_replicas)
         prepared = self._is_prepared
-        self._health = Health(
-            self._pool, self._tasks, self._limits, prepare=self._prepare, prepared=prepared, on_failed=on_replica_failed
+        health = self._health = Health(
+            pool, tasks, limits, prepare=self._prepare, prepared=prepared, on_failed=on_replica_failed
         )
-        self._pause = Pause(self._pool, self._requests, self._limits, self._health.quarantine)
-        self._puller = Puller(self._pool, self._requests, self._limits, self._health)
+        pause = self._pause = Pause(pool, requests, limits, health.quarantine)
+        self._puller = Puller(pool, requests, limits, health)
+        moves = self._moves = Moves(pool, requests, pause, aborts, tasks, limits, move_below)
         self._dispatcher = Dispatcher(
-            self._pool,
-            self._requests,
-            self._health,
-            self._pause,
-            aborts,
-            stalls,
-            self._limits,
-            max_attempts=max_attempts,
+            pool, requests, health, pause, aborts, stalls, moves, limits, max_attempts=max_attempts
         )
 
     @property
@@ -210,6 +207,11 @@ class GeneratorRouter:
         """Of all requests in flight together, without making what `tokens_so_far` gives."""
         return sum(request.partial.num_tokens for request in self._requests)
 
+    @property
+    def num_moved(self) -> int | None:
+        """Requests so far that went on at an emptier replica. None without `move_below`."""
+        return self._moves.num_moved
+
     def finish_session(self, session_id: str) -> None:
         """Free what the strategy keeps of a session: no further request of it comes."""
         self._pool.strategy.finish_session(session_id)
@@ -287,6 +289,7 @@ class GeneratorRouter:
         """From now on everything fails with `reason`; the first one stands."""
         if self._calls.end(reason):
             self._dispatcher.closed = reason
+            self._moves.close()
             for request in self._requests:
                 request.cut_short()
 

@@ -46,6 +46,10 @@ class Strategy(ABC):
     def released(self, candidate: Candidate) -> None:  # noqa: B027
         """The load of `candidate` has fallen."""
 
+    def moved(self, session_id: str, candidate: Candidate) -> None:  # noqa: B027
+        """A request of this session goes on at `candidate`, which serves and was not chosen: what the next ones can
+        reuse is there."""
+
     def finish_session(self, session_id: str) -> None:  # noqa: B027
         """No further request of this session comes. Unknown ids are ignored."""
 
@@ -169,6 +173,9 @@ class StickySession(WithFallback):
         if pinned is None or not pinned.serving:
             self._pins[session_id] = pinned = self._fallback.choose(session_id, cost)
         return pinned
+
+    def moved(self, session_id: str, candidate: Candidate) -> None:
+        self._pins[session_id] = candidate
 
     def finish_session(self, session_id: str) -> None:
         self._pins.pop(session_id, None)

@@ -29,6 +29,7 @@ class Activity:
         self._requests = requests
         self._num_generators = num_generators
         self._hosts = hosts or HostHistory()
+        self._num_moved = 0
 
     def progress(self) -> object:
         """Differs once a token or an answer has come."""
@@ -41,9 +42,10 @@ class Activity:
             version: that the generators have pulled at its end. Those that have not are left out.
 
         Returns:
-            generation/requests_in_flight_max; engine/<name>_mean, engine/<name>_max and engine/<count>, see
-            `GaugeSummary.metrics`, where the engines report gauges; engine/idle_share, of all engines' time, where
-            they say how long they were idle; see `HostHistory.take_metrics`.
+            generation/requests_in_flight_max; generation/moved_requests, where they may move; engine/<name>_mean,
+            engine/<name>_max and engine/<count>, see `GaugeSummary.metrics`, where the engines report gauges;
+            engine/idle_share, of all engines' time, where they say how long they were idle; see
+            `HostHistory.take_metrics`.
         """
         replicas = [replica for replica in self._router.replicas if replica.version == version]
         gauges = GaugeSummary.metrics(replica.gauges for replica in replicas if replica.gauges is not None)
@@ -51,9 +53,16 @@ class Activity:
             gauges["idle_share"] = gauges["idle_s"] / total
         return {
             "generation/requests_in_flight_max": float(self._requests.take()),
+            **self._moved_metrics(),
             **{f"engine/{name}": value for name, value in gauges.items()},
             **self._hosts.take_metrics(),
         }
+
+    def _moved_metrics(self) -> dict[str, float]:
+        if (num_moved := self._router.num_moved) is None:
+            return {}
+        before, self._num_moved = self._num_moved, num_moved
+        return {"generation/moved_requests": float(num_moved - before)}
 
     def look(self, slots: Mapping[GroupState, int], running: Mapping[str, int], version: int) -> RunLook:
         """What to show of it.

@@ -1,0 +1,360 @@
+"""Requests that go on at an emptier replica, with their tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import looptime
+import pytest
+from depth import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from titan_rl.generation.request import EngineRequest, OnChunk
+from titan_rl.generation.router import GeneratorRouter, Limits, RoundRobin
+from titan_rl.generation.scripted_engine import ScriptedEngine
+from titan_rl.types import Completion, FinishReason, SamplingParams, TokenChunk, VersionSpan
+
+PROMPT = [3, 1, 4]
+LIMITS = Limits(abort_s=20, no_replica_s=100, paused_s=500, reabort_interval_s=2)
+
+
+class SteppingReplica:
+    """A scripted engine in virtual time, a step a second, that streams every `INTERVAL` steps."""
+
+    INTERVAL = 4
+
+    def __init__(self, name: str, *, hears_after_s: float = 0.0) -> None:
+        self.name = name
+        self.served: list[str] = []
+        self.prefilled: list[int] = []  # prompt tokens of each request
+        self.dead = False
+        self.hears_after_s = hears_after_s  # a request knows of no abort before
+        self._version = 0
+        self._going = asyncio.Event()
+        self._going.set()
+        self._aborted: dict[str, asyncio.Event] = {}
+
+    async def generate(self, *args: Any, **kwargs: Any) -> Completion:
+        raise AssertionError("a replica that streams is asked to stream")
+
+    async def stream(self, request: EngineRequest, on_chunk: OnChunk) -> Completion:
+        assert request.request_id not in self._aborted, "duplicate id"
+        self.served.append(request.request_id)
+        self.prefilled.append(len(request.prompt_token_ids))
+        engine = ScriptedEngine(version=self._version)
+        engine.add(request)
+        await asyncio.sleep(self.hears_after_s)
+        aborted = self._aborted[request.request_id] = asyncio.Event()
+        tokens, logprobs, versions = list[int](), list[float](), list[int]()
+        told, reason = 0, None
+        try:
+            while reason is None:
+                await asyncio.sleep(1.0)
+                await self._going_or(aborted)
+                if self.dead:
+                    raise ConnectionError(f"{self.name} is dead")
+                if aborted.is_set():
+                    reason = FinishReason.ABORT
+                    break
+                if engine.versions[-1] != self._version:
+                    engine.load_state_dict([], self._version)
+                (delta,) = engine.step()
+                tokens += delta.token_ids
+                logprobs += delta.logprobs
+                versions += [self._version] * len(delta.token_ids)
+                reason = delta.finish_reason
+                if reason is None and len(tokens) - told >= self.INTERVAL:
+                    spans = _spans(versions[told:])
+                    on_chunk(TokenChunk(request.request_id, tokens[told:], logprobs[told:], spans))
+                    told = len(tokens)
+        finally:
+            del self._aborted[request.request_id]
+        return Completion(request.request_id, tokens, logprobs, reason, _spans(versions))
+
+    async def _going_or(self, aborted: asyncio.Event) -> None:
+        waits = [asyncio.ensure_future(self._going.wait()), asyncio.ensure_future(aborted.wait())]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    async def pull(self, version: int) -> None:
+        self._check()
+        self._version = version
+
+    async def pause(self, mode: str) -> None:
+        self._check()
+        self._going.clear()
+
+    async def resume(self) -> None:
+        self._check()
+        self._going.set()
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        self._check()
+        for request_id in request_ids:
+            if request_id in self._aborted:
+                self._aborted[request_id].set()
+
+    async def close(self) -> None: ...
+
+    def _check(self) -> None:
+        if self.dead:
+            raise ConnectionError(f"{self.name} is dead")
+
+
+def _spans(versions: Sequence[int]) -> tuple[VersionSpan, ...]:
+    return tuple(VersionSpan(version, versions.count(version)) for version in dict.fromkeys(versions))
+
+
+def undisturbed(num_tokens: int, version: int = 0) -> tuple[list[int], list[float]]:
+    engine = ScriptedEngine(version=version)
+    engine.add(EngineRequest("r", PROMPT, SamplingParams(max_tokens=num_tokens)))
+    deltas = [engine.step()[0] for _ in range(num_tokens)]
+    return [token for one in deltas for token in one.token_ids], [value for one in deltas for value in one.logprobs]
+
+
+class Asked:
+    """Requests to a router, and what was told of each ahead of its answer."""
+
+    def __init__(self, router: GeneratorRouter) -> None:
+        self._router = router
+        self.told: dict[str, list[int]] = {}
+        self.answers: dict[str, asyncio.Task[Completion]] = {}
+
+    def ask(self, request_id: str, num_tokens: int) -> None:
+        told = self.told[request_id] = []
+        request = EngineRequest(
+            request_id, PROMPT, SamplingParams(max_tokens=num_tokens), request_id.rpartition("/")[0]
+        )
+        stream = self._router.stream(request, lambda chunk: told.extend(chunk.token_ids))
+        self.answers[request_id] = asyncio.ensure_future(stream)
+
+    async def all(self) -> dict[str, Completion]:
+        return dict(zip(self.answers, await asyncio.gather(*self.answers.values()), strict=True))
+
+    def check(self, completion: Completion, num_tokens: int) -> None:
+        tokens, _ = undisturbed(num_tokens)
+        assert list(completion.token_ids) == tokens[: len(completion.token_ids)]
+        assert sum(span.num_tokens for span in completion.version_spans) == len(completion.token_ids)
+        told = self.told[completion.request_id]
+        assert told == tokens[: len(told)]
+        assert len(told) <= len(completion.token_ids)
+
+
+def in_virtual_time(scenario: Callable[[], Awaitable[None]]) -> None:
+    loop = looptime.new_event_loop()
+    try:
+        loop.run_until_complete(asyncio.wait_for(scenario(), 20_000))
+    finally:
+        loop.close()
+
+
+def routed(*replicas: SteppingReplica, below: float | None = 0.5, in_turn: bool = False) -> GeneratorRouter:
+    """
+    Args:
+        in_turn: the replicas get requests in turn; else a session stays where it is.
+    """
+    strategy = RoundRobin() if in_turn else None
+    return GeneratorRouter(replicas, strategy, stall_timeout_s=60, limits=LIMITS, move_below=below, max_attempts=50)
+
+
+def ask_two_replicas(asked: Asked, long: int = 40, short: int = 4) -> None:
+    """Five long requests on the one, of which the first is the longest, and five short ones on the other."""
+    for place in range(5):
+        asked.ask(f"long/{place}/0", long if place else 60)
+        asked.ask(f"short/{place}/0", short)
+
+
+async def until_one_is_empty(router: GeneratorRouter) -> None:
+    while not any(replica.num_requests == 0 for replica in router.replicas):  # noqa: ASYNC110
+        await asyncio.sleep(0.1)
+
+
+def test_a_replica_that_runs_empty_takes_requests_over_with_their_tokens():
+    async def scenario() -> None:
+        full, empty = SteppingReplica("full"), SteppingReplica("empty")
+        router = routed(full, empty, in_turn=True)
+        asked = Asked(router)
+        ask_two_replicas(asked)
+        answers = await asked.all()
+        for request_id, answer in answers.items():
+            num_tokens = 60 if request_id == "long/0/0" else 40 if request_id.startswith("long") else 4
+            asked.check(answer, num_tokens)
+            assert len(answer.token_ids) == num_tokens
+            assert answer.finish_reason is FinishReason.LENGTH
+            assert list(answer.logprobs) == undisturbed(num_tokens)[1]
+        moved = [request_id for request_id, answer in answers.items() if answer.metrics.get("num_resumes")]
+        assert moved == ["long/3/0", "long/4/0"]  # that came last
+        assert router.num_moved == len(moved)
+        assert empty.prefilled[5:] == [len(PROMPT) + 4] * 2
+        assert all(replica.load == 0 for replica in router.replicas)
+        await router.close()
+
+    in_virtual_time(scenario)
+
+
+def test_nothing_moves_unless_it_is_asked_for():
+    async def scenario() -> None:
+        full, empty = SteppingReplica("full"), SteppingReplica("empty")
+        router = routed(full, empty, below=None, in_turn=True)
+        asked = Asked(router)
+        ask_two_replicas(asked)
+        await asked.all()
+        assert router.num_moved is None
+        assert (len(full.served), len(empty.served)) == (5, 5)
+        await router.close()
+
+    in_virtual_time(scenario)
+
+
+def test_a_session_follows_its_request():
+    async def scenario() -> None:
+        full, joins = SteppingReplica("full"), SteppingReplica("joins")
+        router = routed(full)
+        asked = Asked(router)
+        for place in range(5):
+            asked.ask(f"g/{place}/0", 20 if place else 60)
+        await asyncio.sleep(1.5)
+        await router.add_replica(joins)
+        for place in (1, 2, 3, 4):
+            await asked.answers[f"g/{place}/0"]
+        assert sorted(joins.served) == ["g/3/0~1", "g/4/0~1"]
+        for place in (1, 2, 3, 4):
+            asked.ask(f"g/{place}/1", 2)
+        await asked.all()
+        assert sorted(joins.served[2:]) == ["g/3/1", "g/4/1"]
+        await router.close()
+
+    in_virtual_time(scenario)
+
+
+def test_a_replica_that_joins_takes_its_part():
+    async def scenario() -> None:
+        full, joins = SteppingReplica("full"), SteppingReplica("joins")
+        router = routed(full)
+        asked = Asked(router)
+        for place in range(9):
+            asked.ask(f"g/{place}/0", 30)
+        await asyncio.sleep(10)
+        await router.add_replica(joins)
+        await asked.all()
+        assert len(joins.served) == 4
+        for request_id, task in asked.answers.items():
+            assert len(task.result().token_ids) == 30
+            asked.check(task.result(), 30)
+            assert request_id == task.result().request_id
+        await router.close()
+
+    in_virtual_time(scenario)
+
+
+def test_a_request_that_ends_meanwhile_is_answered_as_it_ended():
+    async def scenario() -> None:
+        full, empty = SteppingReplica("full", hears_after_s=9.5), SteppingReplica("empty")
+        router = routed(full, empty, in_turn=True)
+        asked = Asked(router)
+        ask_two_replicas(asked, long=1, short=4)
+        answers = await asked.all()
+        assert {answer.finish_reason for answer in answers.values()} == {FinishReason.LENGTH}
+        await router.close()
+
+    in_virtual_time(scenario)
+
+
+def test_an_abort_that_came_too_early_is_repeated():
+    async def scenario() -> None:
+        full, empty = SteppingReplica("full", hears_after_s=9.5), SteppingReplica("empty")
+        router = routed(full, empty, in_turn=True)
+        asked = Asked(router)
+        ask_two_replicas(asked)
+        await asked.all()
+        assert router.num_moved == 2
+        await router.close()
+
+    in_virtual_time(scenario)
+
+
+@pytest.mark.parametrize("lost", ["kill", "remove"])
+def test_a_request_goes_anywhere_if_the_replica_that_it_moves_to_is_lost(lost: str):
+    async def scenario() -> None:
+        full, empty = SteppingReplica("full"), SteppingReplica("empty")
+        router = routed(full, empty, in_turn=True)
+        asked = Asked(router)
+        ask_two_replicas(asked)
+        await until_one_is_empty(router)
+        await asyncio.sleep(1.0)  # it has been told to end two of its requests
+        if lost == "kill":
+            empty.dead = True
+        else:
+            router.remove_replica("empty")
+        num_served = len(empty.served)
+        for answer in (await asked.all()).values():
+            assert answer.finish_reason is FinishReason.LENGTH
+            asked.check(answer, 60)
+        assert lost == "kill" or len(empty.served) == num_served
+        await router.close()
+
+    in_virtual_time(scenario)
+
+
+@pytest.mark.parametrize("below", [0, 1, -0.5, 2])
+def test_a_part_that_is_none_is_refused(below: float):
+    async def scenario() -> None:
+        with pytest.raises(ValueError, match=r"move_below is .*; it must be above 0 and less than 1, or None"):
+            routed(SteppingReplica("a"), below=below)
+
+    in_virtual_time(scenario)
+
+
+WHAT = ["ask", "ask", "ask", "kill", "mend", "swap", "keep", "abort", "add", "remove"]
+EVENTS = st.lists(
+    st.tuples(st.sampled_from(WHAT), st.integers(0, 40), st.sampled_from([0.0, 0.4, 1.0, 3.0, 9.0])), max_size=40
+)
+
+
+@given(EVENTS)
+@settings(max_examples=examples(60), deadline=None)
+def test_no_token_is_lost_or_repeated_whatever_happens_meanwhile(events: list[tuple[str, int, float]]) -> None:
+    async def scenario() -> None:
+        replicas = [SteppingReplica(name) for name in "abc"]
+        router = routed(*replicas, below=0.9)
+        asked, budgets, version = Asked(router), dict[str, int](), 0
+        for what, number, seconds in events:
+            replica = replicas[number % len(replicas)]
+            if what == "ask":
+                request_id = f"g/{len(budgets)}/0"
+                budgets[request_id] = 1 + number
+                asked.ask(request_id, budgets[request_id])
+            elif what in ("kill", "mend"):
+                replica.dead = what == "kill" and sum(not one.dead for one in replicas) > 1
+            elif what == "swap":
+                version += 1
+                await router.pull_state_dict(version)
+            elif what in ("keep", "abort"):
+                await router.pause(what)
+                await asyncio.sleep(number / 4)
+                await router.resume()
+            elif what == "add":
+                replicas.append(SteppingReplica(f"n{len(replicas)}"))
+                await router.add_replica(replicas[-1])
+            elif what == "remove" and len(router.replicas) > 2 and router.has_replica(replica.name):
+                router.remove_replica(replica.name)
+            await asyncio.sleep(seconds)
+        for replica in replicas:
+            replica.dead = False
+        for request_id, answer in (await asked.all()).items():
+            asked.check(answer, budgets[request_id])
+            was_aborted = answer.finish_reason is FinishReason.ABORT
+            assert was_aborted or len(answer.token_ids) == budgets[request_id]
+            assert not was_aborted or any(what == "abort" for what, _, _ in events)
+            versions = [span.version for span in answer.version_spans]
+            assert versions == sorted(versions)
+        assert all((one.load, one.num_requests) == (0, 0) for one in router.replicas)
+        await router.close()
+
+    in_virtual_time(scenario)
