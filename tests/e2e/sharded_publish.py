@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
+from collections.abc import Mapping
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from e2e.tiny_policy import on_policy_samples, transformers_logprobs
+from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
@@ -37,9 +41,7 @@ class Rank:
     def publish(self) -> list[Manifest]:
         """Of all ranks."""
         own = self.publisher.publish()
-        manifests: list[Any] = [None] * self.world.size
-        dist.all_gather_object(manifests, own)
-        return manifests
+        return self.world.gather(own)
 
     def compare(self, manifests: list[Manifest]) -> dict[str, Any]:
         """What a reader gets, with what an export gathers."""
@@ -107,6 +109,24 @@ class Rank:
             "kept": kept,
             "num_readable": readable,
         }
+
+
+def publish_and_export(folder: str, out: Path, **training: Any) -> list[str]:
+    """Digests of the model as it is when it is loaded: what a reader gets of it, and what an export writes."""
+    rank = Rank(ModelConfig(path=folder), TrainingConfig(row_tokens=64, **training))
+    found = dict(SharedMemoryTransport("reader").pull(join(rank.publish())))
+    rank.trainer.export_hf(out)
+    rank.publisher.close()
+    return [digest(found), digest(load_file(out / "model.safetensors"))]
+
+
+def digest(tensors: Mapping[str, torch.Tensor]) -> str:
+    """Of their names, shapes and bytes."""
+    found = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        found.update(tensor.contiguous().view(torch.uint8).numpy())
+    return found.hexdigest()
 
 
 def publish_models(models: list[tuple[str, str]], **training: Any) -> list[dict[str, Any]]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 pytest.importorskip("torchtitan", reason="needs the cpu or gpu extra")
 
-from e2e.sharded_publish import publish_models
+from e2e.sharded_publish import digest, publish_and_export, publish_models
 from e2e.tiny_policy import make_tiny_llama3, make_tiny_moe, make_tiny_qwen3
 from e2e.warm import run_world
+from safetensors.torch import load_file
 
 LAYOUTS = {"FSDP 2": (2, 1), "TP 2": (1, 2), "FSDP 2 x TP 2": (2, 2)}
 
@@ -49,3 +52,12 @@ def test_the_parts_are_the_gathered_export_and_one_that_fails_fails_all(
             assert no_room.startswith("trainer rank 1: no room for version 1")
             assert found["kept"] == [[0], [1, 2]]
             assert found["num_readable"] == compared["num_tensors"]
+
+
+def test_ranks_that_share_rows_publish_and_export_the_bytes_of_one(
+    models: list[tuple[str, str]], tmp_path: Path
+) -> None:
+    folder, _ = models[0]
+    alone = publish_and_export(folder, tmp_path / "one")
+    assert alone == [digest(load_file(Path(folder) / "model.safetensors"))] * 2
+    assert run_world(publish_and_export, 2, folder=folder, out=tmp_path / "two", context_parallel=2) == [alone, alone]

@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("torchtitan", reason="needs the cpu or gpu extra")
 
 import torch
+from depth import in_depth
 from e2e.sharded_steps import drawn, logprobs_and_kept_weights, three_steps
 from e2e.tiny_policy import make_tiny_qwen3
 from e2e.warm import run_world
@@ -20,7 +21,9 @@ from safetensors.torch import load_file
 LAYOUTS: dict[str, dict[str, Any]] = {
     "FSDP 2": {"data_parallel": 2, "activation_checkpointing": "full"},
     "TP 2": {"tensor_parallel": 2},
-    "CP 2": {
+    "CP 2": {"context_parallel": 2},
+    "FSDP 2 x CP 2": {
+        "data_parallel": 2,
         "context_parallel": 2,
         "activation_checkpointing": "full",
         "offload_activations": True,
@@ -51,7 +54,7 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, OneRank]:
     return found
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [pytest.param(name, marks=in_depth if name == "CP 2" else ()) for name in LAYOUTS])
 def test_three_steps_and_one_from_a_checkpoint_of_one_rank(
     one_rank: dict[bool, OneRank], layout: str, tmp_path: Path
 ) -> None:

@@ -26,6 +26,8 @@ SETTINGS = [
     ("generation.num_generators", "2"),
     ("generation.tensor_parallel_size", "2"),
     ("generation.stream_interval", "8"),
+    ("generation.max_running", "auto"),  # each rank decides by itself how many of them join
+    ("generation.kv_cache_gib", "0.0006"),  # which is not all that a generator is asked for
 ]
 LENGTH = 120
 SAMPLING = SamplingParams(max_tokens=LENGTH, min_tokens=LENGTH, seed=7)
