@@ -76,9 +76,31 @@ def test_wrong_hosts_are_told_before_a_run_has_a_folder(project: Path, given: li
 def test_what_needs_a_gpu_is_told_before_a_run_has_a_folder(
     project: Path, monkeypatch: pytest.MonkeyPatch, given: str, says: str, capsys
 ):
-    monkeypatch.setattr("titan_rl.run.machine.gpus.visible_gpus", lambda: ())
+    monkeypatch.setattr("titan_rl.run.machine.needs.visible_gpus", lambda: ())
     for dry_run in (["--dry-run"], []):
         assert main(["train", "config.toml", given, *dry_run]) == 2
+        assert says in capsys.readouterr().err
+    assert not (project / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (
+            ["--training.data_parallel=3"],
+            "context_parallel x training.tensor_parallel is 3 on a host and each rank",
+        ),
+        (["--generation.tensor_parallel_size=4"], "generation.tensor_parallel_size is 4 on a host and each"),
+        (["--hosts.addresses=127.0.0.1,127.0.0.2", "--hosts.train=2"], "hosts.train is 2, and training.data_parallel"),
+        (["--generation.speculative.method=suffix"], 'method = "suffix" needs arctic-inference, which is not'),
+    ],
+)
+def test_what_the_machines_cannot_do_is_told_before_a_run_has_a_folder(
+    project: Path, monkeypatch: pytest.MonkeyPatch, given: list[str], says: str, capsys
+):
+    monkeypatch.setattr("titan_rl.run.machine.needs.visible_gpus", lambda: ("0", "1"))
+    for dry_run in (["--dry-run"], []):
+        assert main(["train", "config.toml", *given, *dry_run]) == 2
         assert says in capsys.readouterr().err
     assert not (project / "runs").exists()
 
@@ -352,6 +374,8 @@ def test_a_resume_of_something_else_than_a_run_names_a_run_that_is_near(project:
 
 
 def test_what_the_weights_come_from_cannot_change_on_resume():
-    with pytest.raises(ConfigError, match=r"--training.lr cannot change when a run is resumed; training.steps"):
+    with pytest.raises(ConfigError, match=r"^--training.lr cannot .* leave it out, or begin a new run; training."):
         check_resume([("training.steps", "9"), ("training.lr", "1")])
+    with pytest.raises(ConfigError, match=r"^--seed, --task.words cannot change .*; leave them out"):
+        check_resume([("seed", "9"), ("task.words", "[]")])
     check_resume([("training.compile", "true"), ("training.attention", "flex")])  # the same steps, computed otherwise

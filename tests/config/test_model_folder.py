@@ -35,7 +35,67 @@ def test_a_missing_folder_of_what_guesses_is_found_before_anything_starts(projec
     with pytest.raises(ConfigError, match=r"generation.speculative.model = 'small' is not a folder; name"):
         load_config("config.toml", guesses)
     Path("small").mkdir()
-    load_config("config.toml", guesses)
+    with pytest.raises(ModelError, match=r"small is no model folder: it has no config.json"):
+        load_config("config.toml", guesses)
+
+
+@pytest.mark.parametrize(
+    ("method", "vocab_size", "tensor", "says"),
+    [
+        ("draft_model", 600, "lm_head", None),
+        (
+            "draft_model",
+            900,
+            "lm_head",
+            "small' has vocab_size = 900 in its config.json, and the policy 600: .* family",
+        ),
+        ("eagle", 600, "fc.weight", None),
+        ("eagle3", 900, "model.fc.weight", None),  # heads may know the likeliest tokens alone
+        ("eagle", 600, "lm_head", 'no tensor fc.weight, as heads of eagle do; .*method = "draft_model" where'),
+    ],
+)
+def test_what_cannot_guess_for_the_policy_is_refused(
+    project: Path, method: str, vocab_size: int, tensor: str, says: str | None
+):
+    edit_config(vocab_size=600)
+    shutil.copytree("policy", "small")
+    edit_config("small", vocab_size=vocab_size)
+    write_tensors(Path("small/model.safetensors"), tensor)
+    guesses = [("generation.speculative.method", method), ("generation.speculative.model", "small")]
+    if says is None:
+        load_config("config.toml", guesses)
+    else:
+        with pytest.raises(ConfigError, match=says):
+            load_config("config.toml", guesses)
+
+
+def test_heads_of_the_policy_are_looked_for_in_its_config(project: Path):
+    heads = [("generation.speculative.method", "mtp")]
+    with pytest.raises(ConfigError, match=r'method = "mtp" guesses with heads .* none of num_nextn_predict_layers, '):
+        load_config("config.toml", heads)
+    edit_config(num_nextn_predict_layers=1)
+    load_config("config.toml", heads)
+
+
+def test_a_share_of_a_gpu_that_holds_no_weights_is_refused(project: Path):
+    header = {"weight": {"dtype": "F32", "shape": [2**33], "data_offsets": [0, 2**35]}}
+    text = json.dumps(header).encode()
+    with Path("policy/model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + 2**35)  # which takes no room on the disk
+
+    def load(*overrides: tuple[str, str]) -> None:
+        load_config("config.toml", [("generation.kv_cache_gib", "4"), *overrides])
+
+    load(("generation.gpu_share", "0.2"))
+    load(("generation.gpu_share", "0.1"), ("generation.tensor_parallel_size", "2"))
+    with pytest.raises(ConfigError, match=r"gpu_share = 0.1 is 28.8 GiB of .* 32 GiB of weights .* to 0.12 or"):
+        load(("generation.gpu_share", "0.1"))
+
+
+def edit_config(folder: str = "policy", **values: object) -> None:
+    path = Path(folder, "config.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
 def test_files_need_not_be_there_when_they_are_not_checked(project: Path):

@@ -237,9 +237,10 @@ def test_a_setting_edited_by_hand_is_compared_with_what_the_checkpoint_was_made_
     with pytest.raises(ConfigError) as refused:
         resume(run_dir)
     message = str(refused.value)
-    assert f"{run_dir.config}: scheduling.groups_per_step is 12, and this run was made with 16" in message
-    assert "seed is 8, and this run was made with 7" in message
-    assert "set them back, or begin a new run" in message
+    changes = ["seed is 8, {} 7", "scheduling.groups_per_step is 12, {} 16"]
+    for line, change in zip(message.splitlines(), changes, strict=True):
+        told = change.format("and this run was made with")
+        assert line == f"{run_dir.config}: {told}; set it back to that, or begin a new run with what it is now"
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from titan_rl.config.load import dump_config, load_config
 from titan_rl.config.run import RunConfig
 from titan_rl.errors import ConfigError, MissingExtraError
 from titan_rl.run.directory import check_run_dir
-from titan_rl.run.machine.gpus import check_gpus
+from titan_rl.run.machine.needs import check_needs
 from titan_rl.run.observability.summary import show_summary
 from titan_rl.run.rehearsal import describe, problem_of_loss, rehearse
 from titan_rl.run.run_name import run_name
@@ -28,7 +28,8 @@ def set_up(parser: Parser) -> None:
     parser.usage = "titan-rl train (CONFIG.toml ... | --resume RUN) [--table.setting value ...] [--dry-run]"
     parser.description = (
         "Train the policy that CONFIG.toml describes. Of several files each replaces what those before it say, and an "
-        "option --table.setting value, or --table.setting=value, what all of them say."
+        "option --table.setting value, or --table.setting=value, what all of them say. The value none unsets an "
+        "optional setting."
     )
     parser.add_argument("config", metavar="CONFIG.toml", nargs="*", help="the run's settings")
     parser.add_argument(
@@ -55,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
         tell(f"titan-rl: warning: {warning}")
     if arguments.dry_run:
         check_own_machine(config.hosts)
-        check_gpus(config)
+        check_needs(config)
         if resume is None:
             check_run_dir(config)
         say(dump_config(config))

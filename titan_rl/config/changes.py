@@ -11,6 +11,7 @@ from typing import Any, cast
 from titan_rl.config.dump_tasks import task_table
 from titan_rl.config.run import RunConfig
 from titan_rl.config.tasks import is_alone
+from titan_rl.config.unset import UNSET
 from titan_rl.errors import ConfigError
 
 RESUMABLE = (
@@ -75,13 +76,13 @@ def check_unchanged(config: RunConfig, made_with: Mapping[str, Any], *, source: 
     """
     now = settings_of(config)
     changed = [
-        f"{_shown(config, name)} is {json.dumps(now[name])}, and this run was made with {json.dumps(before)}"
+        f"{source}: {_shown(config, name)} is {_told(now[name])}, and this run was made with {_told(before)}; set it "
+        "back to that, or begin a new run with what it is now"
         for name, before in made_with.items()
-        if name in now and not _may_change(name) and json.dumps(now[name]) != json.dumps(before)
+        if name in now and not _may_change(name) and _told(now[name]) != _told(before)
     ]
     if changed:
-        fix = "set it back" if len(changed) == 1 else "set them back"
-        raise ConfigError("\n".join(f"{source}: {change}" for change in changed) + f"\n{fix}, or begin a new run")
+        raise ConfigError("\n".join(changed))
 
 
 def check_resume(overrides: Sequence[tuple[str, str]]) -> None:
@@ -90,10 +91,13 @@ def check_resume(overrides: Sequence[tuple[str, str]]) -> None:
     Raises:
         ConfigError: names the settings.
     """
-    wrong = [key for key, _ in overrides if not _is_resumable(key)]
+    wrong = [f"--{key}" for key, _ in overrides if not _is_resumable(key)]
     if wrong:
         allowed = ", ".join(name + "*" if name.endswith(".") else name for name in (*RESUMABLE, "tasks.NAME.weight"))
-        raise ConfigError(f"--{wrong[0]} cannot change when a run is resumed; {allowed} can")
+        raise ConfigError(
+            f"{', '.join(wrong)} cannot change when a run is resumed; leave {'it' if len(wrong) == 1 else 'them'} out, "
+            f"or begin a new run; {allowed} can"
+        )
 
 
 def _is_resumable(key: str) -> bool:
@@ -102,6 +106,10 @@ def _is_resumable(key: str) -> bool:
 
 def _may_change(key: str) -> bool:
     return _is_resumable(key) or key.startswith(LOCATIONS)
+
+
+def _told(value: Any) -> str:
+    return json.dumps(UNSET if value is None else value)
 
 
 def _shown(config: RunConfig, key: str) -> str:

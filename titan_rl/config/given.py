@@ -20,6 +20,7 @@ from titan_rl.config.run import RunConfig
 from titan_rl.config.search_path import SearchPath
 from titan_rl.config.tables import dotted
 from titan_rl.config.tasks import TaskSource
+from titan_rl.config.unset import without_unset
 from titan_rl.errors import ConfigError
 from titan_rl.rollout.task import Task
 from titan_rl.settings import Section
@@ -146,7 +147,7 @@ def _changed(config: RunConfig, task: TaskLike | None, changes: Mapping[str, obj
         else:
             raise ConfigError(f"{setting} = {value!r}: there is no table {table!r}")
     try:
-        changed = RunConfig.model_validate(tables)
+        changed = RunConfig.model_validate(without_unset(RunConfig, tables))
     except ValidationError as error:
         raise ConfigError(explain(error, RunConfig, origins)) from None
     search_path = SearchPath(changed.pythonpath, origins)

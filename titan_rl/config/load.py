@@ -21,6 +21,7 @@ from titan_rl.config.model_folder import check_chat_template, check_model_folder
 from titan_rl.config.run import RunConfig
 from titan_rl.config.search_path import SearchPath
 from titan_rl.config.tables import give, read_tables
+from titan_rl.config.unset import without_unset
 from titan_rl.errors import ConfigError
 
 
@@ -41,7 +42,8 @@ def load_config(
         paths: a TOML file, or several, each of which replaces what those before it say: tables are merged, other
             values are replaced.
         overrides: dotted settings and their values, each replacing what the files say. A value is read as TOML where
-            it is TOML, else as a string: `("training.lr", "1e-3")`, `("model.dtype", "bfloat16")`.
+            it is TOML, else as a string: `("training.lr", "1e-3")`, `("model.dtype", "bfloat16")`. An optional setting
+            that is "none", here or in a file, is unset: `("sampling.seeded", "none")`.
         given: as `overrides`, with values of Python.
         check_files: look into the model folder and the task's files too.
 
@@ -75,7 +77,7 @@ def read_config(
     tasks = load_tasks(tables, origins)
     load_suites(tables, origins)
     try:
-        config = RunConfig.model_validate({**tables, "tasks": tasks})
+        config = RunConfig.model_validate(without_unset(RunConfig, {**tables, "tasks": tasks}))
     except ValidationError as error:
         raise ConfigError(explain(error, RunConfig, origins)) from None
     check_functions(config, config.generation, config.routing, origins)

@@ -16,6 +16,7 @@ from titan_rl.config.explain import COMMAND_LINE, Origins, explain, nearest
 from titan_rl.config.suites import SUITE_FIELDS, ValidationSuite
 from titan_rl.config.tables import give
 from titan_rl.config.tasks import SOURCE_FIELDS, TaskSource, is_alone
+from titan_rl.config.unset import without_unset
 from titan_rl.errors import ConfigError
 from titan_rl.rollout.task import CheckedTask, Task
 from titan_rl.settings import INNER, Section
@@ -140,7 +141,7 @@ def _load_source(name: str, table: Any, origins: Origins) -> TaskSource:
 
 def _made(section: type[S], fields: dict[str, Any], origins: Origins, prefix: str) -> S:
     try:
-        return section.model_validate(fields)
+        return section.model_validate(without_unset(section, fields))
     except ValidationError as error:
         raise ConfigError(explain(error, section, origins, prefix)) from None
 
@@ -174,7 +175,8 @@ def _load(kind: ClassKind, table: Any, origins: Origins, prefix: str, beside: Se
     places[INNER] = origins.folders_for(prefix)
     try:
         # As JSON, because TOML has lists where a field may be a tuple, and strings where it is an enum.
-        return found.model_validate_json(json.dumps(fields, default=str), context={"folders": places})
+        given = json.dumps(without_unset(found, fields), default=str)
+        return found.model_validate_json(given, context={"folders": places})
     except ValidationError as error:
         raise ConfigError(explain(error, found, origins, prefix, beside)) from None
 

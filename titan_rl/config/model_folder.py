@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
+from titan_rl.config.guesses import check_guesses
+from titan_rl.config.model_files import check_weights, read_header, read_json
 from titan_rl.config.run import RunConfig
 from titan_rl.config.sections import GenerationConfig
 from titan_rl.errors import ConfigError, ModelError
@@ -24,6 +25,10 @@ EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """What the config of a mixture of experts calls the number of them."""
 
 BYTES = {"float32": 4, "bfloat16": 2}
+GIB = 2**30
+
+LARGEST_GPU_GIB = 288
+"""Memory of the largest GPU that a share may be of. What a smaller one has, only the machine knows that has it."""
 
 
 def find_model_folder(path: str, places: Sequence[Path]) -> Path | None:
@@ -57,18 +62,14 @@ def check_model_folder(model: ModelConfig, generation: GenerationConfig, places:
             "was stopped. Or name "
             "the folder of a model that is there, such as after hf download ORGANIZATION/NAME --local-dir FOLDER"
         )
-    guesses = generation.speculative.model
-    if guesses is not None and not Path(guesses).is_dir():
-        raise ConfigError(
-            f"generation.speculative.model = {guesses!r} is not a folder; name that of the model which guesses, such "
-            'as after hf download ORGANIZATION/NAME --local-dir FOLDER, or set generation.speculative.method = "ngram"'
-        )
-    architecture = _read_json(folder, "config.json")
-    _check_weights(folder)
+    architecture = read_json(folder, "config.json")
+    check_weights(folder)
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise ModelError(f"model.path = {path!r} has no tokenizer: none of {', '.join(TOKENIZER_FILES)} is there")
     _check_vocabulary(folder, architecture)
+    check_guesses(generation.speculative, architecture)
     _check_fit(model, generation, architecture)
+    _check_share(folder, model, generation)
 
 
 def count_parameters(folder: Path) -> int:
@@ -76,59 +77,15 @@ def count_parameters(folder: Path) -> int:
     count = 0
     for path in folder.glob("*.safetensors"):
         with contextlib.suppress(ModelError):  # loading the model says what is wrong with it
-            count += sum(math.prod(shape) for shape, _ in _read_header(path).values())
+            count += sum(math.prod(shape) for shape, _ in read_header(path).values())
     return count
-
-
-def _read_header(path: Path) -> dict[str, tuple[list[int], int]]:
-    """Of a safetensors file: the shape of each tensor, and where its bytes end in the file.
-
-    Raises:
-        ModelError: it cannot be read, is no such file, or is cut off.
-    """
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            start = 8 + int.from_bytes(file.read(8), "little")
-            if not 8 < start <= size:
-                raise ValueError("its first 8 bytes give no length of a header")
-            entries = json.loads(file.read(start - 8))
-        entries.pop("__metadata__", None)
-        header = {name: (entry["shape"], start + entry["data_offsets"][1]) for name, entry in entries.items()}
-        end = max((end for _, end in header.values()), default=start)
-    except OSError as error:
-        raise ModelError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise ModelError(f"{path} is no safetensors file, or is cut off: {error}; fetch it again") from None
-    if size != end:
-        raise ModelError(f"{path} has {size} bytes, and {end} by its header: it is damaged; fetch it again")
-    return header
-
-
-def _check_weights(folder: Path) -> None:
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        places: dict[str, str] = _read_json(folder, index.name).get("weight_map", {})
-        shards = sorted(set(places.values()))
-        missing = [name for name in shards if not (folder / name).is_file()]
-        if missing:
-            raise ModelError(f"{folder} lacks {', '.join(missing)}, which {index.name} names")
-        headers = {name: _read_header(folder / name) for name in shards}
-        if absent := next((tensor for tensor, shard in places.items() if tensor not in headers[shard]), None):
-            raise ModelError(f"{folder / places[absent]} lacks {absent}, which {index.name} names")
-        return
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ModelError(f"{folder} has no weights: no *.safetensors file is there")
-    for path in files:
-        _read_header(path)
 
 
 def _check_vocabulary(folder: Path, architecture: dict[str, Any]) -> None:
     """A tokenizer may have fewer ids than the model, whose embedding is often padded, but not more."""
     if not (folder / "tokenizer.json").is_file() or "vocab_size" not in architecture:
         return
-    tokenizer = _read_json(folder, "tokenizer.json")
+    tokenizer = read_json(folder, "tokenizer.json")
     vocabulary: Any = tokenizer.get("model", {}).get("vocab", ())
     ids: list[int] = [*(vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary)))]
     ids += [token["id"] for token in tokenizer.get("added_tokens", ())]
@@ -151,7 +108,7 @@ def check_chat_template(model: ModelConfig) -> None:
     if any((folder / name).exists() for name in TEMPLATE_FILES):
         return
     file = "tokenizer_config.json"
-    if not (folder / file).is_file() or not _read_json(folder, file).get("chat_template"):
+    if not (folder / file).is_file() or not read_json(folder, file).get("chat_template"):
         raise ModelError(
             f"model.path = {model.path!r} has no chat template, and model.renderer = {model.renderer!r} needs one; add "
             "a chat_template.jinja to it, such as that of the model that was tuned for conversations"
@@ -164,7 +121,7 @@ def check_training_fit(config: RunConfig) -> None:
     Raises:
         ConfigError: names the setting, its value and the fix.
     """
-    architecture = _read_json(Path(config.model.path), "config.json")
+    architecture = read_json(Path(config.model.path), "config.json")
     kv_heads = architecture.get("num_key_value_heads") or architecture.get("num_attention_heads")
     ranks = config.training.tensor_parallel
     if kv_heads is not None and kv_heads % ranks:
@@ -198,10 +155,28 @@ def _check_fit(model: ModelConfig, generation: GenerationConfig, architecture: d
         )
 
 
+def _check_share(folder: Path, model: ModelConfig, generation: GenerationConfig) -> None:
+    """
+    Raises:
+        ConfigError: `generation.gpu_share` of no GPU is enough for the weights and the KV cache.
+    """
+    share, size = generation.gpu_share, generation.tensor_parallel_size
+    if share is None:
+        return
+    weights = count_parameters(folder) * BYTES[model.dtype] / size / GIB
+    needed, most = weights + generation.kv_cache_gib, LARGEST_GPU_GIB
+    if share * most < needed:
+        raise ConfigError(
+            f"generation.gpu_share = {share:g} is {share * most:.3g} GiB of a GPU of {most}, and {weights:.3g} GiB of "
+            f"weights with generation.kv_cache_gib = {generation.kv_cache_gib:g} need more; leave it out to have it "
+            "computed" + (f", or set it to {needed / most:.2g} or more" if needed < most else "")
+        )
+
+
 def kv_bytes_per_token(model: ModelConfig) -> int | None:
     """What one token takes of a KV cache. None where the model's folder is not there, or does not say."""
     try:
-        architecture = _read_json(Path(model.path), "config.json")
+        architecture = read_json(Path(model.path), "config.json")
     except ModelError:
         return None
     return _kv_bytes(architecture, model.dtype)
@@ -215,15 +190,3 @@ def _kv_bytes(architecture: dict[str, Any], dtype: str) -> int | None:
         return None
     kv_heads = architecture.get("num_key_value_heads") or heads
     return 2 * layers * kv_heads * (architecture.get("head_dim") or hidden // heads) * BYTES[dtype]
-
-
-def _read_json(folder: Path, name: str) -> dict[str, Any]:
-    try:
-        content = json.loads((folder / name).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelError(f"{folder} is no model folder: it has no {name}") from None
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{folder / name} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise ModelError(f"{folder / name} is not a JSON object")
-    return cast("dict[str, Any]", content)

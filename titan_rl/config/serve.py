@@ -16,6 +16,7 @@ from titan_rl.config.run import RunConfig
 from titan_rl.config.search_path import SearchPath
 from titan_rl.config.sections import GenerationConfig, RoutingConfig
 from titan_rl.config.tables import override, read_tables
+from titan_rl.config.unset import without_unset
 from titan_rl.errors import ConfigError
 from titan_rl.settings import Section
 from titan_rl.training.settings import ModelConfig
@@ -73,7 +74,7 @@ def load_serve_config(toml: Path | None, overrides: Sequence[tuple[str, str]], *
             raise ConfigError(f"command line: --model.path: what is served is {policy}; give one of the two")
         override(tables, [("model.path", str(policy))], origins)
     try:
-        config = ServeConfig.model_validate(tables)
+        config = ServeConfig.model_validate(without_unset(ServeConfig, tables))
     except ValidationError as error:
         raise ConfigError(explain(error, ServeConfig, origins)) from None
     for problem in config.hosts.of_generators_alone.too_few():

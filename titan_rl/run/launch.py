@@ -31,7 +31,7 @@ from titan_rl.run.end_messages import EndMessages
 from titan_rl.run.in_order import open_run_dir, run_in_order
 from titan_rl.run.journal.run_journal import RunJournal
 from titan_rl.run.machine.environment import file_modes
-from titan_rl.run.machine.gpus import check_gpus
+from titan_rl.run.machine.needs import check_needs
 from titan_rl.run.machine.stop_signals import StopSignals, tell_on_stderr
 from titan_rl.run.observability.outputs import open_outputs
 from titan_rl.run.observability.progress import Progress, Verbosity, status
@@ -89,7 +89,7 @@ def run_training(
     with file_modes(share=config.share_run_dir):
         check_own_machine(config.hosts)
         if parts.needs_processes:
-            check_gpus(config)
+            check_needs(config)
         run_dir = open_run_dir(config, resume, name)
         end = RunEnd(0, run_dir.path)
 

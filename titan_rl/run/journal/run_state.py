@@ -71,7 +71,10 @@ class RunState:
                 run=str(values["run"]),
             )
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{path} does not say where its run stood: {error!r}") from error
+            raise CheckpointError(
+                f"{path} does not say where its run stood: {error!r}; put back what was written, or go on with the "
+                "version of titan_rl that wrote it"
+            ) from error
 
     def write(self, folder: Path) -> None:
         """Flushed to disk."""

@@ -187,12 +187,21 @@ def load_train_state(directory: Path, model: nn.Module, optimizers: Sequence[Opt
 def _read(directory: Path, model: nn.Module, optimizers: Sequence[Optimizer]) -> int:
     stored = json.loads((directory / STATE).read_text())
     if stored["format"] != FORMAT:
-        raise ValueError(f"it has format {stored['format']}; this titan_rl reads {FORMAT}")
+        raise ValueError(
+            f"it has format {stored['format']}, and this titan_rl reads {FORMAT}; go on with the version that wrote "
+            "it, or begin a new run with model.path set to what titan-rl export of that version makes of it"
+        )
     files = TensorFiles([directory / name for name in read_checksums(directory) if name.endswith(SUFFIX)])
     state = _state(model, optimizers)
     tensors, values = flatten(state)
-    _compare(files.names | stored["values"].keys(), tensors.keys() | values.keys())
-    files.read({name: local_slice(tensor) for name, tensor in tensors.items()})
+    try:
+        _compare(files.names | stored["values"].keys(), tensors.keys() | values.keys())
+        files.read({name: local_slice(tensor) for name, tensor in tensors.items()})
+    except ValueError as error:
+        raise ValueError(
+            f"{error}: it is of another model or optimizer; set model.path to a model like the one that its run began "
+            "with, or begin a new run"
+        ) from error
     state = fill(state, stored["values"])
     set_state_dict(model, optimizers, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     torch.set_rng_state(state["rng"])
@@ -201,7 +210,7 @@ def _read(directory: Path, model: nn.Module, optimizers: Sequence[Optimizer]) ->
 
 def _compare(found: set[str], expected: set[str]) -> None:
     if lacking := sorted(expected - found):
-        raise ValueError(f"it lacks {lacking[0]} and {len(lacking) - 1} more: it is of another model or optimizer")
+        raise ValueError(f"it lacks {lacking[0]} and {len(lacking) - 1} more")
     if strange := sorted(found - expected):
         raise ValueError(f"it has {strange[0]} and {len(strange) - 1} more, which this trainer has no place for")
 

@@ -1,0 +1,56 @@
+"""A checkpoint of another model, optimizer or version is refused, with what to do about it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torchtitan", reason="needs the cpu or gpu extra")
+
+import torch
+from torch import nn
+
+from titan_rl.errors import CheckpointError
+from titan_rl.training.parallel.world import World
+from titan_rl.training.state.checksums import read_checksums, write_checksums, write_summed
+from titan_rl.training.state.train_state import STATE, TrainStateWriter, load_train_state
+
+OTHER = "is of another model or optimizer; set model.path to a model like the one that its run began with, or begin a"
+
+
+def trained(model: nn.Module) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    return model, [optimizer]
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    writer = TrainStateWriter(World())
+    writer.begin(tmp_path / "step-000003", *trained(nn.Linear(4, 2)), 3, {})
+    writer.finish()
+    return tmp_path / "step-000003"
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        (nn.Linear(4, 3), r"has shape \(2, 4\); this trainer's has \(3, 4\)"),
+        (nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 2)), "it lacks model"),
+        (nn.Linear(4, 2, bias=False), "which this trainer has no place for"),
+    ],
+)
+def test_of_another_model(checkpoint: Path, model: nn.Module, says: str) -> None:
+    with pytest.raises(CheckpointError, match=f"step-000003 could not be read: .*{says}.*: it {OTHER}"):
+        load_train_state(checkpoint, *trained(model), World())
+
+
+def test_of_another_version(checkpoint: Path) -> None:
+    stored = json.loads((checkpoint / STATE).read_text()) | {"format": 999}
+    checksums = {**read_checksums(checkpoint), STATE: write_summed(checkpoint / STATE, json.dumps(stored))}
+    write_checksums(checkpoint, checksums)
+    with pytest.raises(CheckpointError, match=r"it has format 999, and .*; go on with the version that wrote it"):
+        load_train_state(checkpoint, *trained(nn.Linear(4, 2)), World())
