@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from titan_rl.agents import reaper
 from titan_rl.agents.processes import agent_processes
 from titan_rl.agents.program import AgentProgram, agent_environment, make_folder
 from titan_rl.rollout.types import RolloutStatus
@@ -167,3 +168,17 @@ async def test_output_that_fits_is_kept_as_it_is(tmp_path: Path) -> None:
 def test_folders_have_one_owner_each(tmp_path: Path) -> None:
     names = [make_folder(tmp_path / "agents", "a.b").name for _ in range(3)]
     assert names == ["a.b", "a.b-2", "a.b-3"]
+
+
+async def test_where_processes_cannot_be_looked_at_nobody_waits_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(is_meant: object) -> None:
+        raise OSError("too many open files")
+
+    async with agent_processes() as processes:
+        with monkeypatch.context() as failing:
+            failing.setattr(reaper, "kill_marked", fail)
+            async with asyncio.timeout(10):
+                with pytest.raises(OSError, match="too many open files"):
+                    await processes.kill(processes.new_mark())
+        async with asyncio.timeout(10):
+            await processes.kill(processes.new_mark())

@@ -28,7 +28,11 @@ class AgentProcesses:
         return f"{self._owner}.{next(self._numbers)}"
 
     async def kill(self, mark: str) -> None:
-        """Returns when no process has the mark. It goes on if the caller is cancelled."""
+        """Returns when no process has the mark. It goes on if the caller is cancelled.
+
+        Raises:
+            OSError, RuntimeError: this process cannot look, as where it has no descriptors or threads left.
+        """
         ended = self._doomed.get(mark) or asyncio.get_running_loop().create_future()
         self._doomed[mark] = ended
         if self._killing is None:
@@ -45,9 +49,14 @@ class AgentProcesses:
         try:
             while doomed := self._doomed:
                 self._doomed = {}
-                await in_thread(reaper.kill_marked, lambda mark, doomed=doomed: mark in doomed)
-                for ended in doomed.values():
-                    ended.set_result(None)
+                try:
+                    await in_thread(reaper.kill_marked, lambda mark, doomed=doomed: mark in doomed)
+                except Exception as error:
+                    for ended in doomed.values():
+                        ended.set_exception(error)
+                else:
+                    for ended in doomed.values():
+                        ended.set_result(None)
         finally:
             self._killing = None
 
