@@ -127,3 +127,15 @@ def test_the_picture_in_the_docs_has_every_part() -> None:
     told = (ROOT / "docs" / "architecture.md").read_text()
     for name in MAY_IMPORT:
         assert re.search(rf"`{name}(/|\.py)`", told), f"docs/architecture.md does not name {name}"
+
+
+@pytest.mark.parametrize("name", ["run", "actors", "serving"])
+def test_the_picture_in_the_docs_has_the_folders_of_a_part_above_those_that_they_import(name: str) -> None:
+    told = (ROOT / "docs" / "architecture.md").read_text()
+    (line,) = re.findall(rf"^    {name}/ +(.*)$", told, re.MULTILINE)
+    rooms = re.findall(r"(\w+)/", line)
+    folders = {path.parent.name for path in (ROOT / "titan_rl" / name).glob("*/__init__.py")}
+    assert set(rooms) == folders
+    edges = between(room)
+    for above, below in combinations(rooms, 2):
+        assert f"titan_rl.{name}.{above}" not in edges[f"titan_rl.{name}.{below}"], f"{below} imports {above}"

@@ -60,7 +60,8 @@ class RunDirectory:
         config.toml      the resolved settings, defaults included
         metrics.jsonl    {"step": 3, "time_s": 12.5, "rollout/reward_mean": 0.41, ...}, one line a record
         rollouts.jsonl   {"step": 3, "phase": "train", "messages": [...], "reward": 0.74, ...}, one line a rollout
-        status.json      whether the run goes on, or how it ended
+        status.json      whether the run goes on, or how it ended, and what it waits for
+        hosts.json       which hosts it has and had, of a run with processes; hosts.jsonl is how others ask for more
         logs/            one file a process
         trace/           what each process does when: one file of Chrome trace events a process
         checkpoints/     one folder a saved step
@@ -69,6 +70,7 @@ class RunDirectory:
         supervised.json  of a run of `titan-rl sft` alone: which demonstrations it learns
         export/          the policy as a Hugging Face folder
         report.html      what `titan-rl view` shows, as one file
+        lock             held while a process runs this run
 
     Args:
         path: the folder of a run; it is made, with `logs` and `checkpoints`, where it does not exist.
