@@ -120,3 +120,11 @@ async def test_an_export_replaces_the_one_before_and_other_files_stay(tmp_path: 
         await trainer_of(Rank(name)).export(tmp_path / "export")
     assert (tmp_path / "export" / "weights").read_text() == "second"
     assert sorted(os.listdir(tmp_path)) == [".step-000001.other", "export"]
+
+
+@pytest.mark.parametrize("host_is_lost", [True, False])
+async def test_the_loss_of_its_host_is_no_death_that_counts(host_is_lost: bool):
+    trainer = trainer_of(Rank("only"))
+    trainer.remote.end("nothing is heard of it", excused=host_is_lost)
+    assert await trainer.ended() == "trainer died: nothing is heard of it"
+    assert trainer.excused is host_is_lost

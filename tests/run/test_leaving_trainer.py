@@ -32,7 +32,7 @@ class LeavingRig(MortalRig):
         version = self.controller.version
         await self.controller.save_soon()
         self.saved.append((version, [int(name.removeprefix("step-")) for name in checkpoints(self.folder)]))
-        self.fate.trainer.is_leaving = True
+        self.fate.trainer.excused = True
         self.fate.trainer.end("trainer leaves its host: it was asked to")
 
 

@@ -79,7 +79,7 @@ class Fate:
 class DyingTrainer(SavingTrainer):
     """The processes of a trainer, whose calls fail once they are dead, also such as were done a moment before."""
 
-    is_leaving = False
+    excused = False
 
     def __init__(self, fate: Fate) -> None:
         super().__init__(None)

@@ -128,6 +128,11 @@ class ActorTrainer:
         """Give the published versions back."""
         await self._all("close", timeout_s=30.0)
 
+    @property
+    def excused(self) -> bool:
+        """As `MortalTrainer.excused`."""
+        return self.is_leaving or self.remote.excused
+
     async def ended(self) -> str:
         """Returns once a process of it is gone: why."""
         with contextlib.suppress(ActorDiedError):

@@ -125,7 +125,7 @@ class Mortal(Taught):
         dies_in: the step's number; 0 is none.
     """
 
-    is_leaving = False
+    excused = False
 
     def __init__(self, dies_in: int = 0) -> None:
         super().__init__()

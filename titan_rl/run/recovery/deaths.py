@@ -35,16 +35,16 @@ class Deaths:
         """
         self._step = step, samples
 
-    def note(self, why: str, *, leaves: bool = False) -> str:
+    def note(self, why: str, *, excused: bool = False) -> str:
         """The message of a death after which another trainer is started.
 
         Args:
-            leaves: it was no death, which counts: its host is to go.
+            excused: by what it was at, and counts for nothing: its host goes, or is gone.
 
         Raises:
             ActorDiedError: it was the one too many.
         """
-        if leaves:
+        if excused:
             self._step = None
             return f"{why}; starting another"
         if self._step is not None:

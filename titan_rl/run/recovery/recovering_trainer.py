@@ -201,17 +201,17 @@ class RecoveringTrainer:
 
     async def _recover(self, why: str) -> None:
         self._is_up = False
-        leaves = self._trainer.is_leaving
+        excused = self._trainer.excused
         with span("trainer recovery", "trainer", lane="trainer recovery") as recovery:
             while True:
                 await self._until(lambda: not self._in_flight)  # then it is known at what it died
-                self._tell(self._deaths.note(why, leaves=leaves))
+                self._tell(self._deaths.note(why, excused=excused))
                 try:
                     with self._progress.working("starting the trainer again"):
                         trainer = await self._group.restart()
                     said = await self._bring_back(trainer)
                 except ActorDiedError as error:
-                    why, leaves = str(error), False
+                    why, excused = str(error), False
                 else:
                     break
         self._trainer, self._is_up = trainer, True

@@ -12,10 +12,11 @@ class MortalTrainer(Trainer, Protocol):
     """Once one of its processes is gone each call raises an `ActorDiedError`.
 
     Attributes:
-        is_leaving: it ends because its host is to go, and not by what it is at.
+        excused: it ends because its host goes, or is gone, and not by what it is at.
     """
 
-    is_leaving: bool
+    @property
+    def excused(self) -> bool: ...
 
     async def ended(self) -> str:
         """Returns once that is so: why."""
