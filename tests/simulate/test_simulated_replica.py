@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from statistics import fmean
 
 import looptime
 import pytest
@@ -14,6 +15,7 @@ from titan_rl.generation.places import AdaptivePlaces
 from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.scripted_engine import CostModel, ScriptedEngine
 from titan_rl.simulate.simulated_replica import SimulatedReplica
+from titan_rl.simulate.workload import log_normal_with_tail
 
 STOP = 9
 COST = CostModel(step=1.0, request=0.25, prompt_token=0.125, context_token=1 / 256, load=3.0)  # exact in binary
@@ -194,3 +196,15 @@ def test_places_that_adapt_are_as_fast_as_the_best_fixed_ones_and_preempt_less()
         len(places.limits) // 4 : len(places.limits) // 2
     ]  # once lengths are known, ahead of the end
     assert max(settled) - min(settled) < 0.4 * max(settled)
+
+
+@pytest.mark.parametrize("part", [1 / 8, 1 / 4])
+def test_a_cache_much_too_small_for_a_long_tail_has_nothing_thrash(part):
+    draw, draws = log_normal_with_tail(median=300, sigma=0.6, cap=2900), random.Random(0)
+    lengths = [draw(draws) for _ in range(200)]
+    room = {"kv_tokens": round(64 * part * (256 + fmean(lengths)))}
+    fixed = {most: in_virtual_time(burst(lengths, max_running=most, **room)) for most in (64, round(64 * part))}
+    seconds, preemptions = in_virtual_time(burst(lengths, max_running=64, places=AdaptivePlaces(64, **room), **room))
+    assert fixed[64][1] > len(lengths), "as many as there are places for preempt each other over and over"
+    assert preemptions < 0.6 * len(lengths)
+    assert seconds < min(seconds for seconds, _ in fixed.values()) / 0.97

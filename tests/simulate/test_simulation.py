@@ -1,6 +1,7 @@
 """Schedules in virtual time: what they win, and what they keep."""
 
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -36,12 +37,21 @@ def test_equal_lengths_leave_nothing_to_win():
 
 def test_requests_move_and_are_computed_anew_there():
     alone, moving = (Cluster(4, ENGINES.cost, max_running=16, move_below=below) for below in (None, 0.5))
-    assert run(LONG_TAIL, alone, max_staleness=0, num_steps=3).moved == 0
-    moved = run(LONG_TAIL, moving, max_staleness=0, num_steps=3)
+    assert run(LONG_TAIL, alone, max_staleness=0, num_steps=1).moved == 0
+    moved = run(LONG_TAIL, moving, max_staleness=0, num_steps=1)
     assert moved.moved > 0
     assert set(moved.ages) == {0}
     assert moved.wasted_tokens == 0
-    assert sorted(moved.accepted_lengths) == sorted(run(LONG_TAIL, max_staleness=0, num_steps=3).accepted_lengths)
+    assert sorted(moved.accepted_lengths) == sorted(run(LONG_TAIL, max_staleness=0, num_steps=1).accepted_lengths)
+
+
+def test_engines_that_the_trainer_lends_are_given_back_with_every_batch():
+    lending = Cluster(2, ENGINES.cost, max_running=16, train_s=5.0, num_lent=2, move_below=0.8)
+    alone, lent = (run(LONG_TAIL, replace(lending, num_lent=count), max_staleness=0, num_steps=1) for count in (0, 2))
+    assert lent.moved > alone.moved
+    assert lent.wasted_tokens == 0
+    assert set(lent.ages) == {0}
+    assert lent.mean_step_s < alone.mean_step_s
 
 
 @pytest.mark.parametrize("mode", ["keep", "abort", "sleep"])

@@ -18,6 +18,7 @@ class Cluster:
         max_running: requests that one engine advances at a time.
         kv_tokens: tokens that the KV cache of one engine holds.
         move_below: generators with at most this part of the fullest's requests get some of them, see `Moves`.
+        num_lent: engines on the trainer's devices, which generate while it waits for a batch, see `LentEngines`.
         adapts: fewer requests are advanced where the KV cache is expected to be full, see `AdaptivePlaces`.
         train_s: one optimizer step on one batch.
         logprob_s: recomputing the logprobs of one batch before it is trained on; 0 where the sampler's own are used.
@@ -30,6 +31,7 @@ class Cluster:
     max_running: int = 256
     kv_tokens: int = 1 << 40
     move_below: float | None = None
+    num_lent: int = 0
     adapts: bool = False
     train_s: float = 0.0
     logprob_s: float = 0.0

@@ -117,6 +117,11 @@ class SimulatedReplica:
         self._pulls: list[tuple[int, asyncio.Future[None]]] = []
         self._changed = asyncio.Event()
 
+    @property
+    def request_ids(self) -> list[str]:
+        """Of those that run or wait, as they were asked for of a router."""
+        return [sequence.request_id.partition("~")[0] for sequence in (*self._running, *self._waiting)]
+
     async def generate(
         self,
         prompt_token_ids: Sequence[int],

@@ -11,7 +11,7 @@ from statistics import fmean
 from titan_rl.errors import ConfigError, MissingExtraError
 from titan_rl.generation.places import AdaptivePlaces
 from titan_rl.generation.resume import resume_on_abort
-from titan_rl.generation.router import GeneratorRouter, Limits
+from titan_rl.generation.router import GeneratorRouter, Limits, Strategy
 from titan_rl.rollout.environment.types import TokenObservation, TokenStep
 from titan_rl.rollout.group.rollouter import Rollouter
 from titan_rl.rollout.rewards.reward import Reward
@@ -24,6 +24,7 @@ from titan_rl.scheduling.ledger import lengths
 from titan_rl.scheduling.scheduler import GroupScheduler
 from titan_rl.scheduling.settings import SchedulingConfig
 from titan_rl.simulate.cluster import Cluster
+from titan_rl.simulate.lent_engines import LentEngines
 from titan_rl.simulate.simulated_replica import SimulatedReplica
 from titan_rl.simulate.tokens import some_tokens
 from titan_rl.simulate.workload import Workload
@@ -57,9 +58,18 @@ class SimulationResult:
 
 
 def simulate(
-    workload: Workload, cluster: Cluster, scheduling: SchedulingConfig, *, num_steps: int, warmup: int = 0
+    workload: Workload,
+    cluster: Cluster,
+    scheduling: SchedulingConfig,
+    *,
+    num_steps: int,
+    warmup: int = 0,
+    strategy: Strategy | None = None,
 ) -> SimulationResult:
     """Run `warmup + num_steps` optimizer steps in virtual time.
+
+    Args:
+        strategy: of the router, by default the router's own.
 
     Raises:
         ConfigError: the cluster is colocated, and generation would go on while the trainer works.
@@ -72,7 +82,7 @@ def simulate(
         )
     loop = _virtual_time()
     try:
-        return loop.run_until_complete(_Simulation(workload, cluster, scheduling).run(num_steps, warmup))
+        return loop.run_until_complete(_Simulation(workload, cluster, scheduling, strategy).run(num_steps, warmup))
     finally:
         loop.close()
 
@@ -101,28 +111,38 @@ class _OneTurnEnv:
 
 
 class _Simulation:
-    def __init__(self, workload: Workload, cluster: Cluster, scheduling: SchedulingConfig) -> None:
+    def __init__(
+        self, workload: Workload, cluster: Cluster, scheduling: SchedulingConfig, strategy: Strategy | None
+    ) -> None:
         self._workload = workload
         self._cluster = cluster
         self._scheduling = scheduling
-        self._replicas = [
-            SimulatedReplica(
-                f"generator-{index}",
-                self._tokens_left,
-                cluster.cost,
-                max_running=cluster.max_running,
-                kv_tokens=cluster.kv_tokens,
-                places=AdaptivePlaces(cluster.max_running, cluster.kv_tokens) if cluster.adapts else None,
-                wake_s=cluster.wake_s,
-            )
-            for index in range(cluster.num_replicas)
-        ]
+        self._strategy = strategy
+        self._replicas = [self._engine(f"generator-{index}") for index in range(cluster.num_replicas)]
+        self._lent = [self._engine(f"lent-{index}") for index in range(cluster.num_lent)]
+
+    def _engine(self, name: str) -> SimulatedReplica:
+        cluster = self._cluster
+        return SimulatedReplica(
+            name,
+            self._tokens_left,
+            cluster.cost,
+            max_running=cluster.max_running,
+            kv_tokens=cluster.kv_tokens,
+            places=AdaptivePlaces(cluster.max_running, cluster.kv_tokens) if cluster.adapts else None,
+            wake_s=cluster.wake_s,
+        )
 
     async def run(self, num_steps: int, warmup: int) -> SimulationResult:
         limits = Limits(pull_s=FOREVER_S, abort_s=FOREVER_S, call_s=FOREVER_S, paused_s=FOREVER_S)
         self._router = GeneratorRouter(
-            self._replicas, stall_timeout_s=FOREVER_S, limits=limits, move_below=self._cluster.move_below
+            self._replicas,
+            self._strategy,
+            stall_timeout_s=FOREVER_S,
+            limits=limits,
+            move_below=self._cluster.move_below,
         )
+        self._trainers = LentEngines(self._router, self._lent, self._cluster.wake_s)
         self._rollouter = Rollouter(
             lambda sample: _OneTurnEnv(self._workload.prompt_tokens),
             Rubric([Reward(_first_sibling, name="first")]),
@@ -136,10 +156,11 @@ class _Simulation:
             budget=1 << 40,
         )
         async with asyncio.TaskGroup() as background:
-            tasks = [background.create_task(replica.run()) for replica in self._replicas]
+            tasks = [background.create_task(replica.run()) for replica in [*self._replicas, *self._lent]]
             await self._router.pull_state_dict(0)
             async with self._scheduler:
                 result = await self._train(num_steps, warmup, background)
+            await self._router.close()
             for task in tasks:
                 task.cancel()
         return result
@@ -160,7 +181,8 @@ class _Simulation:
                     warm.clear()
                 waited_s = wasted = 0.0
             started = loop.time()
-            batch = await self._scheduler.next_batch()
+            async with self._trainers.out():
+                batch = await self._scheduler.next_batch()
             waited_s += loop.time() - started
             mode = self._scheduling.on_batch_ready
             if mode != "continue":
