@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,11 @@ import pytest
 
 pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 
-from titan_rl.actors.hosts.agent import RunOnHost, new_output
+from titan_rl.actors.hosts.agent import RunOnHost
 from titan_rl.actors.hosts.facts import HostFacts, Question, look
 from titan_rl.actors.hosts.hosts import Hosts
 from titan_rl.actors.hosts.preflight import HostNeeds
+from titan_rl.actors.hosts.written_files import Had, new_pieces
 from titan_rl.actors.liveness.host_monitor import HostMonitor
 from titan_rl.actors.liveness.lookout import LookoutSettings
 from titan_rl.actors.liveness.reports import Report, receive, send
@@ -85,8 +86,8 @@ class FarHost:
             send(writer, Report(number).message())
             await asyncio.sleep(0.1)
 
-    async def _new_output(self, have: Mapping[str, int]) -> Any:
-        return new_output(self.folder, have)
+    async def _new_output(self, had: Had) -> Any:
+        return new_pieces(self.folder, had)
 
     async def _clean_up(self) -> None:
         if self._beating is not None:

@@ -10,10 +10,11 @@ import pytest
 
 pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 
-from titan_rl.actors.hosts.agent import new_output
 from titan_rl.actors.hosts.host import Host
 from titan_rl.actors.hosts.output import HostOutput
+from titan_rl.actors.hosts.written_files import new_pieces
 from titan_rl.errors import ActorDiedError
+from titan_rl.tracing.trace_file import TraceFile
 
 
 class Agent:
@@ -34,7 +35,7 @@ class Agent:
         if self.writes_more:
             with (self.folder / "logs" / "a.log").open("ab") as log:
                 log.write(b"more")
-        return new_output(self.folder, have, most_bytes=4)
+        return new_pieces(self.folder, have, most_bytes=4)
 
 
 @pytest.fixture
@@ -95,7 +96,7 @@ async def test_a_file_that_cannot_be_read_keeps_back_no_other(there: Path) -> No
     (there / "logs" / "a.log").symlink_to(there / "gone")
     (there / "logs" / "b.log").mkdir()
     (there / "logs" / "c.log").write_bytes(b"0123")
-    assert new_output(there, {}) == [("logs/c.log", b"0123")]
+    assert [piece.name for piece in new_pieces(there, {})] == ["logs/c.log"]
 
 
 @pytest.mark.looptime
@@ -119,3 +120,39 @@ async def test_a_process_that_goes_on_writing_does_not_keep_a_run_from_its_end(t
     agent.writes_more = True
     async with asyncio.timeout(60):
         await output.take_rest()
+
+
+def test_what_is_written_behind_what_was_sent_is_sent(there: Path) -> None:
+    (there / "trace").mkdir()
+    for name, text in {"logs/a.log": "0123456789", "trace/a.jsonl": "{}", "config.toml": "not this"}.items():
+        (there / name).write_text(text)
+    first = new_pieces(there, {}, most_bytes=4)
+    assert [(piece.name, piece.begin, piece.data) for piece in first] == [("logs/a.log", 0, b"0123")]
+    had = {"logs/a.log": (first[0].file, 4)}
+    rest = new_pieces(there, had, most_bytes=7)
+    assert [(piece.name, piece.begin, piece.data) for piece in rest] == [
+        ("logs/a.log", 4, b"456789"),
+        ("trace/a.jsonl", 0, b"{"),
+    ]
+    assert new_pieces(there, {piece.name: (piece.file, piece.begin + len(piece.data)) for piece in rest}, 0) == []
+
+
+@pytest.mark.looptime
+async def test_a_trace_that_is_replaced_by_a_shorter_one_is_here_as_it_is_there(there: Path, tmp_path: Path) -> None:
+    """Behind what a process of the same name wrote on another host before."""
+    _, output = output_of(there, tmp_path / "here", told := [])
+    copy = tmp_path / "here" / "trace" / "generator-0.jsonl"
+    copy.parent.mkdir()
+    copy.write_bytes(b"elsewhere\n")
+    (there / "trace").mkdir()
+    (trace := TraceFile(there / "trace" / "generator-0.jsonl", most_bytes=100)).append([])
+    collecting = asyncio.ensure_future(output.collect())
+    for number in range(20):
+        trace.append([b'{"number": %d}\n' % number])
+        (there / "trace" / "generator-0.tmp").write_bytes(b"on its way")
+        await asyncio.sleep(1)
+    collecting.cancel()
+    await output.take_rest()
+    assert copy.read_bytes() == b"elsewhere\n" + (there / "trace" / "generator-0.jsonl").read_bytes()
+    assert [path.name for path in copy.parent.iterdir()] == [copy.name]
+    assert told == []

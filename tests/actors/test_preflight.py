@@ -10,7 +10,6 @@ import pytest
 
 pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 
-from titan_rl.actors.hosts.agent import new_output
 from titan_rl.actors.hosts.facts import HostFacts, Question, look
 from titan_rl.actors.hosts.meeting import free_names, resolve
 from titan_rl.actors.hosts.preflight import HostNeeds, check_hosts
@@ -143,16 +142,6 @@ def test_code_is_what_git_has_or_else_what_is_neither_hidden_nor_an_environment(
     (tmp_path / ".gitignore").write_text("own\nvenv\nruns\n.secret\n__pycache__\n")
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
     assert [path.name for path in code_files(tmp_path)] == [".gitignore", "task.py"]
-
-
-def test_what_is_written_behind_what_has_arrived_is_sent(tmp_path: Path) -> None:
-    for name, text in {"logs/a.log": "0123456789", "trace/a.jsonl": "{}", "config.toml": "not this"}.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
-    assert new_output(tmp_path, {}) == [("logs/a.log", b"0123456789"), ("trace/a.jsonl", b"{}")]
-    assert new_output(tmp_path, {}, most_bytes=4) == [("logs/a.log", b"0123")]
-    assert new_output(tmp_path, {"logs/a.log": 4}, most_bytes=7) == [("logs/a.log", b"456789"), ("trace/a.jsonl", b"{")]
-    assert new_output(tmp_path, {"logs/a.log": 10, "trace/a.jsonl": 2}) == []
 
 
 def test_addresses_of_both_kinds_are_resolved() -> None:

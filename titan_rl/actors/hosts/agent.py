@@ -3,7 +3,6 @@ and sends what the run's processes write."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import shutil
@@ -16,6 +15,7 @@ from monarch.actor import Actor, concurrent_endpoint
 
 from titan_rl.actors.hosts.facts import HostFacts, Question, look
 from titan_rl.actors.hosts.scratch import clean_up_after_dead_runs, make_scratch, remove_monarch_logs, scratch_root
+from titan_rl.actors.hosts.written_files import Had, Piece, new_pieces
 from titan_rl.actors.liveness.lookout import DISMISSED, Lookout, LookoutSettings
 from titan_rl.actors.liveness.loop_thread import LoopThread
 from titan_rl.actors.liveness.process_tree import is_stopped
@@ -27,11 +27,7 @@ from titan_rl.weights.shard_files.owned_folder import OwnedFolder
 
 logger = logging.getLogger(__name__)
 
-MOST_BYTES = 4 << 20  # of what is sent at once
 IP_S = 5.0  # longest wait for a list of the network's interfaces
-
-Output = list[tuple[str, bytes]]
-"""What came to be written: (file below the run's folder, bytes behind those before)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,14 +138,10 @@ class HostAgent(Actor):
             return listener.getsockname()[1]
 
     @concurrent_endpoint
-    async def new_output(self, have: Mapping[str, int]) -> Output:
-        """What is written in the logs and traces of this host behind what the controller has; at most some megabytes.
-
-        Args:
-            have: bytes of each file.
-        """
+    async def new_output(self, had: Had) -> list[Piece]:
+        """As `new_pieces`; at most some megabytes."""
         assert self._copy is not None
-        return await in_thread(new_output, self._copy, have)
+        return await in_thread(new_pieces, self._copy, had)
 
     @concurrent_endpoint
     async def clean_up(self) -> None:
@@ -169,31 +161,6 @@ def _exit(error: BaseException | None = None) -> None:
     if error is not None:
         logger.error("the lookout failed", exc_info=error)
     os._exit(1)
-
-
-def new_output(folder: Path, have: Mapping[str, int], most_bytes: int = MOST_BYTES) -> Output:
-    """As `HostAgent.new_output`, of the run's folder on this host. A file that cannot be read is left for later."""
-    output: Output = []
-    for path in sorted([*folder.glob("logs/*"), *folder.glob("trace/*")]):
-        name = str(path.relative_to(folder))
-        with contextlib.suppress(OSError):
-            data = _read_from(path, have.get(name, 0), most_bytes)
-            if data:
-                output.append((name, data))
-                most_bytes -= len(data)
-    return output
-
-
-def _read_from(path: Path, begin: int, most_bytes: int) -> bytes:
-    """
-    Raises:
-        OSError: it is gone, or no file.
-    """
-    if not most_bytes or path.stat().st_size <= begin:
-        return b""
-    with path.open("rb") as file:
-        file.seek(begin)
-        return file.read(most_bytes)
 
 
 def _interface_of(address: str) -> str | None:

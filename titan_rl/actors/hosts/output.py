@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 from titan_rl.actors.hosts.host import Host
+from titan_rl.actors.hosts.written_files import Piece
 from titan_rl.errors import ActorDiedError
 
 INTERVAL_S = 0.5
@@ -27,7 +29,8 @@ class HostOutput:
         self._host = host
         self._run_dir = run_dir
         self._tell = tell
-        self._had: dict[str, int] = {}  # bytes of each file that have arrived
+        self._had: dict[str, tuple[int, int]] = {}  # which files have arrived, and how many bytes
+        self._begins: dict[str, int] = {}  # of each, behind what a process of the same name wrote on another host
         self._failed = False
 
     async def collect(self) -> None:
@@ -47,26 +50,32 @@ class HostOutput:
     async def _take(self) -> bool:
         """Whether something came."""
         try:
-            output = await self._host.link.call(self._host.agent.new_output, self._had, timeout_s=TIMEOUT_S)
-            for name, data in output:
-                self._append(self._run_dir / name, data)
-                self._had[name] = self._had.get(name, 0) + len(data)
+            pieces: list[Piece] = await self._host.link.call(
+                self._host.agent.new_output, self._had, timeout_s=TIMEOUT_S
+            )
+            for piece in pieces:
+                self._append(piece)
         except OSError as error:
             if not self._failed:
                 self._tell(f"what host {self._host.name} says is not written here for now: {error}")
             self._failed = True
             return False
-        return bool(output)
+        return bool(pieces)
 
-    def _append(self, path: Path, data: bytes) -> None:
-        """All of it or nothing."""
+    def _append(self, piece: Piece) -> None:
+        """All of it or nothing. What was in the place of a file that begins anew goes."""
+        path = self._run_dir / piece.name
         path.parent.mkdir(exist_ok=True)
         with path.open("ab", buffering=0) as file:
-            size = file.tell()
+            begin = self._begins.setdefault(piece.name, file.tell())
+            if not piece.begin:
+                file.truncate(begin)
+            size = file.seek(0, os.SEEK_END)
             try:
-                rest = memoryview(data)
+                rest = memoryview(piece.data)
                 while rest:
                     rest = rest[file.write(rest) :]
             except OSError:
                 file.truncate(size)
                 raise
+        self._had[piece.name] = piece.file, piece.begin + len(piece.data)
