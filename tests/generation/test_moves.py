@@ -212,6 +212,22 @@ def test_nothing_moves_unless_it_is_asked_for():
     in_virtual_time(scenario)
 
 
+def test_a_request_with_a_seed_stays():
+    async def scenario() -> None:
+        full, joins = SteppingReplica("full"), SteppingReplica("joins")
+        router = routed(full)
+        sampling = SamplingParams(max_tokens=20, seed=3)
+        asks = [router.generate(PROMPT, request_id=f"g/{place}/0", sampling=sampling) for place in range(4)]
+        answers = [asyncio.ensure_future(ask) for ask in asks]
+        await asyncio.sleep(1.5)
+        await router.add_replica(joins)
+        await asyncio.gather(*answers)
+        assert joins.served == []
+        await router.close()
+
+    in_virtual_time(scenario)
+
+
 def test_a_session_follows_its_request():
     async def scenario() -> None:
         full, joins = SteppingReplica("full"), SteppingReplica("joins")

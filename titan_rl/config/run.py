@@ -205,8 +205,8 @@ def conflicts(config: RunConfig) -> Iterator[str]:
         )
     if config.routing.move_below is not None and config.seeds_requests:
         yield (
-            f"routing.move_below = {config.routing.move_below:g} with requests that are seeded: when one moves is a "
-            "matter of time, and what is sampled from there on is another answer; leave move_below out, or set "
+            f"routing.move_below = {config.routing.move_below:g} with requests that are seeded, of which none moves: "
+            "when is a matter of time, and a seed draws another answer from there on; leave move_below out, or set "
             "sampling.seeded = false"
         )
     if generation.stall_timeout_s <= config.statedict.pull_timeout_s:

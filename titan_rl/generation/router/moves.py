@@ -27,7 +27,7 @@ class Moves:
     back with all of its tokens, and goes on in the other place: none is lost, or generated again. Those that came last
     move: they may wait in an engine still, and have the fewest tokens to be computed anew. One moves again when its
     tokens have more than doubled, so that of an answer no more is computed anew than twice its tokens, and as many
-    prompts as it has doublings.
+    prompts as it has doublings. One with a seed stays: behind a seam it draws another answer.
 
     A look costs a pass over the replicas, and a logarithm of their number for each request that moves.
 
@@ -127,7 +127,8 @@ class Moves:
     def _movable(self, replica: PooledReplica) -> Iterator[RequestInFlight]:
         """Those that came last first."""
         for request in reversed(self._requests.on(replica)):
-            is_free = request.moves_to is None and not request.aborted
+            is_seeded = request.partial.request.sampling.seed is not None
+            is_free = request.moves_to is None and not (request.aborted or is_seeded)
             if is_free and (request.moved_with is None or request.partial.num_tokens > 2 * request.moved_with):
                 yield request
 
