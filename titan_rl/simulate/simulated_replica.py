@@ -111,6 +111,7 @@ class SimulatedReplica:
         self._stream_interval = stream_interval
         self._waiting: deque[_Sequence] = deque()
         self._running: list[_Sequence] = []  # in the order in which they joined
+        self._held = 0  # tokens of these in the KV cache
         self._prompt_tokens = 0  # to be computed in the next step
         self._paused = False
         self._aborting: set[str] = set()
@@ -204,6 +205,7 @@ class SimulatedReplica:
                 self._left(sequence, was_aborted=True)
         self._waiting = deque(s for s in self._waiting if s.request_id not in self._aborting)
         self._running = [s for s in self._running if s.request_id not in self._aborting]
+        self._held = sum(sequence.num_tokens for sequence in self._running)
         self._aborting.clear()
 
     async def _pull(self) -> None:
@@ -217,7 +219,8 @@ class SimulatedReplica:
     def _admit(self) -> None:
         """Preempt until the step has room, then let requests join, those that were preempted first."""
         while len(self._running) > 1 and self._room() < len(self._running):
-            self._waiting.appendleft(self._running.pop())
+            self._waiting.appendleft(last := self._running.pop())
+            self._held -= last.num_tokens
             self.num_preemptions += 1
         if not self._waiting:
             return
@@ -227,6 +230,7 @@ class SimulatedReplica:
             if self._running and room - context <= len(self._running):
                 break
             room -= context
+            self._held += context
             self._prompt_tokens += context
             self._running.append(self._waiting.popleft())
 
@@ -267,7 +271,7 @@ class SimulatedReplica:
     def _seconds_of(self) -> Callable[[int], float]:
         """What so many steps take from now on, of which the first computes the prompts."""
         count, cost = len(self._running), self._cost
-        each = cost.step_seconds(count, 0, self._kv_tokens - self._room())
+        each = cost.step_seconds(count, 0, self._held)
         growth = cost.context_token * count / 2
         prompts = cost.prompt_token * self._prompt_tokens
         return lambda steps: prompts + steps * (each + growth * (steps - 1))
@@ -275,12 +279,14 @@ class SimulatedReplica:
     def _take(self, steps: int) -> None:
         """Every running request gets a token for each step."""
         self.num_tokens += steps * len(self._running)
+        self._held += steps * len(self._running)
         self._prompt_tokens = 0
         for sequence in self._running:
             sequence.add(steps, self.version)
             if self._stream_interval is not None and sequence.left:
                 sequence.tell(steps, self.version)
             if sequence.left == 0:
+                self._held -= sequence.num_tokens
                 sequence.resolve(sequence.reason)
                 self._left(sequence, was_aborted=False)
         self._running = [sequence for sequence in self._running if sequence.left]
@@ -291,4 +297,4 @@ class SimulatedReplica:
 
     def _room(self) -> int:
         """Tokens that the KV cache has free."""
-        return self._kv_tokens - sum(sequence.num_tokens for sequence in self._running)
+        return self._kv_tokens - self._held

@@ -148,6 +148,7 @@ class _Simulation:
             Rubric([Reward(_first_sibling, name="first")]),
             max_context=self._workload.prompt_tokens + (1 << 40),
             limits=RolloutConfig(rollout_timeout_s=FOREVER_S, generate_timeout_s=FOREVER_S),
+            seed=None,  # requests with seeds stay where they are
         )
         self._scheduler = GroupScheduler(
             self._run_group,
