@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import signal
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from titan_rl.errors import TrainingError
 from titan_rl.run.status import noted, reported
-from titan_rl.viewer.run_status import read_status
+from titan_rl.viewer.run_status import LOST, SILENT_S, read_status
 from titan_rl.viewer.runs import is_run
 
 
@@ -84,3 +87,32 @@ def test_a_disk_that_takes_nothing_ends_no_run(tmp_path: Path, capfd: pytest.Cap
     with reported(gone, gone / "report.html"), noted(gone, begins=True):
         pass
     assert "writing report.html failed" in capfd.readouterr().err
+
+
+def test_a_run_is_seen_to_go_on_where_its_lock_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On another machine, or in a container, which lists other locks."""
+    lock = tmp_path / "lock"
+    lock.touch()
+    with noted(tmp_path, begins=True):
+        assert read_status(tmp_path).state == "failed", "here the lock says that it was killed"
+        monkeypatch.setattr("titan_rl.viewer.run_status.seen_from", lambda: "elsewhere")
+        assert read_status(tmp_path).state == "running"
+        long_ago = time.time() - SILENT_S - 1
+        os.utime(lock, (long_ago, long_ago))
+        lost = read_status(tmp_path)
+        assert (lost.state, lost.reason) == ("failed", LOST)
+    assert read_status(tmp_path).state == "finished"
+
+
+def test_a_run_gives_a_sign_of_life_again_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("titan_rl.run.status.BEAT_S", 0.001)
+    lock = tmp_path / "lock"
+    lock.touch()
+    with noted(tmp_path, begins=True):
+        os.utime(lock, (0, 0))
+        until = time.monotonic() + 30
+        while lock.stat().st_mtime == 0 and time.monotonic() < until:
+            pass
+        assert lock.stat().st_mtime > 0
+    os.utime(lock, (0, 0))
+    assert not [thread for thread in threading.enumerate() if thread.name == "sign of life"]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import threading
 import time
 from collections.abc import Generator
 from dataclasses import dataclass
@@ -12,12 +14,16 @@ from pathlib import Path
 from titan_rl.calls.user_code import reason, summary
 from titan_rl.run.machine.stop_signals import tell_on_stderr
 from titan_rl.viewer.report import write_report
-from titan_rl.viewer.run_status import RunStatus, read_status
+from titan_rl.viewer.run_status import LOCK, RunStatus, read_status, seen_from
 
 logger = logging.getLogger(__name__)
 
 REPORT_S = 20.0
 """How long rollouts are read for the report. Whoever waits for the end of a run waits for that, too."""
+
+
+BEAT_S = 10.0
+"""How often a run gives a sign of life, for whoever does not see its lock."""
 
 
 @dataclass(slots=True)
@@ -56,14 +62,15 @@ def noted(folder: Path, *, begins: bool) -> Generator[Outcome]:
         begins: the run is not resumed.
     """
     if begins:
-        status = RunStatus("running", time.time())
+        status = RunStatus("running", time.time(), seen_from=seen_from())
     else:
         before = read_status(folder)
-        status = RunStatus("running", before.began, [*before.resumed, time.time()])
+        status = RunStatus("running", before.began, [*before.resumed, time.time()], seen_from=seen_from())
     _write(status, folder)
     outcome = Outcome()
     try:
-        yield outcome
+        with _giving_signs_of_life(folder / LOCK):
+            yield outcome
     except BaseException as error:
         status.state = "failed" if isinstance(error, Exception) else "stopped"
         status.reason = "\n".join([reason(error), *getattr(error, "__notes__", ())])
@@ -73,6 +80,27 @@ def noted(folder: Path, *, begins: bool) -> Generator[Outcome]:
     finally:
         status.ended = time.time()
         _write(status, folder)
+
+
+@contextlib.contextmanager
+def _giving_signs_of_life(lock: Path) -> Generator[None]:
+    """Touch the file now and then, from a thread of its own: a run that is held up lives, too."""
+    over = threading.Event()
+
+    def beat() -> None:
+        while True:
+            with contextlib.suppress(OSError):
+                os.utime(lock)
+            if over.wait(BEAT_S):
+                return
+
+    beating = threading.Thread(target=beat, name="sign of life", daemon=True)
+    beating.start()
+    try:
+        yield
+    finally:
+        over.set()
+        beating.join(BEAT_S)
 
 
 def note_waiting(folder: Path, waits_for: str) -> None:

@@ -19,6 +19,10 @@ from titan_rl.viewer.records import as_list, as_table, read_json
 from titan_rl.viewer.tail import last_lines
 
 STATUS = "status.json"
+LOCK = "lock"
+SILENT_S = 120.0
+"""Longest time without a sign of life of a run whose lock is not seen from here. A file system that is shared may tell
+a minute late."""
 LOST = "it ended without a word: it was killed, or its machine went down"
 
 State = Literal["running", "finished", "stopped", "failed"]
@@ -28,12 +32,14 @@ class RunStatus(msgspec.Struct, forbid_unknown_fields=False, omit_defaults=True)
     """`status.json`: whether a run goes on, or how it ended.
 
     Args:
-        state: what the run says of itself. One that says "running" and that nobody holds the lock of has been killed.
+        state: what the run says of itself. One that says "running" and that nobody holds the lock of has been killed;
+            from where that is not seen, one whose lock was not touched for `SILENT_S`.
         began: when it began at first, in seconds since 1970.
         resumed: when it went on, each time.
         ended: when it ended the last time.
         reason: of its end, for a person.
         waits_for: what keeps it from going on, while it goes on; as "generators: ...".
+        seen_from: as `seen_from` said there.
     """
 
     state: State
@@ -42,6 +48,7 @@ class RunStatus(msgspec.Struct, forbid_unknown_fields=False, omit_defaults=True)
     ended: float | None = None
     reason: str = ""
     waits_for: str = ""
+    seen_from: str = ""
 
     def write(self, folder: Path) -> None:
         """Replace the file in one step.
@@ -56,16 +63,35 @@ class RunStatus(msgspec.Struct, forbid_unknown_fields=False, omit_defaults=True)
 
 def read_status(folder: Path) -> RunStatus:
     """What a folder says of itself, or what its files tell where it says nothing."""
-    is_held = is_locked(folder / "lock")
+    is_held = is_locked(folder / LOCK)
     try:
         status = msgspec.json.decode(read_file(folder / STATUS), type=RunStatus)
     except (OSError, msgspec.MsgspecError):
         ended = None if is_held else _last_change(folder)
         state: State = "running" if is_held else "finished" if _has_result(folder) else "stopped"
         return RunStatus(state, _began(folder), ended=ended)
-    if status.state == "running" and not is_held:
+    if status.state == "running" and not is_held and not _is_heard_of(folder, status):
         status.state, status.reason, status.ended = "failed", LOST, _last_change(folder)
     return status
+
+
+def _is_heard_of(folder: Path, status: RunStatus) -> bool:
+    """Whether a run whose lock is not seen from here has given a sign of life."""
+    if status.seen_from in ("", seen_from()):
+        return False
+    try:
+        return time.time() - (folder / LOCK).stat().st_mtime < SILENT_S
+    except OSError:
+        return False
+
+
+def seen_from() -> str:
+    """Processes that say the same see each other's locks: those of a machine, but for containers."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
 
 
 def is_locked(path: Path) -> bool:
