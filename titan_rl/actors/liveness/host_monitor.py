@@ -207,9 +207,9 @@ class RemoteWatcher:
         if self.reason is None:
             self.reason = reason
             watched, self._watched = self._watched, {}
+            self._on_lost(reason)  # first: it knows what that excuses
             for one in watched.values():
                 one.on_end(reason)
-            self._on_lost(reason)
 
     def _forget(self, pid: int) -> None:
         self._watched.pop(pid, None)
