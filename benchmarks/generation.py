@@ -31,7 +31,8 @@ from titan_rl.actors.processes.process import ProcessSpec, enter_actor_process
 from titan_rl.actors.processes.remote_process import RemoteProcess, call
 from titan_rl.actors.processes.supervisor import Supervisor
 from titan_rl.config.sections import GenerationConfig, StateDictConfig
-from titan_rl.generation.registry import EngineSpec, make_engine
+from titan_rl.generation.engine_spec import EngineSpec
+from titan_rl.generation.registry import make_engine
 from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.router import GeneratorRouter
 from titan_rl.rollout.group.rollout_ids import turn_seed
@@ -94,7 +95,7 @@ class BareLLM(Actor):
 
     @concurrent_endpoint
     async def start(self) -> None:
-        from titan_rl.generation.vllm_engine import CPU_BATCHED_TOKENS, ENVIRONMENT
+        from titan_rl.generation.vllm_arguments import CPU_BATCHED_TOKENS, ENVIRONMENT
 
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)

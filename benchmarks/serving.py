@@ -42,7 +42,7 @@ TOKEN_S = 0.005
 
 @asynccontextmanager
 async def vllm_server(folder: Path, stream_interval: int) -> AsyncGenerator[str]:
-    from titan_rl.generation.vllm_engine import CPU_BATCHED_TOKENS, ENVIRONMENT
+    from titan_rl.generation.vllm_arguments import CPU_BATCHED_TOKENS, ENVIRONMENT
 
     port, log = free_port(), folder / "vllm.log"
     settings: dict[str, object] = {

@@ -29,6 +29,7 @@ from titan_rl import (
     SchedulingConfig,
     build_samples,
 )
+from titan_rl.generation.engine_spec import EngineSpec
 from titan_rl.generation.vllm_engine import VLLMEngine
 from titan_rl.training.settings import ModelConfig, TrainingConfig
 from titan_rl.training.trainer import TrainerCore
@@ -62,7 +63,7 @@ async def train(model_path: str, *, steps: int, groups_per_step: int, group_size
     rewards: list[float] = []
     scheduling = SchedulingConfig(groups_per_step=groups_per_step, max_staleness=0)  # 1: generate while it trains
     budget = steps * groups_per_step
-    engine = EngineLoop(lambda: VLLMEngine(model_path, max_context=model.max_context, kv_cache_gib=0.5))
+    engine = EngineLoop(lambda: VLLMEngine(EngineSpec(model_path, max_context=model.max_context, kv_cache_gib=0.5)))
     try:
         await engine.start()
         async with GroupScheduler(run_group, scheduling, group_size=group_size, budget=budget) as scheduler:

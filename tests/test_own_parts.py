@@ -14,7 +14,8 @@ from titan_rl.actors.hosts.placement import check_transport
 from titan_rl.config.hosts import Roles
 from titan_rl.config.load import load_config
 from titan_rl.errors import ConfigError, DataError
-from titan_rl.generation.registry import EngineSpec, find_engine, make_engine
+from titan_rl.generation.engine_spec import EngineSpec
+from titan_rl.generation.registry import find_engine, make_engine
 from titan_rl.generation.router.registry import make_strategy
 from titan_rl.generation.scripted_engine import ScriptedEngine
 from titan_rl.scheduling.filters import first_reason

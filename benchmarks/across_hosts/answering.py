@@ -37,7 +37,7 @@ from titan_rl.actors.run_processes import start_processes
 from titan_rl.config.load import dump_config, load_config
 from titan_rl.config.run import RunConfig
 from titan_rl.generation.engine import Engine
-from titan_rl.generation.registry import EngineSpec
+from titan_rl.generation.engine_spec import EngineSpec
 from titan_rl.generation.request import EngineRequest, OnChunk
 from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.generation.scripted_engine import CostModel, ScriptedEngine

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from titan_rl import Engine, TokenDelta
-from titan_rl.generation.registry import EngineSpec
+from titan_rl.generation.engine_spec import EngineSpec
 
 
 def make(spec: EngineSpec) -> Engine:
@@ -21,11 +21,4 @@ def make(spec: EngineSpec) -> Engine:
         def gauges(self) -> Mapping[str, float]:
             return {**super().gauges(), "own_steps_total": self.num_steps}
 
-    return CountingEngine(
-        spec.model_path,
-        dtype=spec.dtype,
-        max_context=spec.max_context,
-        max_running=spec.max_running,
-        kv_cache_gib=spec.kv_cache_gib,
-        seed=spec.seed,
-    )
+    return CountingEngine(spec)

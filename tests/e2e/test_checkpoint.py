@@ -267,12 +267,13 @@ def test_a_checkpoint_is_exported_without_what_trained_it(folder: Path, tmp_path
 
 
 def test_an_exported_folder_gives_vllm_the_same_logprobs(folder: Path, tmp_path: Path):
+    from titan_rl.generation.engine_spec import EngineSpec
     from titan_rl.generation.vllm_engine import VLLMEngine
 
     trainer = make_trainer(folder)
     trainer.step(on_policy_samples(trainer, 24, 33, 8))
     trainer.export_hf(tmp_path / "export")
-    engine = VLLMEngine(str(tmp_path / "export"), max_context=128, kv_cache_gib=0.1)
+    engine = VLLMEngine(EngineSpec(str(tmp_path / "export"), max_context=128, kv_cache_gib=0.1))
     try:
         sample = sequences(5, 40, 111)
         for scores, expected in zip(engine.score(sample), trainer.score(sample), strict=True):

@@ -8,6 +8,7 @@ pytest.importorskip("vllm", reason="needs the cpu or gpu extra")
 
 from e2e.tiny_policy import make_tiny_qwen3
 
+from titan_rl.generation.engine_spec import EngineSpec
 from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.vllm_engine import VLLMEngine
 from titan_rl.types import SamplingParams
@@ -15,7 +16,7 @@ from titan_rl.types import SamplingParams
 
 def test_what_shares_a_batch_does_not_change_the_bits_on_cpu(tmp_path):
     """Why runs need no fixed order of admission there: on one thread each row of a batch is computed alike."""
-    engine = VLLMEngine(str(make_tiny_qwen3(tmp_path)), max_context=128, max_running=16, kv_cache_gib=0.1)
+    engine = VLLMEngine(EngineSpec(str(make_tiny_qwen3(tmp_path)), max_context=128, max_running=16, kv_cache_gib=0.1))
     rng = random.Random(0)
     prompts = [[rng.randrange(128) for _ in range(rng.randint(3, 40))] for _ in range(16)]
 

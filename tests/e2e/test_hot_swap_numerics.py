@@ -21,6 +21,7 @@ from e2e.tiny_policy import make_tiny_qwen3, make_trainer
 from transformers import Qwen3ForCausalLM
 
 from titan_rl.generation.engine import Engine
+from titan_rl.generation.engine_spec import EngineSpec
 from titan_rl.generation.loop.engine_loop import EngineLoop
 from titan_rl.generation.vllm_engine import VLLMEngine
 from titan_rl.training.data.sample import TrainingSample
@@ -35,7 +36,9 @@ NUM_VERSIONS, IN_FLIGHT, LENGTH = 6, 8, 90
 async def test_each_token_is_that_of_its_version(tmp_path: Path) -> None:
     folder = make_tiny_qwen3(tmp_path / "model")
     trainer = make_trainer(folder, lr=3e-3, steps=NUM_VERSIONS)
-    loop = EngineLoop(lambda: VLLMEngine(str(folder), max_context=256, max_running=IN_FLIGHT, kv_cache_gib=0.1))
+    loop = EngineLoop(
+        lambda: VLLMEngine(EngineSpec(str(folder), max_context=256, max_running=IN_FLIGHT, kv_cache_gib=0.1))
+    )
     await loop.start()
     models: dict[int, Qwen3ForCausalLM] = {}
     names = itertools.count()

@@ -27,6 +27,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from titan_rl.errors import TrainingError
+from titan_rl.generation.engine_spec import EngineSpec
 from titan_rl.generation.vllm_engine import VLLMEngine
 
 FAMILIES: dict[str, Callable[[Path], Path]] = {
@@ -57,7 +58,7 @@ def test_after_a_step_vllm_scores_the_published_weights_like_the_trainer(folder:
     trainer.step(on_policy_samples(trainer, 40, 33))
     moved = [name for name, tensor in weights(trainer).items() if not torch.equal(tensor, before[name])]
     assert len(moved) > 0.9 * len(before)
-    engine = VLLMEngine(str(folder), max_context=128, kv_cache_gib=0.1)
+    engine = VLLMEngine(EngineSpec(str(folder), max_context=128, kv_cache_gib=0.1))
     engine.load_state_dict(list(trainer.named_tensors()), 1)
     for mine, theirs in zip(trainer.score(sequences(40, 17)), engine.score(sequences(40, 17)), strict=True):
         torch.testing.assert_close(torch.tensor(theirs), torch.tensor(mine), rtol=0, atol=2e-5)

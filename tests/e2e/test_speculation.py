@@ -21,6 +21,7 @@ from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
 from titan_rl.config.speculative import SpeculativeConfig
 from titan_rl.errors import RequestError
+from titan_rl.generation.engine_spec import EngineSpec
 from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.vllm_engine import VLLMEngine
 from titan_rl.testing.engine_contract import Batch
@@ -77,12 +78,14 @@ def engine(request: pytest.FixtureRequest, models: dict[str, tuple[Path, Qwen3Fo
     small = str(models["small"][0]) if request.param == "draft_model" else None
     guesses = SpeculativeConfig(method=request.param, num_speculative_tokens=2, model=small, prompt_lookup_min=1)
     engine = VLLMEngine(
-        str(models["policy"][0]),
-        max_context=CONTEXT,
-        max_running=64,
-        kv_cache_gib=0.125,
-        speculative=guesses.options(),
-        prefix_cache=request.param == "ngram",
+        EngineSpec(
+            str(models["policy"][0]),
+            max_context=CONTEXT,
+            max_running=64,
+            kv_cache_gib=0.125,
+            speculative=guesses.options(),
+            prefix_cache=request.param == "ngram",
+        )
     )
     yield engine
     engine.close()

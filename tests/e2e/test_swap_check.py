@@ -10,6 +10,7 @@ import pytest
 from e2e.tiny_policy import make_tiny_qwen3, on_policy_samples
 
 from titan_rl.errors import VerificationError
+from titan_rl.generation.engine_spec import EngineSpec
 from titan_rl.generation.vllm_engine import VLLMEngine
 from titan_rl.training.publishing import WeightPublisher
 from titan_rl.training.settings import ModelConfig, TrainingConfig
@@ -53,7 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(folder: Path) -> Iterator[VLLMEngine]:
-    engine = VLLMEngine(str(folder), dtype="bfloat16", max_context=256, kv_cache_gib=0.05)
+    engine = VLLMEngine(EngineSpec(str(folder), dtype="bfloat16", max_context=256, kv_cache_gib=0.05))
     yield engine
     engine.close()
 

@@ -16,6 +16,7 @@ from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
 from titan_rl.errors import EngineDeadError, GenerationError, ModelError, RequestError, VerificationError
 from titan_rl.generation.engine import Engine, TokenDelta
+from titan_rl.generation.engine_spec import EngineSpec
 from titan_rl.generation.loop.engine_loop import EngineLoop
 from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.vllm_engine import VLLMEngine
@@ -85,7 +86,7 @@ def old_model() -> Qwen3ForCausalLM:
 def engine(old_model: Qwen3ForCausalLM, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMEngine]:
     folder = tmp_path_factory.mktemp("model")
     old_model.save_pretrained(folder)
-    engine = VLLMEngine(str(folder), max_context=CONTEXT, max_running=32, kv_cache_gib=0.125)
+    engine = VLLMEngine(EngineSpec(str(folder), max_context=CONTEXT, max_running=32, kv_cache_gib=0.125))
     yield engine
     engine.close()
 
@@ -139,7 +140,7 @@ def crowded(
     folder = tmp_path_factory.mktemp("crowded")
     old_model.save_pretrained(folder)
     gib = {"roomy": 0.125, "full": FULL_CONTEXT_GIB}[request.param]
-    engine = VLLMEngine(str(folder), max_context=CONTEXT, max_running=PLACES, kv_cache_gib=gib)
+    engine = VLLMEngine(EngineSpec(str(folder), max_context=CONTEXT, max_running=PLACES, kv_cache_gib=gib))
     yield engine
     engine.close()
 
@@ -174,7 +175,7 @@ def test_an_engine_that_adapts_preempts_less_and_finishes_all(
 
     old_model.save_pretrained(tmp_path)
     adaptive = VLLMEngine(
-        str(tmp_path), max_context=CONTEXT, max_running=PLACES, adapts=True, kv_cache_gib=FULL_CONTEXT_GIB
+        EngineSpec(str(tmp_path), max_context=CONTEXT, max_running=PLACES, adapts=True, kv_cache_gib=FULL_CONTEXT_GIB)
     )
     fixed_count, fixed_places = preemptions(crowded)
     count, places = preemptions(adaptive)
@@ -387,7 +388,7 @@ async def test_verification_catches_vllms_stale_head_of_tied_embeddings(tmp_path
         if difference > 1e-5:
             raise VerificationError(f"logprobs differ by {difference:.3g}")
 
-    engine = AsVLLMReloads(str(tmp_path), max_context=CONTEXT, kv_cache_gib=0.125)
+    engine = AsVLLMReloads(EngineSpec(str(tmp_path), max_context=CONTEXT, kv_cache_gib=0.125))
     loop = EngineLoop(lambda: engine)
     await loop.start()
     with pytest.raises(VerificationError, match=r"logprobs differ by [1-9]"):
@@ -406,9 +407,9 @@ async def test_verification_catches_vllms_stale_head_of_tied_embeddings(tmp_path
 
 def test_a_folder_that_is_no_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"no config\.json"):
-        VLLMEngine(str(tmp_path))
+        VLLMEngine(EngineSpec(str(tmp_path)))
 
 
 async def test_an_engine_that_cannot_start_ends_the_loop_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(EngineDeadError, match="no config"):
-        await EngineLoop(lambda: VLLMEngine(str(tmp_path))).start()
+        await EngineLoop(lambda: VLLMEngine(EngineSpec(str(tmp_path)))).start()

@@ -11,6 +11,7 @@ pytest.importorskip("torchtitan", reason="needs the cpu or gpu extra")
 import torch
 from e2e.tiny_policy import make_tiny_qwen3, on_policy_samples, sequences
 
+from titan_rl.generation.engine_spec import EngineSpec
 from titan_rl.generation.vllm_engine import VLLMEngine
 from titan_rl.training.settings import ModelConfig, TrainingConfig
 from titan_rl.training.trainer import TrainerCore
@@ -27,7 +28,7 @@ def test_bfloat16_trains_on_the_gpu_and_vllm_agrees_with_what_it_publishes(tmp_p
     tensors = list(trainer.named_tensors())
     assert {tensor.device.type for _, tensor in tensors} == {"cuda"}
     assert {tensor.dtype for _, tensor in tensors} == {torch.bfloat16}
-    engine = VLLMEngine(str(folder), dtype="bfloat16", max_context=256, kv_cache_gib=1.0)
+    engine = VLLMEngine(EngineSpec(str(folder), dtype="bfloat16", max_context=256, kv_cache_gib=1.0))
     engine.load_state_dict(tensors, 1)
     for mine, theirs in zip(trainer.score(sequences(40, 64)), engine.score(sequences(40, 64)), strict=True):
         difference = (torch.tensor(mine) - torch.tensor(theirs)).abs()

@@ -20,7 +20,7 @@ from titan_rl.config.run import RunConfig
 from titan_rl.config.sections import GenerationConfig
 from titan_rl.config.tasks import TaskSource
 from titan_rl.generation.engine import Engine
-from titan_rl.generation.registry import EngineSpec
+from titan_rl.generation.engine_spec import EngineSpec
 from titan_rl.generation.scripted_engine import CostModel, ScriptedEngine
 from titan_rl.run.directory import RunDirectory
 from titan_rl.types import SamplingParams

@@ -22,10 +22,11 @@ from titan_rl.calls.cancellation import stray_cancellation_fails
 from titan_rl.calls.threads import in_thread
 from titan_rl.config.sections import GenerationConfig, StateDictConfig
 from titan_rl.generation.engine import Engine
+from titan_rl.generation.engine_spec import EngineSpec
 from titan_rl.generation.loop.engine_loop import EngineLoop
 from titan_rl.generation.loop.engine_rank import Items, Weights, follow_leader
 from titan_rl.generation.loop.ranks import GlooRanks, OneRank
-from titan_rl.generation.registry import EngineSpec, make_engine
+from titan_rl.generation.registry import make_engine
 from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.types import GaugeSummary, KVPolicy, PauseMode
 from titan_rl.tracing.spans import flush

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from titan_rl.actors.generator_actor import GeneratorSettings
 from titan_rl.config.sections import GenerationConfig, StateDictConfig
-from titan_rl.generation.registry import EngineSpec
+from titan_rl.generation.engine_spec import EngineSpec
 from titan_rl.training.settings import ModelConfig
 
 

@@ -5,33 +5,14 @@ Importing this imports no engine: what an engine needs is imported by the functi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from titan_rl.calls.imports import find_function
 from titan_rl.errors import ConfigError
 from titan_rl.generation.engine import Engine
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSpec:
-    """What a generator asks of its engine."""
-
-    model_path: str  # Hugging Face folder
-    dtype: str = "float32"  # of the weights
-    max_context: int = 512  # tokens of prompt and completion together
-    max_running: int = 64  # requests advanced at a time; others wait
-    adapts: bool = False  # it is to advance fewer where its KV cache would not hold them
-    kv_cache_gib: float = 1.0
-    seed: int = 0  # of requests that bring none
-    routed_experts: bool = False  # requests may ask for the experts that each token took
-    gpu_share: float | None = None  # of its GPU's memory that each process of it has; None is what it needs
-    prefix_cache: bool = True  # requests reuse the KV cache of others that begin alike
-    speculative: Mapping[str, Any] | None = None  # how tokens are guessed, by vLLM's names; None guesses none
-    sleeps: bool = False  # it is asked to give its memory back for a time: a `SleepingEngine`
-    tensor_parallel_size: int = 1  # processes that share the model, each with an engine of its own, in lockstep
-    generator: int = 0  # which of the run's generators it belongs to
+from titan_rl.generation.engine_spec import EngineSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,21 +38,7 @@ class EngineKind:
 def _vllm(spec: EngineSpec) -> Engine:
     from titan_rl.generation.vllm_engine import VLLMEngine
 
-    return VLLMEngine(
-        spec.model_path,
-        dtype=spec.dtype,
-        max_context=spec.max_context,
-        max_running=spec.max_running,
-        adapts=spec.adapts,
-        kv_cache_gib=spec.kv_cache_gib,
-        seed=spec.seed,
-        routed_experts=spec.routed_experts,
-        gpu_share=spec.gpu_share,
-        prefix_cache=spec.prefix_cache,
-        speculative=spec.speculative,
-        sleeps=spec.sleeps,
-        tensor_parallel_size=spec.tensor_parallel_size,
-    )
+    return VLLMEngine(spec)
 
 
 BY_NAME = {

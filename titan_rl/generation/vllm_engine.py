@@ -12,25 +12,14 @@ from typing import Any
 from titan_rl.calls.imports import require
 from titan_rl.errors import ModelError, RequestError
 from titan_rl.generation.engine import TokenDelta
-from titan_rl.generation.gpu_share import gpu_share_of, weight_bytes
+from titan_rl.generation.engine_spec import EngineSpec
 from titan_rl.generation.request import EngineRequest
+from titan_rl.generation.vllm_arguments import ENVIRONMENT, engine_arguments, prepare_cpu
 from titan_rl.generation.vllm_weights import drop_packed_experts, with_tied_head
 from titan_rl.types import FinishReason, TopLogprobs
 
-ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the core runs in the thread that calls it
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # engines that share cores must not bind to the same ones
-    "OMP_NUM_THREADS": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # see max_model_len below
-}
-
 # Those of vLLM's that leave the tokens valid. Its others are "error" and "repetition".
 _FINISH_REASONS = {FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT}
-
-CPU_BATCHED_TOKENS = 4096  # most tokens of one step
 
 
 class VLLMEngine:
@@ -38,134 +27,50 @@ class VLLMEngine:
 
     Logprobs are those of the distribution sampled from: temperature, top_p, top_k and min_p applied.
 
-    Args:
-        model_path: Hugging Face folder with config.json and safetensors; no tokenizer is needed.
-        dtype: of weights, activations and KV cache.
-        max_context: most tokens of prompt and completion together.
-        max_running: most requests advanced at a time; others wait.
-        adapts: fewer are advanced while the KV cache is expected to be full, see `AdaptivePlaces`.
-        kv_cache_gib: memory for the KV cache.
-        seed: of requests that bring none.
-        routed_experts: return the experts that each token of a mixture of experts took. Not on CPU, where vLLM has the
-            model runner for it only with a Triton that compiles for CPUs.
-        gpu_share: of the memory of its GPU that this process has; by default what weights, KV cache and work space come
-            to, see `gpu_share_of`. vLLM does not start where so much is not free.
-        prefix_cache: requests reuse the KV cache of others that begin with the same tokens.
-        speculative: vLLM's speculative_config, by which it guesses tokens and checks several in one step.
-        sleeps: its memory can be given back for a time. Not on CPU.
-        tensor_parallel_size: ranks that share the model, each with an engine of its own, in lockstep. They are
-            started by whoever started this process, with torch.distributed's environment variables set.
+    Of several ranks that share a model each process has an engine, in lockstep with the others. They are started by
+    whoever started this process, with torch.distributed's environment variables set.
+
+    Example: `VLLMEngine(EngineSpec("policy", max_context=4096))`
 
     Raises:
         MissingExtraError: vLLM is not installed.
         ModelError: the folder is not a model that vLLM can load, or does not fit the settings.
     """
 
-    def __init__(
-        self,
-        model_path: str,
-        *,
-        dtype: str = "float32",
-        max_context: int = 512,
-        max_running: int = 64,
-        adapts: bool = False,
-        kv_cache_gib: float = 1.0,
-        seed: int = 0,
-        routed_experts: bool = False,
-        gpu_share: float | None = None,
-        prefix_cache: bool = True,
-        speculative: Mapping[str, Any] | None = None,
-        sleeps: bool = False,
-        tensor_parallel_size: int = 1,
-    ) -> None:
-        if not (Path(model_path) / "config.json").is_file():
-            raise ModelError(f"{model_path} has no config.json; it must be a Hugging Face model folder")
+    def __init__(self, spec: EngineSpec) -> None:
+        if not (Path(spec.model_path) / "config.json").is_file():
+            raise ModelError(f"{spec.model_path} has no config.json; it must be a Hugging Face model folder")
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         require("vllm", "cpu")
-        import torch
-        import torch._dynamo.config
-        from vllm.engine.arg_utils import EngineArgs
         from vllm.platforms import current_platform
         from vllm.v1.engine.core_client import InprocClient
 
-        from titan_rl.generation.vllm_adaptive import AdaptiveScheduler
         from titan_rl.generation.vllm_requests import VLLMRequests
-        from titan_rl.generation.vllm_scheduler import SCORE_PLACES, ScoringScheduler
-        from titan_rl.generation.vllm_speculation import keep_kernels, repair_sampler
+        from titan_rl.generation.vllm_scheduler import ScoringScheduler
 
-        gc.freeze()  # vLLM collects garbage five times as it starts, then freezes all: its modules need none of that
-        on_cpu = current_platform.is_cpu()
-        if on_cpu and routed_experts:
-            raise ModelError(
-                "vLLM does not return routed experts on CPU; set generation.return_routed_experts = false or use a GPU"
-            )
-        if on_cpu and sleeps:
-            raise ModelError(
-                "vLLM cannot sleep on CPU; set scheduling.on_batch_ready to 'continue', 'keep' or 'abort', or use a GPU"
-            )
-        if on_cpu:
-            # Compiling takes 20 s or more at start and at the first step, and gains nothing for models that fit a CPU.
-            torch._dynamo.config.disable = True
-
-            gpu_share = None
-            keep_kernels()
-            if speculative is not None:
-                repair_sampler()
-        elif gpu_share is None:
-            total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-            gpu_share = gpu_share_of(
-                total,
-                weight_bytes=weight_bytes(Path(model_path), dtype) // tensor_parallel_size,
-                kv_bytes=int(kv_cache_gib * 2**30),
-            )
-
-        self._on_cpu = on_cpu
+        self._on_cpu: bool = current_platform.is_cpu()
+        if self._on_cpu:
+            prepare_cpu(spec)
         self._internal: dict[str, str] = {}  # request id -> core id
         self._external: dict[str, EngineRequest] = {}  # by core id
-        self._has_cache, self._guesses = prefix_cache, speculative is not None
+        self._has_cache, self._guesses = spec.prefix_cache, spec.speculative is not None
         self._num_prompt_tokens = self._num_cached_tokens = 0
-        arguments = EngineArgs(
-            model=model_path,
-            skip_tokenizer_init=True,
-            dtype=dtype,  # pyright: ignore[reportArgumentType]
-            seed=seed,
-            max_model_len=max_context + 1,  # room for the token that vLLM samples after a sequence it scores
-            max_num_seqs=max_running + SCORE_PLACES,
-            max_num_active_seqs=max_running,
-            scheduler_cls=AdaptiveScheduler if adapts else ScoringScheduler,
-            kv_cache_memory_bytes=int(kv_cache_gib * 2**30),
-            enable_prefix_caching=prefix_cache,
-            speculative_config=None if speculative is None else dict(speculative),
-            logprobs_mode="processed_logprobs",
-            generation_config="vllm",
-            async_scheduling=False,  # a step's tokens must come from the weights loaded when it was taken
-            enforce_eager=on_cpu,
-            # Of a split prompt vLLM rewinds the generator of a seed, which generators on a CPU cannot do.
-            enable_chunked_prefill=False if on_cpu else None,
-            max_num_batched_tokens=max(CPU_BATCHED_TOKENS, max_context + 1) if on_cpu else None,
-            # On a CPU the default of 128 hides most of a short conversation from the prefix cache.
-            block_size=32 if on_cpu else None,
-            enable_return_routed_experts=routed_experts,
-            enable_sleep_mode=sleeps,
-            gpu_memory_utilization=gpu_share or EngineArgs.gpu_memory_utilization,
-            tensor_parallel_size=tensor_parallel_size,
-            distributed_executor_backend="external_launcher" if tensor_parallel_size > 1 else "uni",
-            disable_log_stats=True,
-        )
+        arguments = engine_arguments(spec, on_cpu=self._on_cpu)
+        gc.freeze()  # vLLM collects garbage five times as it starts, then freezes all: its modules need none of that
         try:
             config = arguments.create_engine_config()
-            limit = getattr(config.model_config.hf_text_config, "max_position_embeddings", max_context)
-            if max_context > limit:
-                raise ValueError(f"max_context is {max_context} and the model has {limit} positions")
+            limit = getattr(config.model_config.hf_text_config, "max_position_embeddings", spec.max_context)
+            if spec.max_context > limit:
+                raise ValueError(f"max_context is {spec.max_context} and the model has {limit} positions")
             vocab_size = config.model_config.get_vocab_size()
-            self._requests = VLLMRequests(max_context, vocab_size, guesses=speculative is not None)
+            self._requests = VLLMRequests(spec.max_context, vocab_size, guesses=self._guesses)
             self._tied: bool = getattr(config.model_config.hf_text_config, "tie_word_embeddings", False)
             self._core = InprocClient(config, _executor(config), log_stats=False)
             assert isinstance(self._core.engine_core.scheduler, ScoringScheduler)
             self._scheduler = self._core.engine_core.scheduler
         except (ValueError, OSError, ImportError) as error:
-            raise ModelError(f"vLLM cannot serve {model_path}: {error}") from error
+            raise ModelError(f"vLLM cannot serve {spec.model_path}: {error}") from error
 
     def add(self, request: EngineRequest) -> None:
         if request.request_id in self._internal:

@@ -156,8 +156,8 @@ def _slot_lines(look: RunLook, room: int, ascii_only: bool) -> list[Text]:
     held = {state: count for state, count in look.slots.items() if count}
     if not held:
         return []
-    signs = (
-        dict(zip(SLOT_STYLES, ".#e$~=-", strict=True)) if ascii_only else {s: c for s, (c, _) in SLOT_STYLES.items()}
+    signs = dict(
+        zip(SLOT_STYLES, ASCII_SIGNS if ascii_only else [sign for sign, _ in SLOT_STYLES.values()], strict=True)
     )
     total = sum(held.values())
     size = min(total, BAR, max(room // 3, 8))

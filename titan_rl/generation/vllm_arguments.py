@@ -1,0 +1,107 @@
+"""What vLLM is told of the engine that is asked for. vLLM is imported where it is called."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from titan_rl.errors import ModelError
+from titan_rl.generation.engine_spec import EngineSpec
+from titan_rl.generation.gpu_share import gpu_share_of, weight_bytes
+
+if TYPE_CHECKING:
+    from vllm.engine.arg_utils import EngineArgs
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the core runs in the thread that calls it
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # engines that share cores must not bind to the same ones
+    "OMP_NUM_THREADS": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # see max_model_len below
+}
+"""Variables, which vLLM reads as it is imported."""
+
+CPU_BATCHED_TOKENS = 4096  # most tokens of one step
+
+
+def prepare_cpu(spec: EngineSpec) -> None:
+    """Have vLLM do in this process what it does well on a CPU.
+
+    Raises:
+        ModelError: it does not do there what is asked for.
+    """
+    if spec.routed_experts:  # it has a model runner for them only with a Triton that compiles for CPUs
+        raise ModelError(
+            "vLLM does not return routed experts on CPU; set generation.return_routed_experts = false or use a GPU"
+        )
+    if spec.sleeps:
+        raise ModelError(
+            "vLLM cannot sleep on CPU; set scheduling.on_batch_ready to 'continue', 'keep' or 'abort', or use a GPU"
+        )
+    import torch._dynamo.config
+
+    from titan_rl.generation.vllm_speculation import keep_kernels, repair_sampler
+
+    # Compiling takes 20 s or more at start and at the first step, and gains nothing for models that fit a CPU.
+    torch._dynamo.config.disable = True
+
+    keep_kernels()
+    if spec.speculative is not None:
+        repair_sampler()
+
+
+def engine_arguments(spec: EngineSpec, *, on_cpu: bool) -> EngineArgs:
+    """
+    Raises:
+        ModelError: weights and KV cache do not fit the GPU.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    from titan_rl.generation.vllm_adaptive import AdaptiveScheduler
+    from titan_rl.generation.vllm_scheduler import SCORE_PLACES, ScoringScheduler
+
+    gpu_share = None if on_cpu else spec.gpu_share or _gpu_share(spec)
+    return EngineArgs(
+        model=spec.model_path,
+        skip_tokenizer_init=True,
+        dtype=spec.dtype,  # pyright: ignore[reportArgumentType]
+        seed=spec.seed,
+        max_model_len=spec.max_context + 1,  # room for the token that vLLM samples after a sequence it scores
+        max_num_seqs=spec.max_running + SCORE_PLACES,
+        max_num_active_seqs=spec.max_running,
+        scheduler_cls=AdaptiveScheduler if spec.adapts else ScoringScheduler,
+        kv_cache_memory_bytes=_kv_bytes(spec),
+        enable_prefix_caching=spec.prefix_cache,
+        speculative_config=None if spec.speculative is None else dict(spec.speculative),
+        logprobs_mode="processed_logprobs",
+        generation_config="vllm",
+        async_scheduling=False,  # a step's tokens must come from the weights loaded when it was taken
+        enforce_eager=on_cpu,
+        # Of a split prompt vLLM rewinds the generator of a seed, which generators on a CPU cannot do.
+        enable_chunked_prefill=False if on_cpu else None,
+        max_num_batched_tokens=max(CPU_BATCHED_TOKENS, spec.max_context + 1) if on_cpu else None,
+        # On a CPU the default of 128 hides most of a short conversation from the prefix cache.
+        block_size=32 if on_cpu else None,
+        enable_return_routed_experts=spec.routed_experts,
+        enable_sleep_mode=spec.sleeps,
+        gpu_memory_utilization=gpu_share or EngineArgs.gpu_memory_utilization,
+        tensor_parallel_size=spec.tensor_parallel_size,
+        distributed_executor_backend="external_launcher" if spec.tensor_parallel_size > 1 else "uni",
+        disable_log_stats=True,
+    )
+
+
+def _gpu_share(spec: EngineSpec) -> float:
+    import torch
+
+    return gpu_share_of(
+        torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory,
+        weight_bytes=weight_bytes(Path(spec.model_path), spec.dtype) // spec.tensor_parallel_size,
+        kv_bytes=_kv_bytes(spec),
+    )
+
+
+def _kv_bytes(spec: EngineSpec) -> int:
+    return int(spec.kv_cache_gib * 2**30)
