@@ -1,15 +1,15 @@
-"""All settings of one run, and which of them do not fit together."""
+"""All settings of one run."""
 
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterator
 from typing import Annotated, Self
 
 from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from titan_rl.config import conflicts
 from titan_rl.config.hosts import HostsConfig
 from titan_rl.config.sections import (
     CheckpointConfig,
@@ -74,10 +74,23 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _settings_fit_together(self) -> Self:
-        problems = list(conflicts(self))
-        if problems:
+        if problems := list(self._conflicts()):
             raise ValueError("\n".join(problems))
         return self
+
+    def _conflicts(self) -> Iterator[str]:
+        generation, scheduling = self.generation, self.scheduling
+        yield from conflicts.of_lengths(self.model, self.sampling, self.tasks)
+        yield from conflicts.of_tasks(self.tasks)
+        yield from conflicts.of_training(self.model, self.training, self.correction)
+        yield from conflicts.of_kept_cache(generation, scheduling)
+        yield from conflicts.of_guessing(generation, scheduling)
+        yield from conflicts.of_interruptions(
+            generation, scheduling, self.statedict, self.routing, are_seeded=self.seeds_requests
+        )
+        yield from conflicts.of_generators(generation)
+        yield from self.hosts.too_few()
+        yield from conflicts.of_suites(self.validation, self.tasks)
 
     @property
     def sources(self) -> list[TaskSource]:
@@ -128,124 +141,3 @@ class RunConfig(Section):
     def advantage_of(self, source: TaskSource) -> str:
         """The name of what makes advantages of a task's rewards."""
         return source.advantage or self.training.advantage
-
-
-def conflicts(config: RunConfig) -> Iterator[str]:
-    """Say which settings exclude each other: the fields, their values and the fix, one line each."""
-    context = config.model.max_context
-    given = {f"tasks.{source.name}.sampling": source.sampling.max_tokens or 0 for source in config.tasks}
-    for table, max_tokens in {"sampling": config.sampling.max_tokens, **given}.items():
-        if max_tokens >= context:
-            yield (
-                f"{table}.max_tokens = {max_tokens} leaves no room for a prompt in model.max_context = {context}; "
-                "lower the one or raise the other"
-            )
-    for name, count in Counter(source.name for source in config.tasks).items():
-        if count > 1:
-            yield f"tasks: {count} of them have name = {name!r}; give each a name of its own"
-    if config.training.row_tokens < context:
-        # Dropping what does not fit would train on short answers more than on long ones.
-        yield (
-            f"training.row_tokens = {config.training.row_tokens} is less than model.max_context = {context}, so the "
-            f"longest samples would fit in no row; set it to at least {context}"
-        )
-    if config.training.context_parallel > config.training.row_tokens:
-        yield (
-            f"training.context_parallel = {config.training.context_parallel} is more than training.row_tokens = "
-            f"{config.training.row_tokens}: there would be ranks without a token; lower the one or raise the other"
-        )
-    if config.training.warmup_steps > config.training.steps:
-        yield (
-            f"training.warmup_steps = {config.training.warmup_steps} is more than training.steps = "
-            f"{config.training.steps}; the learning rate would never reach training.lr"
-        )
-    correction = config.correction
-    if correction.proximal == "behaviour" and (correction.weight, correction.mask, correction.veto) != (
-        "none",
-        "none",
-        None,
-    ):
-        yield (
-            'correction.proximal = "behaviour" makes every importance ratio 1, so correction.weight, mask and veto do '
-            'nothing; set proximal = "recomputed" or "interpolated"'
-        )
-    generation = config.generation
-    if not generation.reset_prefix_cache and generation.pull_mode == "drain":
-        yield (
-            'generation.reset_prefix_cache = false with generation.pull_mode = "drain": no request mixes weights, '
-            "but later ones would reuse KV of the old; set reset_prefix_cache = true"
-        )
-    if not generation.reset_prefix_cache and generation.running_kv == "recompute":
-        yield (
-            'generation.reset_prefix_cache = false with generation.running_kv = "recompute": running requests would be '
-            "computed anew from KV of the old weights; set reset_prefix_cache = true"
-        )
-    if not generation.reset_prefix_cache and config.scheduling.max_staleness == 0:
-        yield (
-            "generation.reset_prefix_cache = false with scheduling.max_staleness = 0: prompts would reuse KV of older "
-            "weights, which is not on-policy; set reset_prefix_cache = true, or max_staleness to at least 1"
-        )
-    guesses = generation.speculative
-    if guesses.is_on and generation.return_routed_experts:
-        yield (
-            f'generation.speculative.method = "{guesses.method}" with generation.return_routed_experts = true: the '
-            "experts of tokens that were guessed and refused cannot be told from the others'; set either to what it is "
-            "by default"
-        )
-    if guesses.has_weights and config.scheduling.on_batch_ready == "sleep":
-        yield (
-            f'generation.speculative.method = "{guesses.method}" with scheduling.on_batch_ready = "sleep": an engine '
-            "that sleeps gives up the weights that guess, and no version brings them back; set method to "
-            '"ngram" or on_batch_ready to "abort"'
-        )
-    if generation.pull_mode == "drain" and config.scheduling.on_batch_ready != "continue":
-        yield (
-            f'generation.pull_mode = "drain" with scheduling.on_batch_ready = "{config.scheduling.on_batch_ready}": '
-            'interrupted requests cannot finish; use pull_mode = "hot_swap" or on_batch_ready = "continue"'
-        )
-    if config.routing.move_below is not None and config.seeds_requests:
-        yield (
-            f"routing.move_below = {config.routing.move_below:g} with requests that are seeded, of which none moves: "
-            "when is a matter of time, and a seed draws another answer from there on; leave move_below out, or set "
-            "sampling.seeded = false"
-        )
-    if generation.stall_timeout_s <= config.statedict.pull_timeout_s:
-        yield (
-            f"generation.stall_timeout_s = {generation.stall_timeout_s:g} is not more than statedict.pull_timeout_s = "
-            f"{config.statedict.pull_timeout_s:g}: a generator that loads weights generates nothing meanwhile, and "
-            "would be taken to hang; raise the one or lower the other"
-        )
-    least, number, most = generation.least_generators, generation.num_generators, generation.most_generators
-    if least > number or (most is not None and most < number):
-        yield (
-            f"generation.num_generators = {number} is not between least_generators = {least} and most_generators = "
-            f"{most or 'any number'}; the run begins with num_generators"
-        )
-    yield from config.hosts.too_few()
-    yield from _conflicts_of_suites(config)
-
-
-def _conflicts_of_suites(config: RunConfig) -> Iterator[str]:
-    validation, tasks = config.validation, [source.name for source in config.tasks]
-    for name, count in Counter(suite.name for suite in validation.suites).items():
-        if count > 1:
-            yield f"validation.suites: {count} of them have name = {name!r}; give each a name of its own"
-    for suite in validation.suites:
-        if isinstance(suite.task, str) and suite.task not in tasks:
-            yield (
-                f"validation.suites.{suite.name}.task = {suite.task!r} is none of the run's tasks, {', '.join(tasks)}; "
-                'name one of them, or give the suite type = "module:Class"'
-            )
-            return
-        if isinstance(suite.task, TaskSource) and suite.task.name in tasks:
-            yield f"validation.suites.{suite.name} has a task of its own, and one of the run's has that name; rename it"
-    for table, temperature, samples in [
-        ("validation", validation.temperature, validation.samples_per_prompt),
-        *((f"validation.suites.{suite.name}", suite.temperature, suite.samples_per_prompt) for suite in config.suites),
-    ]:
-        if temperature == 0 and samples > 1:
-            yield (
-                f"{table}.temperature = 0 is greedy, so all {table}.samples_per_prompt = {samples} samples would be "
-                "the same; set samples_per_prompt = 1"
-            )
-            return

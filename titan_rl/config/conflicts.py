@@ -1,0 +1,169 @@
+"""Which settings of several tables exclude each other: the fields, their values and the fix, one line each."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from titan_rl.config.sections import (
+    GenerationConfig,
+    RoutingConfig,
+    SamplingConfig,
+    StateDictConfig,
+    ValidationConfig,
+)
+from titan_rl.config.tasks import TaskSource
+from titan_rl.scheduling.settings import SchedulingConfig
+from titan_rl.training.settings import CorrectionConfig, ModelConfig, TrainingConfig
+
+
+def of_lengths(model: ModelConfig, sampling: SamplingConfig, tasks: Sequence[TaskSource]) -> Iterator[str]:
+    context = model.max_context
+    given = {f"tasks.{source.name}.sampling": source.sampling.max_tokens or 0 for source in tasks}
+    for table, max_tokens in {"sampling": sampling.max_tokens, **given}.items():
+        if max_tokens >= context:
+            yield (
+                f"{table}.max_tokens = {max_tokens} leaves no room for a prompt in model.max_context = {context}; "
+                "lower the one or raise the other"
+            )
+
+
+def of_tasks(tasks: Sequence[TaskSource]) -> Iterator[str]:
+    for name, count in Counter(source.name for source in tasks).items():
+        if count > 1:
+            yield f"tasks: {count} of them have name = {name!r}; give each a name of its own"
+
+
+def of_training(model: ModelConfig, training: TrainingConfig, correction: CorrectionConfig) -> Iterator[str]:
+    context = model.max_context
+    if training.row_tokens < context:
+        # Dropping what does not fit would train on short answers more than on long ones.
+        yield (
+            f"training.row_tokens = {training.row_tokens} is less than model.max_context = {context}, so the "
+            f"longest samples would fit in no row; set it to at least {context}"
+        )
+    if training.context_parallel > training.row_tokens:
+        yield (
+            f"training.context_parallel = {training.context_parallel} is more than training.row_tokens = "
+            f"{training.row_tokens}: there would be ranks without a token; lower the one or raise the other"
+        )
+    if training.warmup_steps > training.steps:
+        yield (
+            f"training.warmup_steps = {training.warmup_steps} is more than training.steps = "
+            f"{training.steps}; the learning rate would never reach training.lr"
+        )
+    corrected = (correction.weight, correction.mask, correction.veto) != ("none", "none", None)
+    if correction.proximal == "behaviour" and corrected:
+        yield (
+            'correction.proximal = "behaviour" makes every importance ratio 1, so correction.weight, mask and veto do '
+            'nothing; set proximal = "recomputed" or "interpolated"'
+        )
+
+
+def of_kept_cache(generation: GenerationConfig, scheduling: SchedulingConfig) -> Iterator[str]:
+    """Where KV of older weights is kept."""
+    if generation.reset_prefix_cache:
+        return
+    if generation.pull_mode == "drain":
+        yield (
+            'generation.reset_prefix_cache = false with generation.pull_mode = "drain": no request mixes weights, '
+            "but later ones would reuse KV of the old; set reset_prefix_cache = true"
+        )
+    if generation.running_kv == "recompute":
+        yield (
+            'generation.reset_prefix_cache = false with generation.running_kv = "recompute": running requests would be '
+            "computed anew from KV of the old weights; set reset_prefix_cache = true"
+        )
+    if scheduling.max_staleness == 0:
+        yield (
+            "generation.reset_prefix_cache = false with scheduling.max_staleness = 0: prompts would reuse KV of older "
+            "weights, which is not on-policy; set reset_prefix_cache = true, or max_staleness to at least 1"
+        )
+
+
+def of_guessing(generation: GenerationConfig, scheduling: SchedulingConfig) -> Iterator[str]:
+    guesses = generation.speculative
+    if guesses.is_on and generation.return_routed_experts:
+        yield (
+            f'generation.speculative.method = "{guesses.method}" with generation.return_routed_experts = true: the '
+            "experts of tokens that were guessed and refused cannot be told from the others'; set either to what it is "
+            "by default"
+        )
+    if guesses.has_weights and scheduling.on_batch_ready == "sleep":
+        yield (
+            f'generation.speculative.method = "{guesses.method}" with scheduling.on_batch_ready = "sleep": an engine '
+            "that sleeps gives up the weights that guess, and no version brings them back; set method to "
+            '"ngram" or on_batch_ready to "abort"'
+        )
+
+
+def of_interruptions(
+    generation: GenerationConfig,
+    scheduling: SchedulingConfig,
+    statedict: StateDictConfig,
+    routing: RoutingConfig,
+    *,
+    are_seeded: bool,
+) -> Iterator[str]:
+    """
+    Args:
+        are_seeded: requests of training have seeds of their own.
+    """
+    if generation.pull_mode == "drain" and scheduling.on_batch_ready != "continue":
+        yield (
+            f'generation.pull_mode = "drain" with scheduling.on_batch_ready = "{scheduling.on_batch_ready}": '
+            'interrupted requests cannot finish; use pull_mode = "hot_swap" or on_batch_ready = "continue"'
+        )
+    if routing.move_below is not None and are_seeded:
+        yield (
+            f"routing.move_below = {routing.move_below:g} with requests that are seeded, of which none moves: "
+            "when is a matter of time, and a seed draws another answer from there on; leave move_below out, or set "
+            "sampling.seeded = false"
+        )
+    if generation.stall_timeout_s <= statedict.pull_timeout_s:
+        yield (
+            f"generation.stall_timeout_s = {generation.stall_timeout_s:g} is not more than statedict.pull_timeout_s = "
+            f"{statedict.pull_timeout_s:g}: a generator that loads weights generates nothing meanwhile, and "
+            "would be taken to hang; raise the one or lower the other"
+        )
+
+
+def of_generators(generation: GenerationConfig) -> Iterator[str]:
+    least, number, most = generation.least_generators, generation.num_generators, generation.most_generators
+    if least > number or (most is not None and most < number):
+        yield (
+            f"generation.num_generators = {number} is not between least_generators = {least} and most_generators = "
+            f"{most or 'any number'}; the run begins with num_generators"
+        )
+
+
+def of_suites(validation: ValidationConfig, tasks: Sequence[TaskSource]) -> Iterator[str]:
+    names = [source.name for source in tasks]
+    for name, count in Counter(suite.name for suite in validation.suites).items():
+        if count > 1:
+            yield f"validation.suites: {count} of them have name = {name!r}; give each a name of its own"
+    for suite in validation.suites:
+        if isinstance(suite.task, str) and suite.task not in names:
+            yield (
+                f"validation.suites.{suite.name}.task = {suite.task!r} is none of the run's tasks, {', '.join(names)}; "
+                'name one of them, or give the suite type = "module:Class"'
+            )
+            return
+        if isinstance(suite.task, TaskSource) and suite.task.name in names:
+            yield f"validation.suites.{suite.name} has a task of its own, and one of the run's has that name; rename it"
+    for table, temperature, samples in _sampled(validation):
+        if temperature == 0 and samples > 1:
+            yield (
+                f"{table}.temperature = 0 is greedy, so all {table}.samples_per_prompt = {samples} samples would be "
+                "the same; set samples_per_prompt = 1"
+            )
+            return
+
+
+def _sampled(validation: ValidationConfig) -> Iterator[tuple[str, float, int]]:
+    """The temperature of held-out samples, and how many there are of a prompt, by the tables that say so."""
+    yield "validation", validation.temperature, validation.samples_per_prompt
+    for suite in validation.suites if validation.num_prompts else ():
+        temperature = validation.temperature if suite.temperature is None else suite.temperature
+        samples = suite.samples_per_prompt or validation.samples_per_prompt
+        yield f"validation.suites.{suite.name}", temperature, samples
