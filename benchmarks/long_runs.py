@@ -3,50 +3,56 @@
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
+import json
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from benchmarks.paired import report
+from benchmarks.peaks import in_its_own_process, peak_of
 from benchmarks.synthetic_run import write_run
 from benchmarks.token_path import long_rollout
 from titan_rl.rollout.types import RolloutGroup
 from titan_rl.run.directory import RunDirectory
 from titan_rl.run.journal.journal_state import read_segments
+from titan_rl.run.journal.log_format import read_log
+from titan_rl.run.journal.records import decode
 from titan_rl.run.journal.run_journal import RunJournal
 from titan_rl.run.journal.run_state import DataPosition
 from titan_rl.run.journal.segments import list_segments
 from titan_rl.scheduling.mix.events import Assigned
 from titan_rl.viewer.report import write_report
 
-T = TypeVar("T")
-
 STEPS, ROLLOUTS_A_STEP = 10_000, 4
+RECORDS = ("metrics.jsonl", "rollouts.jsonl")
 LEFT = 10  # steps behind the last checkpoint, which are run again
 BATCHES, GROUPS_A_BATCH, TOKENS_A_GROUP = 10, 16, 8_000
 
 
-def in_its_own_process(work: Callable[..., T], *args: Any) -> T:
-    """So that the peak of one is not the other's."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(work, args)
-
-
 def report_peak_bytes(steps: int) -> int:
     """Of writing the report of a run, beyond what the process had before."""
-    from benchmarks.large import peak_of
-
     with tempfile.TemporaryDirectory() as folder:
         run = write_run(Path(folder) / "run", steps=steps, rollouts=ROLLOUTS_A_STEP * steps)
         return peak_of(lambda: write_report([run], Path(folder) / "report.html"))[0]
 
 
-def resume_seconds(steps: int = STEPS) -> float:
+def records_peak_bytes(steps: int) -> int:
+    """Of holding what such a report is made of."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = write_run(Path(folder) / "run", steps=steps, rollouts=ROLLOUTS_A_STEP * steps)
+        return peak_of(lambda: [_records(run / name) for name in RECORDS])[0]
+
+
+def _records(path: Path) -> list[Any]:
+    with path.open() as lines:
+        return [json.loads(line) for line in lines]
+
+
+def resume_seconds(steps: int) -> tuple[float, float]:
     """What a run that goes on does with its files: it cuts them back to its checkpoint, reads the journal of the steps
-    since, and looks up what it has measured. The weights and the task are left out."""
+    since, and looks up what it has measured. The weights and the task are left out. And what reading all its records
+    and writing those that stay takes, without the journal."""
     with tempfile.TemporaryDirectory() as folder:
         run = write_run(Path(folder), steps=steps, rollouts=ROLLOUTS_A_STEP * steps)
         journal = RunJournal(run / "journal")
@@ -71,7 +77,11 @@ def resume_seconds(steps: int = STEPS) -> float:
         seconds = time.perf_counter() - began
         again.close()
         run_dir.close()
-        return seconds
+        began = time.perf_counter()
+        for name in RECORDS:
+            kept = [record for record in _records(run / name) if record.get("step", 0) <= position.version]
+            (run / name).write_text("".join(f"{json.dumps(record)}\n" for record in kept))
+        return seconds, time.perf_counter() - began
 
 
 async def _at_checkpoint(journal: RunJournal, version: int) -> DataPosition:
@@ -81,9 +91,12 @@ async def _at_checkpoint(journal: RunJournal, version: int) -> DataPosition:
     return await journal.checkpoint(version, next_index=GROUPS_A_BATCH * version)
 
 
-def journal_peak_bytes() -> tuple[int, int]:
-    """The most that reading a file of a journal takes whose groups are all trained, and the bytes of the file."""
-    from benchmarks.large import peak_of
+def journal_peak_bytes(whole: bool) -> tuple[int, int]:
+    """The most that reading a file of a journal takes whose groups are all trained, and the bytes of the file.
+
+    Args:
+        whole: hold all its records.
+    """
 
     async def write(folder: Path) -> DataPosition:
         journal = RunJournal(folder)
@@ -102,16 +115,21 @@ def journal_peak_bytes() -> tuple[int, int]:
         trained = DataPosition(position.version, position.next_index, (), position.run)
         first = list_segments(folder)[:1]
         size = first[0].stat().st_size
+        if whole:
+            return peak_of(lambda: [decode(record) for record in read_log(first[0])])[0], size
         return peak_of(lambda: read_segments(first, trained))[0], size
 
 
 def report_long_runs() -> None:
-    report("report_peak_mb_10k_steps", in_its_own_process(report_peak_bytes, STEPS) / 1e6, "MB", 64)
-    report("report_peak_mb_1k_steps", in_its_own_process(report_peak_bytes, STEPS // 10) / 1e6, "MB", 64)
-    report("resume_s_10k_steps", in_its_own_process(resume_seconds), "s", 5)
-    peak, size = in_its_own_process(journal_peak_bytes)
+    for name, steps in (("report_peak_mb_10k_steps", STEPS), ("report_peak_mb_1k_steps", STEPS // 10)):
+        peak, whole = (in_its_own_process(work, steps) / 1e6 for work in (report_peak_bytes, records_peak_bytes))
+        report(name, peak, "MB", 64, (whole, "all records held"))
+    seconds, whole = in_its_own_process(resume_seconds, STEPS)
+    report("resume_s_10k_steps", seconds, "s", 5, (whole, "all records read and written anew, without the journal"))
+    peak, size = in_its_own_process(journal_peak_bytes, False)
+    whole, _ = in_its_own_process(journal_peak_bytes, True)
     report("journal_file_mb", size / 1e6, "MB")
-    report("journal_read_peak_mb", peak / 1e6, "MB", 32)
+    report("journal_read_peak_mb", peak / 1e6, "MB", 32, (whole / 1e6, "all its records held"))
 
 
 if __name__ == "__main__":

@@ -44,8 +44,18 @@ def ratio(measured: Sequence[Mapping[str, float]], first: str, second: str) -> S
     return Spread([values[first] / values[second] for values in measured])
 
 
-def report(name: str, figure: Spread | float, unit: str, target: float | None = None) -> None:
-    """One JSON line: `name`, `value` (the median), `quartiles`, `rounds`, `unit`, and `target` where there is one."""
+def report(
+    name: str,
+    figure: Spread | float,
+    unit: str,
+    target: float | None = None,
+    before: tuple[float, str] | None = None,
+) -> None:
+    """One JSON line: `name`, `value` (the median), `quartiles`, `rounds`, `unit`, and `target` where there is one.
+
+    Args:
+        before: the figure of a simpler way, measured in the same run, and which that is: `before` and `before_is`.
+    """
     line: dict[str, Any] = {"name": name}
     if isinstance(figure, Spread):
         line["value"] = round(figure.median, 4)
@@ -56,6 +66,8 @@ def report(name: str, figure: Spread | float, unit: str, target: float | None = 
     line["unit"] = unit
     if target is not None:
         line["target"] = target
+    if before is not None:
+        line["before"], line["before_is"] = round(before[0], 4), before[1]
     print(json.dumps(line), flush=True)
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from benchmarks.controller import OneAnswer
 from benchmarks.paired import Spread, report, report_computed
+from benchmarks.token_lists import bytes_a_token_of_lists, journal_bytes_of_contexts, tokens_per_second_of_lists
 from titan_rl import Completion, FinishReason, Reward, Rollouter, Rubric, SamplingParams, VersionSpan
 from titan_rl.actors.processes.garbage import settle_heap
 from titan_rl.actors.wire import Packed, pack, unpack
@@ -200,9 +201,9 @@ def bytes_a_token() -> dict[str, float]:
     return asyncio.run(held())
 
 
-def journal_bytes(turns: int = 100, context: int = 56_000) -> int:
+def journal_bytes(rollout: Rollout) -> int:
     """Of a group of one rollout, whose every turn goes on from all that was before it."""
-    return len(encode(group_record(Assigned(0, "task", 0), RolloutGroup("g0", None, [long_rollout(turns, context)]))))
+    return len(encode(group_record(Assigned(0, "task", 0), RolloutGroup("g0", None, [rollout]))))
 
 
 def long_rollout(turns: int, context: int) -> Rollout:
@@ -218,48 +219,61 @@ def long_rollout(turns: int, context: int) -> Rollout:
     return rollout
 
 
-def so_far_ms(num_tokens: int = 32_768) -> float:
-    """Of asking for what a request has got so far, of as many tokens as have been streamed."""
+def so_far_ms(num_tokens: int = 32_768) -> tuple[float, float]:
+    """Of asking for what a request has got so far, of as many tokens as have been streamed; and of joining their
+    chunks, each to all that were before it."""
     best = float("inf")
     request = EngineRequest("g0/0/0", [1, 2, 3], SamplingParams(max_tokens=num_tokens + 1))
     partial = Partial(request)
     take = partial.begin()
+    chunks: list[TokenChunk] = []
     for start in range(0, num_tokens, CHUNK):
         chunk = TokenChunk("g0/0/0", list(range(start, start + CHUNK)), [-0.5] * CHUNK, (VersionSpan(0, CHUNK),))
         told = unpack(pack(chunk))
         assert isinstance(told, TokenChunk)
         take(told)
+        chunks.append(chunk)
     for _ in range(3):
         began = time.perf_counter()
         assert len(partial.so_far.token_ids) == num_tokens
         best = min(best, time.perf_counter() - began)
-    return 1e3 * best
+    token_ids, logprobs = list[int](), list[float]()
+    began = time.perf_counter()
+    for chunk in chunks:
+        token_ids, logprobs = [*token_ids, *chunk.token_ids], [*logprobs, *chunk.logprobs]
+    return 1e3 * best, 1e3 * (time.perf_counter() - began)
 
 
 def report_token_path() -> None:
     rounds = [asyncio.run(through_the_controller()) for _ in range(ROUNDS)]
     figures = {name: Spread([values[name] for values in rounds]) for name in rounds[0]}
-    speed = figures["tokens_per_second"]
-    report("tokens_per_second_through_the_controller", speed, "tokens/s", 2e6)
+    speed, of_lists = (
+        figures["tokens_per_second"],
+        max(tokens_per_second_of_lists(request_ids(), LENGTH, CHUNK) for _ in range(ROUNDS)),
+    )
+    way = "lists of Python objects, at most: without router, rollouter and journal"
+    report("tokens_per_second_through_the_controller", speed, "tokens/s", 2e6, (of_lists, way))
     report("build_samples_us_a_token", figures["build_samples_us"], "us")
     report("make_batch_us_a_token", figures["make_batch_us"], "us")
-    held = bytes_a_token()
-    report("memory_a_token", held["group"], "bytes", 16)
+    held, held_in_lists = bytes_a_token(), bytes_a_token_of_lists(LENGTH)
+    report("memory_a_token", held["group"], "bytes", 16, (held_in_lists, "lists of Python objects"))
     report("memory_a_token_of_a_training_sample", held["samples"], "bytes")
-    report("journal_bytes_100_turns_56k", journal_bytes(), "bytes")
-    report("so_far_ms_32k", so_far_ms(), "ms", 1)
-    report_computed(
-        "controller_share_70b_64_gpus",
-        TOKENS_A_SECOND_70B / speed.median,
-        "of a core",
-        f"64 GPUs that generate {TOKENS_A_SECOND_70B:,} tokens/s of a 70B model, over the controller's speed here",
-    )
-    report_computed(
-        "controller_gb_70b_64_gpus",
-        held["group"] * ROLLOUTS_70B * CONTEXT_70B / 1e9,
-        "GB",
-        f"of {ROLLOUTS_70B:,} rollouts of {CONTEXT_70B:,} tokens each, which does not depend on the model",
-    )
+    rollout = long_rollout(100, 56_000)
+    journal, of_contexts = journal_bytes(rollout), journal_bytes_of_contexts(rollout)
+    report("journal_bytes_100_turns_56k", journal, "bytes", before=(of_contexts, "whole contexts, as lists"))
+    so_far, joined = so_far_ms()
+    report("so_far_ms_32k", so_far, "ms", 1, (joined, "chunks joined one by one, as lists"))
+
+    share, share_of_lists = TOKENS_A_SECOND_70B / speed.median, TOKENS_A_SECOND_70B / of_lists
+    told = f"{TOKENS_A_SECOND_70B:,} tokens/s, assumed of 64 GPUs; before: {share_of_lists:.2f} or more"
+    report_computed("controller_share_70b_64_gpus", share, "of a core", told)
+    tokens = ROLLOUTS_70B * CONTEXT_70B / 1e9
+    told = f"{ROLLOUTS_70B:,} rollouts of {CONTEXT_70B:,} tokens; before: {held_in_lists * tokens:.1f}"
+    report_computed("controller_gb_70b_64_gpus", held["group"] * tokens, "GB", told)
+    told = f"{ROLLOUTS_70B:,} rollouts of 100 turns and 56,000 tokens; before: {of_contexts * ROLLOUTS_70B / 1e9:.0f}"
+    report_computed("journal_gb_70b_64_gpus", journal * ROLLOUTS_70B / 1e9, "GB", told)
+    told = f"the answers of {ROLLOUTS_70B:,} requests, in a checkpoint; before: {joined * ROLLOUTS_70B / 1e3:.0f}"
+    report_computed("so_far_s_70b_64_gpus", so_far * ROLLOUTS_70B / 1e3, "s", told)
 
 
 def main() -> None:

@@ -1,0 +1,31 @@
+"""The most memory that some work takes."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+CONTEXT = multiprocessing.get_context("spawn")
+
+
+def peak_of(work: Callable[[], Any]) -> tuple[int, Any]:
+    """(bytes that the process had at most meanwhile, beyond those it had before; what the work returns)."""
+    before = _status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again
+    result = work()
+    return _status("VmHWM") - before, result
+
+
+def in_its_own_process(work: Callable[..., T], *args: Any) -> T:
+    """So that the peak of one is not the other's."""
+    with CONTEXT.Pool(1) as pool:
+        return pool.apply(work, args)
+
+
+def _status(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{name}:"))
