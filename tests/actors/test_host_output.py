@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 
 from titan_rl.actors.hosts.host import Host
-from titan_rl.actors.hosts.output import HostOutput
+from titan_rl.actors.hosts.output import REST_S, HostOutput
 from titan_rl.actors.hosts.written_files import new_pieces
 from titan_rl.errors import ActorDiedError
 from titan_rl.tracing.trace_file import TraceFile
@@ -118,7 +118,7 @@ async def test_a_host_that_cannot_say_what_it_wrote_is_asked_again(there: Path, 
 async def test_a_process_that_goes_on_writing_does_not_keep_a_run_from_its_end(there: Path, tmp_path: Path) -> None:
     agent, output = output_of(there, tmp_path / "here", [])
     agent.writes_more = True
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(2 * REST_S):
         await output.take_rest()
 
 

@@ -130,9 +130,6 @@ class NumberArray(Sequence[N]):
     def tobytes(self) -> bytes:
         return self.array().tobytes()
 
-    def starts_with(self, beginning: NumberArray[N]) -> bool:
-        return len(beginning) <= len(self) and self[: len(beginning)].array() == beginning.array()
-
     def _view(self) -> Any:
         """As NumPy has it, not to be written to."""
         import numpy as np

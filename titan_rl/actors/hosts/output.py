@@ -13,8 +13,9 @@ from titan_rl.actors.hosts.written_files import Piece
 from titan_rl.errors import ActorDiedError
 
 INTERVAL_S = 0.5
-TIMEOUT_S = 10.0
-"""Longest wait for an answer, and for the rest of all at the end, where something may go on writing."""
+TIMEOUT_S = 10.0  # longest wait for an answer
+REST_S = 60.0
+"""Longest time for what is left at the end, over a slow link say: something there may go on writing."""
 
 
 class HostOutput:
@@ -43,7 +44,7 @@ class HostOutput:
     async def take_rest(self) -> None:
         """Nothing more where the host is gone."""
         with contextlib.suppress(ActorDiedError, TimeoutError):
-            async with asyncio.timeout(TIMEOUT_S):
+            async with asyncio.timeout(REST_S):
                 while await self._take():
                     pass
 
