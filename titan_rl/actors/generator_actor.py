@@ -16,7 +16,7 @@ from monarch.actor import Port, concurrent_endpoint
 from titan_rl.actors.processes.garbage import growing_heap, settle_heap
 from titan_rl.actors.processes.process import ProcessActor, ProcessSpec
 from titan_rl.actors.request_stream import RequestServer
-from titan_rl.actors.transport import transport_of
+from titan_rl.actors.weight_transport import transport_of
 from titan_rl.actors.wire import Packed
 from titan_rl.calls.cancellation import stray_cancellation_fails
 from titan_rl.calls.threads import in_thread

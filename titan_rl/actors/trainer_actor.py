@@ -17,7 +17,7 @@ from monarch.actor import concurrent_endpoint
 
 from titan_rl.actors.processes.garbage import growing_heap
 from titan_rl.actors.processes.process import ProcessActor, ProcessSpec
-from titan_rl.actors.transport import transport_of
+from titan_rl.actors.weight_transport import transport_of
 from titan_rl.calls.threads import in_thread
 from titan_rl.config.sections import StateDictConfig
 from titan_rl.errors import CheckpointError

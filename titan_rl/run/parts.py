@@ -229,7 +229,7 @@ def use_monarch(hosts: HostsConfig, tell: Callable[[str], object]) -> None:
     Raises:
         ConfigError: `hosts` names what this machine does not have.
     """
-    from titan_rl.actors.processes.transport import listen_below, listen_on
+    from titan_rl.actors.processes.listening import listen_below, listen_on
 
     if not hosts.elsewhere:
         listen_below(process_scratch())
