@@ -24,6 +24,7 @@ def slow_grpo(tokens: LossTokens, clip: ClipRange) -> TokenLoss:
     deadline = time.monotonic() + LONGEST_HOLD_S
     while (gate / "hold").exists() and time.monotonic() < deadline:
         (gate / "held").touch()
+        sum(range(200_000))  # what waits for so long and computes nothing is taken for hung
         time.sleep(0.01)
     time.sleep(float(os.environ.get(SECONDS, "0")))
     return grpo_loss(tokens, clip)

@@ -3,8 +3,6 @@ the other two; then one dies, with a rank of the trainer and the rollout worker,
 
 from __future__ import annotations
 
-import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +11,10 @@ import pytest
 pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 pytest.importorskip("vllm", reason="needs the cpu or gpu extra")
 
-import torch
 from depth import on_more_hosts
-from e2e.runs import Run, run_training
+from e2e.runs import run_training
 from hosts.namespaces import HostProcess, Namespaces
-from safetensors.torch import load_file
+from hosts.whole_runs import Computed, listed_hosts, run_on
 
 from titan_rl.cli.main import main
 
@@ -32,38 +29,17 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def what_was_computed(run: Run) -> tuple[list[list[float]], list[tuple[str, int, str]]]:
-    numbers = [[record["train/loss"], record["train/grad_norm"]] for record in run.metrics() if "train/loss" in record]
-    transcripts = [json.loads(line) for line in (run.folder / "rollouts.jsonl").read_text().splitlines()]
-    return numbers, sorted((t["rollout_id"], t["step"], json.dumps(t["messages"])) for t in transcripts)
-
-
-def weights_of(run: Run) -> dict[str, torch.Tensor]:
-    return load_file(run.folder / "export" / "model.safetensors")
-
-
-def listed_hosts(run: Run, capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
-    """What `titan-rl hosts` shows of them, by cell."""
-    assert main(["hosts", str(run.folder), "list"]) == 0
-    return sorted(re.split("  +", line) for line in capsys.readouterr().out.splitlines()[1:])
-
-
 def test_at_staleness_0_it_has_the_same_bits_on_one_host_and_on_three_of_which_one_is_drained_and_one_dies(
     hosts: Namespaces, workers: list[HostProcess], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _, *others = hosts
-    before = [(host.files("/dev/shm"), len(host.processes())) for host in others]
-    elsewhere: dict[str, Any] = {
-        "hosts__addresses": ",".join(host.worker_address for host in hosts),
+    roles: dict[str, Any] = {
         "hosts__train": 2,  # the first two
         "hosts__generate": 1,  # the last
         "hosts__play": 3,
         "rollout__num_workers": 1,  # on the first
     }
-    for name in ("one", "three"):
-        (tmp_path / name).mkdir()
-    with run_training(tmp_path / "three", **SETTINGS, **elsewhere) as run:
-        run.wait_for(lambda: (tmp_path / "three" / "runs" / "latest" / "hosts.json").exists())
+    with run_on(hosts, tmp_path, gone=[hosts[0]], **SETTINGS, **roles) as run:
+        run.wait_for(lambda: (tmp_path / "runs" / "latest" / "hosts.json").exists())
         listed = listed_hosts(run, capsys)
         run.wait_for_step(1)
         assert main(["hosts", str(run.folder), "drain", hosts[1].name]) == 0
@@ -74,9 +50,8 @@ def test_at_staleness_0_it_has_the_same_bits_on_one_host_and_on_three_of_which_o
         assert run.output.count("trainer is there again after") == 2
         assert f"host {hosts[0].name} is lost" in run.output
         assert "rollout-worker-0 is there again after" in run.output
-        three = what_was_computed(run), weights_of(run)
-        logs = {path.stem: path.read_text() for path in (run.folder / "logs").iterdir()}
-        assert run.leftovers() == []
+        computed = Computed.by(run)
+        logs = {path.stem for path in (run.folder / "logs").iterdir()}
         shown = [path for path in run.folder.rglob("*") if path.stat().st_mode & 0o077]
     assert shown == [], "what other hosts write is for this user alone, too"
     assert listed == [
@@ -84,11 +59,9 @@ def test_at_staleness_0_it_has_the_same_bits_on_one_host_and_on_three_of_which_o
         [hosts[1].name, hosts[1].worker_address, "in the run", "trainer"],
         [hosts[2].name, hosts[2].worker_address, "in the run", "generator-0"],
     ]
-    assert [(host.files("/dev/shm"), len(host.processes())) for host in others] == before
-    assert {"trainer", "trainer-rank1", "generator-0", "rollout-worker-0"} <= logs.keys()
-    with run_training(tmp_path / "one", **SETTINGS) as run:
+    assert {"trainer", "trainer-rank1", "generator-0", "rollout-worker-0"} <= logs
+    (alone := tmp_path / "one").mkdir()
+    with run_training(alone, **SETTINGS) as run:
         assert run.wait() == 0, run.output
-        one = what_was_computed(run), weights_of(run)
-    assert len(one[0][0]) == SETTINGS["training__steps"]
-    assert three[0] == one[0]
-    assert all(torch.equal(tensor, three[1][name]) for name, tensor in one[1].items())
+        assert computed == Computed.by(run)
+    assert len(computed.numbers) == SETTINGS["training__steps"]

@@ -1,0 +1,32 @@
+"""vLLM, as an engine of a user's own, that takes its time and tells that it generates.
+
+Each step of it in which requests go on makes `generates-HOST` in the folder that `e2e.slow_loss` calls its gate.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from pathlib import Path
+
+from e2e.slow_loss import GATE
+
+from titan_rl import Engine, TokenDelta
+from titan_rl.generation.engine_spec import EngineSpec
+
+STEP_S = 0.05
+
+
+def make(spec: EngineSpec) -> Engine:
+    from titan_rl.generation.vllm_engine import VLLMEngine
+
+    class SlowEngine(VLLMEngine):
+        def step(self) -> list[TokenDelta]:
+            deltas = super().step()
+            if any(delta.token_ids and delta.finish_reason is None for delta in deltas):  # a probe takes one step
+                (Path(os.environ[GATE]) / f"generates-{socket.gethostname()}").touch()
+                time.sleep(STEP_S)
+            return deltas
+
+    return SlowEngine(spec)

@@ -1,0 +1,149 @@
+"""A run of the example on three hosts over links of 100 Mbit/s, in the middle of which one thing after the other fails.
+At its end it has the bits of a run on one host that nothing happened to."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
+pytest.importorskip("vllm", reason="needs the cpu or gpu extra")
+
+from depth import on_more_hosts
+from e2e.runs import QUICK, run_training
+from hosts.namespaces import HostProcess, NamespaceHost, Namespaces
+from hosts.whole_runs import TESTS_AS_CODE, Computed, HeldRun, pid_of, run_on, until
+
+pytestmark = on_more_hosts
+
+SETTINGS: dict[str, Any] = {
+    "scheduling__max_staleness": 0,
+    "training__steps": 16,
+    "checkpoint__interval": 2,
+    "validation__num_prompts": 1,
+    "logging__transcripts_per_step": QUICK["scheduling.groups_per_step"],
+}
+ELSEWHERE: dict[str, Any] = {
+    "generation__num_generators": 2,  # on the last two hosts
+    "generation__engine": "hosts.brakes:make",
+    "rollout__num_workers": 2,
+    "training__loss": "e2e.slow_loss:slow_grpo",
+    "pythonpath": TESTS_AS_CODE,
+    "statedict__anchor_interval": 1,  # versions go whole, which takes 0.3 s
+    "hosts__hang_timeout_s": 8,
+    "hosts__lease_s": 6,
+    "training__max_respawns": 2,  # one that is stopped, one that is killed; hosts that are lost do not count
+}
+
+moments = pytest.mark.parametrize(
+    "until_moment", [HeldRun.go_on_until_generating, HeldRun.go_on_until_pulling], ids=["amid requests", "in a pull"]
+)
+UntilMoment = Callable[[HeldRun, NamespaceHost], None]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Computed:
+    """What is computed on one host."""
+    with run_training(tmp_path_factory.mktemp("one"), **SETTINGS) as run:
+        assert run.wait() == 0, run.output
+        return Computed.by(run)
+
+
+@pytest.fixture(scope="module")
+def held(
+    hosts: Namespaces, workers: list[HostProcess], gate: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[HeldRun]:
+    for host in hosts:
+        host.cap(100)
+    (gate / "hold").touch()
+    with run_on(hosts, tmp_path_factory.mktemp("three"), **SETTINGS, **ELSEWHERE) as run:
+        yield HeldRun(run, hosts, gate)
+
+
+@pytest.fixture
+def in_a_step(held: HeldRun) -> HeldRun:
+    held.until_held()
+    return held
+
+
+@moments
+def test_a_link_that_is_down_for_two_seconds(until_moment: UntilMoment, in_a_step: HeldRun) -> None:
+    host, said = in_a_step.host_of("generator-0"), len(in_a_step.run.output)
+    until_moment(in_a_step, host)
+    host.link_down()
+    time.sleep(2.0)
+    host.link_up()
+    in_a_step.until_held()
+    assert "is lost" not in in_a_step.run.output[said:]
+    assert "is gone" not in in_a_step.run.output[said:]
+
+
+@moments
+def test_a_link_that_is_down_for_ten_seconds(until_moment: UntilMoment, in_a_step: HeldRun) -> None:
+    host = in_a_step.host_of("generator-0")
+    until_moment(in_a_step, host)
+    with in_a_step.says(f"host {host.name} is lost: ", f"host {host.name} at {host.worker_address} has joined with"):
+        host.link_down()
+        time.sleep(10.0)
+        assert host.pids("bootstrap_main") == {}, "what was there has ended by itself"
+        host.link_up()
+
+
+def test_a_rollout_worker_that_is_stopped(in_a_step: HeldRun) -> None:
+    in_a_step.go_on_until_generating(in_a_step.host_of("generator-0"))
+    with in_a_step.says("rollout-worker-1 died: it hangs: ", "rollout-worker-1 is there again after"):
+        os.kill(in_a_step.run.child("rollout-worker-1"), signal.SIGSTOP)
+
+
+def test_a_trainer_that_is_stopped_and_one_that_is_killed_while_it_starts(in_a_step: HeldRun) -> None:
+    stopped = in_a_step.run.child("trainer")
+    os.kill(stopped, signal.SIGSTOP)
+    in_a_step.run.wait_for(lambda: pid_of(in_a_step.run, "trainer") not in {stopped, 0})
+    os.kill(in_a_step.run.child("trainer"), signal.SIGKILL)
+    in_a_step.go_on_until_said("trainer is there again after")
+
+
+@pytest.mark.parametrize(
+    ("until_moment", "generator"),
+    [(HeldRun.go_on_until_generating, "generator-1"), (HeldRun.go_on_until_pulling, "generator-0")],
+    ids=["amid requests", "in a pull"],
+)
+def test_a_link_that_stays_down(until_moment: UntilMoment, generator: str, in_a_step: HeldRun) -> None:
+    """The first time the other generator goes on alone, the second time one starts on the host that is left."""
+    host = in_a_step.host_of(generator)
+    until_moment(in_a_step, host)
+    with in_a_step.says(f"host {host.name} is lost: "):
+        host.link_down()
+    until(lambda: not host.pids("bootstrap_main"), "what is there ends itself")
+
+
+def test_links_that_are_up_again_after_steps_without_them(in_a_step: HeldRun) -> None:
+    trains = in_a_step.host_of("trainer")
+    back = [host for host in in_a_step.hosts if host is not trains]
+    with in_a_step.says(*[f"host {host.name} at {host.worker_address} has joined with generator-" for host in back]):
+        for host in back:
+            host.link_up()
+
+
+def test_a_trainers_host_that_is_cut_off_for_longer_than_its_lease(in_a_step: HeldRun) -> None:
+    host = in_a_step.host_of("trainer")
+    host.link_down()
+    in_a_step.go_on_until_said("trainer is there again after")
+    assert in_a_step.host_of("trainer") is not host
+    until(lambda: not host.pids("bootstrap_main"), "what is there ends itself")
+    with in_a_step.says(f"host {host.name} at {host.worker_address} has joined"):
+        host.link_up()
+
+
+def test_it_ends_without_a_host_and_with_the_bits_that_it_would_have(in_a_step: HeldRun, undisturbed: Computed) -> None:
+    trains = in_a_step.host_of("trainer")
+    next(host for host in in_a_step.hosts if host is not trains).link_down()
+    (in_a_step.gate / "hold").unlink()
+    assert in_a_step.run.wait() == 0, in_a_step.run.output
+    assert Computed.by(in_a_step.run) == undisturbed
