@@ -18,7 +18,9 @@ pytest.importorskip("vllm", reason="needs the cpu or gpu extra")
 from depth import on_more_hosts
 from e2e.runs import QUICK, run_training
 from hosts.namespaces import HostProcess, NamespaceHost, Namespaces
-from hosts.whole_runs import TESTS_AS_CODE, Computed, HeldRun, pid_of, run_on, until
+from hosts.scripted import GATE
+from hosts.waiting import until
+from hosts.whole_runs import TESTS_AS_CODE, Computed, HeldRun, pid_of, run_on
 
 pytestmark = on_more_hosts
 
@@ -93,6 +95,16 @@ def test_a_link_that_is_down_for_ten_seconds(until_moment: UntilMoment, in_a_ste
         time.sleep(10.0)
         assert host.pids("bootstrap_main") == {}, "what was there has ended by itself"
         host.link_up()
+
+
+def test_a_host_that_is_killed_in_a_pull(in_a_step: HeldRun, tmp_path: Path) -> None:
+    host = in_a_step.host_of("generator-0")
+    in_a_step.go_on_until_pulling(host)
+    with in_a_step.says(f"host {host.name} is lost: ", f"host {host.name} at {host.worker_address} has joined with"):
+        host.kill()
+        host.start()
+        host.cap(100)
+        host.start_worker(tmp_path / "worker.txt", env={GATE: str(in_a_step.gate)})
 
 
 def test_a_rollout_worker_that_is_stopped(in_a_step: HeldRun) -> None:

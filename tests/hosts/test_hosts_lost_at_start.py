@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from depth import on_more_hosts
-from hosts.controller import END_S, LIMIT_S, Run
+from hosts.controller import END_S, Run
 from hosts.namespaces import HostProcess, NamespaceHost, Namespaces
 from hosts.scripted import GATE
+from hosts.waiting import until
 
 ENGINES: dict[str, Any] = {"engine": "hosts.scripted:make_at_gate", "num_generators": 3}
 
 
 def start_worker(host: NamespaceHost, gate: Path):
     return host.start_worker(gate.parent / f"worker-{host.name}.txt", env={GATE: str(gate)})
-
-
-def until(done: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not done():
-        assert time.monotonic() < deadline, f"not in {LIMIT_S:g} s: {what}"
-        time.sleep(0.01)
 
 
 def spawned(host: NamespaceHost) -> list[str]:

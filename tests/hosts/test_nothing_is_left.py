@@ -7,14 +7,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
 from depth import on_more_hosts
 from hosts.namespaces import PROJECT, HostProcess, Namespaces, namespaces
 from hosts.scripted import TESTS, processes_of
+from hosts.waiting import until
 
 from titan_rl.actors.hosts.scratch import WORKER
 from titan_rl.actors.liveness.process_tree import unreaped_children_of
@@ -107,13 +107,6 @@ def run_on(machines: Machines, folder: Path) -> Generator[subprocess.Popen[bytes
         run.kill()
         run.wait()
         print(said.read_text())
-
-
-def until(done: Callable[[], bool], what: Callable[[], str]) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not done():
-        assert time.monotonic() < deadline, f"not in {LIMIT_S:g} s: {what()}"
-        time.sleep(0.05)
 
 
 @on_more_hosts

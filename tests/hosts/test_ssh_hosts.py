@@ -8,13 +8,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Generator
 from pathlib import Path
 
 import pytest
 from depth import on_more_hosts
 from hosts.namespaces import HostProcess, NamespaceHost, Namespaces
+from hosts.waiting import until
 
 LIMIT_S = 30.0
 SERVER = """
@@ -177,10 +177,3 @@ def test_a_host_that_is_away_has_its_worker_once_it_is_back(
 def workers(host: NamespaceHost) -> list[str]:
     begins, ends = f"{sys.executable} ", f"worker --listen {host.worker_address}"
     return [line for line in host.processes() if line.startswith(begins) and line.endswith(ends)]
-
-
-def until(done, what: str) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not done():
-        assert time.monotonic() < deadline, f"not in {LIMIT_S:g} s: {what}"
-        time.sleep(0.02)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,19 +15,13 @@ import pytest
 from e2e.runs import Run, run_training
 from hosts.namespaces import NamespaceHost, Namespaces
 from hosts.scripted import TESTS
+from hosts.waiting import until
 
+from titan_rl.actors.hosts.scratch import WORKER
 from titan_rl.cli.main import main
 
-LIMIT_S = 60.0
 TESTS_AS_CODE = f'["{TESTS}"]'
 """As `pythonpath`, for settings that name functions of tests."""
-
-
-def until(done: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not done():
-        assert time.monotonic() < deadline, f"not in {LIMIT_S:g} s: {what}"
-        time.sleep(0.05)
 
 
 @dataclass(frozen=True)
@@ -74,14 +67,16 @@ def run_on(hosts: Namespaces, folder: Path, *, gone: Sequence[NamespaceHost] = (
         if host not in gone:
             until(
                 lambda host=host: _what_is_on(host) == before[host.name],
-                f"{host.name} has nothing more of the run: {_what_is_on(host)}, before {before[host.name]}",
+                lambda host=host: f"{host.name} has {_what_is_on(host)}, before the run {before[host.name]}",
             )
 
 
 def _what_is_on(host: NamespaceHost) -> tuple[int, list[str], list[str]]:
-    """Processes, segments of shared memory, and temporary folders with what is in them."""
-    folders = host.files(str(host.temporary))
-    temporary = [f"{name}/{each}" for name in folders for each in ["", *host.files(str(host.temporary / name))]]
+    """Processes, segments of shared memory, and temporary folders with what is in them, that of the worker, too."""
+    temporary: list[str] = []
+    for folder in host.files(str(host.temporary)):
+        name = WORKER if folder.startswith(WORKER) else folder
+        temporary += [name, *[f"{name}/{file}" for file in host.files(str(host.temporary / folder))]]
     return len(host.processes()), host.files("/dev/shm"), temporary
 
 
