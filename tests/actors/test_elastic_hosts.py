@@ -15,7 +15,9 @@ pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 from titan_rl.actors.elastic_hosts import ElasticHosts
 from titan_rl.actors.hosts.hosts import Hosts
 from titan_rl.actors.hosts.preflight import HostNeeds
+from titan_rl.actors.liveness.host_monitor import HostMonitor
 from titan_rl.actors.liveness.reports import receive, send
+from titan_rl.actors.processes.remote_process import RemoteProcess
 from titan_rl.config.hosts import HostsConfig
 from titan_rl.errors import ActorDiedError
 
@@ -154,3 +156,15 @@ async def test_nothing_is_left_on_a_host_that_cannot_be_taken_in(tmp_path: Path)
             await hosts.attach([f"127.0.0.1:{port}"])
     assert supervisor.running == supervisor.scratch == set()
     assert hosts.names == []
+
+
+async def test_what_a_lost_host_had_is_excused() -> None:
+    remote = RemoteProcess("trainer")
+    with HostMonitor("127.0.0.1", silence_s=3, lease_s=15) as monitor:
+        watcher = monitor.expect(
+            "h1", on_lost=lambda reason: remote.end(reason, excused=True), on_leaving=lambda reason: None
+        )
+        remote.watch([4242], watcher)
+        watcher.lose("nothing is heard of it")
+    assert remote.reason == "nothing is heard of it"
+    assert remote.excused

@@ -22,7 +22,6 @@ from titan_rl.actors.liveness.loop_thread import LoopThread
 from titan_rl.actors.liveness.process_tree import TreeUse
 from titan_rl.actors.liveness.pulse import HELLO
 from titan_rl.actors.liveness.reports import Report, send
-from titan_rl.actors.processes.remote_process import RemoteProcess
 
 LIMIT_S = 30
 LOCALHOST = "127.0.0.1"
@@ -161,18 +160,6 @@ async def test_a_silent_host_is_lost_with_all_its_processes_and_told_so_when_it_
             assert await told(controller.ended) == "nothing has been heard of host h1 for 3 s"
         again = Lookout(controller.watcher.settings, tmp_path / "again")
         assert await asyncio.wait_for(again.run(), LIMIT_S) == "nothing has been heard of host h1 for 3 s"
-
-
-async def test_what_a_lost_host_had_is_excused():
-    remote = RemoteProcess("trainer")
-    with HostMonitor(LOCALHOST, silence_s=LIMIT_S, lease_s=LIMIT_S) as monitor:
-        watcher = monitor.expect(
-            "h1", on_lost=lambda reason: remote.end(reason, excused=True), on_leaving=lambda reason: None
-        )
-        remote.watch([4242], watcher)
-        watcher.lose("nothing is heard of it")
-    assert remote.reason == "nothing is heard of it"
-    assert remote.excused
 
 
 async def test_a_host_where_nothing_can_be_started_any_more_ends_its_processes(tmp_path: Path):
