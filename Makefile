@@ -6,7 +6,7 @@
 # make test-docs    the tutorial's commands, in their order: three minutes
 # make coverage    which lines and branches those tests run, subprocesses included; build/coverage/html has each file
 # make test-gpu    what only a GPU shows, in ten minutes, with the packages of GPU_PYTHON; says what it skips and why
-# make test-hosts    what needs several hosts, network namespaces of this machine, as root: ten minutes
+# make test-hosts    what needs several hosts, network namespaces of this machine, as root: a quarter of an hour
 # make test-clients    clients, agents, trainers and servers of others as they are published, from the package index
 #
 #   make train CONFIG=examples/alphabet_sort/cpu.toml ARGS="--training.steps 5"
