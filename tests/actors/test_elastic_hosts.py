@@ -28,14 +28,20 @@ class Endpoint:
 
 
 class LeavingHosts:
-    """One host, which takes its time to leave."""
+    """Hosts, which take their time to leave."""
 
     config = HostsConfig()
 
-    def __init__(self) -> None:
-        self.hosts = {"there": SimpleNamespace(name="there", worker="10.0.0.2:22222")}
+    def __init__(self, *names: str) -> None:
+        self.hosts = {name: SimpleNamespace(name=name, worker="10.0.0.2:22222") for name in names or ("there",)}
         self.may_end = asyncio.Event()
         self.lost: dict[str, tuple[Any, str]] = {}
+        self.leaving: dict[str, str] = {}
+        self.on_leaving: Callable[[Any, str], object] = lambda host, reason: None
+
+    def is_about_to_go(self, name: str) -> None:
+        self.leaving[name] = "its worker got SIGTERM"
+        self.on_leaving(self.hosts[name], self.leaving[name])
 
     @property
     def names(self) -> list[str]:
@@ -49,6 +55,7 @@ class LeavingHosts:
 
     async def detach(self, name: str) -> None:
         del self.hosts[name]
+        self.leaving.pop(name, None)
         await self.may_end.wait()
 
 
@@ -59,7 +66,7 @@ class Processes:
     def names_by_host(self) -> dict[str, list[str]]:
         return {}
 
-    async def leave(self, host: str, router: Any, why: str) -> None: ...
+    async def leave(self, host: str, why: str) -> None: ...
 
     def host_lost(self, host: Any, why: str) -> None: ...
 
@@ -67,7 +74,7 @@ class Processes:
 async def test_what_becomes_of_hosts_is_in_the_log(caplog: pytest.LogCaptureFixture):
     hosts, told = LeavingHosts(), list[str]()
     hosts.may_end.set()
-    elastic = ElasticHosts(Processes(hosts), None, told.append)  # pyright: ignore[reportArgumentType]
+    elastic = ElasticHosts(Processes(hosts), told.append)  # pyright: ignore[reportArgumentType]
     with caplog.at_level("WARNING"):
         await elastic.drain("there", "it was asked to")
     assert caplog.messages == told == ["host there is drained: it was asked to"]
@@ -77,11 +84,11 @@ async def test_a_host_that_is_lost_while_it_drains_is_told_of_once():
     hosts, told = LeavingHosts(), list[str]()
 
     class Losing(Processes):
-        async def leave(self, host: str, router: Any, why: str) -> None:
+        async def leave(self, host: str, why: str) -> None:
             gone: Any = hosts.hosts.pop(host)
             elastic._lost(gone, "it fell silent")  # pyright: ignore[reportPrivateUsage]
 
-    elastic = ElasticHosts(Losing(hosts), None, told.append)  # pyright: ignore[reportArgumentType]
+    elastic = ElasticHosts(Losing(hosts), told.append)  # pyright: ignore[reportArgumentType]
     await elastic.drain("there", "it was asked to")
     assert told == ["host there is lost: it fell silent"]
     assert [(host.name, host.state) for host in elastic.states()] == [("there", "gone")]
@@ -89,7 +96,7 @@ async def test_a_host_that_is_lost_while_it_drains_is_told_of_once():
 
 async def test_a_host_is_known_all_the_while_that_it_leaves():
     hosts = LeavingHosts()
-    elastic = ElasticHosts(Processes(hosts), None, lambda text: None)  # pyright: ignore[reportArgumentType]
+    elastic = ElasticHosts(Processes(hosts), lambda text: None)  # pyright: ignore[reportArgumentType]
     leaving = asyncio.ensure_future(elastic.drain("there", "asked to"))
     seen: list[str] = []
     while hosts.names or not seen:
@@ -105,9 +112,53 @@ async def test_a_host_is_known_all_the_while_that_it_leaves():
 def test_a_host_that_was_lost_while_the_run_started_is_among_them():
     hosts = LeavingHosts()
     hosts.lost["other"] = SimpleNamespace(name="other", worker="10.0.0.3:22222"), "it fell silent"
-    elastic = ElasticHosts(Processes(hosts), None, lambda text: None)  # pyright: ignore[reportArgumentType]
+    elastic = ElasticHosts(Processes(hosts), lambda text: None)  # pyright: ignore[reportArgumentType]
     states = [(host.name, host.address, host.state, host.reason) for host in elastic.states()]
     assert states[1:] == [("other", "10.0.0.3:22222", "gone", "it fell silent")]
+
+
+async def until_drained(told: list[str], name: str) -> None:
+    async with asyncio.timeout(10):
+        while f"host {name} is drained: its worker got SIGTERM" not in told:  # noqa: ASYNC110  there is no event
+            await asyncio.sleep(0)
+
+
+async def test_a_host_that_is_about_to_go_is_drained_also_where_it_said_so_before_anybody_heard():
+    hosts, told = LeavingHosts("a", "b", "c"), list[str]()
+    hosts.may_end.set()
+    hosts.is_about_to_go("a")
+    elastic = ElasticHosts(Processes(hosts), told.append)  # pyright: ignore[reportArgumentType]
+    await until_drained(told, "a")
+    hosts.is_about_to_go("b")
+    await until_drained(told, "b")
+    assert {host.name: host.state for host in elastic.states()} == {"c": "in the run", "a": "left", "b": "left"}
+
+
+async def test_where_each_host_is_about_to_go_it_is_said_once_and_nothing_is_moved_any_more():
+    hosts, told, ends = LeavingHosts("a", "b", "c"), list[str](), list[str]()
+    elastic = ElasticHosts(Processes(hosts), told.append, lambda: ends.append("now"))  # pyright: ignore[reportArgumentType]
+    hosts.is_about_to_go("a")
+    while hosts.names != ["b", "c"]:  # noqa: ASYNC110  there is no event
+        await asyncio.sleep(0)
+    hosts.is_about_to_go("b")
+    assert ends == []
+    hosts.is_about_to_go("c")
+    hosts.may_end.set()
+    await asyncio.sleep(0.01)
+    assert ends == ["now"]
+    assert told == ["each host of the run is told to end (its worker got SIGTERM), and so the run ends"]
+    assert {host.name: host.state for host in elastic.states()} == {"b": "in the run", "c": "in the run", "a": "left"}
+
+
+async def test_where_others_may_come_hosts_that_are_all_about_to_go_are_drained():
+    hosts, told = LeavingHosts("a", "b"), list[str]()
+    hosts.may_end.set()
+    elastic = ElasticHosts(Processes(hosts), told.append)  # pyright: ignore[reportArgumentType]
+    for name in ("a", "b"):
+        hosts.is_about_to_go(name)
+    for name in ("a", "b"):
+        await until_drained(told, name)
+    assert {host.state for host in elastic.states()} == {"left"}
 
 
 class Supervisor:

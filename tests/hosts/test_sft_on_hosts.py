@@ -1,7 +1,10 @@
-"""`titan-rl sft` with a trainer whose ranks are on two hosts. One dies; its rank comes up on the third."""
+"""`titan-rl sft` with a trainer on hosts that are drained, and with one whose ranks are on two hosts. One dies; its
+rank comes up on the third."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -11,37 +14,66 @@ pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 pytest.importorskip("torchtitan", reason="needs the cpu or gpu extra")
 
 from depth import on_more_hosts
-from e2e.runs import run_training
+from e2e.runs import Run, run_training
 from hosts.namespaces import HostProcess, Namespaces
 
+from titan_rl.cli.main import main
+from titan_rl.viewer.hosts import read_hosts
+from titan_rl.viewer.run_status import read_status
 from titan_rl.viewer.trace.events import Traces
 
 pytestmark = on_more_hosts
 
 
+def test_a_trainer_moves_from_hosts_that_are_drained_and_the_run_waits_where_none_is_left(
+    hosts: Namespaces, workers: list[HostProcess], tmp_path: Path
+) -> None:
+    elsewhere = ",".join(host.worker_address for host in hosts.hosts[:2])
+    with taught(tmp_path, hosts__addresses=elsewhere, hosts__drain_s=1, logging__trace=False) as run:
+        run.wait_for_step(10)
+        assert main(["hosts", str(run.folder), "drain", hosts[0].name]) == 0
+        run.wait_for(lambda: "trainer is there again after" in run.output)
+        assert main(["hosts", str(run.folder), "drain", hosts[1].name]) == 0
+        lacks = "trainer: it waits for hosts, 3600 s at most: no host is left that may train"
+        run.wait_for(lambda: read_status(run.folder).waits_for.startswith(lacks))
+        assert "the trainer waits for hosts, 3600 s at most: no host is left that may train" in " ".join(
+            run.output.split()
+        )
+        assert main(["hosts", str(run.folder), "add", hosts[2].worker_address]) == 0
+        assert run.wait() == 0, run.output
+        assert read_status(run.folder).waits_for == ""
+        assert trained_steps(run) == list(range(1, 59))
+        said = read_hosts(run.folder)
+        assert said is not None
+        became = [(event["host"], event["what"]) for event in said["events"] if event["what"] != "drains"]
+        assert became == [(hosts[0].name, "left"), (hosts[1].name, "left"), (hosts[2].name, "joined")]
+
+
 def test_a_model_is_taught_on_hosts_of_which_one_dies(
     hosts: Namespaces, workers: list[HostProcess], tmp_path: Path
 ) -> None:
-    base = tmp_path / "base"
-    settings = {"demonstrations": 600, "batch_size": 10, "held_out": 20, "interval": 10, "out": base}
-    elsewhere: dict[str, Any] = {"hosts__addresses": ",".join(host.worker_address for host in hosts)}
-    with run_training(
-        tmp_path,
-        command="sft",
-        training__data_parallel=2,
-        hosts__train=2,
-        sft__tiny_model__parameters=60_000,
-        **elsewhere,
-        **{f"sft__{name}": value for name, value in settings.items()},
-    ) as run:
+    elsewhere = ",".join(host.worker_address for host in hosts)
+    with taught(tmp_path, training__data_parallel=2, hosts__train=2, hosts__addresses=elsewhere) as run:
         run.wait_for_step(15)
         hosts[0].kill()
         assert run.wait() == 0, run.output
         assert "trainer is there again after" in run.output
-        steps = [record["step"] for record in run.metrics() if "train/loss" in record]
-        assert steps == list(range(1, 59))
+        assert trained_steps(run) == list(range(1, 59))
         losses = [record["validation/loss"] for record in run.metrics() if "validation/loss" in record]
         assert losses[-1] < 0.8 * losses[0]
         traces = Traces(run.folder / "trace").read()
         assert {traces["trainer"].host, traces["trainer-rank1"].host} == {hosts[1].name, hosts[2].name}
-    assert (base / "model.safetensors").is_file()
+    assert (tmp_path / "base" / "model.safetensors").is_file()
+
+
+@contextlib.contextmanager
+def taught(folder: Path, **settings: Any) -> Generator[Run]:
+    """A run of 58 steps."""
+    sft = {"demonstrations": 600, "batch_size": 10, "held_out": 20, "interval": 10, "out": folder / "base"}
+    given = {f"sft__{name}": value for name, value in sft.items()}
+    with run_training(folder, command="sft", sft__tiny_model__parameters=60_000, **given, **settings) as run:
+        yield run
+
+
+def trained_steps(run: Run) -> list[float]:
+    return [record["step"] for record in run.metrics() if "train/loss" in record]

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 from titan_rl.actors.generator_processes import GeneratorProcesses
 from titan_rl.actors.hosts.host import Host
+from titan_rl.actors.hosts.hosts import Hosts
 from titan_rl.actors.liveness.host_monitor import RemoteWatcher
 from titan_rl.actors.liveness.host_state import HostState
 from titan_rl.calls.telling import logged
@@ -18,23 +21,70 @@ from titan_rl.generation.router.router import GeneratorRouter
 logger = logging.getLogger(__name__)
 
 
+class HostedProcesses(Protocol):
+    """The processes of a run, by the hosts that they are on."""
+
+    @property
+    def hosts(self) -> Hosts: ...
+
+    def names_by_host(self) -> Mapping[str, Sequence[str]]: ...
+
+    async def join(self, host: str) -> Sequence[str]:
+        """Start what a host is to have that has joined. Returns the names of what runs there then."""
+        ...
+
+    async def leave(self, host: str, why: str) -> None:
+        """End what a host has, once it has finished what it is at."""
+        ...
+
+    def host_lost(self, host: Host, reason: str) -> None:
+        """A host is gone, with all that it had."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedProcesses:
+    """Generators and what there is beside them, with the router of the requests that they answer."""
+
+    processes: GeneratorProcesses
+    router: GeneratorRouter
+
+    @property
+    def hosts(self) -> Hosts:
+        return self.processes.hosts
+
+    def names_by_host(self) -> Mapping[str, Sequence[str]]:
+        return self.processes.names_by_host()
+
+    async def join(self, host: str) -> Sequence[str]:
+        return await self.processes.join(host, self.router)
+
+    async def leave(self, host: str, why: str) -> None:
+        await self.processes.leave(host, self.router, why)
+
+    def host_lost(self, host: Host, reason: str) -> None:
+        self.processes.host_lost(host, reason)
+
+
 class ElasticHosts:
-    """The hosts of a run while it goes on. A host that joins generates, and plays rollouts where those that generate
-    do; one that is silent is gone, and may join again.
+    """The hosts of a run while it goes on. A host that joins gets what the run has for one; one that is silent is gone,
+    and may join again.
 
     Args:
         tell: shows a person which hosts come and go.
+        all_leave: called where each host that is left says by itself that it is about to go, and none is to be moved
+            to. None has the run wait for others.
     """
 
     def __init__(
         self,
-        processes: GeneratorProcesses,
-        router: GeneratorRouter,
+        processes: HostedProcesses,
         tell: Callable[[str], object],
+        all_leave: Callable[[], object] | None = None,
     ) -> None:
         self._processes = processes
         self._hosts = hosts = processes.hosts
-        self._router = router
+        self._all_leave = all_leave
         self._tell = logged(tell, logger)
         self._joining: set[str] = set()  # addresses
         self._draining: dict[str, str] = {}  # name -> why
@@ -44,6 +94,8 @@ class ElasticHosts:
         self._drains: set[asyncio.Task[None]] = set()
         hosts.on_lost = self._lost
         hosts.on_leaving = self._leaving
+        for name, why in hosts.leaving.items():
+            self._leaving(hosts[name], why)
 
     def states(self) -> list[HostState]:
         """Of all hosts that are, come or were there."""
@@ -85,7 +137,7 @@ class ElasticHosts:
         finally:
             self._joining.discard(address)
         self._gone.pop(host.name, None)
-        started = await self._processes.join(host.name, self._router)
+        started = await self._processes.join(host.name)
         brings = f" with {', '.join(started)}" if started else ", and nothing is started there"
         self._tell(f"host {host.name} at {address} has joined{brings}")
 
@@ -102,7 +154,7 @@ class ElasticHosts:
         self._draining[name] = why
         try:
             address = self._hosts[name].worker
-            await self._processes.leave(name, self._router, why)
+            await self._processes.leave(name, why)
             if name not in self._hosts.names:  # it was lost meanwhile, and told of
                 return
             self._gone[name] = HostState(name, address, "left", why)  # first, else it may be taken in again meanwhile
@@ -112,7 +164,7 @@ class ElasticHosts:
         self._tell(f"host {name} is drained: {why}")
 
     def close(self) -> None:
-        """The run ends: what hosts that are about to go have is no more moved."""
+        """The run ends: what hosts have that are about to go is moved no more."""
         for task in self._drains:
             task.cancel()
 
@@ -125,6 +177,11 @@ class ElasticHosts:
         self._gone[host.name] = HostState(host.name, host.worker, "gone", why)
 
     def _leaving(self, host: Host, why: str) -> None:
+        if self._all_leave is not None and self._hosts.leaving.keys() >= {*self._hosts.names}:
+            self.close()
+            self._tell(f"each host of the run is told to end ({why}), and so the run ends")
+            self._all_leave()
+            return
         task = asyncio.ensure_future(self._drain(host.name, why))
         self._drains.add(task)
         task.add_done_callback(self._drains.discard)

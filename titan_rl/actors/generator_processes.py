@@ -68,7 +68,6 @@ class GeneratorProcesses(SupervisedProcesses):
     ) -> None:
         self.replicas: list[ActorReplica]
         self._places = GeneratorPlaces(generation)
-        self._leaving: set[str] = set()  # names of hosts that get nothing more to do
         self._lost: set[str] = set()  # names of processes that are without a place
         self._joining: set[str] = set()  # names of processes that start on a host that has joined
         self._losses = StartLosses(hosts)
@@ -223,9 +222,6 @@ class GeneratorProcesses(SupervisedProcesses):
     def _places_of_trainer(self) -> Sequence[ProcessPlace]:
         return ()
 
-    def _takes(self, host: str) -> bool:
-        return host in self.hosts.names and host not in self._leaving
-
     async def join(self, host: str, router: GeneratorRouter) -> list[str]:
         """Start the processes of a host that has joined: those that are without a place, and then further ones.
 
@@ -259,15 +255,8 @@ class GeneratorProcesses(SupervisedProcesses):
 
     async def leave(self, host: str, router: GeneratorRouter, why: str) -> None:
         """End what runs on a host, once it has finished what it is at, or `hosts.drain_s` have passed."""
-        self._leaving.add(host)
-        try:
-            leaving = self._remotes_on(host)
-            await asyncio.gather(*[self._finish(remote, router, self.hosts.config.drain_s) for remote in leaving])
-            for remote in leaving:
-                remote.end(why, excused=True)
-                await self.clear(remote)
-        finally:
-            self._leaving.discard(host)
+        limit_s = self.hosts.config.drain_s
+        await self._leave(host, why, lambda remote: self._finish(remote, router, limit_s))
 
     async def _finish(self, remote: RemoteProcess, router: GeneratorRouter, limit_s: float) -> None:
         if router.has_replica(remote.name):

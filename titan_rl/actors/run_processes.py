@@ -14,7 +14,6 @@ from monarch.actor import this_proc
 from titan_rl.actors.generate_service import GenerateService
 from titan_rl.actors.generator_places import GENERATOR
 from titan_rl.actors.generator_processes import GeneratorProcesses
-from titan_rl.actors.hosts.host import Host
 from titan_rl.actors.hosts.hosts import Hosts
 from titan_rl.actors.hosts.placement import (
     ProcessPlace,
@@ -29,7 +28,7 @@ from titan_rl.actors.processes.respawns import RespawnLimit
 from titan_rl.actors.rollout_worker import RolloutWorkerActor, RolloutWorkerSettings
 from titan_rl.actors.supervised import SupervisedProcesses, started
 from titan_rl.actors.trainer_actor import TrainerSettings
-from titan_rl.actors.trainer_processes import TRAINER, TrainerProcesses, needs_of
+from titan_rl.actors.trainer_processes import TRAINER, TrainerProcesses, may_train, needs_of
 from titan_rl.actors.worker_pool import WorkerPool
 from titan_rl.config.concurrency import Concurrency
 from titan_rl.config.hosts import Roles
@@ -155,13 +154,10 @@ class RunProcesses(GeneratorProcesses):
         return self._trainer_places
 
     def _place_trainer(self) -> Sequence[ProcessPlace]:
-        gpus = {host.name: host.gpus for host in self.hosts if self._takes(host.name) and self._may_train(host)}
+        there = [host for host in self.hosts if self._takes(host.name) and may_train(host, self._config_path)]
+        gpus = {host.name: host.gpus for host in there}
         self._trainer_places = place_trainer_again(self._config.training, self._trainer_places, gpus, self._places.gpus)
         return self._trainer_places
-
-    def _may_train(self, host: Host) -> bool:
-        """It sees the run's folder, where checkpoints are."""
-        return host.path(self._config_path) == self._config_path
 
     def _host_of(self, name: str) -> str:
         return self._worker_places[_worker(name)].host if name.startswith(WORKER) else super()._host_of(name)

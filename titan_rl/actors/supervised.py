@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -46,6 +46,7 @@ class SupervisedProcesses:
         self._spawned: list[str] = []  # ids
         self._hang_timeout_s = hosts.config.hang_timeout_s
         self._places_of: dict[str, frozenset[str]] = {}  # names of the hosts of each, by id
+        self._leaving: set[str] = set()  # names of hosts that get nothing more to do
         hosts.on_lost = self.host_lost
 
     async def spawn(
@@ -138,6 +139,21 @@ class SupervisedProcesses:
 
     def _remotes_on(self, host: str) -> list[RemoteProcess]:
         return [remote for remote in self._remotes.values() if host in self._places_of[remote.id]]
+
+    def _takes(self, host: str) -> bool:
+        return host in self.hosts.names and host not in self._leaving
+
+    async def _leave(self, host: str, why: str, finish: Callable[[RemoteProcess], Awaitable[object]]) -> None:
+        """End what runs on a host, once each process has finished what it is at. It gets nothing more to do."""
+        self._leaving.add(host)
+        try:
+            leaving = self._remotes_on(host)
+            await asyncio.gather(*[finish(remote) for remote in leaving])
+            for remote in leaving:
+                remote.end(why, excused=True)
+                await self.clear(remote)
+        finally:
+            self._leaving.discard(host)
 
     def host_lost(self, host: Host, reason: str) -> None:
         """A host is gone, with all that it had. What still starts there ends, too."""

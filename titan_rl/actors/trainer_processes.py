@@ -10,12 +10,14 @@ from functools import partial
 from pathlib import Path
 
 from titan_rl.actors.actor_trainer import ActorTrainer
+from titan_rl.actors.hosts.host import Host
 from titan_rl.actors.hosts.hosts import Hosts
 from titan_rl.actors.hosts.placement import ProcessPlace, place_trainer, place_trainer_again
 from titan_rl.actors.hosts.preflight import HostNeeds
-from titan_rl.actors.processes.process import ProcessFiles, RunFiles
+from titan_rl.actors.processes.process import RunFiles
 from titan_rl.actors.supervised import SupervisedProcesses, started
 from titan_rl.actors.trainer_actor import TrainerActor, TrainerSettings
+from titan_rl.calls.telling import logged
 from titan_rl.config.class_kinds import type_of
 from titan_rl.config.functions import named_modules
 from titan_rl.config.hosts import Roles
@@ -143,12 +145,24 @@ class TrainerProcesses:
 async def _nothing() -> None: ...
 
 
-class _TrainerAlone(SupervisedProcesses):
+class TrainerAlone(SupervisedProcesses):
+    """A trainer that publishes to nobody, on hosts that come and go. Made by `start_trainer`.
+
+    Attributes:
+        training: its processes.
+
+    Args:
+        tell: shows a person what it waits for.
+    """
+
     training: TrainerProcesses
 
-    def __init__(self, config: RunConfig, files: ProcessFiles, hosts: Hosts) -> None:
+    def __init__(self, config: RunConfig, files: RunFiles, hosts: Hosts, tell: Callable[[str], object]) -> None:
         super().__init__(files, hosts, config.generation.start_timeout_s)
         self._config = config
+        self._config_path = files.config
+        self._tell = logged(tell, logger)
+        self._trainer_places: tuple[ProcessPlace, ...]
 
     async def start(self) -> None:
         config = self._config
@@ -161,24 +175,42 @@ class _TrainerAlone(SupervisedProcesses):
             config.seed,
         )
         train = Roles.of(config.hosts, self.hosts.names).train
-        places = place_trainer(config.training, train, self.hosts.gpus)
-        again = partial(place_trainer_again, config.training)
-        self.training = TrainerProcesses(
-            self, settings, lambda: again(places, self.hosts.gpus), wait_s=config.hosts.wait_s
-        )
+        self._trainer_places = place_trainer(config.training, train, self.hosts.gpus)
+        self.training = TrainerProcesses(self, settings, self._place, wait_s=config.hosts.wait_s, tell=self._tell)
         await self.training.start()
+
+    def _place(self) -> Sequence[ProcessPlace]:
+        there = [host for host in self.hosts if self._takes(host.name) and may_train(host, self._config_path)]
+        gpus = {host.name: host.gpus for host in there}
+        self._trainer_places = place_trainer_again(self._config.training, self._trainer_places, gpus)
+        return self._trainer_places
+
+    async def join(self, host: str) -> Sequence[str]:
+        """Nothing is started: a trainer that waits for a host finds this one."""
+        return ()
+
+    async def leave(self, host: str, why: str) -> None:
+        """The trainer, if it is there, is saved and moves, or goes once `hosts.drain_s` have passed."""
+        limit_s = self.hosts.config.drain_s
+        await self._leave(host, why, lambda remote: self.training.finish(limit_s))
+
+
+def may_train(host: Host, config: Path) -> bool:
+    """Whether it sees the run's folder, where checkpoints are, by the file of its settings."""
+    return host.path(config) == config
 
 
 @contextlib.asynccontextmanager
 async def start_trainer(
     config: RunConfig, files: RunFiles, tell: Callable[[str], object] = logger.info
-) -> AsyncGenerator[TrainerProcesses]:
-    """Those of a trainer that publishes to nobody. They end with the block.
+) -> AsyncGenerator[TrainerAlone]:
+    """A trainer that publishes to nobody, whose processes end with the block.
 
     Raises:
         ConfigError: there are GPUs, and too few of them.
         ActorDiedError: a process did not start within `generation.start_timeout_s`.
     """
     needs = needs_of(config, files, generates=False)
-    async with started(files, config.hosts, needs, tell, lambda hosts: _TrainerAlone(config, files, hosts)) as alone:
-        yield alone.training
+    make = partial(TrainerAlone, config, files, tell=tell)
+    async with started(files, config.hosts, needs, tell, make) as alone:
+        yield alone

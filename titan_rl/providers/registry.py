@@ -25,18 +25,20 @@ class ProviderKind:
             started.
         render: what `titan-rl launch` submits, as text.
         shares_files: whether hosts have the files that are here, the model's for instance.
+        ends_with_workers: who tells all workers to end means the run, since no others come in their place.
         submit: hands that over, and says what became of it; None where nothing takes jobs.
     """
 
     workers: Callable[[ProviderSpec], Workers]
     shares_files: bool = True
+    ends_with_workers: bool = False
     render: Callable[[Submission], str] | None = None
     submit: Callable[[Submission, str], str] | None = None
 
 
 BY_NAME = {
     "ssh": ProviderKind(ssh.workers, render=ssh.render),
-    "slurm": ProviderKind(slurm.workers, render=slurm.render, submit=slurm.submit),
+    "slurm": ProviderKind(slurm.workers, ends_with_workers=True, render=slurm.render, submit=slurm.submit),
     "kubernetes": ProviderKind(
         kubernetes.workers, shares_files=False, render=kubernetes.render, submit=kubernetes.submit
     ),

@@ -10,11 +10,10 @@ import asyncio
 import contextlib
 import importlib
 import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Mapping
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from titan_rl.actors.processes.garbage import settled_heap
 from titan_rl.calls.watchdog import LoopWatchdog
@@ -24,6 +23,7 @@ from titan_rl.config.make_rollouter import open_rollouters
 from titan_rl.config.run import RunConfig
 from titan_rl.rollout.group.runner import GroupRunner
 from titan_rl.rollout.renderer import Renderer
+from titan_rl.run.beside import beside
 from titan_rl.run.checkpoints.resumption import Resumption
 from titan_rl.run.controller import Controller
 from titan_rl.run.directory import RunDirectory
@@ -93,11 +93,14 @@ def run_training(
         run_dir = open_run_dir(config, resume, name)
         end = RunEnd(0, run_dir.path)
 
-        async def program(config: RunConfig, *given: Any) -> None:
+        async def program(
+            config: RunConfig, run_dir: RunDirectory, start: Resumption, signals: StopSignals, messages: EndMessages
+        ) -> None:
+            given = run_dir, start, signals, messages
             if not parts.needs_processes:
                 end.summary = await _run(parts, verbosity, config, *given)
                 return
-            async with workers_started(config, run_dir.logs, verbosity) as workers:
+            async with workers_started(config, run_dir.logs, verbosity, signals.stop) as workers:
                 hosts = replace(parts, provided=workers.provided)
                 end.summary = await _run(hosts, verbosity, workers.config, *given)
 
@@ -174,7 +177,7 @@ async def _run(
                 planes.trouble, progress.warning, partial(note_waiting, run_dir.path), planes.trainer_lacks
             )
             background = {"shortage": shortage.watch(), "standstill": standstill.watch(), "following": following}
-            async with _beside(watch=planes.watch(), **background):
+            async with beside(watch=planes.watch(), **background):
                 signals.stopping = STOPPING
                 return await controller.run()
 
@@ -215,13 +218,3 @@ def _journal(run_dir: RunDirectory, start: Resumption, tell: Callable[[str], Non
         if journal.num_batches_again:
             tell(f"{journal.num_batches_again} steps after the checkpoint are trained again, on what they had")
         yield journal
-
-
-@contextlib.asynccontextmanager
-async def _beside(**coroutines: Coroutine[Any, Any, object]) -> AsyncGenerator[None]:
-    """Tasks for the length of the block, by name. One that fails ends the block."""
-    async with asyncio.TaskGroup() as tasks:
-        running = [tasks.create_task(coroutine, name=name) for name, coroutine in coroutines.items()]
-        yield
-        for task in running:
-            task.cancel()

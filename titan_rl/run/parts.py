@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import importlib.util
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from typing_extensions import get_protocol_members
@@ -23,13 +21,14 @@ from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.generation.router.strategies import Strategy
 from titan_rl.rollout.group.runner import GroupRunner
 from titan_rl.rollout.renderer import Renderer
+from titan_rl.run.beside import beside
 from titan_rl.run.directory import RunDirectory
 from titan_rl.run.hosts.history import HostHistory
 from titan_rl.run.hosts.provided import ProvidedHosts
 from titan_rl.run.hosts.requests import HostFiles
-from titan_rl.run.hosts.roster import Roster
+from titan_rl.run.hosts.watching import hosts_watcher
 from titan_rl.run.machine.environment import process_scratch
-from titan_rl.run.recovery.trainer_group import TrainerGroup
+from titan_rl.run.recovery.trainer_group import TrainerGroup, lacks_of
 from titan_rl.scheduling.filters import GroupFilter
 from titan_rl.sinks.types import MetricSink
 from titan_rl.training.protocol import Trainer
@@ -126,8 +125,8 @@ class Planes:
         return trouble and f"{trouble}; {self.waits_for()}"
 
     def trainer_lacks(self) -> str:
-        """What a trainer waits for that is to start again; "" where it does not."""
-        return f"it waits for {self.training.waits_for}" if self.training and self.training.waits_for else ""
+        """As `lacks_of` its processes."""
+        return lacks_of(self.training)
 
 
 @contextlib.asynccontextmanager
@@ -204,20 +203,14 @@ def watcher(
     provided: ProvidedHosts | None = None,
 ) -> Callable[[], Coroutine[Any, Any, None]]:
     """Replaces processes that die, and takes in hosts that come."""
-    from titan_rl.actors.elastic_hosts import ElasticHosts
+    from titan_rl.actors.elastic_hosts import RoutedProcesses
 
-    hosts = config.hosts
-    file = Path(hosts.addresses_file) if hosts.addresses_file else None
-    elastic = ElasticHosts(processes, router, tell)
-    roster = Roster(elastic, files, hosts.addresses, file, tell, history, provided)
+    routed = RoutedProcesses(processes, router)
+    watch_hosts = hosts_watcher(config.hosts, files, routed, tell, history, provided)
 
     async def watch() -> None:
-        with contextlib.closing(elastic):
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(processes.watch(router))
-                tasks.create_task(roster.watch())
-                if provided is not None:
-                    tasks.create_task(provided.watch())
+        async with beside(hosts=watch_hosts()):
+            await processes.watch(router)
 
     return watch
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -35,12 +35,13 @@ class StartedWorkers(Generic[C]):
 
 @contextlib.asynccontextmanager
 async def workers_started(
-    config: C, logs: Path, verbosity: Verbosity = Verbosity.NORMAL
+    config: C, logs: Path, verbosity: Verbosity = Verbosity.NORMAL, stop: Callable[[], object] | None = None
 ) -> AsyncGenerator[StartedWorkers[C]]:
     """The workers that a provider has started. They end behind the block.
 
     Args:
         logs: a folder for what workers say.
+        stop: called where all workers are told to end, and the provider is one with which that means the run.
 
     Raises:
         TitanRLError: the provider has none.
@@ -49,13 +50,16 @@ async def workers_started(
     if hosts.provider is None:
         yield StartedWorkers(config)
         return
-    workers = find_provider(hosts.provider).workers(ProviderSpec(hosts, logs, tell_on_stderr))
+    kind = find_provider(hosts.provider)
+    workers = kind.workers(ProviderSpec(hosts, logs, tell_on_stderr))
     async with contextlib.AsyncExitStack() as opened:
         with status("starting workers", verbosity):
             started = await opened.enter_async_context(workers)
         by_address = hosts.model_copy(update={"provider": None, "addresses": tuple(started)})
         if too_few := [*by_address.too_few_of(len(by_address.addresses))]:
             raise ProviderError(f'hosts.provider = "{hosts.provider}": {"; ".join(too_few)}')
-        changing = isinstance(started, ChangingWorkers)
-        provided = ProvidedHosts(by_address.addresses, started.current) if changing else None
+        provided = None
+        if isinstance(started, ChangingWorkers):
+            all_leave = stop if kind.ends_with_workers else None
+            provided = ProvidedHosts(by_address.addresses, started.current, all_leave)
         yield StartedWorkers(config.model_copy(update={"hosts": by_address}), provided)

@@ -43,6 +43,7 @@ class Hosts:
         on_leaving: called with a host that says that it is about to go, and its reason.
         config: the table [hosts].
         lost: each of those, with its reason, by name; so that who comes later knows of them, too.
+        leaving: why hosts that are here are about to go, by name; for the same.
 
     Args:
         monitor: hears of the hosts that are attached.
@@ -60,6 +61,7 @@ class Hosts:
         self.on_lost: Callable[[Host, str], object] = lambda host, reason: None
         self.on_leaving: Callable[[Host, str], object] = lambda host, reason: None
         self.lost: dict[str, tuple[Host, str]] = {}
+        self.leaving: dict[str, str] = {}
         self.config = config
         self._monitor = monitor
         self._needs = needs
@@ -193,7 +195,12 @@ class Hosts:
         if (task := self._collecting.pop(name, None)) is not None:
             task.cancel()
         self._outputs.pop(name, None)
+        self.leaving.pop(name, None)
         return self._hosts.pop(name)
+
+    def _leaves(self, host: Host, reason: str) -> None:
+        self.leaving[host.name] = reason
+        self.on_leaving(host, reason)
 
     def _lose(self, host: Host, reason: str) -> None:
         host.link.end(reason)
@@ -230,7 +237,7 @@ class Hosts:
             watcher = self._monitor.expect(
                 host.name,
                 on_lost=lambda reason: self._lose(host, reason),
-                on_leaving=lambda reason: self.on_leaving(host, reason),
+                on_leaving=lambda reason: self._leaves(host, reason),
             )
             await arrival.watch(watcher)
         if self.config.sync:

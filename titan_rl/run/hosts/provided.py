@@ -24,9 +24,16 @@ class ProvidedHosts:
     Args:
         addresses: that the run begins with.
         current: as of `ChangingWorkers`.
+        all_leave: as of `ElasticHosts`.
     """
 
-    def __init__(self, addresses: Iterable[str], current: Callable[[], Awaitable[Collection[str]]]) -> None:
+    def __init__(
+        self,
+        addresses: Iterable[str],
+        current: Callable[[], Awaitable[Collection[str]]],
+        all_leave: Callable[[], object] | None = None,
+    ) -> None:
+        self.all_leave = all_leave
         self._addresses = frozenset(addresses)
         self._current = current
         self._missed = Counter[str]()  # answers in a row

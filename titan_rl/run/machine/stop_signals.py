@@ -73,6 +73,11 @@ class StopSignals:
             self._stop = None
             self._reacted.set()
 
+    def stop(self) -> None:
+        """As if SIGTERM had come, where no signal has."""
+        if self.received is None:
+            self._handle(signal.SIGTERM, None)
+
     def reacted(self) -> None:
         """The run has begun to stop."""
         self._reacted.set()

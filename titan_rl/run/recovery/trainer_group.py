@@ -51,3 +51,8 @@ class TrainerGroup(Protocol):
             NoHostError: there was no host for it in time.
         """
         ...
+
+
+def lacks_of(group: TrainerGroup | None) -> str:
+    """What a trainer waits for that is to start again; "" where it does not."""
+    return f"it waits for {group.waits_for}" if group and group.waits_for else ""

@@ -14,26 +14,33 @@ from titan_rl.config.hosts import check_own_machine
 from titan_rl.config.make_renderer import make_renderer
 from titan_rl.config.run import RunConfig
 from titan_rl.errors import CheckpointError, MissingExtraError
+from titan_rl.run.beside import beside
 from titan_rl.run.checkpoints.resumption import Resumption
 from titan_rl.run.directory import RunDirectory, run_name
 from titan_rl.run.end_messages import EndMessages
+from titan_rl.run.hosts.history import HostHistory
+from titan_rl.run.hosts.requests import HostFiles
+from titan_rl.run.hosts.watching import hosts_watcher
 from titan_rl.run.in_order import open_run_dir, run_in_order
 from titan_rl.run.machine.environment import file_modes
 from titan_rl.run.machine.stop_signals import StopSignals, tell_on_stderr
 from titan_rl.run.observability.outputs import open_outputs
 from titan_rl.run.observability.progress import Verbosity, status
+from titan_rl.run.observability.shortage import Shortage
 from titan_rl.run.observability.summary import show_summary
 from titan_rl.run.observability.trace import traced
 from titan_rl.run.parts import use_monarch
 from titan_rl.run.recovery.recovering_trainer import RecoveringTrainer, recovering
+from titan_rl.run.recovery.trainer_group import lacks_of
 from titan_rl.run.sft.install import install
 from titan_rl.run.sft.learned_steps import LearnedSteps
 from titan_rl.run.sft.loop import SupervisedLoop
 from titan_rl.run.sft.prepare import digest, find_demonstrations, make_start, plan_steps, supervised
 from titan_rl.run.sft.sources import Found
 from titan_rl.run.sft.token_source import TokenSource
+from titan_rl.run.status import note_waiting
 from titan_rl.run.stopping import STOPPING
-from titan_rl.run.workers import workers_started
+from titan_rl.run.workers import StartedWorkers, workers_started
 from titan_rl.weights.published_weights import PublishedWeights
 
 
@@ -73,9 +80,12 @@ def run_sft(
         if resume is None:
             run_dir.write_config(ready)
 
-        async def program(config: RunConfig, *given: Any) -> None:
-            async with workers_started(config, run_dir.logs, verbosity) as workers:
-                await _run(workers.config, *given, found=found, verbosity=verbosity)
+        async def program(
+            config: RunConfig, run_dir: RunDirectory, start: Resumption, signals: StopSignals, messages: EndMessages
+        ) -> None:
+            async with workers_started(config, run_dir.logs, verbosity, signals.stop) as workers:
+                given = run_dir, start, signals, messages
+                await _run(workers, *given, found=found, verbosity=verbosity)
 
         return run_in_order(
             program,
@@ -150,7 +160,7 @@ def _check_data(file: Path, now: str) -> None:
 
 
 async def _run(
-    config: RunConfig,
+    workers: StartedWorkers[RunConfig],
     run_dir: RunDirectory,
     start: Resumption,
     signals: StopSignals,
@@ -162,6 +172,7 @@ async def _run(
     with status("loading what trains models", verbosity):
         from titan_rl.actors.trainer_processes import start_trainer
 
+    config = workers.config
     await asyncio.sleep(0)  # a signal that came during those imports stops the run here
     use_monarch(config.hosts, tell_on_stderr)
     outputs = open_outputs(config, run_dir, step=start.state.step, verbosity=verbosity)
@@ -178,9 +189,13 @@ async def _run(
             f"{len(found) - len(held_out):,} demonstrations to learn in {len(plan):,} steps, and {len(held_out)} held "
             "out; starting a trainer"
         )
+        (files := HostFiles(run_dir.path)).begin()
+        history = HostHistory()
         async with contextlib.AsyncExitStack() as opened:
             with progress.working("starting a trainer"):
-                training = await opened.enter_async_context(start_trainer(config, run_dir))
+                processes = await opened.enter_async_context(start_trainer(config, run_dir, progress.warning))
+            watch = hosts_watcher(config.hosts, files, processes, progress.warning, history, workers.provided)
+            training = processes.training
             trainer = RecoveringTrainer(
                 training,
                 steps=LearnedSteps(tokens, plan),
@@ -205,9 +220,14 @@ async def _run(
                 log=sinks.log,
                 progress=progress,
                 install=partial(install, config, run_dir.export, run_dir.path),
+                hosts=history,
             )
+            training.before_leaving = loop.save_soon
             resources.callback(lambda: messages.stands_at(loop.step))
             signals.stopping = STOPPING
-            summary = await loop.run()
+            lacks = partial(lacks_of, training)
+            shortage = Shortage(lambda: None, progress.warning, partial(note_waiting, run_dir.path), lacks)
+            async with beside(hosts=watch(), shortage=shortage.watch()):
+                summary = await loop.run()
             await training.close()
     show_summary(summary)

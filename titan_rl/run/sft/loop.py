@@ -16,6 +16,7 @@ from titan_rl.errors import NoSpaceError
 from titan_rl.run.checkpoints.saver import CheckpointSaver
 from titan_rl.run.checkpoints.saving import RunSaving
 from titan_rl.run.directory import RunDirectory
+from titan_rl.run.hosts.history import HostHistory
 from titan_rl.run.journal.run_state import RunState
 from titan_rl.run.machine.disk_space import checkpoint_bytes
 from titan_rl.run.observability.progress import Progress
@@ -95,6 +96,7 @@ class SupervisedLoop:
         held_out: of those that none learns.
         start: of the checkpoint that the trainer has loaded.
         log: called with (step, metrics) for every record.
+        hosts: what becomes of those of the trainer.
         install: puts the exported model where it belongs, given the losses before and after.
     """
 
@@ -111,6 +113,7 @@ class SupervisedLoop:
         log: Callable[[int, dict[str, float]], None],
         progress: Progress,
         install: Callable[[float | None, float | None], Path],
+        hosts: HostHistory | None = None,
     ) -> None:
         self._config = config
         self._trainer = trainer
@@ -122,6 +125,7 @@ class SupervisedLoop:
         self._log = log
         self._progress = progress
         self._install = install
+        self._hosts = hosts or HostHistory()
         self._calls = TrainerCalls(trainer)
         self._stages = LoopStages()
         self._num_too_long = 0
@@ -136,6 +140,7 @@ class SupervisedLoop:
             version=start.step,
         )
         self._saving = RunSaving(saver, self._calls, progress, lambda: self.step)
+        self.save_soon = self._saving.soon
 
     @property
     def step(self) -> int:
@@ -208,6 +213,7 @@ class SupervisedLoop:
         self._log(
             self.step,
             {f"train/{name}": metrics[name] for name in LOGGED if name in metrics}
+            | self._hosts.take_metrics()
             | {"throughput/tokens_per_s": speed, "time/step_s": seconds, "time/wait_for_tokens_s": waited_s},
         )
         self._progress.step(SupervisedStep(self.step, metrics["loss"], speed, seconds))
