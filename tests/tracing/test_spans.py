@@ -227,6 +227,22 @@ def test_a_process_whose_monotonic_clock_is_another_goes_by_the_time_of_day(tmp_
     assert abs(event["ts"] / 1e6 - time.time()) < 60
 
 
+def test_a_process_of_a_host_whose_clocks_are_far_off_goes_by_those_of_the_controller(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    tracing = spans.Tracing.begin(tmp_path, 1 << 20)
+    began = time.time()
+    here, here_ns, steady_ns = time.time, time.time_ns, time.monotonic_ns
+    monkeypatch.setattr(time, "time_ns", lambda: here_ns() - 3600 * 10**9)
+    monkeypatch.setattr(time, "monotonic_ns", lambda: steady_ns() + 500_000 * 10**9)
+    spans.begin_recording(tracing.on_host(500_000 * 10**9), "a")
+    with span("here", "x", lane="x"):
+        pass
+    spans.end_recording()
+    (event,) = lanes(tmp_path / "a.jsonl")["x"]
+    assert began - 0.01 <= event["ts"] / 1e6 <= here() + 0.01
+
+
 def test_a_killed_process_leaves_whole_lines_that_the_next_one_adds_to(tmp_path: Path):
     program = """
 import os, signal, sys

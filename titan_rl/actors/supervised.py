@@ -104,6 +104,8 @@ class SupervisedProcesses:
         tracing = tracing_of_children()
         if tracing is not None:
             tracing = replace(tracing, folder=str(host.path(tracing.folder)))
+            if host.clocks is not None:
+                tracing = tracing.on_host(host.clocks.steady_ns)
         spec = ProcessSpec(remote.name, host.name, host.address, host.path(self._files.logs), rank, tracing, host.pulse)
         environment = {**host.environment, **group, **_variables_of(place)}
         if group:

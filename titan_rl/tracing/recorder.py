@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 from zlib import crc32
@@ -44,17 +44,25 @@ class Tracing:
         most_bytes: of a file.
         boot: of the machine whose monotonic clock `offset_ns` belongs to.
         offset_ns: from that clock to the time since 1970.
+        there_ns: the same from the monotonic clock of another host, where processes of that record; None where it was
+            not compared with this one's.
     """
 
     folder: str
     most_bytes: int
     boot: str
     offset_ns: int
+    there_ns: int | None = None
 
     @classmethod
     def begin(cls, folder: Path, most_bytes: int) -> Tracing:
         """Of the process that starts the others. All on its machine then share one clock, which never steps."""
         return cls(str(folder), most_bytes, _boot(), _offset_ns())
+
+    def on_host(self, ahead_ns: int) -> Tracing:
+        """The same for a host whose monotonic clock is so far ahead of this one's: what happens there is recorded by
+        the time that it is here."""
+        return replace(self, there_ns=self.offset_ns - ahead_ns)
 
 
 class OpenSpan(Protocol):
@@ -101,7 +109,8 @@ class TraceRecorder:
         self.tracing = tracing
         own = _offset_ns()
         is_same_clock = tracing.boot == _boot() and abs(own - tracing.offset_ns) < ONE_CLOCK_S * 1e9
-        self._offset_ns = tracing.offset_ns if is_same_clock else own
+        elsewhere = own if tracing.there_ns is None else tracing.there_ns
+        self._offset_ns = tracing.offset_ns if is_same_clock else elsewhere
         self._process = process
         self._pid = _number(process)
         self._tell = tell

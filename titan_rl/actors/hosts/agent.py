@@ -13,6 +13,7 @@ from pathlib import Path
 
 from monarch.actor import Actor, concurrent_endpoint
 
+from titan_rl.actors.hosts.clocks import Clocks
 from titan_rl.actors.hosts.facts import HostFacts, Question, look
 from titan_rl.actors.hosts.scratch import clean_up_after_dead_runs, make_scratch, remove_monarch_logs, scratch_root
 from titan_rl.actors.hosts.written_files import Had, Piece, new_pieces
@@ -68,6 +69,10 @@ class HostAgent(Actor):
         facts = await in_thread(look, question)
         logger.info("this host has %s", facts)
         return facts
+
+    @concurrent_endpoint
+    async def clocks(self) -> Clocks:
+        return Clocks.now()
 
     @concurrent_endpoint
     async def prepare(self, run_dir: Path | None, files: Mapping[str, bytes], address: str) -> RunOnHost:

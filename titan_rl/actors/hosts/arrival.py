@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_rl.actors.hosts.agent import HostAgent, RunOnHost
+from titan_rl.actors.hosts.clocks import ClockDifference, compare_clocks
 from titan_rl.actors.hosts.facts import HostFacts, Question
 from titan_rl.actors.hosts.host import Host
 from titan_rl.actors.hosts.meeting import Meeting, meet
@@ -31,6 +32,7 @@ class Arrival:
         worker: HOST:PORT.
         name: "" until it has one.
         facts: what it has, once it was looked at.
+        clocks: how they stand to this machine's, once it was looked at.
         host: once it has a name.
 
     Args:
@@ -38,6 +40,7 @@ class Arrival:
     """
 
     facts: HostFacts
+    clocks: ClockDifference
     host: Host
 
     def __init__(self, supervisor: Any, key: str, worker: str, silence_s: float) -> None:
@@ -61,13 +64,14 @@ class Arrival:
         self._agent = await ask(self._supervisor.spawn, *order, timeout_s=ATTACH_TIMEOUT_S)
         await ask(self._agent.enter, timeout_s=ATTACH_TIMEOUT_S)
         self.facts = await ask(self._agent.look, question, timeout_s=ATTACH_TIMEOUT_S)
+        self.clocks = await compare_clocks(lambda: ask(self._agent.clocks, timeout_s=ATTACH_TIMEOUT_S))
 
     def become(self, name: str) -> None:
         """From now on it is a host of that name."""
         assert self._meeting is not None
         self.name = name
         address, gpus = self._meeting.address, self.facts.gpus
-        self.host = Host(name, address, self._agent, gpus, self.key, worker=self.worker)
+        self.host = Host(name, address, self._agent, gpus, self.key, worker=self.worker, clocks=self.clocks)
         self.host.link = self._meeting.link
 
     async def prepare(self, run_dir: Path) -> None:

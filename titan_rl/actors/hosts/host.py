@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from titan_rl.actors.hosts.clocks import ClockDifference
 from titan_rl.actors.liveness.watcher import KernelWatcher, Watcher
 from titan_rl.actors.processes.remote_process import RemoteProcess
 
@@ -26,6 +27,7 @@ class Host:
         watcher: who tells of its processes.
         worker: HOST:PORT where its worker listens.
         pulse: the socket there where they answer pings; None where nobody asks.
+        clocks: how they stood to this machine's as it was looked at; None where they are this machine's.
         link: calls by it fail at once when the host is lost.
     """
 
@@ -39,6 +41,7 @@ class Host:
     watcher: Watcher = field(default_factory=KernelWatcher)
     worker: str = ""
     pulse: Path | None = None
+    clocks: ClockDifference | None = None
     link: RemoteProcess = field(init=False)
 
     def __post_init__(self) -> None:

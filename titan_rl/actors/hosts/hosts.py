@@ -155,12 +155,23 @@ class Hosts:
         roles = self._needs.roles(self.config, [*self.names, *names])
         found = {arrival.host.name: arrival.facts for arrival in met}
         check_hosts(self._expected, found, self._needs, roles, sync=self.config.sync)
+        for arrival in met:
+            self._compare_clocks(arrival)
         prepared = await all_there(self._prepare)
         for worker, reason in lost.items():
             logged(self._tell, logger)(f"the run starts without the host at {worker}: {reason}; it may join later")
         for arrival in prepared:  # their order says who trains, whichever was ready first
             self._hosts[arrival.host.name] = self._hosts.pop(arrival.host.name)
         return [arrival.host for arrival in prepared]
+
+    def _compare_clocks(self, arrival: Arrival) -> None:
+        name, clocks = arrival.host.name, arrival.clocks
+        logger.info("the clock of host %s is %s", name, clocks)
+        if clocks.matters:
+            logged(self._tell, logger)(
+                f"the clock of host {name} is {clocks}: what its logs say happened when is so far off, and nothing "
+                "else is; have NTP set it"
+            )
 
     def _check_enough(self, lost: Mapping[str, str], workers: Sequence[str]) -> None:
         """
