@@ -37,6 +37,7 @@ class LeavingHosts:
         self.may_end = asyncio.Event()
         self.lost: dict[str, tuple[Any, str]] = {}
         self.leaving: dict[str, str] = {}
+        self.lost_early: dict[str, str] = {}
         self.on_leaving: Callable[[Any, str], object] = lambda host, reason: None
 
     def is_about_to_go(self, name: str) -> None:
@@ -117,6 +118,33 @@ def test_a_host_that_was_lost_while_the_run_started_is_among_them():
     assert states[1:] == [("other", "10.0.0.3:22222", "gone", "it fell silent")]
 
 
+def test_a_host_that_was_lost_before_it_had_a_name_is_among_them_by_its_address():
+    hosts = LeavingHosts()
+    hosts.lost_early["10.0.0.4:22222"] = "its worker has ended"
+    elastic = ElasticHosts(Processes(hosts), lambda text: None)  # pyright: ignore[reportArgumentType]
+    states = [(host.name, host.address, host.state, host.reason) for host in elastic.states()]
+    assert states[1:] == [("", "10.0.0.4:22222", "gone", "its worker has ended")]
+
+
+async def test_a_host_that_ends_as_it_is_taken_in_is_known_to_be_lost(tmp_path: Path):
+    async def ends(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        assert (await receive(reader))["run"]
+        send(writer, {"monarch": ""})
+        await writer.drain()
+        writer.close()
+
+    async def is_nobody(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    hosts = Hosts(Supervisor(), HostsConfig(), HostNeeds(tmp_path, tmp_path))
+    for answer, reasons in ((is_nobody, []), (ends, ["its worker has ended"])):
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as worker:
+            port = worker.sockets[0].getsockname()[1]
+            with pytest.raises(ActorDiedError):
+                await hosts.attach([f"127.0.0.1:{port}"])
+        assert list(hosts.lost_early.values()) == reasons
+
+
 async def until_drained(told: list[str], name: str) -> None:
     async with asyncio.timeout(10):
         while f"host {name} is drained: its worker got SIGTERM" not in told:  # noqa: ASYNC110  there is no event
@@ -166,9 +194,11 @@ class Supervisor:
         self.running: set[str] = set()
         self.scratch: set[str] = set()
         self.attach, self.spawn = Endpoint(self._attach), Endpoint(self._spawn)
-        self.terminate = Endpoint(self._terminate)
+        self.terminate, self.detach = Endpoint(self._terminate), Endpoint(self._detach)
 
     async def _attach(self, key: str, worker: str) -> None: ...
+
+    async def _detach(self, key: str) -> None: ...
 
     async def _spawn(self, key: str, *args: Any) -> Any:
         self.running.add(key)

@@ -38,7 +38,8 @@ async def main():
         settings = config(addresses, generation=GenerationConfig(engine="hosts.scripted:make", num_generators=2))
         async with generators(settings, folder) as (_, router):
             with spans.span("asking", "run", lane="asking"):
-                await ask(router, 8, 200)
+                for _ in range(8):  # for longer than it takes until traces are written
+                    await ask(router, 8, 200)
 
 asyncio.run(main())
 """

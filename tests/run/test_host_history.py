@@ -39,6 +39,24 @@ def test_a_host_that_was_lost_before_anybody_looked_is_told_of() -> None:
     assert history.events[-1].what == "joined"
 
 
+def test_a_host_that_was_lost_before_it_had_a_name_is_told_of_once_by_its_address() -> None:
+    history = HostHistory()
+    early = HostState("", "10.0.0.2:22222", "gone", "its worker has ended")
+    for _ in range(3):
+        history.note([host("h1"), early])
+        history.note([host("h1"), HostState("", early.address, "joining")])
+    assert [(event.host, event.what, event.why) for event in history.events] == [
+        ("10.0.0.2:22222", "lost", "its worker has ended")
+    ]
+    assert history.take_metrics()["hosts/lost"] == 1
+    history.note([host("h1"), host("h2")])
+    assert [event.host for event in history.events] == ["10.0.0.2:22222", "h2"]
+    history.note([host("h1"), host("h2", "gone", "silent")])
+    assert history.counts == {"joined": 1, "left": 0, "lost": 2}
+    history.note([host("h1"), early, host("h2", "gone", "silent")])
+    assert history.counts["lost"] == 3, "it is lost anew"
+
+
 def test_what_became_of_hosts_is_an_event_and_a_count_of_the_step() -> None:
     now = 100.0
     history = HostHistory(lambda: now)
@@ -82,6 +100,7 @@ def test_each_change_is_told_once(states: list[str]) -> None:
     changes = [*states[:1], *changes] if states[0] == "gone" else changes  # it was lost while the run started
     assert [event.what for event in history.events] == [BECOMES[state] for state in changes]
     for what in ("joined", "left", "lost"):
+        assert history.counts[what] == counted[f"hosts/{what}"]
         assert counted[f"hosts/{what}"] == sum(event.what == what for event in history.events)
 
 

@@ -85,6 +85,20 @@ async def test_a_host_that_is_gone_is_taken_in_again_once_it_answers(run_dir: Pa
     assert [host.name for host in HostFiles(run_dir).states().hosts] == ["h1", "h2"]
 
 
+async def test_a_host_that_is_lost_as_the_run_ends_is_written_down(run_dir: Path):
+    hosts = Hosts(H1, H2)
+    hosts.inside = {H1: "in the run", H2: "in the run"}
+    roster, _ = roster_of(run_dir, hosts, H1, H2)
+    watching = asyncio.ensure_future(roster.watch())
+    await asyncio.sleep(0)
+    hosts.inside[H2] = "gone"
+    watching.cancel()
+    await asyncio.wait([watching])
+    said = HostFiles(run_dir).states()
+    assert [(event.host, event.what) for event in said.events] == [("h2", "lost")]
+    assert said.counts == {"joined": 0, "left": 0, "lost": 1}
+
+
 @pytest.mark.looptime
 async def test_a_file_of_addresses_is_followed(run_dir: Path):
     file = run_dir / "addresses"
@@ -155,6 +169,7 @@ async def test_what_is_asked_is_answered(run_dir: Path):
     assert describe(HostFiles(run_dir).states()).splitlines() == [
         "host  address         state       processes",
         "h1    10.0.0.1:22222  in the run",
+        "since the run began: 1 joined, 0 left, 0 lost",
     ]
     with pytest.raises(ConfigError, match="no worker answers"):
         await asked(run_dir, roster, "add", "10.0.0.2")
@@ -173,9 +188,14 @@ def test_a_run_that_is_over_is_not_asked(run_dir: Path):
         pass
     with pytest.raises(ConfigError, match="does not go on: it is finished"):
         HostFiles(run_dir).ask("drain", "h1", 1.0)
-    HostFiles(run_dir).write(HostStates([HostState("h1", H1, "in the run")]))
-    with pytest.raises(ConfigError, match="does not go on: it is finished"):
+    with pytest.raises(ConfigError, match="says nothing of hosts"):
         HostFiles(run_dir).states()
+    HostFiles(run_dir).write(HostStates([HostState("h1", H1, "in the run")], counts={"joined": 0, "lost": 2}))
+    assert not HostFiles(run_dir).goes_on
+    assert describe(HostFiles(run_dir).states()).splitlines()[1:] == [
+        "h1    10.0.0.1:22222  in the run",
+        "since the run began: 0 joined, 2 lost",
+    ]
     assert not (run_dir / "hosts.jsonl").exists()
 
 

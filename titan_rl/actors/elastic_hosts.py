@@ -111,7 +111,10 @@ class ElasticHosts:
             for host in self._hosts
         ]
         gone = [state for name, state in self._gone.items() if name not in self._hosts.names]
-        return [*here, *[HostState("", address, "joining") for address in sorted(self._joining)], *gone]
+        joining = [HostState("", address, "joining") for address in sorted(self._joining)]
+        named = {host.address for host in (*here, *joining, *gone)}
+        early = {worker: why for worker, why in self._hosts.lost_early.items() if worker not in named}
+        return [*here, *joining, *gone, *[HostState("", worker, "gone", why) for worker, why in early.items()]]
 
     def take_silences(self) -> dict[str, float]:
         """The longest time, in seconds, for which nothing was heard of each host since this was last called."""

@@ -30,7 +30,11 @@ def set_up(parser: Parser) -> None:
 
 
 def _list(arguments: argparse.Namespace) -> int:
-    say(describe(HostFiles(find_run(arguments.of, "titan-rl hosts")).states()))
+    files = HostFiles(find_run(arguments.of, "titan-rl hosts"))
+    states = files.states()
+    if not files.goes_on:
+        tell("titan-rl: the run does not go on; these were its hosts at last")
+    say(describe(states))
     return 0
 
 

@@ -1,10 +1,10 @@
 """`titan-rl launch` on a real cluster of Slurm with two nodes, in namespaces of this machine: a job that comes to its
 end though one of its nodes is drained, one that is requeued when its time is up, goes on with its run, and is
-cancelled then, and one whose nodes come and go.
+cancelled then, one whose workers are all told to end, and one whose nodes come and go.
 
     python tests/hosts/slurm/two_nodes.py [CONFIG.toml]
 
-As root, with Debian's slurmctld, slurmd, slurm-client and munge, in about six minutes. No part of the tests, since
+As root, with Debian's slurmctld, slurmd, slurm-client and munge, in about eight minutes. No part of the tests, since
 those install no scheduler. The model of the config has to be there.
 """
 
@@ -42,7 +42,8 @@ def main() -> None:
         show(cluster.run("sinfo", "--version") + cluster.run("sinfo"))
         comes_to_its_end(cluster, config, folder / "first")
         is_requeued_and_cancelled(cluster, config, folder / "second")
-        nodes_come_and_go(cluster, folder / "third", show)
+        ends_with_its_workers(cluster, config, folder / "third")
+        nodes_come_and_go(cluster, folder / "fourth", show)
         left = {node.name: [line for line in node.processes() if "slurmd" not in line] for node in cluster.nodes}
         show(f"left on the nodes: {left}")
         assert not any(left.values())
@@ -94,10 +95,28 @@ def is_cancelled(cluster: SlurmCluster, job: str, runs: Path) -> None:
     took = cluster.wait_until(lambda: not cluster.run("squeue", "--noheader").strip(), "nothing of it is left", LIMIT_S)
     show(f"nothing of job {job} is left after {took:.1f} s more")
     show_end(runs)
+    shows_that_it_was_saved(runs)
+
+
+def shows_that_it_was_saved(runs: Path) -> None:
+    """As a run does that was stopped."""
     assert status(runs)["state"] == "stopped"
     saved = max(path.name for path in (run_of(runs) / "checkpoints").glob("step-*"))
     show(f"{steps(runs)} steps are trained, the newest checkpoint is {saved}")
     assert saved == f"step-{steps(runs):06}"
+
+
+def ends_with_its_workers(cluster: SlurmCluster, config: str, runs: Path) -> None:
+    """Slurm signals every step, and not the batch script, whose run ends in order all the same."""
+    job = launched(cluster, config, runs, {"training.steps": 500})
+    cluster.wait_until(lambda: steps(runs) > 0, "the run has trained a step", LIMIT_S)
+    cluster.run("scancel", "--signal=TERM", job)
+    show(f"scancel --signal=TERM {job}")
+    wait_for(cluster, job, "FAILED")
+    assert cluster.job(job)["ExitCode"] == "143:0"
+    show_end(runs)
+    assert "each host of the run is told to end (its worker got SIGTERM)" in log_of(runs).read_text()
+    shows_that_it_was_saved(runs)
 
 
 def launched(cluster: SlurmCluster, config: str, runs: Path, settings: dict[str, object]) -> str:

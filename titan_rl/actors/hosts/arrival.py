@@ -121,9 +121,14 @@ class Arrival:
         await host.link.until_end(watcher.heard.wait, GREETING_S)
         self._end_meeting()
 
+    @property
+    def was_there(self) -> bool:
+        """Its worker has answered."""
+        return self._meeting is not None and self._meeting.has_begun
+
     async def is_lost(self) -> bool:
         """Whether it was there and is gone, which may take a moment to be known."""
-        return self._meeting is not None and self._meeting.has_begun and await self._meeting.is_lost()
+        return self._meeting is not None and self.was_there and await self._meeting.is_lost()
 
     @property
     def lost(self) -> str:

@@ -43,6 +43,7 @@ class Hosts:
         on_leaving: called with a host that says that it is about to go, and its reason.
         config: the table [hosts].
         lost: each of those, with its reason, by name; so that who comes later knows of them, too.
+        lost_early: why each is gone that was lost before it was among these, by its worker, until it is.
         leaving: why hosts that are here are about to go, by name; for the same.
 
     Args:
@@ -61,6 +62,7 @@ class Hosts:
         self.on_lost: Callable[[Host, str], object] = lambda host, reason: None
         self.on_leaving: Callable[[Host, str], object] = lambda host, reason: None
         self.lost: dict[str, tuple[Host, str]] = {}
+        self.lost_early: dict[str, str] = {}
         self.leaving: dict[str, str] = {}
         self.config = config
         self._monitor = monitor
@@ -115,11 +117,17 @@ class Hosts:
         silence_s = self.config.silence_s
         arrivals = [Arrival(self.supervisor, f"agent-{next(self._numbers)}", each, silence_s) for each in workers]
         try:
-            return await self._take_in(arrivals, begins)
+            hosts = await self._take_in(arrivals, begins)
         finally:
+            known = {host.worker for host, _ in self.lost.values()}
+            lost = [each for each in arrivals if each.was_there and each.lost and each.worker not in known]
+            self.lost_early |= {each.worker: each.lost for each in lost}
             self._coming.difference_update(arrival.name for arrival in arrivals)
             taken = {host.key for host in self}
             await asyncio.gather(*[arrival.give_back() for arrival in arrivals if arrival.key not in taken])
+        for host in hosts:
+            self.lost_early.pop(host.worker, None)
+        return hosts
 
     async def _take_in(self, arrivals: Sequence[Arrival], begins: bool) -> list[Host]:
         lost: dict[str, str] = {}  # why, by worker

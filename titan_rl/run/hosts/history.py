@@ -14,6 +14,7 @@ from titan_rl.viewer.hosts import HostEvent
 HERE = ("in the run", "draining")
 BECOMES = {"in the run": "joined", "draining": "drains", "left": "left", "gone": "lost"}
 """What has happened to a host that is in another state than before. One that drains no more has not joined."""
+COUNTED = "joined", "left", "lost"
 MOST_EVENTS = 200
 
 
@@ -22,7 +23,9 @@ class HostHistory:
 
     Attributes:
         states: those that were noted last.
-        events: what became of hosts that were there when the run began, and of others; the newest `MOST_EVENTS`.
+        events: what became of hosts that were there when the run began, and of others; the newest `MOST_EVENTS`. One
+            that was lost before it had a name goes by its address.
+        counts: of all that became of hosts, how many "joined", "left" and were "lost".
 
     Args:
         clock: seconds since 1970.
@@ -32,8 +35,9 @@ class HostHistory:
         self._clock = clock
         self.states: Sequence[HostState] = ()
         self.events: list[HostEvent] = []
+        self.counts: dict[str, int] = dict.fromkeys(COUNTED, 0)
         self._begun = False
-        self._known: dict[str, str] = {}  # the state of each
+        self._known: dict[str, str] = {}  # the state of each, by its name, or by its address where it has none
         self._counts: Counter[str] = Counter()  # of what happened since the last metrics
         self._silences: dict[str, float] = {}  # the longest of each host since the last metrics
         self._lanes: dict[str, Track] = {}
@@ -52,9 +56,12 @@ class HostHistory:
         for name, seconds in (silences or {}).items():
             self._silences[name] = max(seconds, self._silences.get(name, 0.0))
         for host in states:
-            if host.name and (before := self._known.get(host.name)) != host.state:
-                self._known[host.name] = host.state
-                self._became(host, before)
+            if host.name:
+                self._known.pop(host.address, None)
+            key = host.name or host.address
+            if (host.name or host.state == "gone") and (before := self._known.get(key)) != host.state:
+                self._known[key] = host.state
+                self._became(key, host, before)
         self._begun = True
         if self.is_of_several:
             for host in states:
@@ -81,7 +88,7 @@ class HostHistory:
         metrics = {
             "hosts/present": float(len(here)),
             "hosts/draining": float(sum(host.state == "draining" for host in here)),
-            **{f"hosts/{what}": float(counts[what]) for what in ("joined", "left", "lost")},
+            **{f"hosts/{what}": float(counts[what]) for what in COUNTED},
         }
         for host in here:
             generators = sum(name.startswith("generator-") for name in host.processes)
@@ -94,12 +101,14 @@ class HostHistory:
         for lane in self._lanes.values():
             lane.close()
 
-    def _became(self, host: HostState, before: str | None) -> None:
+    def _became(self, name: str, host: HostState, before: str | None) -> None:
         if (not self._begun and host.state != "gone") or (before == "draining" and host.state == "in the run"):
             return
         if (what := BECOMES.get(host.state)) is not None:
             self._counts[what] += 1
-            self.events.append(HostEvent(self._clock(), host.name, what, host.reason))
+            if what in self.counts:
+                self.counts[what] += 1
+            self.events.append(HostEvent(self._clock(), name, what, host.reason))
             del self.events[:-MOST_EVENTS]
 
     def _draw(self, host: HostState) -> None:

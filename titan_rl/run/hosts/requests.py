@@ -43,12 +43,13 @@ class HostStates(msgspec.Struct):
 
     Args:
         answers: by the ids of requests; "" where all went well.
-        events: see `HostHistory`.
+        events, counts: see `HostHistory`.
     """
 
     hosts: list[HostState] = msgspec.field(default_factory=list[HostState])
     answers: dict[str, str] = msgspec.field(default_factory=dict[str, str])
     events: list[HostEvent] = msgspec.field(default_factory=list[HostEvent])
+    counts: dict[str, int] = msgspec.field(default_factory=dict[str, int])
 
 
 class HostFiles:
@@ -88,12 +89,17 @@ class HostFiles:
         fresh.write_bytes(msgspec.json.encode(states))
         fresh.replace(self._states)
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether the run does."""
+        return read_status(self._run_dir).state == "running"
+
     def states(self) -> HostStates:
-        """
+        """As they are, or as they were when the run ended.
+
         Raises:
-            ConfigError: the run has ended, or its processes are not up yet.
+            ConfigError: its processes are not up yet, or were not when it ended.
         """
-        self._check_goes_on()
         if (states := self._said()) is None:
             raise ConfigError(
                 f"the run in {self._run_dir} says nothing of hosts: they are listed once its processes have started, "
@@ -153,12 +159,15 @@ def describe(states: HostStates) -> str:
 
         host  address        state       processes
         h1    10.0.0.1:22222  in the run  trainer, generator-0
+        since the run began: 1 joined, 0 left, 1 lost
     """
     rows = [("host", "address", "state", "processes")]
     for host in states.hosts:
         state = f"{host.state}: {host.reason}" if host.reason else host.state
         rows.append((host.name, host.address, state, ", ".join(host.processes)))
-    return "".join(f"{line}\n" for line in _aligned(rows))
+    counted = ", ".join(f"{count} {what}" for what, count in states.counts.items())
+    became = [f"since the run began: {counted}"] if any(states.counts.values()) else []
+    return "".join(f"{line}\n" for line in [*_aligned(rows), *became])
 
 
 def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:

@@ -111,6 +111,7 @@ class Roster:
         finally:
             for task in self._tasks:
                 task.cancel()
+            self._write()  # what became of hosts since the last look, and since the last metrics
             self._history.close()
 
     def look(self) -> None:
@@ -185,7 +186,8 @@ class Roster:
     def _write(self) -> None:
         hosts = list(self._hosts.states())
         self._history.note(hosts, self._hosts.take_silences())
-        states = HostStates(hosts, dict(self._answers), list(self._history.events))
+        history = self._history
+        states = HostStates(hosts, dict(self._answers), list(history.events), dict(history.counts))
         if states == self._written:
             return
         try:
