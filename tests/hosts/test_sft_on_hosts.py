@@ -29,7 +29,7 @@ def test_a_trainer_moves_from_hosts_that_are_drained_and_the_run_waits_where_non
     hosts: Namespaces, workers: list[HostProcess], tmp_path: Path
 ) -> None:
     elsewhere = ",".join(host.worker_address for host in hosts.hosts[:2])
-    with taught(tmp_path, hosts__addresses=elsewhere, hosts__drain_s=1, logging__trace=False) as run:
+    with taught(tmp_path, hosts__addresses=elsewhere, hosts__drain_s=1, logging__trace="false") as run:
         run.wait_for_step(10)
         assert main(["hosts", str(run.folder), "drain", hosts[0].name]) == 0
         run.wait_for(lambda: "trainer is there again after" in run.output)

@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from titan_rl.providers.settings import KubernetesConfig, SlurmConfig
+from titan_rl.providers.settings import KubernetesConfig, ProviderSettings, SlurmConfig
+from titan_rl.providers.spec import worker_command
+
+
+@pytest.mark.parametrize(("drain_s", "waits"), [(0, 120), (60, 120), (60.5, 121), (300, 360)])
+def test_a_worker_waits_for_longer_than_its_host_is_drained(drain_s: float, waits: int) -> None:
+    settings = ProviderSettings.model_validate({"command": "titan-rl", "drain_s": drain_s})
+    said = [] if waits == 120 else ["--drain-s", str(waits)]
+    assert worker_command(settings, "10.0.0.2:1") == ["titan-rl", "worker", "--listen", "10.0.0.2:1", *said]
 
 
 @pytest.mark.parametrize("limit", ["1", "2", "1:59", "0-0:02", "00:02:00"])

@@ -11,6 +11,7 @@ import socket
 from titan_rl.cli.options import Parser
 from titan_rl.config.hosts import ONE_ADDRESS, WORKER_PORT, is_broadcast, join_address, split_address
 from titan_rl.errors import ConfigError, MissingExtraError
+from titan_rl.providers.settings import WORKER_DRAIN_S
 from titan_rl.run.terminal.standard_streams import tell
 
 
@@ -30,9 +31,9 @@ def set_up(parser: Parser) -> None:
     parser.add_argument(
         "--drain-s",
         type=_seconds,
-        default=120.0,
+        default=float(WORKER_DRAIN_S),
         help="on SIGTERM, as of a machine that is about to be taken away, runs have so many seconds to finish or move "
-        "what they have here (default: 120)",
+        f"what they have here (default: {WORKER_DRAIN_S})",
     )
     parser.set_defaults(run=run)
 

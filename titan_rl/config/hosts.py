@@ -14,7 +14,6 @@ from pydantic import (
     AfterValidator,
     BeforeValidator,
     Field,
-    NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
     model_validator,
@@ -32,6 +31,9 @@ OPEN = (
 
 NOT_AN_ADDRESS = "must be HOST or HOST:PORT"
 ONE_ADDRESS = "name one address of the machine, that by which the others reach it"
+
+LEAST_SILENCE_S = 1.0
+LEAST_HANG_S = 2.0
 
 WORKER_PORT = 22222
 """Where `titan-rl worker` listens, and is looked for, if nothing else is said."""
@@ -194,14 +196,13 @@ class HostsConfig(ProviderSettings):
     """A file of further addresses, one a line, that is read again and again: a host whose address comes joins the run,
     and one whose address goes is drained. None by default."""
     silence_s: PositiveFloat = 3.0
-    """A host of which nothing is heard for so long is gone. What it was at goes on elsewhere."""
+    """A host of which nothing is heard for so long is gone. What it was at goes on elsewhere. At least 1: hosts give
+    four signs of life a second."""
     lease_s: PositiveFloat = 15.0
     """A host that hears nothing of the controller for so long ends its processes. More than silence_s."""
     hang_timeout_s: PositiveFloat = 60.0
-    """A process that for so long neither answers nor computes is killed, and so is one whose step does not get on."""
-    drain_s: NonNegativeFloat = 60.0
-    """A host that is to go has so long to finish what it is at, and to have the trainer saved and another host found
-    for it; what is left then goes on elsewhere."""
+    """A process that for so long neither answers nor computes is killed, and so is one whose step does not get on. At
+    least 2: processes are looked at once a second."""
     wait_s: PositiveFloat = 3600.0
     """Longest wait for hosts, where fewer generators serve than generation.least_generators, or none can train or play
     rollouts."""
@@ -220,6 +221,20 @@ class HostsConfig(ProviderSettings):
         if self.addresses_file and not self.elsewhere:
             raise ValueError(
                 f"addresses_file = {self.addresses_file!r} needs addresses or provider: it names hosts that join others"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _heard_of_several_times(self) -> Self:
+        if self.silence_s < LEAST_SILENCE_S:
+            raise ValueError(
+                f"silence_s = {self.silence_s:g} is less than {LEAST_SILENCE_S:g}: hosts give four signs of life a "
+                "second, and one that is busy for a moment would be given up; raise it"
+            )
+        if self.hang_timeout_s < LEAST_HANG_S:
+            raise ValueError(
+                f"hang_timeout_s = {self.hang_timeout_s:g} is less than {LEAST_HANG_S:g}: processes are looked at once "
+                "a second, and one that is busy for a moment would be killed; raise it"
             )
         return self
 

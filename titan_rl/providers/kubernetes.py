@@ -15,7 +15,7 @@ from pathlib import PurePath
 
 from titan_rl.errors import ConfigError, ProviderError
 from titan_rl.providers.addresses import all_addresses_of, with_port
-from titan_rl.providers.spec import ProviderSpec, Submission
+from titan_rl.providers.spec import ProviderSpec, Submission, worker_command
 from titan_rl.providers.templates import rendered
 from titan_rl.providers.tools import run_tool
 
@@ -108,6 +108,7 @@ async def found_by(find: Callable[[str], str], names: Sequence[str], wait_s: flo
 def render(submission: Submission) -> str:
     """The manifests of a run: its settings, its workers with their names in DNS, who may reach them, its controller."""
     settings = submission.settings
+    in_pods = settings.model_copy(update={"command": settings.command or "titan-rl"})
     name = object_name(submission.name, submission.time)
     tomls = {f"{index}-{PurePath(toml).name}": text for index, (toml, text) in enumerate(submission.tomls.items())}
     given = [f"/etc/titan_rl/{toml}" for toml in tomls]
@@ -118,8 +119,9 @@ def render(submission: Submission) -> str:
         name=name,
         tomls=tomls,
         port=settings.port,
-        command=settings.command or "titan-rl",
-        worker=[*shlex.split(settings.command or "titan-rl"), "worker", "--listen", f"[$(POD_IP)]:{settings.port}"],
+        command=in_pods.command,
+        worker=worker_command(in_pods, f"[$(POD_IP)]:{settings.port}"),
+        drain_s=settings.worker_drain_s,
         which_run=rendered(
             "which_run.sh.jinja", run_dir=submission.run_dir, settings=shlex.join([*given, *options])
         ).rstrip(),

@@ -10,10 +10,15 @@ import shlex
 from collections.abc import Mapping
 from typing import Annotated, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, PositiveInt, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeFloat, PositiveInt, model_validator
 from pydantic_core import PydanticCustomError
 
 from titan_rl.settings import FunctionName, Section
+
+WORKER_DRAIN_S = 120
+"""The --drain-s of a worker to which nothing else is said."""
+DETACH_S = 60
+"""For what follows once a host is drained."""
 
 NAMES = ("ssh", "slurm", "kubernetes")
 """The library's own providers, see `titan_rl.providers.registry`."""
@@ -199,9 +204,18 @@ class ProviderSettings(Section):
     """On which the workers of a provider listen; with 0 each takes one that is free, but for kubernetes."""
     command: Annotated[str, AfterValidator(_words)] | None = None
     """What runs titan-rl there; by default what runs it here, and with kubernetes titan-rl."""
+    drain_s: NonNegativeFloat = 60.0
+    """A host that is to go has so long to finish what it is at, and to have the trainer saved and another host found
+    for it; what is left then goes on elsewhere. A worker that a provider starts waits longer on SIGTERM; one that is
+    started by hand as long as its --drain-s says."""
     ssh: SSHConfig = SSHConfig()
     slurm: SlurmConfig = SlurmConfig()
     kubernetes: KubernetesConfig = KubernetesConfig()
+
+    @property
+    def worker_drain_s(self) -> int:
+        """How long a worker waits on SIGTERM for its runs to drain its host."""
+        return max(WORKER_DRAIN_S, math.ceil(self.drain_s) + DETACH_S)
 
     @model_validator(mode="after")
     def _says_what_the_provider_needs(self) -> Self:

@@ -16,7 +16,7 @@ from titan_rl.providers.addresses import addresses_of, with_port
 from titan_rl.providers.allocation import nodes_of, nodes_of_this_job
 from titan_rl.providers.kept_workers import KeptWorkers, kept_workers
 from titan_rl.providers.settings import ProviderSettings
-from titan_rl.providers.spec import ProviderSpec, Submission, command
+from titan_rl.providers.spec import ProviderSpec, Submission, command, worker_command
 from titan_rl.providers.templates import rendered, unused_word
 from titan_rl.providers.tools import run_tool
 from titan_rl.providers.worker_process import tethered
@@ -97,7 +97,7 @@ def commands(settings: ProviderSettings, addresses: dict[str, str]) -> list[tupl
             tethered(
                 [
                     *("srun", *STEP, f"--nodelist={node}"),
-                    *(*command(settings), "worker", "--listen", with_port(address, settings.port)),
+                    *worker_command(settings, with_port(address, settings.port)),
                 ]
             ),
         )

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from titan_rl.providers.settings import ProviderSettings
+from titan_rl.providers.settings import WORKER_DRAIN_S, ProviderSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +51,13 @@ class Submission:
     run_dir: str = "runs"
     folder: Path = field(default_factory=Path.cwd)
     time: str = field(default_factory=lambda: time.strftime("%m%d-%H%M%S"))
+
+
+def worker_command(settings: ProviderSettings, address: str) -> list[str]:
+    """As `command`, of a worker."""
+    drain = settings.worker_drain_s
+    options = [] if drain == WORKER_DRAIN_S else ["--drain-s", str(drain)]
+    return [*command(settings), "worker", "--listen", address, *options]
 
 
 def command(settings: ProviderSettings) -> list[str]:

@@ -13,7 +13,7 @@ from titan_rl.errors import ProviderError
 from titan_rl.providers.addresses import addresses_of, with_port
 from titan_rl.providers.kept_workers import kept_workers
 from titan_rl.providers.settings import ProviderSettings
-from titan_rl.providers.spec import ProviderSpec, Submission, command
+from titan_rl.providers.spec import ProviderSpec, Submission, worker_command
 from titan_rl.providers.tools import said_by
 from titan_rl.providers.worker_process import tethered
 
@@ -57,7 +57,7 @@ def render(submission: Submission) -> str:
 
 def _remote(settings: ProviderSettings, address: str) -> str:
     """For whichever shell the user has there. It begins in this folder where that is there, too."""
-    words = [*command(settings), "worker", "--listen", with_port(address, settings.port)]
+    words = worker_command(settings, with_port(address, settings.port))
     return shlex.join(tethered(words, str(Path.cwd())))
 
 
