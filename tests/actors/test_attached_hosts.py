@@ -15,6 +15,7 @@ import pytest
 pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 
 from titan_rl.actors.hosts.agent import RunOnHost
+from titan_rl.actors.hosts.clocks import Clocks
 from titan_rl.actors.hosts.facts import HostFacts, Question, look
 from titan_rl.actors.hosts.hosts import Hosts
 from titan_rl.actors.hosts.preflight import HostNeeds
@@ -47,7 +48,7 @@ class FarHost:
         self._beating: asyncio.Task[None] | None = None
         self.enter, self.look, self.prepare = Endpoint(self._enter), Endpoint(self._look), Endpoint(self._prepare)
         self.begin_watch, self.new_output = Endpoint(self._begin_watch), Endpoint(self._new_output)
-        self.clean_up = Endpoint(self._clean_up)
+        self.clean_up, self.clocks = Endpoint(self._clean_up), Endpoint(self._clocks)
 
     @contextlib.asynccontextmanager
     async def listening(self) -> AsyncGenerator[str]:
@@ -69,6 +70,9 @@ class FarHost:
         self.is_asked.set()
         await self.may_look.wait()
         return replace(look(question), hostname=self.hostname)
+
+    async def _clocks(self) -> Clocks:
+        return Clocks.now()
 
     async def _prepare(self, run_dir: Path | None, *args: Any) -> RunOnHost:
         self.is_named.set()
