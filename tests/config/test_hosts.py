@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from titan_rl.config.hosts import HostsConfig, Roles, address_towards, check_own_machine, is_loopback, split_address
+from titan_rl.calls.loopback import names_this_machine
+from titan_rl.config.hosts import HostsConfig, Roles, address_towards, check_own_machine, split_address
 from titan_rl.errors import ConfigError
 from titan_rl.providers.settings import SSHConfig
 
@@ -43,8 +44,8 @@ def test_a_worker_is_named_once() -> None:
 
 
 def test_loopback_is_what_only_this_machine_reaches() -> None:
-    assert [is_loopback(split_address(each)[0]) for each in ("127.0.0.1", "localhost", "[::1]:1")] == [True] * 3
-    assert not any(map(is_loopback, ("0.0.0.0", "10.0.0.1", "node-2")))
+    assert [names_this_machine(split_address(each)[0]) for each in ("127.0.0.1", "localhost", "[::1]:1")] == [True] * 3
+    assert not any(map(names_this_machine, ("0.0.0.0", "10.0.0.1", "node-2")))
     assert address_towards(HostsConfig(addresses=("127.0.0.1:22222",))) == "127.0.0.1"
 
 

@@ -96,14 +96,6 @@ def is_broadcast(host: str, port: int) -> bool:
     return False
 
 
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches it."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a name
-        return host == "localhost"
-
-
 def address_towards(config: HostsConfig) -> str:
     """The address of this machine from which it reaches the first worker. Nothing is sent.
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import ipaddress
 import socket
 from collections.abc import Mapping, Sequence
 
+from titan_rl.calls.loopback import names_this_machine
 from titan_rl.errors import ProviderError
 
 
@@ -25,10 +25,10 @@ def addresses_of(
         ProviderError: a name means nothing here.
     """
     found = {name: (said or {}).get(name) or _resolved(name, fix) for name in names}
-    elsewhere = next((address for address in found.values() if not _is_loopback(address)), None)
+    elsewhere = next((address for address in found.values() if not names_this_machine(address)), None)
     if elsewhere is not None:
         own = source_towards(elsewhere)
-        found = {name: own if _is_loopback(address) else address for name, address in found.items()}
+        found = {name: own if names_this_machine(address) else address for name, address in found.items()}
     return found
 
 
@@ -69,7 +69,3 @@ def _resolved(name: str, fix: str) -> str:
         raise ProviderError(f"{name} has no address here: {error.strerror}; {fix}") from None
     addresses = [str(entry[4][0]) for entry in sorted(found, key=lambda entry: entry[0] != socket.AF_INET)]
     return addresses[0]
-
-
-def _is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address).is_loopback

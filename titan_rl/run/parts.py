@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from typing_extensions import get_protocol_members
 
-from titan_rl.config.hosts import OPEN, HostsConfig, is_loopback, own_address
+from titan_rl.calls.loopback import names_this_machine
+from titan_rl.config.hosts import OPEN, HostsConfig, own_address
 from titan_rl.config.run import RunConfig
 from titan_rl.errors import ConfigError, MissingExtraError
 from titan_rl.generation.registry import find_engine
@@ -228,7 +229,7 @@ def use_monarch(hosts: HostsConfig, tell: Callable[[str], object]) -> None:
         listen_below(process_scratch())
         return
     address = own_address(hosts)
-    if not is_loopback(address):
+    if not names_this_machine(address):
         tell(f"this run listens on {address}: {OPEN}")
     listen_on(address, process_scratch())
 

@@ -14,7 +14,8 @@ from titan_rl.actors.hosts.meeting_point import MeetingPoint
 from titan_rl.actors.hosts.scratch import clean_up_after_dead_runs, make_worker_folder, scratch_root
 from titan_rl.actors.liveness.loop_thread import LoopThread
 from titan_rl.actors.liveness.worker_signs import FOLDER, say_leaving
-from titan_rl.config.hosts import OPEN, is_loopback, join_address, split_address
+from titan_rl.calls.loopback import names_this_machine
+from titan_rl.config.hosts import OPEN, join_address, split_address
 from titan_rl.run.machine.aftermath import Aftermath
 
 logger = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ def run_worker(listen: str, tell: Callable[[str], object], drain_s: float) -> No
     host, port = split_address(listen)
     address = join_address(host, port)
     clean_up_after_dead_runs(scratch_root())
-    if not is_loopback(host):
+    if not names_this_machine(host):
         tell(f"warning: {address} is open to other machines: {OPEN}")
     terminated = threading.Event()
     before = signal.signal(signal.SIGTERM, lambda *_: terminated.set())

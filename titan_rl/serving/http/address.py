@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import ipaddress
 import socket
 
+from titan_rl.calls.loopback import names_this_machine
 from titan_rl.errors import ConfigError
 from titan_rl.serving.http.keys import Keys
 
@@ -15,7 +15,7 @@ def listener_of(host: str, port: int, keys: Keys) -> socket.socket:
     Raises:
         ConfigError: the address is not loopback and there are no keys, or it cannot be bound.
     """
-    if not (_is_loopback(host) or keys.required):
+    if not (names_this_machine(host) or keys.required):
         raise ConfigError(
             f"host is {host!r}, which others can reach, and there is no key for clients; give it one: Keys(api=[...]), "
             "or TITAN_RL_API_KEY in the environment of titan-rl serve"
@@ -31,12 +31,3 @@ def listener_of(host: str, port: int, keys: Keys) -> socket.socket:
         listener.close()
         raise ConfigError(f"host {host!r} and port {port} cannot be served on: {error}") from error
     return listener
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
