@@ -9,7 +9,7 @@ from run.test_controller import Counting
 
 from titan_rl.config.run import RunConfig
 from titan_rl.config.tasks import TaskSource
-from titan_rl.errors import ProviderError
+from titan_rl.errors import ConfigError, ProviderError
 from titan_rl.providers.spec import ProviderSpec
 from titan_rl.run.hosts.provided import ASK_S
 from titan_rl.run.workers import workers_started
@@ -89,3 +89,82 @@ async def test_a_provider_may_tell_of_further_hosts_later(tmp_path: Path):
         await asyncio.sleep(2 * ASK_S)
         assert started.provided.read() == {"10.0.0.2:22222", "10.0.0.9:22222"}
         watching.cancel()
+
+
+given = list[object]()
+
+
+@contextlib.asynccontextmanager
+async def giving(spec: ProviderSpec):
+    yield given[0]
+
+
+def broke(spec: ProviderSpec):
+    raise RuntimeError("no credit")
+
+
+@contextlib.asynccontextmanager
+async def out_of_order(spec: ProviderSpec):
+    raise RuntimeError("no credit")
+    yield
+
+
+async def no_block(spec: ProviderSpec) -> list[str]:
+    return ["10.0.0.2"]
+
+
+@pytest.mark.parametrize(
+    ("workers", "problem"),
+    [
+        ([], "giving gave no workers"),
+        (None, "giving gave None; have it yield a list of addresses"),
+        ("10.0.0.2", "giving gave '10.0.0.2'; have it yield a list of addresses"),
+        (["0.0.0.0:22222"], "giving gave '0.0.0.0:22222' stands for all interfaces"),
+        ([22222], "giving gave 22222, which must be HOST or HOST:PORT"),
+        (["10.0.0.2", "10.0.0.2:22222"], "giving gave 10.0.0.2:22222 more than once"),
+    ],
+)
+async def test_what_a_provider_gives_are_addresses_of_workers(tmp_path: Path, workers: object, problem: str):
+    given[:] = [workers]
+    with pytest.raises(ConfigError, match=rf"hosts\.provider .*{problem}"):
+        async with workers_started(config(provider=f"{__name__}:giving"), tmp_path):
+            pytest.fail("it began")
+
+
+async def test_an_address_without_a_port_is_as_in_the_settings(tmp_path: Path):
+    given[:] = [("10.0.0.2",)]
+    async with workers_started(config(provider=f"{__name__}:giving"), tmp_path) as started:
+        assert started.config.hosts.addresses == ("10.0.0.2:22222",)
+
+
+@pytest.mark.parametrize("name", ["broke", "out_of_order"])
+async def test_what_a_provider_raises_names_it_and_the_line(tmp_path: Path, name: str):
+    with pytest.raises(ProviderError, match=rf":{name}: RuntimeError: no credit \(.*test_workers.py:\d+ in {name}\)"):
+        async with workers_started(config(provider=f"{__name__}:{name}"), tmp_path):
+            pytest.fail("it began")
+
+
+async def test_a_function_that_is_no_context_manager_is_told_what_to_be(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"no_block gives a coroutine.*contextlib\.asynccontextmanager"):
+        async with workers_started(config(provider=f"{__name__}:no_block"), tmp_path):
+            pytest.fail("it began")
+
+
+@contextlib.asynccontextmanager
+async def sticky(spec: ProviderSpec):
+    try:
+        yield ["10.0.0.2"]
+    finally:
+        raise RuntimeError("they do not go")
+
+
+async def test_a_provider_that_cannot_give_back_says_so_and_hides_no_other_error(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    with pytest.raises(ProviderError, match="sticky: RuntimeError: they do not go"):
+        async with workers_started(config(provider=f"{__name__}:sticky"), tmp_path):
+            pass
+    with pytest.raises(ZeroDivisionError):
+        async with workers_started(config(provider=f"{__name__}:sticky"), tmp_path):
+            raise ZeroDivisionError
+    assert "sticky: RuntimeError: they do not go" in capfd.readouterr().err

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, Callable
+import inspect
+import logging
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from types import TracebackType
+from typing import Any, Generic, TypeVar
 
+from titan_rl.calls.user_code import reason, where
+from titan_rl.config.hosts import NOT_AN_ADDRESS, join_address, split_address
 from titan_rl.config.run import RunConfig
 from titan_rl.config.serve import ServeConfig
-from titan_rl.errors import ProviderError
+from titan_rl.errors import ConfigError, ProviderError, TitanRLError
 from titan_rl.providers.changing import ChangingWorkers
-from titan_rl.providers.registry import find_provider
+from titan_rl.providers.registry import ProviderKind, find_provider
 from titan_rl.providers.spec import ProviderSpec
 from titan_rl.run.hosts.provided import ProvidedHosts
 from titan_rl.run.machine.stop_signals import tell_on_stderr
 from titan_rl.run.observability.progress import Verbosity, status
+
+logger = logging.getLogger(__name__)
 
 C = TypeVar("C", RunConfig, ServeConfig)
 
@@ -44,6 +51,7 @@ async def workers_started(
         stop: called where all workers are told to end, and the provider is one with which that means the run.
 
     Raises:
+        ConfigError: what settings name is no provider, or gives no workers.
         TitanRLError: the provider has none.
     """
     hosts = config.hosts
@@ -51,11 +59,11 @@ async def workers_started(
         yield StartedWorkers(config)
         return
     kind = find_provider(hosts.provider)
-    workers = kind.workers(ProviderSpec(hosts, logs, tell_on_stderr))
     async with contextlib.AsyncExitStack() as opened:
         with status("starting workers", verbosity):
-            started = await opened.enter_async_context(workers)
-        by_address = hosts.model_copy(update={"provider": None, "addresses": tuple(started)})
+            started = await _begun(opened, hosts.provider, kind, ProviderSpec(hosts, logs, tell_on_stderr))
+        addresses = _addresses_of(hosts.provider, started)
+        by_address = hosts.model_copy(update={"provider": None, "addresses": addresses})
         if too_few := [*by_address.too_few_of(len(by_address.addresses))]:
             raise ProviderError(f'hosts.provider = "{hosts.provider}": {"; ".join(too_few)}')
         provided = None
@@ -63,3 +71,84 @@ async def workers_started(
             all_leave = stop if kind.ends_with_workers else None
             provided = ProvidedHosts(by_address.addresses, started.current, all_leave)
         yield StartedWorkers(config.model_copy(update={"hosts": by_address}), provided)
+
+
+async def _begun(opened: contextlib.AsyncExitStack, name: str, kind: ProviderKind, spec: ProviderSpec) -> Iterable[str]:
+    """What a provider gives, which is given back with the stack.
+
+    Raises:
+        ConfigError: it is no provider.
+        TitanRLError: it has none.
+    """
+    with _of_provider(name):
+        workers: Any = kind.workers(spec)
+    if not isinstance(workers, contextlib.AbstractAsyncContextManager):
+        if inspect.iscoroutine(workers):
+            workers.close()
+        raise ConfigError(
+            f"hosts.provider {name} gives {_a(workers)}, and is to give workers for a while: "
+            "decorate an `async def` that yields them with contextlib.asynccontextmanager"
+        )
+
+    async def end(of: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
+        try:
+            return bool(await workers.__aexit__(of, error, trace))
+        except Exception as own:
+            if own is error:
+                return False
+            failed = _problem(name, own)
+            if error is None:
+                raise failed from own
+            tell_on_stderr(str(failed))  # what ended the run is to be told
+            return False
+
+    with _of_provider(name):
+        started = await workers.__aenter__()
+    opened.push_async_exit(end)
+    return started
+
+
+@contextlib.contextmanager
+def _of_provider(name: str) -> Generator[None]:
+    """What a provider raises here names it, unless it is one of titan_rl's own errors."""
+    try:
+        yield
+    except TitanRLError:
+        raise
+    except Exception as error:
+        raise _problem(name, error) from error
+
+
+def _problem(name: str, error: Exception) -> ProviderError:
+    logger.warning("hosts.provider %s failed", name, exc_info=error)
+    place = where(error)
+    return ProviderError(f"hosts.provider {name}: {reason(error)}" + (f" ({place})" if place else ""))
+
+
+def _addresses_of(name: str, started: object) -> tuple[str, ...]:
+    """As `hosts.addresses` would have them.
+
+    Raises:
+        ConfigError: these are no addresses of workers, or there are none.
+    """
+    if isinstance(started, str) or not isinstance(started, Iterable):
+        raise ConfigError(f"hosts.provider {name} gave {_a(started)}; have it yield a list of addresses, HOST:PORT")
+    addresses: list[str] = []
+    with _of_provider(name):
+        given = list[Any](started)
+    for each in given:
+        if not isinstance(each, str):
+            raise ConfigError(f"hosts.provider {name} gave {_a(each)}, which {NOT_AN_ADDRESS}")
+        try:
+            addresses.append(join_address(*split_address(each)))
+        except ValueError as error:
+            raise ConfigError(f"hosts.provider {name} gave {error}") from None
+    if not addresses:
+        raise ConfigError(f"hosts.provider {name} gave no workers; have it wait until there are some, or say why not")
+    if twice := sorted({address for address in addresses if addresses.count(address) > 1}):
+        raise ConfigError(f"hosts.provider {name} gave {', '.join(twice)} more than once; give each worker once")
+    return tuple(addresses)
+
+
+def _a(value: object) -> str:
+    return f"{value!r:.80}" if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
