@@ -93,12 +93,14 @@ def test_a_thread_whose_loop_cannot_begin_keeps_nobody_waiting(monkeypatch: pyte
         entered.result(LIMIT_S)
 
 
-async def test_a_process_ends_when_nobody_watches_it_any_more(tmp_path: Path):
+async def test_a_process_ends_when_nobody_watches_it_any_more(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     watch = HostWatch(tmp_path / "s", lambda pid, how: None)
     running = asyncio.ensure_future(watch.run())
     async with process(tmp_path / "s") as pulsing:
+        await until(watch.look)  # it is known
         running.cancel()
         await asyncio.wait_for(pulsing.wait(), LIMIT_S)
+    assert not caplog.records, "that is no failure"
 
 
 class Clock:

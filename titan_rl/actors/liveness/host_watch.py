@@ -85,6 +85,8 @@ class HostWatch:
                 process.answered(await reader.readexactly(ANSWER.size))
         except (asyncio.IncompleteReadError, OSError):  # it ends, which the kernel tells
             pass
+        except asyncio.CancelledError:
+            pass  # nobody watches any more; asyncio logs a handler that is cancelled as a failure
         finally:
             self._answering.discard(task)
             writer.close()
