@@ -56,6 +56,15 @@ def test_wrong_arguments_are_told_on_standard_error_and_end_with_2(
     assert not list(tmp_path.iterdir()), "nothing is made of wrong arguments"
 
 
+def test_what_a_command_does_not_know_is_told_with_its_own_usage(capsys: pytest.CaptureFixture[str]):
+    for argv in (["hosts", "runs/latest", "list", "extra"], ["doctor", "extra"]):
+        code, out, err = run(argv, capsys)
+        assert (code, out) == (2, "")
+        assert err.startswith(f"usage: titan-rl {argv[0]} "), err
+        assert err.endswith("error: unrecognized arguments: extra\n"), err
+    assert "list: error" in run(["hosts", "runs/latest", "list", "extra"], capsys)[2]
+
+
 def test_no_command_and_one_that_is_not_there_end_with_2(capsys: pytest.CaptureFixture[str]):
     for argv in ([], ["tarin"]):
         code, out, err = run(argv, capsys)

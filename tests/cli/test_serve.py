@@ -108,6 +108,7 @@ def test_a_dry_run_prints_the_settings(project: Path, capsys):
         (["policy", "--server.port", "99999"], "command line: server.port = 99999 must be less than 65536"),
         (["policy", "--server.hos", "::1"], "server.hos = '::1' is not a setting; nearest: server.host"),
         (["policy", "--training.lr", "1"], "[training] is not a table; valid here: seed, pythonpath, model"),
+        (["policy", "--port", "8123"], "port = 8123 is not a setting; nearest: server.port"),
         (["policy", "--model.path", "other"], "--model.path: what is served is"),
         (["policy", "--model.max_context", "513"], "model.max_context = 513 is more than the model's 512 positions"),
         (["policy", "--hosts.generate", "2", "--dry-run"], "hosts.generate is 2, and there is 1 host; lower it"),

@@ -99,10 +99,14 @@ def test_a_file_within_a_package_is_beside_what_its_package_is_imported_from(els
     assert load_config(package / "inner" / "run.toml").pythonpath == (str(elsewhere.parent),)
 
 
-def test_a_module_that_is_nowhere_is_told_with_the_folders_that_were_searched(elsewhere: Path):
+def test_a_module_that_is_nowhere_is_told_with_the_folders_that_were_searched(
+    elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(sys, "path", [*sys.path, "__editable__.a-1.finder.__path_hook__"])
     said = failure(["../config.toml"], ("task.type", "absent_task:Echo"))
     assert "there is no module absent_task; looked in " in said
     assert f"{elsewhere}, {elsewhere.parent}" in said
+    assert "__path_hook__" not in said
 
 
 def test_pythonpath_is_meant_from_its_file(elsewhere: Path):

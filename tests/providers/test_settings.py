@@ -63,6 +63,8 @@ def test_other_options_are_the_jobs() -> None:
         {"resources": {"memory": "lots"}},
         {"controller_resources": {"cpu": "-1"}},
         {"image": "a b"},
+        {"folder": "workspace"},
+        {"folder": "/work space"},
     ],
 )
 def test_what_no_cluster_takes_is_refused(table: dict[str, object]) -> None:

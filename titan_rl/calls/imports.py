@@ -101,7 +101,8 @@ def require(module: str, extra: str) -> ModuleType:
 def _searched() -> list[str]:
     """The folders in which modules of the user's are found, which are those of no installation."""
     installed = (sys.prefix, sys.base_prefix)
-    return [folder for folder in dict.fromkeys(sys.path) if folder and not folder.startswith(installed)]
+    folders = [path for path in dict.fromkeys(sys.path) if os.path.isabs(path)]  # others stand for import hooks
+    return [folder for folder in folders if not folder.startswith(installed)]
 
 
 def _functions(module: ModuleType) -> list[str]:

@@ -68,7 +68,10 @@ class Parser(argparse.ArgumentParser):
             for name in names - {"--"}:
                 with contextlib.suppress(argparse.ArgumentError):  # it is known
                     self.add_argument(name, action=_Override, help=argparse.SUPPRESS)
-        return super().parse_known_args(args, namespace)
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:  # else it would be said with the usage of titan-rl, and not with that of the command
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found, unknown
 
     def print_help(self, file: object = None) -> None:
         say(self.format_help())

@@ -91,6 +91,7 @@ MEANT = {
     "num_generations": "rollout.group_size",
     "num_train_epochs": "training.steps",
     "output_dir": "run_dir",
+    "port": "server.port",
 }
 """What to offer for a name that is nearer to another setting than to the one that is meant, by the whole of it or by
 its last part: most are what other libraries call it."""

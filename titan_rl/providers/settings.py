@@ -122,6 +122,12 @@ def _quantity(text: str) -> str:
     return text
 
 
+def _mount(text: str) -> str:
+    if not re.fullmatch(r"/[^\s:]+", text):
+        raise PydanticCustomError("mount", "must begin with /, and have neither spaces nor colons, as /workspace")
+    return text
+
+
 Quantity = Annotated[str, AfterValidator(_quantity)]
 
 
@@ -180,7 +186,7 @@ class KubernetesConfig(Section):
     """Hosts, a pod each; the controller has one more, which needs no GPU."""
     volume: str = ""
     """A PersistentVolumeClaim that all pods mount, with the model, and for the run's folder."""
-    folder: str = Field(default="/workspace", pattern=r"^/[^\s:]+$")
+    folder: Annotated[str, AfterValidator(_mount)] = "/workspace"
     """Where the volume is, and the current folder of the run and of its workers."""
     namespace: Annotated[str, AfterValidator(_namespace)] = "default"
     """In which all of it is made."""

@@ -216,6 +216,11 @@ def watcher(
     return watch
 
 
+_told_of = set[str]()
+"""Addresses of which it is known that Monarch listens there, for as long as this process: an evaluation of several
+policies says it once."""
+
+
 def use_monarch(hosts: HostsConfig, tell: Callable[[str], object]) -> None:
     """Have Monarch listen where the run's hosts reach it. It writes to the terminal when it is first used, and so not
     where a display is drawn.
@@ -229,9 +234,10 @@ def use_monarch(hosts: HostsConfig, tell: Callable[[str], object]) -> None:
         listen_below(process_scratch())
         return
     address = own_address(hosts)
-    if not names_this_machine(address):
-        tell(f"this run listens on {address}: {OPEN}")
     listen_on(address, process_scratch())
+    if not names_this_machine(address) and address not in _told_of:
+        _told_of.add(address)
+        tell(f"this run listens on {address}: {OPEN}")
 
 
 def describe_processes(config: RunConfig, parts: Parts) -> str:

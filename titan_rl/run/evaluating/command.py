@@ -90,7 +90,7 @@ async def _evaluate_all(
     taken: set[str] = set()
     for given in policies:
         async with contextlib.AsyncExitStack() as opened:
-            opening = open_policy(given, config, settings, files, progress.message)
+            opening = open_policy(given, config, settings, files, lambda text: progress.message(f"titan-rl: {text}"))
             with progress.working(f"loading {given}"):
                 policy = await opened.enter_async_context(opening)
             run = EvaluationRun(config, settings, policy, out / folder_name(policy.name, taken), progress)
