@@ -8,6 +8,7 @@ can win more than.
 
     python -m benchmarks.moving                       # all, an hour of one core
     python -m benchmarks.moving --only staleness_0.3  # one workload
+    python -m benchmarks.moving --part 4              # a quarter of the engines and of the prompts of a step
 """
 
 from __future__ import annotations
@@ -67,16 +68,21 @@ def free(cluster: Cluster) -> Cluster:
     return replace(cluster, cost=replace(cluster.cost, prompt_token=0.0, load=0.0), wake_s=0.0)
 
 
+def lending(cluster: Cluster, *, wake_s: float) -> Cluster:
+    """As many engines on the trainer's devices as on the others."""
+    return replace(cluster, num_lent=cluster.num_replicas, move_below=0.9, wake_s=wake_s)
+
+
 PLACED = Way(lambda cluster: cluster)
 MOVING = {
     f"moved below {below}": Way(lambda cluster, below=below: replace(cluster, move_below=below)) for below in (0.5, 0.9)
 }
 OTHERS = {
     "long answers apart": Way(lambda cluster: cluster, apart=True),
-    "16 lent, moved below 0.9": Way(lambda cluster: replace(cluster, num_lent=16, move_below=0.9, wake_s=2.0)),
+    "as many lent, moved below 0.9": Way(lambda cluster: lending(cluster, wake_s=2.0)),
     "free: placed": Way(free),
     "free: moved below 0.9": Way(lambda cluster: replace(free(cluster), move_below=0.9)),
-    "free: 16 lent, moved below 0.9": Way(lambda cluster: replace(free(cluster), num_lent=16, move_below=0.9)),
+    "free: as many lent, moved below 0.9": Way(lambda cluster: lending(free(cluster), wake_s=0.0)),
 }
 
 
@@ -90,6 +96,12 @@ def workloads() -> dict[str, tuple[Case, str, dict[str, Way]]]:
         "verl_2200_synchronous": (alone, "synchronous", MOVING),
         "verl_2200_streaming": (alone, "streaming", MOVING),
     }
+
+
+def part_of(case: Case, part: int) -> Case:
+    """As many requests to an engine, on fewer engines."""
+    cluster = replace(case.cluster, num_replicas=case.cluster.num_replicas // part)
+    return replace(case, cluster=cluster, groups_per_step=case.groups_per_step // part)
 
 
 def seconds_of(case: Case, schedule: str, way: Way, steps: int) -> float:
@@ -115,13 +127,18 @@ def seconds_of(case: Case, schedule: str, way: Way, steps: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=4, help="measured steps of each way")
+    parser.add_argument("--part", type=int, default=1, help="of the cluster, one of so many")
     parser.add_argument("--only", choices=list(workloads()), help="one workload")
     arguments = parser.parse_args()
     for name, (case, schedule, ways) in workloads().items():
         if arguments.only in (None, name):
             for how, way in {"placed": PLACED, **ways}.items():
                 print(f"{name:<24}{how:<34}", end="", flush=True)
-                report(f"{name}_{how.replace(' ', '_')}", seconds_of(case, schedule, way, arguments.steps), "s")
+                report(
+                    f"{name}_{how.replace(' ', '_')}",
+                    seconds_of(part_of(case, arguments.part), schedule, way, arguments.steps),
+                    "s",
+                )
 
 
 if __name__ == "__main__":

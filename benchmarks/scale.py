@@ -2,6 +2,7 @@
 
     python -m benchmarks.scale                       # 8, 64, 512 and 2,048 generators of 64 requests each
     python -m benchmarks.scale --generators 64       # one of these
+    python -m benchmarks.scale --generators 4096 --requests 8  # as many in flight as 512 of 64 have
     python -m benchmarks.scale --messages            # what Monarch takes for a message, by itself
 
 Router, rollouter, scheduler, the mix of two tasks, the streams of requests, the watch over processes and the manifests
@@ -102,8 +103,9 @@ def length_of(request: EngineRequest) -> int:
 class ScaledRun:
     """A few steps, and then the deaths of a generator and of a host's."""
 
-    def __init__(self, num_generators: int) -> None:
+    def __init__(self, num_generators: int, num_requests: int) -> None:
         self.num_generators = num_generators
+        self.num_requests = num_requests  # in flight on each
         self.figures: dict[str, float] = {}
         self._traffic = Traffic()
         self._published = PublishedWeights()
@@ -114,10 +116,10 @@ class ScaledRun:
         processes = SimulatedProcesses(
             ModelConfig(path="unused", max_context=4096),
             GenerationConfig(num_generators=self.num_generators, max_respawns=1 << 20),
-            RoutingConfig(max_sessions=2 * REQUESTS * self.num_generators),
+            RoutingConfig(max_sessions=2 * self.num_requests * self.num_generators),
             StateDictConfig(),
             seed=0,
-            max_running=REQUESTS,
+            max_running=self.num_requests,
             files=RunFiles(),
             published=self._published,
             hosts=Hosts(SimulatedSupervisor(), HostsConfig(), HostNeeds(Path(), Path())),
@@ -132,7 +134,7 @@ class ScaledRun:
         )
         watching = asyncio.ensure_future(processes.watch(router))
         await self._pull(0)
-        groups_per_step = self.num_generators * REQUESTS // GROUP_SIZE // 2
+        groups_per_step = self.num_generators * self.num_requests // GROUP_SIZE // 2
         async with GroupScheduler(
             self._run_group,
             SchedulingConfig(groups_per_step=groups_per_step),
@@ -148,7 +150,7 @@ class ScaledRun:
                     gone = gone[: min(count, self.num_generators // 2)]
                     await asyncio.sleep(TRAIN_S + STEP_S / 4)  # between two steps of engines: nothing else goes on
                     ids = [id for replica in gone for id in processes.generators[replica.name].request_ids]
-                    self.figures[name] = await self._move_requests(gone, ids) * count * REQUESTS / len(ids)
+                    self.figures[name] = await self._move_requests(gone, ids) * count * self.num_requests / len(ids)
         self.figures["peak_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
@@ -241,27 +243,31 @@ async def measure_messages(num_messages: int = 20_000) -> None:
     await processes.stop()
 
 
-def measure(num_generators: int) -> None:
+def measure(num_generators: int, num_requests: int) -> None:
     logging.disable(logging.WARNING)  # which generators died
-    run = ScaledRun(num_generators)
+    run = ScaledRun(num_generators, num_requests)
     with asyncio.Runner(loop_factory=looptime.new_event_loop) as runner:
         runner.run(run.run())
     for name, value in run.figures.items():
         report(f"{name}_{num_generators}", value, name.rpartition("_")[2])
+    in_flight = num_generators * num_requests
+    report(f"cpu_us_a_request_{num_generators}", run.figures["controller_cpu_per_s"] / in_flight * 1e6, "us a second")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--generators", type=int, default=None)
+    parser.add_argument("--requests", type=int, default=REQUESTS, help="in flight on each generator")
     parser.add_argument("--messages", action="store_true")
     options = parser.parse_args()
     if options.messages:
         asyncio.run(measure_messages())
     elif options.generators:
-        measure(options.generators)
+        measure(options.generators, options.requests)
     else:
         for size in SIZES:  # each in a process of its own, for its memory
             command = [sys.executable, "-m", "benchmarks.scale", "--generators", str(size)]
+            command += ["--requests", str(options.requests)]
             subprocess.run(command, check=True, timeout=LIMIT_S)
 
 
