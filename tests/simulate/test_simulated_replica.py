@@ -127,6 +127,22 @@ def test_pulls_aborts_and_pauses_happen_between_two_steps():
     in_virtual_time(scenario())
 
 
+def test_a_pull_that_is_given_up_on_leaves_the_others_be():
+    async def scenario() -> None:
+        replica = SimulatedReplica(
+            "r", lambda request_id, context: 9, CostModel(load=3.0), max_running=4, kv_tokens=100
+        )
+        serving = asyncio.ensure_future(replica.run())
+        given_up, other = (asyncio.ensure_future(replica.pull(version)) for version in (1, 2))
+        await asyncio.sleep(1.0)
+        given_up.cancel()
+        assert await asyncio.wait_for(other, 10) == 2
+        assert not serving.done()
+        serving.cancel()
+
+    in_virtual_time(scenario())
+
+
 def test_a_full_kv_cache_has_the_last_request_wait():
     async def scenario() -> dict[str, float]:
         replica = SimulatedReplica(

@@ -106,8 +106,7 @@ class SimulatedReplica:
         self._max_running = max_running
         self._kv_tokens = kv_tokens
         self._places = places
-        self._wake_s = wake_s
-        self._asleep = False
+        self._wake_s, self._asleep = wake_s, False
         self._stream_interval = stream_interval
         self._waiting: deque[_Sequence] = deque()
         self._running: list[_Sequence] = []  # in the order in which they joined
@@ -214,7 +213,8 @@ class SimulatedReplica:
             await asyncio.sleep(self._cost.load)
             self.version = max(self.version, *(version for version, _ in pulls))
             for _, done in pulls:
-                done.set_result(None)
+                if not done.done():  # else it was given up on
+                    done.set_result(None)
 
     def _admit(self) -> None:
         """Preempt until the step has room, then let requests join, those that were preempted first."""
