@@ -27,7 +27,7 @@ SETTINGS = [
     ("generation.tensor_parallel_size", "2"),
     ("generation.stream_interval", "8"),
     ("generation.max_running", "auto"),  # each rank decides by itself how many of them join
-    ("generation.kv_cache_gib", "0.0006"),
+    ("generation.kv_cache_gib", "0.0005"),  # which is not all that a generator is asked for
 ]
 LENGTH = 120
 SAMPLING = SamplingParams(max_tokens=LENGTH, min_tokens=LENGTH, seed=7)
@@ -55,6 +55,8 @@ async def test_two_ranks_generate_pull_and_are_replaced_together(tmp_path: Path,
             await publish(processes, published, router)  # the trainer's logprobs hold for the sharded weights too
             completions = await asyncio.gather(*early, *late)
             assert {span.version for completion in completions for span in completion.version_spans} == {0, 1}
+            gauges = [replica.gauges for replica in processes.replicas if replica.gauges is not None]
+            assert max(gauge.maxima["waiting_requests"] for gauge in gauges) > 0, "the KV cache held all"
             for completion, expected in zip(completions, alone * 2, strict=True):
                 before_swap = sum(span.num_tokens for span in completion.version_spans if span.version == 0)
                 assert completion.token_ids[:before_swap] == expected.token_ids[:before_swap]
@@ -77,7 +79,7 @@ async def test_two_ranks_generate_pull_and_are_replaced_together(tmp_path: Path,
 def ask(router: GeneratorRouter, name: str):
     return [
         asyncio.ensure_future(router.generate([5, 6, 7, n], request_id=f"{name}-{n}", sampling=SAMPLING))
-        for n in range(6)
+        for n in range(12)
     ]
 
 
