@@ -19,7 +19,7 @@ from titan_rl.actors.liveness.host_monitor import HostMonitor
 from titan_rl.actors.liveness.reports import receive, send
 from titan_rl.actors.processes.remote_process import RemoteProcess
 from titan_rl.config.hosts import HostsConfig
-from titan_rl.errors import ActorDiedError
+from titan_rl.errors import ActorDiedError, ConfigError
 
 
 class Endpoint:
@@ -93,6 +93,24 @@ async def test_a_host_that_is_lost_while_it_drains_is_told_of_once():
     await elastic.drain("there", "it was asked to")
     assert told == ["host there is lost: it fell silent"]
     assert [(host.name, host.state) for host in elastic.states()] == [("there", "gone")]
+
+
+@pytest.mark.parametrize(
+    ("state", "said"), [("left", "has left already: it was told to"), ("gone", "is lost already: it fell silent")]
+)
+async def test_who_has_a_host_drained_that_is_there_no_more_is_told_what_became_of_it(state: str, said: str):
+    hosts = LeavingHosts()
+    hosts.may_end.set()
+    elastic = ElasticHosts(Processes(hosts), lambda text: None)  # pyright: ignore[reportArgumentType]
+    if state == "left":
+        await elastic.drain("there", "it was told to")
+    else:
+        gone: Any = hosts.hosts.pop("there")
+        elastic._lost(gone, "it fell silent")  # pyright: ignore[reportPrivateUsage]
+    with pytest.raises(ConfigError, match=f"^host there {said}$"):
+        await elastic.drain("there", "once more")
+    with pytest.raises(ConfigError, match="there is no host 'nobody'"):
+        await elastic.drain("nobody", "why not")
 
 
 async def test_a_host_is_known_all_the_while_that_it_leaves():

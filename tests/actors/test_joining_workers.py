@@ -111,6 +111,7 @@ async def test_what_came_with_a_host_goes_with_it_and_comes_with_the_next(tmp_pa
         await (cluster.drain("c") if end == "drained" else lose(cluster.processes, "c"))
         await asyncio.sleep(1)
         assert cluster.supervisor.started.empty()
+        assert any(f"{brought[0]} is gone: host c is {end}: " in line for line in cluster.told)
         assert await cluster.join("d") == brought
         assert await worker_hosts(cluster.supervisor, 2) == ["d", "d"]
 

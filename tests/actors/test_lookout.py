@@ -158,8 +158,8 @@ async def test_a_silent_host_is_lost_with_all_its_processes_and_told_so_when_it_
             await controller.watch(pulsing.pid)
             lookout.cancel()  # as if its packets were lost
             clock.goes = True
-            assert await told(controller.lost) == "nothing has been heard of host h1 for 3 s"
-            assert await told(controller.ended) == "nothing has been heard of host h1 for 3 s"
+            assert await told(controller.lost) == "nothing has been heard of it for 3 s"
+            assert await told(controller.ended) == "host h1 is lost: nothing has been heard of it for 3 s"
         again = Lookout(controller.watcher.settings, tmp_path / "again")
         assert await asyncio.wait_for(again.run(), LIMIT_S) == "nothing has been heard of host h1 for 3 s"
 

@@ -34,6 +34,8 @@ from titan_rl.training.settings import ModelConfig, TrainingConfig
 from titan_rl.types import Completion, FinishReason, SamplingParams, VersionSpan
 from titan_rl.weights.published_weights import PublishedWeights
 
+SILENT = "nothing has been heard of it for 3 s"
+
 
 class Replica(ActorReplica):
     """Of a process that is not there."""
@@ -186,7 +188,7 @@ async def test_a_death_past_the_limit_ends_the_run_with_setting_value_and_count(
 async def lose(processes: RunProcesses, name: str) -> None:
     host = processes.hosts[name]
     await processes.hosts.detach(name)
-    processes.host_lost(host, f"nothing has been heard of host {name} for 3 s")
+    processes.host_lost(host, SILENT)
 
 
 async def worker_hosts(supervisor: Supervisor, count: int) -> list[str]:
@@ -215,7 +217,7 @@ async def test_rollout_workers_of_a_lost_host_start_at_once_where_few_are_and_co
     await lose(processes, "b")
     assert await worker_hosts(supervisor, 2) == ["a", "c"]
     assert asyncio.get_running_loop().time() - began < 0.01
-    assert "rollout-worker-1 is gone: nothing has been heard of host b for 3 s; starting another on a" in told
+    assert f"rollout-worker-1 is gone: host b is lost: {SILENT}; starting another on a" in told
     watching.cancel()
 
 
@@ -236,9 +238,7 @@ async def test_where_no_host_is_left_a_rollout_worker_waits_for_one_and_says_so(
     watching = asyncio.ensure_future(processes.watch(router))
     await lose(processes, "there")
     await asyncio.sleep(1.0)
-    assert told == [
-        "rollout-worker-0 is gone: nothing has been heard of host there for 3 s; no host that is left has room for it"
-    ]
+    assert told == [f"rollout-worker-0 is gone: host there is lost: {SILENT}; no host that is left has room for it"]
     processes.hosts.add(host_of("other"))
     assert await processes.join("other", router) == ["rollout-worker-0"]
     assert await worker_hosts(supervisor, 1) == ["other"]
@@ -279,7 +279,7 @@ async def test_a_run_whose_only_training_host_is_lost_as_it_starts_ends_at_once_
     began = asyncio.get_running_loop().time()
     with pytest.raises(ExceptionGroup) as caught:
         await start_and_lose(processes, supervisor, "trains")
-    assert str(caught.value.exceptions[0]) == "trainer died: nothing has been heard of host trains for 3 s"
+    assert str(caught.value.exceptions[0]) == f"trainer died: host trains is lost: {SILENT}"
     assert asyncio.get_running_loop().time() - began == pytest.approx(1.0)
 
 
@@ -299,8 +299,8 @@ async def test_a_run_starts_without_hosts_that_are_lost_meanwhile_if_others_can_
     )
     await start_and_lose(processes, supervisor, "a")
     assert told == [
-        "the trainer starts without a host that is lost: trainer died: nothing has been heard of host a for 3 s",
-        "the run starts without host a: rollout-worker-0 died: nothing has been heard of host a for 3 s",
+        f"the trainer starts without a host that is lost: trainer died: host a is lost: {SILENT}",
+        f"the run starts without host a: rollout-worker-0 died: host a is lost: {SILENT}",
     ]
     assert processes.names_by_host()["b"] == ["rollout-worker-1", "trainer"]
     watching = asyncio.ensure_future(processes.watch(GeneratorRouter([Replica()])))

@@ -24,6 +24,7 @@ def test_who_asks_is_told_for_what_it_waits_and_that_ctrl_c_takes_nothing_back(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(time, "sleep", press_ctrl_c)
+    monkeypatch.setattr("titan_rl.run.hosts.requests.PROMISE_S", 0.0)
     assert main(["hosts", str(tmp_path), "add", "10.0.0.4:22222"]) == EXIT_INTERRUPTED
     said = capfd.readouterr().err
     assert "the run is asked to add 10.0.0.4:22222; this waits until its processes are up" in said

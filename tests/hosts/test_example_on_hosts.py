@@ -43,7 +43,8 @@ def test_at_staleness_0_it_has_the_same_bits_on_one_host_and_on_three_of_which_o
         listed = listed_hosts(run, capsys)
         run.wait_for_step(1)
         assert main(["hosts", str(run.folder), "drain", hosts[1].name]) == 0
-        assert "trainer leaves its host: it was asked to; starting another" in run.output
+        drained = f"host {hosts[1].name} is drained: titan-rl hosts asked for it"
+        assert f"trainer leaves its host: {drained}; starting another trainer" in run.output
         run.wait_for(lambda: "trainer is there again after" in run.output)
         hosts[0].kill()
         assert run.wait() == 0, run.output

@@ -56,7 +56,7 @@ def test_a_host_that_is_cut_off_is_given_up_ends_its_processes_and_joins_again_e
     run.hears("asked")
     hosts[1].link_down()
     cut = time.monotonic()
-    run.hears(f"host {hosts[1].name} is lost: nothing has been heard of host {hosts[1].name} for 3 s")
+    run.hears(f"host {hosts[1].name} is lost: nothing has been heard of it for 3 s")
     assert time.monotonic() - cut < GIVEN_UP_S
     assert run.asked("answers") == undisturbed
     while engines_of(hosts, 1):  # by itself: nothing reaches it
@@ -127,7 +127,7 @@ def test_a_worker_that_gets_sigterm_goes_once_its_requests_have_ended(
 
 def test_a_host_is_drained_by_command(run: Run, hosts: Namespaces, undisturbed: str) -> None:
     listed = command("hosts", str(run.folder), "drain", hosts[1].name)
-    assert f"{hosts[1].name} {hosts[1].worker_address} left: it was asked to" in " ".join(listed.split())
+    assert f"{hosts[1].name} {hosts[1].worker_address} left: titan-rl hosts asked for it" in " ".join(listed.split())
     assert len(run.asked("serving").split()) == 1
     assert "there is no host 'nobody'" in command("hosts", str(run.folder), "drain", "nobody")
 

@@ -33,7 +33,7 @@ class LeavingRig(MortalRig):
         await self.controller.save_soon()
         self.saved.append((version, [int(name.removeprefix("step-")) for name in checkpoints(self.folder)]))
         self.fate.trainer.excused = True
-        self.fate.trainer.end("trainer leaves its host: it was asked to")
+        self.fate.trainer.end("trainer leaves its host: host a is drained: it is to go")
 
 
 async def test_whenever_it_leaves_it_is_saved_first_and_the_run_ends_as_if_it_had_stayed(tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ async def test_whenever_it_leaves_it_is_saved_first_and_the_run_ends_as_if_it_ha
         assert not asked_at or saved[-1] >= asked_at
         if len(fate.trainers) == 2:  # else it left when nothing was to be done any more
             leaves, *_ = fate.told
-            assert leaves == "trainer leaves its host: it was asked to; starting another"
+            assert leaves == "trainer leaves its host: host a is drained: it is to go; starting another trainer"
         repeated = [times for version, times in enumerate(times_trained(fate), 1) if saved and version <= saved[-1]]
         assert set(repeated) <= {1}, "what is saved is not trained again"
 

@@ -7,6 +7,7 @@ import errno
 import os
 import stat
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -186,7 +187,7 @@ async def test_what_is_asked_is_answered(run_dir: Path):
 def test_a_run_that_is_over_is_not_asked(run_dir: Path):
     with noted(run_dir, begins=True):
         pass
-    with pytest.raises(ConfigError, match="does not go on: it is finished"):
+    with pytest.raises(ConfigError, match=f"the run in {run_dir} has ended: it finished$"):
         HostFiles(run_dir).ask("drain", "h1", 1.0)
     with pytest.raises(ConfigError, match="says nothing of hosts"):
         HostFiles(run_dir).states()
@@ -197,6 +198,34 @@ def test_a_run_that_is_over_is_not_asked(run_dir: Path):
         "since the run began: 0 joined, 2 lost",
     ]
     assert not (run_dir / "hosts.jsonl").exists()
+
+
+@pytest.mark.parametrize(("state", "how"), [("stopped", "it was stopped"), ("failed", "it failed")])
+@pytest.mark.parametrize("command", ["train", "sft"])
+def test_who_asks_a_run_that_can_go_on_is_told_by_what(run_dir: Path, state: Any, how: str, command: str):
+    RunStatus(state, began=0.0).write(run_dir)
+    if command == "sft":
+        (run_dir / "supervised.json").touch()
+    with pytest.raises(ConfigError) as refused:
+        HostFiles(run_dir).ask("drain", "h1", 1.0)
+    assert str(refused.value) == (
+        f"the run in {run_dir} has ended: {how}; titan-rl {command} --resume {run_dir} goes on with it"
+    )
+
+
+@pytest.mark.usefixtures("goes_on")
+async def test_what_is_refused_at_once_is_not_said_to_be_waited_for(run_dir: Path):
+    roster, _ = roster_of(run_dir, Hosts(H1))
+    waits: list[str] = []
+    asking = asyncio.ensure_future(
+        asyncio.to_thread(HostFiles(run_dir).ask, "drain", "h9", 30.0, asked=lambda: waits.append("h9"))
+    )
+    while not asking.done():
+        roster.look()
+        await asyncio.sleep(0.01)
+    with pytest.raises(ConfigError, match="there is no host 'h9'"):
+        await asking
+    assert waits == []
 
 
 @pytest.mark.usefixtures("goes_on")

@@ -281,7 +281,7 @@ async def test_the_steps_since_the_newest_whole_checkpoint_are_trained_again_and
     assert times_trained(fate) == [1, 1, 1, 2, 2]
     (death, damage, there_again) = fate.told
     assert death.startswith("trainer died: killed at moment")
-    assert death.endswith("; starting another (1 of training.max_respawns = 100)")
+    assert death.endswith("; starting another trainer (1 of training.max_respawns = 100)")
     assert damage.endswith("step-000005 is damaged; an older checkpoint takes its place")
     assert f"at version 5: 2 steps were trained again from {rig.folder}/checkpoints/step-000003" in there_again
 

@@ -17,7 +17,7 @@ from titan_rl.viewer.trace.timeline import timeline
 
 in_browser = pytest.mark.asyncio(loop_scope="session")
 BEGAN = 1_767_225_600.0
-SILENT = "nothing has been heard of host node-3 for 3 s"
+SILENT = "nothing has been heard of it for 3 s"
 
 HOSTS: list[dict[str, Any]] = [
     {

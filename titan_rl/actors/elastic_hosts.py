@@ -148,9 +148,12 @@ class ElasticHosts:
         """Let a host go, once its requests have ended or moved, and the trainer is saved if it is there.
 
         Raises:
-            ConfigError: there is no such host.
+            ConfigError: there is no such host, or none any more.
         """
         if name not in self._hosts.names:
+            if (gone := self._gone.get(name)) is not None:
+                how = "has left" if gone.state == "left" else "is lost"
+                raise ConfigError(f"host {name} {how} already: {gone.reason}")
             raise ConfigError(f"there is no host {name!r}; there are {', '.join(self._hosts.names)}")
         if name in self._draining:
             raise ConfigError(f"host {name} is draining already")

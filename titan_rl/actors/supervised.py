@@ -152,7 +152,7 @@ class SupervisedProcesses:
             leaving = self._remotes_on(host)
             await asyncio.gather(*[finish(remote) for remote in leaving])
             for remote in leaving:
-                remote.end(why, excused=True)
+                remote.end(f"host {host} is drained: {why}", excused=True)
                 await self.clear(remote)
         finally:
             self._leaving.discard(host)
@@ -160,7 +160,7 @@ class SupervisedProcesses:
     def host_lost(self, host: Host, reason: str) -> None:
         """A host is gone, with all that it had. What still starts there ends, too."""
         for remote in self._remotes_on(host.name):
-            remote.end(reason, excused=True)
+            remote.end(f"host {host.name} is lost: {reason}", excused=True)
 
     def _disconnect(self) -> None:
         """Let go of what is held towards the processes, before they are ended."""

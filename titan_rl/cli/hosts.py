@@ -20,7 +20,9 @@ def set_up(parser: Parser) -> None:
     listing = actions.add_parser("list", help="show the hosts and what runs on them")
     listing.set_defaults(run=_list)
     adding = actions.add_parser("add", help="take in the host of a worker")
-    adding.add_argument("what", metavar="ADDRESS", help="HOST:PORT on which its `titan-rl worker` listens")
+    adding.add_argument(
+        "what", metavar="ADDRESS", help="HOST:PORT on which its `titan-rl worker` listens, the port 22222 by default"
+    )
     adding.set_defaults(
         run=_ask, do="add", stopped=STOPPED, until="its processes are up, which takes as long as engines do"
     )
@@ -33,7 +35,7 @@ def _list(arguments: argparse.Namespace) -> int:
     files = HostFiles(find_run(arguments.of, "titan-rl hosts"))
     states = files.states()
     if not files.goes_on:
-        tell("titan-rl: the run does not go on; these were its hosts at last")
+        tell("titan-rl: the run has ended; these were its hosts at last")
     say(describe(states))
     return 0
 

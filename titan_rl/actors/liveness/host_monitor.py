@@ -110,7 +110,7 @@ class HostMonitor:
         for host in self._hosts.values():
             if not host.over and host.contact.look(now):
                 host.over = f"nothing has been heard of host {host.name} for {self._silence_s:g} s"
-                host.lost(host.over)
+                host.lost(f"nothing has been heard of it for {self._silence_s:g} s")
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -209,7 +209,7 @@ class RemoteWatcher:
             watched, self._watched = self._watched, {}
             self._on_lost(reason)  # first: it knows what that excuses
             for one in watched.values():
-                one.on_end(reason)
+                one.on_end(f"host {self.name} is lost: {reason}")
 
     def _forget(self, pid: int) -> None:
         self._watched.pop(pid, None)

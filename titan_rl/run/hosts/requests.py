@@ -22,6 +22,11 @@ from titan_rl.viewer.run_status import read_status
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.1
+PROMISE_S = 1.0
+"""What a run refuses it mostly refuses sooner."""
+
+ENDED = {"finished": "it finished", "stopped": "it was stopped", "failed": "it failed"}
+"""By the state of a run, for a person."""
 
 Wish = Literal["add", "drain"]
 
@@ -118,7 +123,7 @@ class HostFiles:
         """Ask the run, and wait until it has done so. One whose processes still start answers after that.
 
         Args:
-            asked: called once the run will do it, whether or not anybody waits.
+            asked: called where the run has not answered at once. It will do so, whether or not anybody waits.
 
         Raises:
             ConfigError: the run has ended, or says why not.
@@ -129,9 +134,11 @@ class HostFiles:
         allowed = stat.S_IMODE(self._run_dir.stat().st_mode) & 0o666  # whoever may read the folder
         with open(os.open(self._asked, os.O_WRONLY | os.O_CREAT | os.O_APPEND, allowed), "ab") as file:
             file.write(msgspec.json.encode(request) + b"\n")
-        asked()
-        until = clock() + wait_s
-        while clock() < until:
+        began, promised = clock(), False
+        while (waited := clock() - began) < wait_s:
+            if waited >= PROMISE_S and not promised:
+                promised = True
+                asked()
             time.sleep(POLL_S)
             answer = None if (said := self._said()) is None else said.answers.get(request.id)
             if answer:
@@ -142,8 +149,11 @@ class HostFiles:
         raise TitanRLError(f"the run has been asked to {do} {what}, and has not answered within {wait_s:g} s")
 
     def _check_goes_on(self) -> None:
-        if (state := read_status(self._run_dir).state) != "running":
-            raise ConfigError(f"the run in {self._run_dir} does not go on: it is {state}")
+        if (state := read_status(self._run_dir).state) == "running":
+            return
+        how, command = ENDED[state], "sft" if (self._run_dir / "supervised.json").exists() else "train"
+        again = "" if state == "finished" else f"; titan-rl {command} --resume {self._run_dir} goes on with it"
+        raise ConfigError(f"the run in {self._run_dir} has ended: {how}{again}")
 
     def _said(self) -> HostStates | None:
         try:

@@ -155,7 +155,7 @@ class Roster:
             else:
                 of = {host.name: host.address for host in self._hosts.states()}
                 self._wanted.discard(of.get(request.what, ""))
-                await self._hosts.drain(request.what, "it was asked to")
+                await self._hosts.drain(request.what, "titan-rl hosts asked for it")
         except Exception as error:  # of whatever kind: whoever asked waits for the answer
             self._answers[request.id] = reason(error)
         else:

@@ -46,7 +46,7 @@ class Deaths:
         """
         if excused:
             self._step = None
-            return f"{why}; starting another"
+            return f"{why}; starting another trainer"
         if self._step is not None:
             (step, samples), self._step = self._step, None
             self._within[step] += 1
@@ -58,7 +58,7 @@ class Deaths:
         if not replaced:
             raise ActorDiedError(f"{why}{count}")
         self.num_respawns += 1
-        return f"{why}; starting another{count}"
+        return f"{why}; starting another trainer{count}"
 
 
 def named_groups(samples: Sequence[TrainingSample]) -> str:
