@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -65,7 +66,7 @@ def test_hosts_that_have_everything_take_part() -> None:
         ({"shared_memory": GIB - 1}, "b /dev/shm 6.0 GiB free 1023.9 MiB mount"),
     ],
 )
-def test_a_difference_says_host_what_expected_found_and_fix(facts: dict[str, object], line: str) -> None:
+def test_a_difference_says_host_what_expected_found_and_fix(facts: dict[str, Any], line: str) -> None:
     (found,) = problems(**facts)
     assert found.startswith(line)
 

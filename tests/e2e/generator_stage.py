@@ -1,6 +1,7 @@
 """Two real generators behind a router, for the tests of what they go through."""
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,11 +35,17 @@ class Stage:
             for n in range(count)
         ]
 
-    async def running(self, requests: list[asyncio.Future[Completion]], tokens: int = 8) -> None:
+    async def running(self, requests: Sequence[asyncio.Future[Any]], tokens: int = 8) -> None:
         """Return once one of these has streamed that many tokens."""
         async with asyncio.timeout(LIMIT_S):
             while max((len(c.token_ids) for c in self.router.tokens_so_far().values()), default=0) < tokens:
                 await asyncio.wait(requests, timeout=0.001)
+
+    async def all_running(self, requests: asyncio.Future[Any]) -> None:
+        """Return once each request in flight has streamed a token, so that no death of a generator meets none."""
+        async with asyncio.timeout(LIMIT_S):
+            while not (so_far := self.router.tokens_so_far().values()) or not all(c.token_ids for c in so_far):
+                await asyncio.wait([requests], timeout=0.001)
 
     async def step(self) -> None:
         tokens, mask = [5, 6, 7, 8, 9, 10], [False, False, True, True, True, True]

@@ -252,7 +252,7 @@ async def test_agents_notice_no_swap_no_pause_and_no_death(stage: Stage) -> None
         await stage.running([running])
         await stage.router.pause("abort")
         await stage.router.resume()
-        await stage.running([running])
+        await stage.all_running(running)
         hit = max(stage.router.replicas, key=lambda replica: replica.num_requests)
         assert hit.num_requests
         os.kill(process_writing_to(stage.run_dir.logs / f"{hit.name}.log"), signal.SIGKILL)
