@@ -163,6 +163,12 @@ async def test_a_host_that_ends_as_it_is_taken_in_is_known_to_be_lost(tmp_path: 
         assert list(hosts.lost_early.values()) == reasons
 
 
+async def test_each_worker_that_is_not_there_as_a_run_begins_is_named(tmp_path: Path):
+    hosts = Hosts(Supervisor(), HostsConfig(), HostNeeds(tmp_path, tmp_path))
+    with pytest.raises(ActorDiedError, match=r"no worker at 127.0.0.1:1: .*; no worker at 127.0.0.1:2: "):
+        await hosts.attach(["127.0.0.1:1", "127.0.0.1:2"], begins=True)
+
+
 async def until_drained(told: list[str], name: str) -> None:
     async with asyncio.timeout(10):
         while f"host {name} is drained: its worker got SIGTERM" not in told:  # noqa: ASYNC110  there is no event

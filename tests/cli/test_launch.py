@@ -61,7 +61,9 @@ def test_what_is_checked_for_slurm_is_not_looked_for_where_pods_have_other_files
     assert main(["launch", "config.toml", "--hosts.provider", "slurm", "--dry-run"]) == 2
     assert "policy" in capfd.readouterr().err
     assert main(["launch", "config.toml", *KUBERNETES, "--seed", "3", "--dry-run"]) == 0
-    made = {found["kind"]: found for found in yaml.safe_load_all(capfd.readouterr().out)}
+    shown = capfd.readouterr()
+    assert "model.path = 'policy' is /workspace/policy where the run is; see that it is there" in shown.err
+    made = {found["kind"]: found for found in yaml.safe_load_all(shown.out)}
     data = made["ConfigMap"]["data"]
     assert data["0-config.toml"] == (project / "config.toml").read_text()
     assert " --hosts.provider=kubernetes " in data["begin.sh"]

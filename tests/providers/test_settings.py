@@ -39,11 +39,27 @@ def test_a_job_has_more_time_than_its_end_takes(limit: str) -> None:
         ("--no-requeue", "requeue"),
         ("--requeue", "requeue"),
         ("--signal=B:TERM@5", "grace_s"),
+        ("--output=log", "run_dir"),
+        ("-o log", "run_dir"),
     ],
 )
 def test_an_option_does_not_say_what_a_setting_says(option: str, setting: str) -> None:
     with pytest.raises(ValidationError, match=rf"options has '{option}'.*; set {setting} instead"):
         SlurmConfig(options=("--exclusive", option))
+
+
+@pytest.mark.parametrize(
+    ("option", "fix"),
+    [
+        ("--array=1-4", "submit each run by itself"),
+        ("-a 1-4", "submit each run by itself"),
+        ("--chdir=/x", "submit it from that folder"),
+        ("-D /x", "submit it from that folder"),
+    ],
+)
+def test_an_option_does_not_make_another_job_of_it(option: str, fix: str) -> None:
+    with pytest.raises(ValidationError, match=rf"options has '{option}', and .*: {fix}"):
+        SlurmConfig(options=(option,))
 
 
 def test_other_options_are_the_jobs() -> None:

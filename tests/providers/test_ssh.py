@@ -1,6 +1,7 @@
 """Hosts over ssh, which is a command that runs here what it is to run there."""
 
 import os
+import re
 import socket
 from pathlib import Path
 
@@ -56,6 +57,14 @@ def test_a_dry_run_shows_commands_that_a_shell_takes(tmp_path: Path, commands: C
         said = shell.read()
     assert said.startswith("me@far sh -c ")
     assert said.endswith(f"{given.command} worker --listen 10.0.0.2:700\n")
+
+
+def test_a_dry_run_has_the_addresses_of_the_hosts_that_are_known_here(tmp_path: Path, commands: Commands):
+    commands.make("ssh", SSH)
+    render = find_provider("ssh").render
+    assert render is not None
+    text = render(Submission(settings(tmp_path, "alias", "far.invalid"), "run", "", {}))
+    assert re.findall(r"--listen (\S+:700)", text) == ["127.0.0.1:700", "ADDRESS_OF_far.invalid:700"]
 
 
 @pytest.mark.parametrize(

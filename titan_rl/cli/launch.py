@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from titan_rl.cli.options import Parser
 from titan_rl.config.load import dump_config, load_config
@@ -39,8 +39,11 @@ def run(arguments: argparse.Namespace) -> int:
     for problem in hosts.too_few(launched=True):
         raise ConfigError(problem)
     provider = find_provider(hosts.provider)
-    if provider.shares_files:
+    if provider.folder_there is None:
         config = load_config(paths, arguments.overrides)
+    elif not PurePath(config.model.path).is_absolute():
+        there = PurePath(provider.folder_there(hosts), config.model.path)
+        tell(f"titan-rl: model.path = {config.model.path!r} is {there} where the run is; see that it is there")
     submission = Submission(
         settings=hosts,
         name=run_name(config, paths, arguments.overrides),

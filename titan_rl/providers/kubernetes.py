@@ -15,6 +15,7 @@ from pathlib import PurePath
 
 from titan_rl.errors import ConfigError, ProviderError
 from titan_rl.providers.addresses import all_addresses_of, with_port
+from titan_rl.providers.settings import ProviderSettings
 from titan_rl.providers.spec import ProviderSpec, Submission, worker_command
 from titan_rl.providers.templates import rendered
 from titan_rl.providers.tools import run_tool
@@ -103,6 +104,11 @@ async def found_by(find: Callable[[str], str], names: Sequence[str], wait_s: flo
             f"{', '.join(missing)}: no worker listens there after {wait_s:g} s; kubectl describe pod says what keeps it"
         ) from None
     return [found[name] for name in names]
+
+
+def folder_there(settings: ProviderSettings) -> str:
+    """The current one of the pods."""
+    return settings.kubernetes.folder
 
 
 def render(submission: Submission) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 from titan_rl.calls.imports import find_function
 from titan_rl.providers import kubernetes, slurm, ssh
+from titan_rl.providers.settings import ProviderSettings
 from titan_rl.providers.spec import ProviderSpec, Submission
 
 Workers = AbstractAsyncContextManager[Iterable[str]]
@@ -24,13 +25,14 @@ class ProviderKind:
         workers: starts a worker a host, gives their addresses as "10.0.0.2:22222", and ends at the block's end what it
             started.
         render: what `titan-rl launch` submits, as text.
-        shares_files: whether hosts have the files that are here, the model's for instance.
+        folder_there: from where hosts mean relative paths that have other files than this machine, the model's for
+            instance; None where they have the same.
         ends_with_workers: who tells all workers to end means the run, since no others come in their place.
         submit: hands that over, and says what became of it; None where nothing takes jobs.
     """
 
     workers: Callable[[ProviderSpec], Workers]
-    shares_files: bool = True
+    folder_there: Callable[[ProviderSettings], str] | None = None
     ends_with_workers: bool = False
     render: Callable[[Submission], str] | None = None
     submit: Callable[[Submission, str], str] | None = None
@@ -40,7 +42,7 @@ BY_NAME = {
     "ssh": ProviderKind(ssh.workers, render=ssh.render),
     "slurm": ProviderKind(slurm.workers, ends_with_workers=True, render=slurm.render, submit=slurm.submit),
     "kubernetes": ProviderKind(
-        kubernetes.workers, shares_files=False, render=kubernetes.render, submit=kubernetes.submit
+        kubernetes.workers, folder_there=kubernetes.folder_there, render=kubernetes.render, submit=kubernetes.submit
     ),
 }
 """The library's own that `hosts.provider` names."""

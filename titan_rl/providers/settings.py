@@ -66,13 +66,22 @@ SAID_BY_SETTINGS = {
     "--requeue": "requeue",
     "--no-requeue": "requeue",
     "--signal": "grace_s",
+    "--output": "run_dir",
+    "-o": "run_dir",
 }
 """Options of sbatch that the library gives itself, and the setting that says what they say."""
+AGAINST_THE_SCRIPT = {
+    "--array": "a job is one run: submit each run by itself",
+    "-a": "a job is one run: submit each run by itself",
+    "--chdir": "a run's paths are meant from where it is submitted: submit it from that folder",
+    "-D": "a run's paths are meant from where it is submitted: submit it from that folder",
+}
+"""Options of sbatch with which the job is not what the library submits, and what to do instead."""
 
 
-def _said_by(option: str) -> str | None:
-    name = option[:2] if re.match(r"-\w", option) else re.split(r"[=\s]", option)[0]
-    return SAID_BY_SETTINGS.get(name)
+def _name_of(option: str) -> str:
+    """Of sbatch: "-N" of "-N5", "--nodes" of "--nodes=5"."""
+    return option[:2] if re.match(r"-\w", option) else re.split(r"[=\s]", option)[0]
 
 
 def _ip(text: str) -> str:
@@ -171,8 +180,10 @@ class SlurmConfig(Section):
                 "give it more time, or a smaller grace_s"
             )
         for option in self.options:
-            if setting := _said_by(option):
+            if setting := SAID_BY_SETTINGS.get(name := _name_of(option)):
                 raise ValueError(f"options has {option!r}, which the job's script says itself; set {setting} instead")
+            if problem := AGAINST_THE_SCRIPT.get(name):
+                raise ValueError(f"options has {option!r}, and {problem}")
         return self
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from titan_rl.errors import ProviderError
 from titan_rl.providers.addresses import addresses_of, with_port
 from titan_rl.providers.kept_workers import kept_workers
-from titan_rl.providers.settings import ProviderSettings
+from titan_rl.providers.settings import ProviderSettings, SSHConfig
 from titan_rl.providers.spec import ProviderSpec, Submission, worker_command
 from titan_rl.providers.tools import said_by
 from titan_rl.providers.worker_process import tethered
@@ -31,11 +31,7 @@ FIX = 'mend DNS or /etc/hosts, or say by host where its worker listens: hosts.ss
 @contextlib.asynccontextmanager
 async def workers(spec: ProviderSpec) -> AsyncGenerator[Iterable[str]]:
     """A worker on each host of `hosts.ssh.hosts`, which ssh starts, now or once the host can be reached."""
-    ssh = spec.settings.ssh
-    names = {host: await _name(host, ssh.options) for host in ssh.hosts}
-    known = {names[host]: address for host, address in ssh.addresses.items()}
-    by_name = await asyncio.to_thread(addresses_of, list(names.values()), known, fix=FIX)
-    addresses = {host: by_name[name] for host, name in names.items()}
+    addresses = await _addresses(spec.settings.ssh, spec.settings.ssh.hosts)
     async with kept_workers(commands(spec.settings, addresses), spec.logs, spec.tell, spec.wait_s) as kept:
         yield kept
 
@@ -49,9 +45,12 @@ def commands(settings: ProviderSettings, addresses: dict[str, str]) -> list[tupl
 
 
 def render(submission: Submission) -> str:
-    """The commands that a run starts, a line each."""
-    settings = submission.settings
-    addresses = {host: settings.ssh.addresses.get(host, f"ADDRESS_OF_{host}") for host in settings.ssh.hosts}
+    """The commands that a run starts, a line each. ADDRESS_OF_HOST stands for an address that is not known here."""
+    settings, ssh = submission.settings, submission.settings.ssh
+    try:
+        addresses = asyncio.run(_addresses(ssh, ssh.hosts))
+    except ProviderError:
+        addresses = {host: _shown_address(ssh, host) for host in ssh.hosts}
     return "".join(f"{shlex.join(words)}\n" for _, words in commands(settings, addresses))
 
 
@@ -59,6 +58,21 @@ def _remote(settings: ProviderSettings, address: str) -> str:
     """For whichever shell the user has there. It begins in this folder where that is there, too."""
     words = worker_command(settings, with_port(address, settings.port))
     return shlex.join(tethered(words, str(Path.cwd())))
+
+
+def _shown_address(ssh: SSHConfig, host: str) -> str:
+    try:
+        return ssh.addresses.get(host) or asyncio.run(_addresses(ssh, [host]))[host]
+    except ProviderError:
+        return f"ADDRESS_OF_{host}"
+
+
+async def _addresses(ssh: SSHConfig, hosts: Sequence[str]) -> dict[str, str]:
+    """At which the workers of these hosts listen."""
+    names = {host: await _name(host, ssh.options) for host in hosts}
+    known = {names[host]: address for host, address in ssh.addresses.items() if host in names}
+    by_name = await asyncio.to_thread(addresses_of, list(names.values()), known, fix=FIX)
+    return {host: by_name[name] for host, name in names.items()}
 
 
 async def _name(host: str, options: Sequence[str]) -> str:

@@ -134,17 +134,22 @@ class Hosts:
         question = self._question()
 
         async def all_there(step: Callable[[Arrival], Coroutine[Any, Any, None]]) -> list[Arrival]:
+            failed: list[str] = []  # all that do are named, so that one start tells of each
+
             async def one(arrival: Arrival) -> None:
                 try:
                     await step(arrival)
                 except ActorDiedError as error:
-                    if not begins or not await arrival.is_lost():
-                        raise
-                    lost[arrival.worker] = str(error)
+                    if begins and await arrival.is_lost():
+                        lost[arrival.worker] = str(error)
+                    else:
+                        failed.append(str(error))
                 except OSError as error:
                     raise ActorDiedError(f"host at {arrival.worker}: {summary(error)}") from error
 
             await all_of([one(arrival) for arrival in arrivals if arrival.worker not in lost])
+            if failed:
+                raise ActorDiedError("; ".join(failed))
             for arrival in arrivals:
                 if arrival.lost:
                     lost.setdefault(arrival.worker, f"host at {arrival.worker} is gone: {arrival.lost}")
