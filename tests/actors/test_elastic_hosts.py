@@ -33,7 +33,9 @@ class LeavingHosts:
     config = HostsConfig()
 
     def __init__(self, *names: str) -> None:
-        self.hosts = {name: SimpleNamespace(name=name, worker="10.0.0.2:22222") for name in names or ("there",)}
+        self.hosts = {
+            name: SimpleNamespace(name=name, worker="10.0.0.2:22222", worker_id="c81e") for name in names or ("there",)
+        }
         self.may_end = asyncio.Event()
         self.lost: dict[str, tuple[Any, str]] = {}
         self.leaving: dict[str, str] = {}

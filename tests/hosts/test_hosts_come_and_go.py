@@ -132,6 +132,16 @@ def test_a_host_is_drained_by_command(run: Run, hosts: Namespaces, undisturbed: 
     assert "there is no host 'nobody'" in command("hosts", str(run.folder), "drain", "nobody")
 
 
+def test_a_worker_that_is_started_anew_is_taken_in_and_one_that_goes_on_stays_out(
+    run: Run, hosts: Namespaces, tmp_path: Path
+) -> None:
+    hosts[0].start_worker(tmp_path / "worker.txt")
+    run.hears(f"host {hosts[0].name} at {hosts[0].worker_address} has joined with generator-")
+    assert len(run.asked("serving").split()) == 2
+    states = {line.split()[0]: line for line in command("hosts", str(run.folder), "list").splitlines()}
+    assert "left: it was asked to" in states[hosts[1].name]
+
+
 def command(*words: str) -> str:
     done = subprocess.run(
         [sys.executable, "-m", "titan_rl.cli.main", *words], capture_output=True, text=True, cwd=PROJECT, check=False

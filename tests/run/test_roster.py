@@ -28,6 +28,7 @@ class Hosts:
         self.up = set(up)
         self.inside: dict[str, str] = {}  # address -> state
         self.tries: list[str] = []
+        self.started_anew: set[str] = set()  # those whose workers are others than before
 
     def states(self) -> list[HostState]:
         return [HostState(f"h{address.split('.')[3][0]}", address, state) for address, state in self.inside.items()]
@@ -40,6 +41,9 @@ class Hosts:
         if address not in self.up:
             raise ActorDiedError("no worker answers")
         self.inside[address] = "in the run"
+
+    async def is_new(self, address: str) -> bool:
+        return address in self.started_anew
 
     async def drain(self, name: str, why: str) -> None:
         by_name = {host.name: host.address for host in self.states()}
@@ -98,6 +102,27 @@ async def test_a_host_that_is_lost_as_the_run_ends_is_written_down(run_dir: Path
     said = HostFiles(run_dir).states()
     assert [(event.host, event.what) for event in said.events] == [("h2", "lost")]
     assert said.counts == {"joined": 0, "left": 0, "lost": 1}
+
+
+@pytest.mark.looptime
+@pytest.mark.usefixtures("goes_on")
+@pytest.mark.parametrize("by_command", [True, False], ids=["by command", "by its worker"])
+async def test_a_host_that_was_drained_is_taken_in_again_once_its_worker_is_another(run_dir: Path, *, by_command: bool):
+    hosts = Hosts(H1, H2)
+    roster, _ = roster_of(run_dir, hosts, H1, H2)
+    watching = asyncio.ensure_future(roster.watch())
+    await asyncio.sleep(1)
+    if by_command:
+        with (run_dir / "hosts.jsonl").open("ab") as file:
+            file.write(b'{"id": "a", "do": "drain", "what": "h1"}\n')
+    else:
+        await hosts.drain("h1", "its worker got SIGTERM")
+    await asyncio.sleep(10 * RETRY_S)
+    assert hosts.inside == {H1: "left", H2: "in the run"}, "its worker goes on"
+    hosts.started_anew.add(H1)
+    await asyncio.sleep(2 * RETRY_S)
+    watching.cancel()
+    assert hosts.inside == {H1: "in the run", H2: "in the run"}
 
 
 @pytest.mark.looptime

@@ -11,6 +11,7 @@ from typing import Protocol
 from titan_rl.actors.generator_processes import GeneratorProcesses
 from titan_rl.actors.hosts.host import Host
 from titan_rl.actors.hosts.hosts import Hosts
+from titan_rl.actors.hosts.meeting import id_of
 from titan_rl.actors.liveness.host_monitor import RemoteWatcher
 from titan_rl.actors.liveness.host_state import HostState
 from titan_rl.calls.telling import logged
@@ -89,6 +90,7 @@ class ElasticHosts:
         self._joining: set[str] = set()  # addresses
         self._draining: dict[str, str] = {}  # name -> why
         self._gone: dict[str, HostState] = {}  # by name; those that left, too
+        self._let_go: dict[str, str] = {}  # which worker each drained host had, by address
         for host, why in hosts.lost.values():  # while the run's processes started
             self._note_lost(host, why)
         self._drains: set[asyncio.Task[None]] = set()
@@ -144,6 +146,14 @@ class ElasticHosts:
         brings = f" with {', '.join(started)}" if started else ", and nothing is started there"
         self._tell(f"host {host.name} at {address} has joined{brings}")
 
+    async def is_new(self, address: str) -> bool:
+        """Whether another worker listens there than that of the host that was drained.
+
+        Raises:
+            ActorDiedError: none does.
+        """
+        return await id_of(address) != self._let_go.get(address)
+
     async def drain(self, name: str, why: str) -> None:
         """Let a host go, once its requests have ended or moved, and the trainer is saved if it is there.
 
@@ -160,6 +170,7 @@ class ElasticHosts:
         self._draining[name] = why
         try:
             address = self._hosts[name].worker
+            self._let_go[address] = self._hosts[name].worker_id
             await self._processes.leave(name, why)
             if name not in self._hosts.names:  # it was lost meanwhile, and told of
                 return

@@ -72,6 +72,7 @@ class Arrival:
         self.name = name
         address, gpus = self._meeting.address, self.facts.gpus
         self.host = Host(name, address, self._agent, gpus, self.key, worker=self.worker, clocks=self.clocks)
+        self.host.worker_id = self._meeting.id
         self.host.link = self._meeting.link
 
     async def prepare(self, run_dir: Path) -> None:

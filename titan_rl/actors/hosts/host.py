@@ -26,6 +26,7 @@ class Host:
         environment: variables of its processes, beside those of its worker.
         watcher: who tells of its processes.
         worker: HOST:PORT where its worker listens.
+        worker_id: which worker that is: one that is started anew has another.
         pulse: the socket there where they answer pings; None where nobody asks.
         clocks: how they stood to this machine's as it was looked at; None where they are this machine's.
         link: calls by it fail at once when the host is lost.
@@ -40,6 +41,7 @@ class Host:
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
     watcher: Watcher = field(default_factory=KernelWatcher)
     worker: str = ""
+    worker_id: str = ""
     pulse: Path | None = None
     clocks: ClockDifference | None = None
     link: RemoteProcess = field(init=False)

@@ -15,7 +15,7 @@ from titan_rl.actors.liveness.reports import LONGEST_LINE, receive, send
 from titan_rl.actors.processes.remote_process import RemoteProcess
 from titan_rl.calls.threads import in_thread
 from titan_rl.config.hosts import split_address
-from titan_rl.errors import ActorDiedError
+from titan_rl.errors import ActorDiedError, ConfigError
 
 REACH_TIMEOUT_S = 5.0
 MONARCH_TIMEOUT_S = 30.0
@@ -30,6 +30,7 @@ class Meeting:
         worker: HOST:PORT as it was named.
         address: of the host.
         has_begun: the worker has answered.
+        id: of the worker, once it has answered; one that is started anew has another.
         link: calls by it fail at once when the worker has ended, or nothing is heard of it for `silence_s`.
     """
 
@@ -44,10 +45,12 @@ class Meeting:
         self.worker = worker
         self.address = address
         self.has_begun = False
+        self.id = ""
+        self._is_busy = False
         self.link = RemoteProcess(f"host at {worker}", lambda remote: self._ended.set())
         self._ended = asyncio.Event()
         self._reader, self._writer = streams
-        send(self._writer, {"run": run})
+        send(self._writer, {"run": run, "worker": worker})
         self._silence_s = silence_s
         self._contact = Contact(silence_s, 2 * BEAT_S, asyncio.get_running_loop().time())
         self._monarch: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -57,11 +60,17 @@ class Meeting:
         """Where Monarch listens there for this run alone.
 
         Raises:
-            ActorDiedError: the worker ended, or does not say so in time.
+            ActorDiedError: the worker ended, does not say so in time, or has another run all the while.
+            ConfigError: the run has this worker already, by another address.
         """
         try:
             return await self.link.until_end(lambda: self._monarch, MONARCH_TIMEOUT_S)
         except ActorDiedError:
+            if self._is_busy and self.link.reason is None:
+                raise ActorDiedError(
+                    f"the worker at {self.worker} has another run, and takes one after the other: end that one first, "
+                    "or name other workers"
+                ) from None
             if self.has_begun:
                 raise
             raise ActorDiedError(
@@ -89,6 +98,12 @@ class Meeting:
                 said = await receive(self._reader)
                 self._contact.heard()
                 self.has_begun = True
+                self.id = str(said.get("id", ""))
+                self._is_busy = bool(said.get("busy"))
+                if (known := said.get("known")) and not self._monarch.done():
+                    problem = f"{known} and {self.worker} are one worker, and this run has it; name each worker once"
+                    self._monarch.set_exception(ConfigError(problem))
+                    self._monarch.exception()  # whoever waits hears of it; nobody need
                 if said.get("monarch") and not self._monarch.done():
                     self._monarch.set_result(str(said["monarch"]))
         except ConnectionError:
@@ -113,17 +128,43 @@ async def meet(run: str, worker: str, silence_s: float) -> Meeting:
     Raises:
         ActorDiedError: nobody listens there.
     """
+    address, streams = await _reach(worker)
+    return Meeting(run, worker, address, streams, silence_s)
+
+
+async def id_of(worker: str) -> str:
+    """Which worker listens at HOST:PORT now; what `Meeting.id` is, of no run.
+
+    Raises:
+        ActorDiedError: none does.
+    """
+    _, (reader, writer) = await _reach(worker)
+    try:
+        send(writer, {})
+        async with asyncio.timeout(REACH_TIMEOUT_S):
+            return str((await receive(reader)).get("id", ""))
+    except (OSError, TimeoutError):
+        raise ActorDiedError(f"what listens at {worker} does not answer as a worker does") from None
+    finally:
+        writer.close()
+
+
+async def _reach(worker: str) -> tuple[str, tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """The address of a worker's host, and a connection with the worker.
+
+    Raises:
+        ActorDiedError: nobody listens there.
+    """
     host, port = split_address(worker)
     try:
         address = await in_thread(resolve, host)
         async with asyncio.timeout(REACH_TIMEOUT_S):
-            streams = await asyncio.open_connection(address, port, limit=LONGEST_LINE)
+            return address, await asyncio.open_connection(address, port, limit=LONGEST_LINE)
     except (OSError, TimeoutError) as error:
         raise ActorDiedError(
             f"no worker at {worker}: it cannot be reached: {_why(error)}; "
             f"start `titan-rl worker --listen {worker}` there"
         ) from None
-    return Meeting(run, worker, address, streams, silence_s)
 
 
 def _why(error: OSError) -> str:

@@ -7,11 +7,14 @@ import asyncio
 import contextlib
 import logging
 import os
+import secrets
 import socket
 import sys
 import tempfile
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Any
 
 from titan_rl.actors.hosts.monarch_host import READY
 from titan_rl.actors.liveness.lookout import BEAT_S
@@ -31,15 +34,30 @@ FAREWELL_S = 2.0
 """In which Monarch tells the run that the last of its processes has ended; one that is not told waits for long."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Guest:
+    """
+    Args:
+        run: what it calls itself.
+        worker: the address by which it knows this worker.
+    """
+
+    run: str
+    worker: str
+
+
 class MeetingPoint:
     """Answers runs, as lines of JSON:
 
-        run       {"run": "5f0c"}, which is unlike any other
-        worker    {"monarch": ""}, again and again, as a sign that it is there
-                  {"monarch": "tcp://10.0.0.2:40123"}, once Monarch listens there for this run
+        run       {"run": "5f0c", "worker": "10.0.0.2:22222"}, unlike any other run, and where it knows the worker
+        worker    {"id": "c81e", "monarch": ""}, again and again, as a sign that it is there
+                  {"id": "c81e", "monarch": "", "busy": true}, while another run is here, which is to end first
+                  {"id": "c81e", "monarch": "tcp://10.0.0.2:40123"}, once Monarch listens there for this run
+                  {"id": "c81e", "known": "gpu-1:22222"}, if it is here already by another address
 
     until the run closes the connection, and has what watches the host from then on. Monarch there ends with the last of
-    the run's processes, or when the run comes again: it has given the host up before, which may not have noticed.
+    the run's processes, or when the run comes again: it has given the host up before, which may not have noticed. Who
+    does not name a run is told the id alone.
 
     Args:
         listener: a socket, bound.
@@ -47,7 +65,8 @@ class MeetingPoint:
 
     def __init__(self, listener: socket.socket) -> None:
         self._listener = listener
-        self._runs: dict[asyncio.Task[None], str] = {}  # what each called itself
+        self._id = secrets.token_hex(8)
+        self._runs: dict[asyncio.Task[None], _Guest] = {}  # in the order in which they came
 
     @property
     def is_in_use(self) -> bool:
@@ -67,27 +86,50 @@ class MeetingPoint:
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             async with asyncio.timeout(HELLO_S):
-                name = str((await receive(reader))["run"])
-            earlier = [run for run, its_name in self._runs.items() if its_name == name]
-            run = asyncio.ensure_future(self._take(earlier, reader, writer))
-            self._runs[run] = name
+                hello = await receive(reader)
+            guest = _Guest(str(hello.get("run", "")), str(hello.get("worker", "")))
+            mine = {run: other for run, other in self._runs.items() if other.run == guest.run}
+            known = next((other.worker for other in mine.values() if other.worker != guest.worker), None)
+            if not guest.run or known is not None:
+                send(writer, {"id": self._id} | ({} if known is None else {"known": known}))
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(HELLO_S):
+                        await reader.read(1)  # until it has read that
+                return
+            others = [run for run in self._runs if run not in mine]
+            run = asyncio.ensure_future(self._take([*mine], others, reader, writer))
+            self._runs[run] = guest
             run.add_done_callback(self._runs.pop)
             with contextlib.suppress(asyncio.CancelledError):
                 await run
-        except (KeyError, OSError) as error:
+        except OSError as error:
             logger.info("a meeting ended: %r", error)
         finally:
             writer.close()
 
     async def _take(
-        self, earlier: list[asyncio.Task[None]], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self,
+        earlier: list[asyncio.Task[None]],
+        others: list[asyncio.Task[None]],
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
     ) -> None:
-        says = {"monarch": ""}
+        """
+        Args:
+            earlier: the same run.
+            others: runs that came before, and are to end first.
+        """
+        says: dict[str, Any] = {"id": self._id, "monarch": ""}
+        if others:
+            says["busy"] = True
         beating = asyncio.ensure_future(_beat(writer, says))
         try:
             for run in earlier:
                 run.cancel()
             await asyncio.gather(*earlier, return_exceptions=True)
+            if others and not await _end_before(others, reader):
+                return
+            says.pop("busy", None)
             async with _monarch(writer.get_extra_info("sockname")[0]) as (process, address):
                 says["monarch"] = address
                 with contextlib.suppress(TimeoutError, ConnectionError):
@@ -101,7 +143,21 @@ class MeetingPoint:
             beating.cancel()
 
 
-async def _beat(writer: asyncio.StreamWriter, says: dict[str, str]) -> None:
+async def _end_before(others: list[asyncio.Task[None]], reader: asyncio.StreamReader) -> bool:
+    """Whether the others have ended before whoever waits for that is gone."""
+    gone = asyncio.ensure_future(reader.read(1))  # a run says no more
+    try:
+        waits: set[asyncio.Future[Any]] = {*others}
+        while waits and not gone.done():
+            done, _ = await asyncio.wait({*waits, gone}, return_when=asyncio.FIRST_COMPLETED)
+            waits -= done
+        return not gone.done()
+    finally:
+        gone.cancel()
+        await asyncio.gather(gone, return_exceptions=True)
+
+
+async def _beat(writer: asyncio.StreamWriter, says: dict[str, Any]) -> None:
     while not writer.is_closing():
         send(writer, says)
         await asyncio.sleep(BEAT_S)

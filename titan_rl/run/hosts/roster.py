@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,14 @@ class JoinableHosts(Protocol):
         """
         ...
 
+    async def is_new(self, address: str) -> bool:
+        """Whether another worker listens there than that of the host that was drained.
+
+        Raises:
+            TitanRLError: none does.
+        """
+        ...
+
     async def drain(self, name: str, why: str) -> None:
         """Let a host go, once what it has is done or moved.
 
@@ -61,8 +70,8 @@ class _List:
 
 class Roster:
     """Takes in whoever is asked for, by settings, a file of addresses, a provider or `titan-rl hosts`, and whoever was
-    lost once it answers again; has those drained that are asked for no more. One that left comes back when it is asked
-    for anew.
+    lost once it answers again; has those drained that are asked for no more. One that was drained comes back when it is
+    asked for anew, or once another worker listens at its address.
 
     Args:
         addresses: that settings name.
@@ -87,6 +96,7 @@ class Roster:
         self._files = files
         self._wanted = {_full(address) for address in addresses}
         self._anew: set[str] = set()  # addresses that are on a list since not long, where one that left is wanted again
+        self._left: set[str] = set()  # addresses of hosts that were drained, or are to be
         self._lists: list[_List] = []
         if addresses_file is not None:
             read = AddressFile(addresses_file).read
@@ -126,12 +136,13 @@ class Roster:
             if host.state == "in the run" and (why := self._unwanted.pop(host.address, None)) is not None:
                 self._begin(self._drain(host.name, why))
         self._anew -= {host.address for host in states if host.state == "in the run"}
-        left = {host.address for host in states if host.state == "left"} - self._anew
+        self._left |= {host.address for host in states if host.state == "left"}
+        self._left -= {host.address for host in states if host.state == "in the run"} | self._anew
         here = {host.address for host in states if host.state not in ("gone", "left")}
-        for address in self._wanted - here - left:
+        for address in self._wanted - here:
             if now - self._tried_at.get(address, -RETRY_S) >= RETRY_S:
                 self._tried_at[address] = now
-                self._begin(self._try(address))
+                self._begin(self._try_anew(address) if address in self._left else self._try(address))
         self._write()
 
     def _follow(self, listing: _List) -> None:
@@ -154,13 +165,19 @@ class Roster:
                 self._wanted.add(address)
             else:
                 of = {host.name: host.address for host in self._hosts.states()}
-                self._wanted.discard(of.get(request.what, ""))
+                self._left.add(of.get(request.what, ""))
                 await self._hosts.drain(request.what, "titan-rl hosts asked for it")
         except Exception as error:  # of whatever kind: whoever asked waits for the answer
             self._answers[request.id] = reason(error)
         else:
             self._answers[request.id] = ""
         self._write()
+
+    async def _try_anew(self, address: str) -> None:
+        """Nobody waits for a host that was drained: what keeps it away is not told."""
+        with contextlib.suppress(Exception):
+            if await self._hosts.is_new(address):
+                await self._try(address)
 
     async def _try(self, address: str) -> None:
         try:
