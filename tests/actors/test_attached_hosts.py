@@ -142,6 +142,12 @@ async def test_hosts_of_one_name_that_come_at_once_are_two(tmp_path: Path) -> No
         assert sorted(host.name for (host,) in taken) == sorted(hosts.names) == ["node", "node-2"]
 
 
+async def test_a_host_comes_back_alone_to_a_run_that_began_with_several(tmp_path: Path) -> None:
+    async with attaching(tmp_path / "run", FarHost(tmp_path, "node")) as (hosts, addresses):
+        hosts.config = HostsConfig(train=2, generate=3, play=3)
+        assert [host.name for host in await hosts.attach(addresses)] == ["node"]
+
+
 async def test_a_host_sees_the_run_though_another_has_looked_meanwhile(tmp_path: Path) -> None:
     slow, quick = FarHost(tmp_path, "slow"), FarHost(tmp_path, "quick")
     slow.may_look.clear()

@@ -165,7 +165,7 @@ class Hosts:
         self._coming.update(names)
         for arrival, name in zip(met, names, strict=True):
             arrival.become(name)
-        roles = self._needs.roles(self.config, [*self.names, *names])
+        roles = self._needs.roles(self.config, [*self.names, *names], begins=begins)
         found = {arrival.host.name: arrival.facts for arrival in met}
         check_hosts(self._expected, found, self._needs, roles, sync=self.config.sync)
         for arrival in met:

@@ -35,12 +35,16 @@ class HostNeeds:
     trains: bool = True
     generates: bool = True
 
-    def roles(self, config: HostsConfig, hosts: Sequence[str]) -> Roles:
-        """Those that hosts of these names have in the run.
+    def roles(self, config: HostsConfig, hosts: Sequence[str], *, begins: bool = True) -> Roles:
+        """Those that hosts of these names have in the run, which may have fewer than settings name once it goes on.
 
         Raises:
             ConfigError: a role needs more hosts than there are.
         """
+        if not begins:
+            wanted = {name: getattr(config, name) for name in ("train", "generate", "play")}
+            fewer = {name: number and min(number, len(hosts)) for name, number in wanted.items()}
+            config = config.model_copy(update=fewer)
         roles = Roles.of(config, hosts)
         return Roles(roles.train if self.trains else (), roles.generate if self.generates else (), roles.play)
 
