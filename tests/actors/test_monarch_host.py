@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
+import stat
 import sys
 from asyncio.subprocess import PIPE
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 
+from titan_rl.actors.hosts.meeting import meet
+from titan_rl.actors.hosts.meeting_point import MeetingPoint
 from titan_rl.actors.hosts.monarch_host import READY
+from titan_rl.actors.liveness.worker_signs import FOLDER
 
 COUNT = 8  # on a busy machine each listens a moment after it has begun to
 
@@ -38,3 +44,26 @@ async def is_reached_once_ready() -> bool:
 async def test_whoever_is_told_that_it_is_ready_reaches_it() -> None:
     async with asyncio.timeout(60):
         assert all(await asyncio.gather(*[is_reached_once_ready() for _ in range(COUNT)]))
+
+
+def logs_of(worker: Path) -> list[Path]:
+    return [*Path("/tmp").glob(f"*/monarch_log_{worker.name}-*")]
+
+
+async def test_its_log_is_for_the_user_alone_and_goes_with_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    before = os.umask(0o022)
+    serving = asyncio.ensure_future(MeetingPoint(listener := socket.create_server(("127.0.0.1", 0))).serve())
+    try:
+        one = await meet("run", f"127.0.0.1:{listener.getsockname()[1]}", 30.0)
+        await one.monarch()
+        (log,) = logs_of(tmp_path)
+        assert stat.S_IMODE(log.stat().st_mode) == 0o600
+        one.close()
+    finally:
+        os.umask(before)
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+    assert logs_of(tmp_path) == []

@@ -155,7 +155,7 @@ class HostAgent(Actor):
 
     def _give_back(self) -> None:
         if self._scratch is not None:
-            remove_monarch_logs(self._scratch.path)
+            remove_monarch_logs(self._scratch.path.name)
             self._scratch.remove()
             self._scratch = None
         clean_up_after_dead_runs(scratch_root())

@@ -14,9 +14,11 @@ import tempfile
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from titan_rl.actors.hosts.monarch_host import READY
+from titan_rl.actors.hosts.scratch import remove_monarch_logs
 from titan_rl.actors.liveness.lookout import BEAT_S
 from titan_rl.actors.liveness.process_tree import CAN_LIST, children_of
 from titan_rl.actors.liveness.reports import receive, send
@@ -176,11 +178,13 @@ async def _monarch(host: str) -> AsyncGenerator[tuple[Process, str]]:
     with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as free:
         address = f"tcp://{join_address(host, free.getsockname()[1])}"
     command = [sys.executable, "-m", "titan_rl.actors.hosts.monarch_host", address]
-    # It makes sockets in a folder that it never removes.
+    # It makes sockets in a folder that it never removes, and a log, which both go with the run.
     with tempfile.TemporaryDirectory(
         prefix="monarch-", dir=os.environ.get(FOLDER), ignore_cleanup_errors=True
     ) as temporary:
-        environment = {**os.environ, "TMPDIR": temporary}
+        folder = Path(temporary)
+        suffix = f"{folder.parent.name}-{folder.name}"  # who clears up after a dead worker knows the first part
+        environment = {**os.environ, "TMPDIR": temporary, "MONARCH_LOG_SUFFIX": suffix}
         process = await asyncio.create_subprocess_exec(
             *command, stdin=PIPE, stdout=PIPE, start_new_session=True, env=environment
         )
@@ -195,3 +199,4 @@ async def _monarch(host: str) -> AsyncGenerator[tuple[Process, str]]:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
+            remove_monarch_logs(suffix)

@@ -12,8 +12,6 @@ import socket
 import sys
 import time
 
-from monarch.actor import start_worker_loop_forever
-
 READY = "ready"
 SETTLE_S = 0.2
 LOOK_S = 0.01
@@ -21,6 +19,10 @@ LOOK_S = 0.01
 
 def main(address: str) -> None:
     signal.signal(signal.SIGTERM, lambda *_: None)  # as the run's other processes there
+    before = os.umask(0o077)  # Monarch begins its log, for this user alone
+    from monarch.actor import start_worker_loop_forever
+
+    os.umask(before)
     serving = start_worker_loop_forever(ca="trust_all_connections", address=address)
     _wait_until_it_listens(address)
     print(READY, flush=True)

@@ -44,14 +44,14 @@ def make_worker_folder() -> OwnedFolder:
 def clean_up_after_dead_runs(root: Path) -> None:
     """Remove the scratch folders in `root`, the logs of Monarch and the weights in shared memory of runs whose process
     is gone, and the folders of workers that are."""
-    clean_dead_folders(WORKER, root)
-    for scratch in clean_dead_folders(SCRATCH, root):
-        remove_monarch_logs(scratch)
+    for folder in (*clean_dead_folders(WORKER, root), *clean_dead_folders(SCRATCH, root)):
+        remove_monarch_logs(folder.name)
     clean_dead_shards()
 
 
-def remove_monarch_logs(scratch: Path) -> None:
+def remove_monarch_logs(suffix: str) -> None:
+    """Those of processes whose MONARCH_LOG_SUFFIX begins so."""
     for folder in Path("/tmp").iterdir():  # there wherever TMPDIR points
         with contextlib.suppress(OSError):  # others remove folders of their own meanwhile
-            for log in folder.glob(f"monarch_log_{scratch.name}*"):
+            for log in folder.glob(f"monarch_log_{suffix}*"):
                 log.unlink(missing_ok=True)

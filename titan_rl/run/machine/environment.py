@@ -62,7 +62,7 @@ def _scratch_of(pid: int) -> Path:
 
     def remove() -> None:
         if os.getpid() == pid:  # not one that was forked from it
-            remove_monarch_logs(folder.path)
+            remove_monarch_logs(folder.path.name)
             folder.remove()
             if guard is not None:
                 guard.kill()
