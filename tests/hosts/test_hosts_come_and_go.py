@@ -139,7 +139,7 @@ def test_a_worker_that_is_started_anew_is_taken_in_and_one_that_goes_on_stays_ou
     run.hears(f"host {hosts[0].name} at {hosts[0].worker_address} has joined with generator-")
     assert len(run.asked("serving").split()) == 2
     states = {line.split()[0]: line for line in command("hosts", str(run.folder), "list").splitlines()}
-    assert "left: it was asked to" in states[hosts[1].name]
+    assert "left: titan-rl hosts asked for it" in states[hosts[1].name]
 
 
 def command(*words: str) -> str:
