@@ -74,13 +74,13 @@ def roster_of(run_dir: Path, hosts: Hosts, *addresses: str, file: Path | None = 
 
 @pytest.mark.looptime
 @pytest.mark.usefixtures("goes_on")
-async def test_a_host_that_is_gone_is_taken_in_again_once_it_answers(run_dir: Path):
+async def test_a_host_that_is_gone_is_taken_in_again_once_it_answers(run_dir: Path, caplog: pytest.LogCaptureFixture):
     hosts = Hosts(H1)
     roster, told = roster_of(run_dir, hosts, H1, "10.0.0.2")
     watching = asyncio.ensure_future(roster.watch())
     await asyncio.sleep(10 * RETRY_S)
     assert hosts.inside == {H1: "in the run"}
-    assert told == [f"the host at {H2} is not taken in: no worker answers"]
+    assert caplog.messages == told == [f"the host at {H2} is not taken in: no worker answers"]
     assert 9 <= hosts.tries.count(H2) <= 11
     hosts.up.add(H2)
     hosts.inside[H1] = "gone"
@@ -266,6 +266,21 @@ async def test_a_run_whose_processes_start_forgets_what_it_said_before_and_answe
     roster.look()
     await asyncio.sleep(0)
     assert hosts.inside == {H1: "in the run"}
+
+
+@pytest.mark.usefixtures("goes_on")
+def test_hosts_are_listed_once_the_processes_of_the_run_have_started(run_dir: Path):
+    (files := HostFiles(run_dir)).begin()
+    states = HostStates([HostState("h1", H1, "in the run")])
+    waited: list[str] = []
+
+    def starts() -> None:
+        waited.append("waits")
+        files.write(states)
+
+    assert HostFiles(run_dir).states(30.0, starts) == states
+    assert HostFiles(run_dir).states(30.0, starts) == states
+    assert waited == ["waits"]
 
 
 @pytest.mark.usefixtures("goes_on")

@@ -33,7 +33,8 @@ def set_up(parser: Parser) -> None:
 
 def _list(arguments: argparse.Namespace) -> int:
     files = HostFiles(find_run(arguments.of, "titan-rl hosts"))
-    states = files.states()
+    waits = "the run's processes still start; this waits until they are up, or until Ctrl-C"
+    states = files.states(WAIT_S, lambda: tell(f"titan-rl: {waits}"))
     if not files.goes_on:
         tell("titan-rl: the run has ended; these were its hosts at last")
     say(describe(states))

@@ -99,12 +99,21 @@ class HostFiles:
         """Whether the run does."""
         return read_status(self._run_dir).state == "running"
 
-    def states(self) -> HostStates:
+    def states(self, wait_s: float = 0.0, waits: Callable[[], object] = lambda: None) -> HostStates:
         """As they are, or as they were when the run ended.
+
+        Args:
+            wait_s: for the processes of a run that goes on, where they still start.
+            waits: called where that is waited for.
 
         Raises:
             ConfigError: its processes are not up yet, or were not when it ended.
         """
+        until = time.monotonic() + wait_s
+        if wait_s and self._said() is None and self.goes_on:
+            waits()
+        while time.monotonic() < until and self._said() is None and self.goes_on:
+            time.sleep(POLL_S)
         if (states := self._said()) is None:
             raise ConfigError(
                 f"the run in {self._run_dir} says nothing of hosts: they are listed once its processes have started, "

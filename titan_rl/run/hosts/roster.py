@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from titan_rl.actors.liveness.host_state import HostState
+from titan_rl.calls.telling import logged
 from titan_rl.calls.user_code import reason
 from titan_rl.config.hosts import join_address, split_address
 from titan_rl.run.hosts.history import HostHistory
 from titan_rl.run.hosts.provided import ProvidedHosts
 from titan_rl.run.hosts.requests import AddressFile, HostFiles, HostRequest, HostStates
+
+logger = logging.getLogger(__name__)
 
 LOOK_S = 0.1
 RETRY_S = 5.0
@@ -103,7 +107,7 @@ class Roster:
             self._lists.append(_List(read, "its address is no longer in the file of addresses"))
         if provided is not None:
             self._lists.append(_List(provided.read, "its provider has it no more"))
-        self._tell = tell
+        self._tell = logged(tell, logger)
         self._tried_at: dict[str, float] = {}
         self._told: dict[str, str] = {}  # why a host could not be taken in, by address
         self._answers: dict[str, str] = {}
