@@ -115,6 +115,34 @@ async def test_who_has_a_host_drained_that_is_there_no_more_is_told_what_became_
         await elastic.drain("nobody", "why not")
 
 
+async def test_a_host_joins_until_its_processes_are_up(caplog: pytest.LogCaptureFixture):
+    class Joining(LeavingHosts):
+        config = HostsConfig(addresses=("10.0.0.2:22222",))
+
+        async def attach(self, workers: list[str]) -> list[Any]:
+            self.hosts["new"] = SimpleNamespace(name="new", worker=workers[0], worker_id="c81f")
+            return [self.hosts["new"]]
+
+    class Starting(Processes):
+        async def join(self, host: str) -> list[str]:
+            begun.set()
+            await up.wait()
+            return ["generator-7"]
+
+    begun, up, told = asyncio.Event(), asyncio.Event(), list[str]()
+    elastic = ElasticHosts(Starting(Joining()), told.append)  # pyright: ignore[reportArgumentType]
+    joining = asyncio.ensure_future(elastic.add("10.0.0.3:22222"))
+    await begun.wait()
+    states = {host.name: (host.state, host.reason) for host in elastic.states()}
+    assert states == {"there": ("in the run", ""), "new": ("joining", "its processes start")}
+    assert told == ["host new at 10.0.0.3:22222 joins, and its processes start"]
+    up.set()
+    await joining
+    assert [host.state for host in elastic.states()] == ["in the run", "in the run"]
+    assert caplog.messages == told
+    assert told[1:] == ["host new at 10.0.0.3:22222 has joined with generator-7"]
+
+
 async def test_a_host_is_known_all_the_while_that_it_leaves():
     hosts = LeavingHosts()
     elastic = ElasticHosts(Processes(hosts), lambda text: None)  # pyright: ignore[reportArgumentType]

@@ -88,6 +88,7 @@ class ElasticHosts:
         self._all_leave = all_leave
         self._tell = logged(tell, logger)
         self._joining: set[str] = set()  # addresses
+        self._starting: set[str] = set()  # names of hosts that have joined, and whose processes are not up yet
         self._draining: dict[str, str] = {}  # name -> why
         self._gone: dict[str, HostState] = {}  # by name; those that left, too
         self._let_go: dict[str, str] = {}  # which worker each drained host had, by address
@@ -103,13 +104,7 @@ class ElasticHosts:
         """Of all hosts that are, come or were there."""
         names = self._processes.names_by_host()
         here = [
-            HostState(
-                host.name,
-                host.worker,
-                "draining" if host.name in self._draining else "in the run",
-                self._draining.get(host.name, ""),
-                tuple(names.get(host.name, ())),
-            )
+            HostState(host.name, host.worker, *self._state_of(host.name), tuple(names.get(host.name, ())))
             for host in self._hosts
         ]
         gone = [state for name, state in self._gone.items() if name not in self._hosts.names]
@@ -117,6 +112,12 @@ class ElasticHosts:
         named = {host.address for host in (*here, *joining, *gone)}
         early = {worker: why for worker, why in self._hosts.lost_early.items() if worker not in named}
         return [*here, *joining, *gone, *[HostState("", worker, "gone", why) for worker, why in early.items()]]
+
+    def _state_of(self, name: str) -> tuple[str, str]:
+        """That of a host that is there, and why it has it."""
+        if name in self._draining:
+            return "draining", self._draining[name]
+        return ("joining", "its processes start") if name in self._starting else ("in the run", "")
 
     def take_silences(self) -> dict[str, float]:
         """The longest time, in seconds, for which nothing was heard of each host since this was last called."""
@@ -142,7 +143,12 @@ class ElasticHosts:
         finally:
             self._joining.discard(address)
         self._gone.pop(host.name, None)
-        started = await self._processes.join(host.name)
+        self._tell(f"host {host.name} at {address} joins, and its processes start")
+        self._starting.add(host.name)
+        try:
+            started = await self._processes.join(host.name)
+        finally:
+            self._starting.discard(host.name)
         brings = f" with {', '.join(started)}" if started else ", and nothing is started there"
         self._tell(f"host {host.name} at {address} has joined{brings}")
 

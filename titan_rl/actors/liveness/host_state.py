@@ -11,7 +11,9 @@ class HostState:
 
     Args:
         address: of its worker, by which it is asked for: "10.0.0.1:22222".
-        state: "joining", "in the run", "draining", "left", once it is drained, or "gone", where it was lost.
+        name: "" while it is not known yet.
+        state: "joining", until its processes are up, "in the run", "draining", "left", once it is drained, or "gone",
+            where it was lost.
         reason: why it drains, left, or is gone.
         processes: names of those that it has.
     """

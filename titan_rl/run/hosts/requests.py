@@ -183,7 +183,7 @@ def describe(states: HostStates) -> str:
     rows = [("host", "address", "state", "processes")]
     for host in states.hosts:
         state = f"{host.state}: {host.reason}" if host.reason else host.state
-        rows.append((host.name, host.address, state, ", ".join(host.processes)))
+        rows.append((host.name or "-", host.address, state, ", ".join(host.processes)))
     counted = ", ".join(f"{count} {what}" for what, count in states.counts.items())
     became = [f"since the run began: {counted}"] if any(states.counts.values()) else []
     return "".join(f"{line}\n" for line in [*_aligned(rows), *became])
