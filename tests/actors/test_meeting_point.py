@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 
 import pytest
 
@@ -51,10 +51,10 @@ def monarchs(monkeypatch: pytest.MonkeyPatch) -> Monarchs:
 
 
 @contextlib.asynccontextmanager
-async def worker() -> AsyncGenerator[int]:
+async def worker(tell: Callable[[str], object] = print) -> AsyncGenerator[int]:
     """The port of one that takes runs."""
     listener = socket.create_server(("127.0.0.1", 0))
-    serving = asyncio.ensure_future(MeetingPoint(listener).serve())
+    serving = asyncio.ensure_future(MeetingPoint(listener, tell).serve())
     try:
         yield listener.getsockname()[1]
     finally:
@@ -115,3 +115,14 @@ async def test_a_worker_that_is_started_anew_is_another():
         assert await id_of(f"127.0.0.1:{port}") != before
     with pytest.raises(ActorDiedError, match="no worker at"):
         await id_of(f"127.0.0.1:{port}")
+
+
+async def test_a_worker_says_which_run_comes_and_goes(monarchs: Monarchs):
+    told: asyncio.Queue[str] = asyncio.Queue()
+    async with worker(told.put_nowait) as port:
+        one = await meet("5f0c", f"127.0.0.1:{port}", 30.0, "alphabet")
+        assert await told.get() == "run alphabet is here, from 127.0.0.1"
+        await one.monarch()
+        one.close()
+        monarchs.running[0].set()
+        assert await told.get() == "run alphabet is gone"

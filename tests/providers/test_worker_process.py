@@ -1,14 +1,15 @@
 """A command that runs a worker ends with the process that started it."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
-from providers.fakes import worker_command
+from providers.fakes import Commands, worker_command
 
-from titan_rl.providers.worker_process import tethered
+from titan_rl.providers.worker_process import WorkerProcess, tethered
 
 LIMIT_S = 60.0
 
@@ -35,3 +36,16 @@ def test_a_tethered_command_begins_in_a_folder_that_is_there(tmp_path: Path):
         ) as process:
             assert process.stdout is not None
             assert process.stdout.readline().strip() == begun
+
+
+async def test_an_ssh_that_ends_by_itself_is_no_end_of_the_worker(tmp_path: Path, commands: Commands):
+    says = 'print("titan-rl: listening on 10.0.0.2:700\\nMonarch logs somewhere")'
+    commands.make("ssh", f"{says}\nsys.exit(255)\n")
+    for word, ended in (
+        ("ssh", r"^ssh's connection to gpu-2, of the worker at 10.0.0.2:700, has ended; see .*gpu-2.log$"),
+        (commands.make("other", f"{says}\nsys.exit(255)\n"), "^the worker on gpu-2 has ended with code 255: Monarch"),
+    ):
+        process = WorkerProcess("gpu-2", [word], tmp_path / "worker-gpu-2.log", print)
+        await process.start()
+        assert re.search(ended, await process.ended())
+        await process.end()

@@ -19,6 +19,9 @@ KEPT = 4096
 END_S = 20.0
 """For a worker that is told to end; a run's processes there have ended before."""
 
+SSH_FAILED = 255
+"""What ssh ends with by itself; else with what the worker did."""
+
 _TETHERED = 'exec 3<&0 </dev/null; (cat <&3; kill -TERM $$) >/dev/null 2>&1 & exec 3<&-; exec "$@"'
 
 
@@ -107,6 +110,9 @@ class WorkerProcess:
         code = await self._process.wait()
         last = recent.decode(errors="replace").strip().rpartition("\n")[2] or "it said nothing"
         ended = f"the worker on {self.host} has ended with code {code}: {last}"
+        if self._address.done() and code == SSH_FAILED and Path(self._words[0]).name == "ssh":
+            where = f"{self.host}, of the worker at {self._address.result()},"  # by which `titan-rl hosts` has it
+            ended = f"ssh's connection to {where} has ended; see {self.log}"
         if not self._address.done():
             self._address.set_exception(ProviderError(f"{ended}; its log: {self.log}"))
             self._address.exception()  # whoever waits hears of it; nobody need

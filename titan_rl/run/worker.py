@@ -49,7 +49,7 @@ def run_worker(listen: str, tell: Callable[[str], object], drain_s: float) -> No
         given_back.callback(folder.remove)
         os.environ[FOLDER] = str(folder.path)
         given_back.callback(os.environ.pop, FOLDER, None)
-        point = MeetingPoint(listen_on(host, port))
+        point = MeetingPoint(listen_on(host, port), tell)
         aftermath = Aftermath(lambda: clean_up_after_dead_runs(scratch_root()))
 
         def failed(error: BaseException) -> None:

@@ -57,7 +57,7 @@ class Arrival:
         Raises:
             ActorDiedError: no worker answers, or what starts there does not come up.
         """
-        meeting = self._meeting = await meet(question.token, self.worker, self._silence_s)
+        meeting = self._meeting = await meet(question.token, self.worker, self._silence_s, question.run_dir.name)
         ask = meeting.link.call
         await ask(self._supervisor.attach, self.key, await meeting.monarch(), timeout_s=ATTACH_TIMEOUT_S)
         order = self.key, HostAgent, (), 0, self.key

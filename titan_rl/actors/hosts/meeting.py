@@ -41,6 +41,7 @@ class Meeting:
         address: str,
         streams: tuple[asyncio.StreamReader, asyncio.StreamWriter],
         silence_s: float,
+        name: str,
     ) -> None:
         self.worker = worker
         self.address = address
@@ -50,7 +51,7 @@ class Meeting:
         self.link = RemoteProcess(f"host at {worker}", lambda remote: self._ended.set())
         self._ended = asyncio.Event()
         self._reader, self._writer = streams
-        send(self._writer, {"run": run, "worker": worker})
+        send(self._writer, {"run": run, "name": name, "worker": worker})
         self._silence_s = silence_s
         self._contact = Contact(silence_s, 2 * BEAT_S, asyncio.get_running_loop().time())
         self._monarch: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -118,18 +119,19 @@ class Meeting:
         self.link.end(f"nothing has been heard of it for {self._silence_s:g} s")
 
 
-async def meet(run: str, worker: str, silence_s: float) -> Meeting:
+async def meet(run: str, worker: str, silence_s: float, name: str = "") -> Meeting:
     """
     Args:
         run: unlike any other.
         worker: HOST:PORT.
         silence_s: for so long it may be silent.
+        name: what people call the run.
 
     Raises:
         ActorDiedError: nobody listens there.
     """
     address, streams = await _reach(worker)
-    return Meeting(run, worker, address, streams, silence_s)
+    return Meeting(run, worker, address, streams, silence_s, name)
 
 
 async def id_of(worker: str) -> str:

@@ -12,7 +12,7 @@ import socket
 import sys
 import tempfile
 from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from titan_rl.actors.liveness.lookout import BEAT_S
 from titan_rl.actors.liveness.process_tree import CAN_LIST, children_of
 from titan_rl.actors.liveness.reports import receive, send
 from titan_rl.actors.liveness.worker_signs import FOLDER
+from titan_rl.calls.plain import printable
 from titan_rl.config.hosts import join_address
 
 logger = logging.getLogger(__name__)
@@ -32,6 +33,7 @@ START_S = 30.0
 MEETING_S = 600.0
 """Longest time in which a run takes the host in. A folder that is copied there takes its time."""
 LOOK_S = 0.1
+LONGEST_NAME = 80
 FAREWELL_S = 2.0
 """In which Monarch tells the run that the last of its processes has ended; one that is not told waits for long."""
 
@@ -42,16 +44,19 @@ class _Guest:
     Args:
         run: what it calls itself.
         worker: the address by which it knows this worker.
+        name: what people call it.
     """
 
     run: str
     worker: str
+    name: str
 
 
 class MeetingPoint:
     """Answers runs, as lines of JSON:
 
-        run       {"run": "5f0c", "worker": "10.0.0.2:22222"}, unlike any other run, and where it knows the worker
+        run       {"run": "5f0c", "name": "alphabet", "worker": "10.0.0.2:22222"}, which is unlike any other run, what
+                  people call it, and where it knows the worker
         worker    {"id": "c81e", "monarch": ""}, again and again, as a sign that it is there
                   {"id": "c81e", "monarch": "", "busy": true}, while another run is here, which is to end first
                   {"id": "c81e", "monarch": "tcp://10.0.0.2:40123"}, once Monarch listens there for this run
@@ -63,10 +68,12 @@ class MeetingPoint:
 
     Args:
         listener: a socket, bound.
+        tell: shows a person which run comes and goes.
     """
 
-    def __init__(self, listener: socket.socket) -> None:
+    def __init__(self, listener: socket.socket, tell: Callable[[str], object] = logger.info) -> None:
         self._listener = listener
+        self._tell = tell
         self._id = secrets.token_hex(8)
         self._runs: dict[asyncio.Task[None], _Guest] = {}  # in the order in which they came
 
@@ -89,7 +96,8 @@ class MeetingPoint:
         try:
             async with asyncio.timeout(HELLO_S):
                 hello = await receive(reader)
-            guest = _Guest(str(hello.get("run", "")), str(hello.get("worker", "")))
+            name = printable(str(hello.get("name", "")))[:LONGEST_NAME]
+            guest = _Guest(str(hello.get("run", "")), str(hello.get("worker", "")), name)
             mine = {run: other for run, other in self._runs.items() if other.run == guest.run}
             known = next((other.worker for other in mine.values() if other.worker != guest.worker), None)
             if not guest.run or known is not None:
@@ -99,7 +107,7 @@ class MeetingPoint:
                         await reader.read(1)  # until it has read that
                 return
             others = [run for run in self._runs if run not in mine]
-            run = asyncio.ensure_future(self._take([*mine], others, reader, writer))
+            run = asyncio.ensure_future(self._take(guest, [*mine], others, reader, writer))
             self._runs[run] = guest
             run.add_done_callback(self._runs.pop)
             with contextlib.suppress(asyncio.CancelledError):
@@ -111,6 +119,7 @@ class MeetingPoint:
 
     async def _take(
         self,
+        guest: _Guest,
         earlier: list[asyncio.Task[None]],
         others: list[asyncio.Task[None]],
         reader: asyncio.StreamReader,
@@ -134,15 +143,24 @@ class MeetingPoint:
             says.pop("busy", None)
             async with _monarch(writer.get_extra_info("sockname")[0]) as (process, address):
                 says["monarch"] = address
-                with contextlib.suppress(TimeoutError, ConnectionError):
-                    async with asyncio.timeout(MEETING_S):
-                        while not beating.done() and await reader.read(1):
-                            pass
-                beating.cancel()
-                writer.close()
-                await _end_of_children(process.pid)
+                with self._told_of(guest, writer.get_extra_info("peername")[0]):
+                    with contextlib.suppress(TimeoutError, ConnectionError):
+                        async with asyncio.timeout(MEETING_S):
+                            while not beating.done() and await reader.read(1):
+                                pass
+                    beating.cancel()
+                    writer.close()
+                    await _end_of_children(process.pid)
         finally:
             beating.cancel()
+
+    @contextlib.contextmanager
+    def _told_of(self, guest: _Guest, controller: str) -> Generator[None]:
+        self._tell(f"run {guest.name} is here, from {controller}")
+        try:
+            yield
+        finally:
+            self._tell(f"run {guest.name} is gone")
 
 
 async def _end_before(others: list[asyncio.Task[None]], reader: asyncio.StreamReader) -> bool:
