@@ -38,7 +38,7 @@ def set_up(parser: Parser) -> None:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="check everything, print the settings, play a group without a model, and stop",
+        help="check everything but other hosts, print the settings, play a group without a model, and stop",
     )
     add_verbosity(parser)
     parser.add_settings(RunConfig)
