@@ -16,9 +16,12 @@ from typing import Any
 import pytest
 
 from titan_rl.cli.main import main, program
-from titan_rl.config.changes import check_resume
+from titan_rl.config.changes import settings_of
+from titan_rl.config.load import load_config
 from titan_rl.config.run import RunConfig
-from titan_rl.errors import ConfigError, TrainingError
+from titan_rl.errors import TrainingError
+from titan_rl.run.directory import RunDirectory
+from titan_rl.run.journal.run_state import RunState
 
 
 @pytest.fixture
@@ -373,9 +376,49 @@ def test_a_resume_of_something_else_than_a_run_names_a_run_that_is_near(project:
     assert "there is no such folder; name the folder of a run, as runs/latest" in capsys.readouterr().err
 
 
-def test_what_the_weights_come_from_cannot_change_on_resume():
-    with pytest.raises(ConfigError, match=r"^--training.lr cannot .* leave it out, or begin a new run; training."):
-        check_resume([("training.steps", "9"), ("training.lr", "1")])
-    with pytest.raises(ConfigError, match=r"^--seed, --task.words cannot change .*; leave them out"):
-        check_resume([("seed", "9"), ("task.words", "[]")])
-    check_resume([("training.compile", "true"), ("training.attention", "flex")])  # the same steps, computed otherwise
+@pytest.fixture
+def stopped(project: Path) -> RunDirectory:
+    """A run that was stopped before its first checkpoint."""
+    config = load_config("config.toml")
+    run_dir = RunDirectory.create(config)
+    RunState(settings=settings_of(config)).write(run_dir.path)
+    return run_dir
+
+
+def test_what_the_weights_come_from_cannot_change_on_resume(stopped: RunDirectory, launch, capsys):
+    launch(lambda config: pytest.fail("started"))
+    resume = ["train", "--resume", str(stopped.path), "--training.steps=9"]
+    assert main([*resume, "--sampling.temperature=0.5"]) == 2
+    one = "--sampling.temperature is 0.5, and the run has 1.0: that cannot change when a run is resumed; leave it out, "
+    assert f"titan-rl: {one}or begin a new run; training.steps, " in capsys.readouterr().err
+    assert main([*resume, "--seed=9", "--correction.cap=3"]) == 2
+    two = '--correction.cap is 3.0, and the run has "none": that cannot'
+    told = capsys.readouterr().err
+    assert "--seed is 9, and the run has 7; " in told
+    assert two in told
+    assert "; leave them out" in told
+
+
+def test_options_that_change_nothing_are_accepted_on_resume(stopped: RunDirectory, launch):
+    seen: list[RunConfig] = []
+    launch(lambda config: seen.append(config) or 0)
+    same = ["--sampling.temperature=1.0", "--correction.cap=none", "--training.compile=true"]  # the same steps
+    assert main(["train", "--resume", str(stopped.path), *same]) == 0
+    assert seen[0].training.compile
+    assert settings_of(seen[0])["sampling.temperature"] == 1.0
+
+
+def test_a_dry_run_refuses_what_the_resume_of_a_run_refuses(stopped: RunDirectory, capsys):
+    dry = ["train", "--resume", str(stopped.path), "--dry-run"]
+    before = stopped.config.read_text()
+    assert main(dry) == 0
+    capsys.readouterr()
+    size = settings_of(load_config(stopped.config))["rollout.group_size"]
+    stopped.config.write_text(before.replace(f"group_size = {size}\n", f"group_size = {size + 2}\n"))
+    assert main(dry) == 2
+    assert f"rollout.group_size is {size + 2}, and this run was made with {size}; set it" in capsys.readouterr().err
+    stopped.config.write_text(before)
+    with stopped.locked():
+        assert main(dry) == 1
+    assert "is being run by another process" in capsys.readouterr().err
+    assert stopped.config.read_text() == before

@@ -9,9 +9,8 @@ import tempfile
 from pathlib import Path
 
 from titan_rl.cli.options import Parser
-from titan_rl.cli.run_folder import CONFIG, find_run
+from titan_rl.cli.run_folder import find_run, load_resumed
 from titan_rl.cli.verbosity import add_verbosity, verbosity_of
-from titan_rl.config.changes import check_resume
 from titan_rl.config.hosts import check_own_machine
 from titan_rl.config.load import dump_config
 from titan_rl.config.load_sft import load_sft_config
@@ -40,16 +39,17 @@ def run(arguments: argparse.Namespace) -> int:
     if (arguments.resume is None) == (not arguments.config):
         raise ConfigError("sft needs either CONFIG.toml, or --resume RUN with the folder of an earlier run")
     resume = None if arguments.resume is None else find_run(arguments.resume)
-    config = load_sft_config(arguments.config if resume is None else resume / CONFIG, arguments.overrides)
-    if resume is not None:
-        check_resume(arguments.overrides)
+    if resume is None:
+        config = load_sft_config(arguments.config, arguments.overrides)
+    else:
+        config = load_resumed(load_sft_config, resume, arguments.overrides)
     # Not before the settings are known to be right: what starts processes also imports what they need.
     from titan_rl.run.sft.launch import check, run_sft
 
     if arguments.dry_run:
         check_own_machine(config.hosts)
         with tempfile.TemporaryDirectory() as folder:
-            ready, told = check(config, Path(folder))
+            ready, told = check(config, Path(folder), resume)
         tell(f"titan-rl: {told}")
         say(dump_config(ready))
         return 0

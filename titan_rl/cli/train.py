@@ -8,9 +8,8 @@ import sys
 from pathlib import Path
 
 from titan_rl.cli.options import Parser
-from titan_rl.cli.run_folder import CONFIG, find_run
+from titan_rl.cli.run_folder import find_run, load_resumed
 from titan_rl.cli.verbosity import add_verbosity, verbosity_of
-from titan_rl.config.changes import check_resume
 from titan_rl.config.concurrency import throttles
 from titan_rl.config.hosts import check_own_machine
 from titan_rl.config.load import dump_config, load_config
@@ -49,9 +48,10 @@ def run(arguments: argparse.Namespace) -> int:
     if (arguments.resume is None) == (not arguments.config):
         raise ConfigError("train needs either CONFIG.toml, or --resume RUN with the folder of an earlier run")
     resume = None if arguments.resume is None else find_run(arguments.resume)
-    config = load_config(arguments.config if resume is None else resume / CONFIG, arguments.overrides)
-    if resume is not None:
-        check_resume(arguments.overrides)
+    if resume is None:
+        config = load_config(arguments.config, arguments.overrides)
+    else:
+        config = load_resumed(load_config, resume, arguments.overrides)
     for warning in throttles(config):
         tell(f"titan-rl: warning: {warning}")
     if arguments.dry_run:
@@ -59,6 +59,10 @@ def run(arguments: argparse.Namespace) -> int:
         check_needs(config)
         if resume is None:
             check_run_dir(config)
+        else:
+            from titan_rl.run.in_order import check_resumption
+
+            check_resumption(config, resume)
         say(dump_config(config))
         return _rehearse(config)
     # Not before the settings are known to be right: what starts processes also imports what they need.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, cast
@@ -85,27 +85,37 @@ def check_unchanged(config: RunConfig, made_with: Mapping[str, Any], *, source: 
         raise ConfigError("\n".join(changed))
 
 
-def check_resume(overrides: Sequence[tuple[str, str]]) -> None:
+def check_options(config: RunConfig, earlier: RunConfig) -> None:
     """A run that goes on may be longer or run elsewhere. It may not change what its weights and rollouts come from.
 
+    Args:
+        config: with all options of the command line.
+        earlier: without those that are not of `RESUMABLE`.
+
     Raises:
-        ConfigError: names the settings.
+        ConfigError: names each setting that an option changes, both values and the fix.
     """
-    wrong = [f"--{key}" for key, _ in overrides if not _is_resumable(key)]
-    if wrong:
+    now, before = settings_of(config), settings_of(earlier)
+    changed = [
+        f"--{_shown(config, name)} is {_told(now.get(name))}, and the run has {_told(before.get(name))}"
+        for name in {**before, **now}
+        if _told(now.get(name)) != _told(before.get(name))
+    ]
+    if changed:
         allowed = ", ".join(name + "*" if name.endswith(".") else name for name in (*RESUMABLE, "tasks.NAME.weight"))
         raise ConfigError(
-            f"{', '.join(wrong)} cannot change when a run is resumed; leave {'it' if len(wrong) == 1 else 'them'} out, "
-            f"or begin a new run; {allowed} can"
+            f"{'; '.join(changed)}: that cannot change when a run is resumed; leave "
+            f"{'it' if len(changed) == 1 else 'them'} out, or begin a new run; {allowed} can"
         )
 
 
-def _is_resumable(key: str) -> bool:
+def is_resumable(key: str) -> bool:
+    """Whether a setting may change when a run is resumed."""
     return key.startswith(RESUMABLE) or fnmatchcase(key, "tasks.*.weight")
 
 
 def _may_change(key: str) -> bool:
-    return _is_resumable(key) or key.startswith(LOCATIONS)
+    return is_resumable(key) or key.startswith(LOCATIONS)
 
 
 def _told(value: Any) -> str:

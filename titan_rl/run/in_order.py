@@ -17,7 +17,7 @@ from titan_rl.config.changes import settings_of
 from titan_rl.config.concurrency import throttles
 from titan_rl.config.run import RunConfig
 from titan_rl.errors import ConfigError, TrainingError
-from titan_rl.run.checkpoints.resumption import Resumption, resume_from_newest
+from titan_rl.run.checkpoints.resumption import Resumption, find_standing, resume_from_newest
 from titan_rl.run.directory import RunDirectory
 from titan_rl.run.end_messages import EndMessages
 from titan_rl.run.journal.run_state import RunState
@@ -56,6 +56,21 @@ def open_run_dir(
         command = "train" if supervised else "sft"
         raise ConfigError(f"--resume {resume}: that is a run of titan-rl {command}; titan-rl {command} goes on with it")
     return run_dir
+
+
+def check_resumption(config: RunConfig, resume: Path, *, supervised: bool = False) -> None:
+    """Find out whether a run could go on, and leave it as it is.
+
+    Args:
+        config: with which it would.
+        supervised: as of `open_run_dir`.
+
+    Raises:
+        ConfigError, CheckpointError: it could not.
+    """
+    run_dir = open_run_dir(config, resume, supervised=supervised)
+    with run_dir.locked():
+        find_standing(config, run_dir)
 
 
 Program = Callable[[RunConfig, RunDirectory, Resumption, StopSignals, EndMessages], Coroutine[Any, Any, None]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,9 +42,18 @@ class Resumption:
             )
 
 
-def resume_from_newest(config: RunConfig, run_dir: RunDirectory) -> Resumption:
-    """Find the newest checkpoint that is whole, take what is run again out of metrics and transcripts, and keep the
-    config. Damaged checkpoints are set aside under another name. A run that cannot go on is left as it is.
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Where a stopped run stands."""
+
+    checkpoint: Path | None  # the newest that is whole
+    damaged: Mapping[Path, str]  # newer ones -> what is wrong with them
+    state: RunState
+    journal: JournalContents
+
+
+def find_standing(config: RunConfig, run_dir: RunDirectory) -> Standing:
+    """Find the newest checkpoint that is whole, and whether the run can go on from it. The run is left as it is.
 
     Raises:
         ConfigError: a setting that weights and rollouts come from has changed since.
@@ -60,8 +70,19 @@ def resume_from_newest(config: RunConfig, run_dir: RunDirectory) -> Resumption:
             f"{run_dir.path} has trained all its {state.step} steps; give it more with "
             f"--training.steps {2 * state.step}"
         )
-    journal = read_segments(list_segments(run_dir.journal), state.position)
-    losses = [_set_aside(path, complaint) for path, complaint in damaged.items()]
+    return Standing(checkpoint, damaged, state, read_segments(list_segments(run_dir.journal), state.position))
+
+
+def resume_from_newest(config: RunConfig, run_dir: RunDirectory) -> Resumption:
+    """Take what is run again out of metrics and transcripts, and keep the config. Damaged checkpoints are set aside
+    under another name. A run that cannot go on is left as it is.
+
+    Raises:
+        ConfigError, CheckpointError: as `find_standing` does.
+    """
+    stands = find_standing(config, run_dir)
+    checkpoint, state, journal = stands.checkpoint, stands.state, stands.journal
+    losses = [_set_aside(path, complaint) for path, complaint in stands.damaged.items()]
     if checkpoint is None and not journal.begins and not journal.losses:
         losses.append(f"{run_dir.path} has no checkpoint and no journal: the run begins anew")
     # Without a checkpoint the first validation is made again, too.

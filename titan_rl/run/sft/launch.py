@@ -21,7 +21,7 @@ from titan_rl.run.end_messages import EndMessages
 from titan_rl.run.hosts.history import HostHistory
 from titan_rl.run.hosts.requests import HostFiles
 from titan_rl.run.hosts.watching import hosts_watcher
-from titan_rl.run.in_order import open_run_dir, run_in_order
+from titan_rl.run.in_order import check_resumption, open_run_dir, run_in_order
 from titan_rl.run.machine.environment import file_modes
 from titan_rl.run.machine.stop_signals import StopSignals, tell_on_stderr
 from titan_rl.run.observability.outputs import open_outputs
@@ -115,11 +115,12 @@ def prepared(config: RunConfig, found: list[Found], folder: Path) -> RunConfig:
     return supervised(config, model, len(plan))
 
 
-def check(config: RunConfig, folder: Path) -> tuple[RunConfig, str]:
+def check(config: RunConfig, folder: Path, resume: Path | None = None) -> tuple[RunConfig, str]:
     """What a run would do, and nothing of it done.
 
     Args:
         folder: for what is made to find out; it may be removed after.
+        resume: the folder of an earlier run, which would be continued.
 
     Returns:
         the settings that a run has, `sft.start` as it was given, and what is to be learned.
@@ -129,6 +130,9 @@ def check(config: RunConfig, folder: Path) -> tuple[RunConfig, str]:
     """
     found = find_demonstrations(config)
     ready = prepared(config, found, folder)
+    if resume is not None:
+        check_resumption(ready, resume, supervised=True)
+        _check_data(RunDirectory(resume).supervised, digest(found))
     tokens = _token_source(ready.model, found)
     plan, held_out = plan_steps(ready, tokens, len(found))
     samples = tokens.samples(plan[0])
