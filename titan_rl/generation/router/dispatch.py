@@ -62,7 +62,7 @@ class Dispatcher:
                     epoch = replica.epoch
                     try:
                         completion = await self._send(in_flight, replica, on_chunk)
-                        if not self._moves.is_moved(in_flight, completion):
+                        if not self._moves.goes_on(in_flight, completion):
                             return completion
                     except (RequestError, NotResumedError):
                         raise
@@ -73,8 +73,11 @@ class Dispatcher:
                     finally:
                         in_flight.unassign()
                 if failure is not None:
-                    failures.append(failure)
-                    await self._blame.lay(in_flight, failures if partial.ended is None else [failure])
+                    in_flight.failed_on.add(failure.replica)
+                    if not in_flight.was_moved:  # else it did not ask for this attempt, and had a good one
+                        failures.append(failure)
+                    is_its_own = partial.ended is None and not in_flight.was_moved
+                    await self._blame.lay(in_flight, failures if is_its_own else [failure])
                 if not in_flight.aborted and (ended := partial.ended) is not None:
                     return ended  # the replica was lost, or told to let it go, between its last token and its answer
                 if len(failures) == self._max_attempts:
@@ -91,9 +94,11 @@ class Dispatcher:
                 raise self.closed
             if in_flight.aborted or self._pause.mode == "abort":
                 return None
+            if (place := self._moves.place(in_flight)) is not None:
+                return place
             try:
                 if self._pause.open.is_set() and self._pool.enough.is_set():
-                    return self._pool.choose(in_flight.partial.request, in_flight.moves_to)
+                    return self._pool.choose(in_flight.partial.request)
                 with stopwatch.paused():
                     if not self._pause.open.is_set():
                         began = asyncio.get_running_loop().time()
@@ -139,7 +144,7 @@ class Dispatcher:
         replica.failures = 0
         num_told = partial.num_tokens
         completion = partial.add(_without_freezes(completion, in_flight, began))
-        if on_chunk is not None and in_flight.moves_to is not None and num_told < partial.num_tokens:
+        if on_chunk is not None and in_flight.is_leaving and num_told < partial.num_tokens:
             on_chunk(
                 tokens_between(completion, num_told, partial.num_tokens)
             )  # what the next attempt tells goes on from

@@ -15,7 +15,7 @@ from titan_rl.generation.partial import Partial
 from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.router.aborts import Aborts
 from titan_rl.generation.router.limits import Limits
-from titan_rl.generation.router.pool import PooledReplica
+from titan_rl.generation.router.pool import PooledReplica, Reservation
 from titan_rl.generation.router.stall import StallWatch
 from titan_rl.generation.router.waiter import Waiter
 
@@ -33,8 +33,11 @@ class RequestInFlight(Waiter):
         self.partial = Partial(request)  # what it has got so far
         self.replica: PooledReplica | None = None  # where it runs; None while it waits for a replica
         self.aborted = False  # its answer is an aborted completion, with the tokens that come back
-        self.moves_to: PooledReplica | None = None  # its attempt is being ended, so that the next one is there
+        self.is_leaving = False  # its attempt is being ended, so that it goes on elsewhere
+        self.place: Reservation | None = None  # where it goes on then
+        self.was_moved = False  # the present attempt is one that it did not ask for
         self.moved_with: int | None = None  # tokens that it had when it was last told to move
+        self.failed_on = set[PooledReplica]()
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._aborts = aborts
         self._placed = placed
@@ -43,7 +46,8 @@ class RequestInFlight(Waiter):
     def assign(self, replica: PooledReplica) -> EngineRequest:
         """Begin an attempt, on `replica`. Returns what to ask it for, under an engine id of its own: "g0/0/0", and
         "g0/0/0~1" from the second attempt on, or where an engine may be at an earlier request of that id still."""
-        self.replica, self.moves_to = replica, None
+        self.replica = replica
+        self.was_moved, self.is_leaving = self.is_leaving, False
         self._placed[replica][self] = None
         self.what = f"request {self.request_id!r} on replica {replica.name}"
         while True:
@@ -61,6 +65,15 @@ class RequestInFlight(Waiter):
                 del self._placed[replica]
         self.replica = None
         self.what = f"request {self.request_id!r}"
+
+    def leave(self, place: Reservation) -> None:
+        """It is told to end its attempt and go on at `place`."""
+        self.is_leaving, self.place, self.moved_with = True, place, self.partial.num_tokens
+
+    def give_place_back(self) -> None:
+        if self.place is not None:
+            self.place.give_back()
+            self.place = None
 
 
 Placed = defaultdict[PooledReplica, dict[RequestInFlight, None]]
@@ -125,6 +138,7 @@ class RequestsInFlight:
         try:
             yield in_flight
         finally:
+            in_flight.give_place_back()
             del self._requests[request_id]
             in_flight.done.set_result(None)
 

@@ -12,24 +12,38 @@ from titan_rl.generation.router.background_tasks import BackgroundTasks
 from titan_rl.generation.router.in_flight import RequestInFlight, RequestsInFlight
 from titan_rl.generation.router.limits import Limits
 from titan_rl.generation.router.pause import Pause
-from titan_rl.generation.router.pool import Pool, PooledReplica
+from titan_rl.generation.router.pool import Pool, PooledReplica, Reservation
+from titan_rl.generation.types import PauseMode
 from titan_rl.types import Completion, FinishReason
 
 LOOK_S = 1.0
-"""From an answer, or a replica that came into service, to the look at what others have."""
+"""From what may call for moves to the look at what each replica has."""
+
+Planned = tuple[PooledReplica, RequestInFlight, PooledReplica]  # from where, what, and to where
 
 
 class Moves:
     """Evens out how many requests the replicas have, which a strategy cannot: it places each of them once.
 
-    A replica that has at most `below` of the requests of the fullest, as one that answers have left or that has just
-    joined, gets requests of the fullest, up to the mean. These are told to end them as for an abort, so that each comes
-    back with all of its tokens, and goes on in the other place: none is lost, or generated again. Those that came last
-    move: they may wait in an engine still, and have the fewest tokens to be computed anew. One moves again when its
-    tokens have more than doubled, so that of an answer no more is computed anew than twice its tokens, and as many
-    prompts as it has doublings. One with a seed stays: behind a seam it draws another answer.
+    A replica that has at most `below` of the requests of the fullest that has some to give gets some of these, up to
+    the mean. They are told to end as for an abort, so that each comes back with all of its tokens, and goes on in the
+    other place, which is kept for it from then on: none is lost, or generated again, and whoever waits for that replica
+    to be idle, as a drain or a pause, waits for them as well.
 
-    A look costs a pass over the replicas, and a logarithm of their number for each request that moves.
+    What may move: those that came last first, which may wait in an engine still, and have the fewest tokens to be
+    computed anew. One moves again when its tokens have more than doubled, so that of an answer no more is computed anew
+    than twice its tokens, and as many prompts as it has doublings. One with a seed stays: behind a seam it draws
+    another answer.
+
+    Where to: to a replica of the same version, so that no answer goes back to an older one, and which has answered
+    since it last failed. Not to one that failed this request. Where it fails nevertheless that is no attempt of the
+    request's.
+
+    When to look: `LOOK_S` after an answer, a replica's coming into service and a resume; and again while the one thing
+    missing is that tokens double, or that a pull ends.
+
+    A look costs a pass over the replicas, one over the requests of those that give, and a logarithm of the replicas'
+    number for each request that moves.
 
     Args:
         below: above 0 and less than 1, or None, which moves none.
@@ -63,14 +77,31 @@ class Moves:
         if below is not None:
             pool.on_room = self._look_soon
 
-    def is_moved(self, request: RequestInFlight, completion: Completion) -> bool:
+    def goes_on(self, request: RequestInFlight, completion: Completion) -> bool:
         """Whether an attempt ended so that the request goes on elsewhere: nobody else has ended it."""
-        is_moved = (
-            request.moves_to is not None and completion.finish_reason is FinishReason.ABORT and not request.aborted
-        )
-        if is_moved:
-            self.num_moved = (self.num_moved or 0) + 1
-        return is_moved
+        if not request.is_leaving or request.aborted or completion.finish_reason is not FinishReason.ABORT:
+            return False
+        self.num_moved = (self.num_moved or 0) + 1
+        source, place = request.replica, request.place
+        if source is not None and place is not None and _is_behind(place.replica, source, completion):
+            request.give_place_back()  # the one has pulled meanwhile, and the other has not yet: it stays
+            request.place = self._pool.reserve(source, request.partial.request)
+        return True
+
+    def place(self, request: RequestInFlight) -> Reservation | None:
+        """What is kept for a request where it goes on. None: it waits, and is placed, as any other."""
+        if (place := request.place) is None:
+            return None
+        replica = place.replica
+        if replica.failures or not (replica.serving or replica.draining):
+            request.give_place_back()
+            return None
+        if not self._pause.open.is_set() and self._pause.mode is not PauseMode.WAIT:
+            return None
+        if replica.serving and (session_id := request.partial.request.session_id) is not None:
+            self._pool.strategy.moved(session_id, replica)
+        request.place = None
+        return place
 
     def close(self) -> None:
         self._pool.on_room = None
@@ -86,58 +117,92 @@ class Moves:
         if not self._pause.open.is_set():
             return
         leaving: defaultdict[PooledReplica, list[RequestInFlight]] = defaultdict(list)
-        for source, target in self._planned(self._counts()):
-            request = next(self._movable(source), None)
-            if request is None:  # all of its requests are on their way already
-                break
-            request.moves_to, request.moved_with = target, request.partial.num_tokens
-            self._under_way.add(request)
-            leaving[source].append(request)
+        counts = self._counts()
+        versions = {replica.version for replica in counts}
+        if len(versions) > 1:
+            self._look_soon()
+        for version in versions:
+            alike = {replica: count for replica, count in counts.items() if replica.version == version}
+            for source, request, target in self._planned(alike):
+                request.leave(self._pool.reserve(target, request.partial.request))
+                self._under_way.add(request)
+                leaving[source].append(request)
         for replica, requests in leaving.items():
             self._tasks.start(self._send_away(replica, requests), f"move {len(requests)} from {replica.name}")
 
     def _counts(self) -> dict[PooledReplica, int]:
         """Requests of each replica in service, once those have moved that are to."""
         counts = {replica: replica.num_requests for replica in self._pool if replica.serving}
-        self._under_way = {request for request in self._under_way if request.moves_to and not request.done.done()}
+        self._under_way = {request for request in self._under_way if request.place is not None}
         for request in self._under_way:
-            if request.replica in counts:
+            if request.replica in counts:  # it counts where its place is
                 counts[request.replica] -= 1
-            if request.moves_to in counts:
-                counts[request.moves_to] += 1
         return counts
 
-    def _planned(self, counts: dict[PooledReplica, int]) -> Iterator[tuple[PooledReplica, PooledReplica]]:
-        """From where and to where a request is to move, one after the other."""
-        if len(counts) < 2 or self._below is None:
-            return
+    def _planned(self, counts: dict[PooledReplica, int]) -> Iterator[Planned]:
+        """What is to move among replicas of one version, one after the other."""
+        assert self._below is not None
         mean = sum(counts.values()) / len(counts)
         fullest = [(-count, place, replica) for place, (replica, count) in enumerate(counts.items())]
         heapq.heapify(fullest)
-        for target in sorted(counts, key=counts.__getitem__):
-            count = counts[target]
-            if count > self._below * -fullest[0][0]:
-                return
-            while count + 1 <= mean and count + 2 <= -fullest[0][0]:
+        movable = dict[PooledReplica, list[RequestInFlight]]()
+        for target in sorted((replica for replica in counts if not replica.failures), key=counts.__getitem__):
+            count, is_taking = counts[target], False
+            have_none = list[tuple[int, int, PooledReplica]]()
+            while fullest and count + 1 <= mean and count + 2 <= -fullest[0][0]:
                 most, place, source = fullest[0]
-                yield source, target
+                if not is_taking and count > self._below * -most:
+                    break
+                if source not in movable:
+                    movable[source] = self._movable(source)
+                if (request := _last_for(target, movable[source])) is None:
+                    have_none.append(heapq.heappop(fullest))
+                    continue
+                yield source, request, target
                 heapq.heapreplace(fullest, (most + 1, place, source))
-                count += 1
+                count, is_taking = count + 1, True
+            for one in have_none:
+                heapq.heappush(fullest, one)
 
-    def _movable(self, replica: PooledReplica) -> Iterator[RequestInFlight]:
-        """Those that came last first."""
-        for request in reversed(self._requests.on(replica)):
-            is_seeded = request.partial.request.sampling.seed is not None
-            is_free = request.moves_to is None and not (request.aborted or is_seeded)
-            if is_free and (request.moved_with is None or request.partial.num_tokens > 2 * request.moved_with):
-                yield request
+    def _movable(self, replica: PooledReplica) -> list[RequestInFlight]:
+        """In the order in which they were sent. There is another look where some will be when they have doubled."""
+        free = [
+            request
+            for request in self._requests.on(replica)
+            if not (request.is_leaving or request.aborted or request.partial.request.sampling.seed is not None)
+        ]
+        due = [one for one in free if one.moved_with is None or one.partial.num_tokens > 2 * one.moved_with]
+        if len(due) < len(free):
+            self._look_soon()
+        return due
 
     async def _send_away(self, replica: PooledReplica, requests: Sequence[RequestInFlight]) -> None:
         """Have a replica end requests, and again while it has some: one may reach its engine after the first call."""
+
+        def left() -> list[RequestInFlight]:
+            return [request for request in requests if request.is_leaving and request.replica is replica]
+
         try:
             async with asyncio.timeout(self._limits.abort_s):
-                while ids := [one.engine_id for one in requests if one.moves_to and one.replica is replica]:
+                while ids := [request.engine_id for request in left()]:
                     await self._aborts.send(replica, ids)
                     await asyncio.sleep(self._limits.reabort_interval_s)
         except TimeoutError:
-            pass  # they stay, and may end there
+            for request in left():  # they stay, and may end there
+                request.give_place_back()
+
+
+def _last_for(target: PooledReplica, requests: list[RequestInFlight]) -> RequestInFlight | None:
+    """Take out the last that `target` has not failed."""
+    for place in reversed(range(len(requests))):
+        if target not in requests[place].failed_on:
+            return requests.pop(place)
+    return None
+
+
+def _is_behind(target: PooledReplica, source: PooledReplica, completion: Completion) -> bool:
+    """Whether it has an older version than the newest token."""
+    if target.version is None:
+        return source.version is not None
+    spans = completion.version_spans
+    return bool(spans) and target.version < spans[-1].version

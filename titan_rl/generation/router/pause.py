@@ -113,6 +113,7 @@ class Pause:
             return
         self._requests.thaw()
         self.open.set()
+        self._pool.has_room()
 
     async def _apply_to_all(self) -> dict[str, Exception]:
         """Members out of service are left to their recovery, which ends in the wanted state too."""

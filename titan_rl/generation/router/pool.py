@@ -170,20 +170,15 @@ class Pool:
         _set(self.serving, self._num_serving > 0)
         _set(self.enough, self._num_serving > 0 and self._num_serving + num_draining >= self.least)
 
-    def choose(self, request: EngineRequest, moves_to: PooledReplica | None = None) -> Reservation:
-        """A reservation of what the request may come to, on the replica the strategy prefers. At least one serves.
+    def choose(self, request: EngineRequest) -> Reservation:
+        """A reservation of what the request may come to, on the replica the strategy prefers. At least one serves."""
+        replica = self.strategy.choose(request.session_id, request.cost)
+        assert isinstance(replica, PooledReplica)
+        assert replica.serving
+        return self.reserve(replica, request)
 
-        Args:
-            moves_to: where it is to be instead, if that serves.
-        """
-        if moves_to is None or not moves_to.serving:
-            replica = self.strategy.choose(request.session_id, request.cost)
-            assert isinstance(replica, PooledReplica)
-            assert replica.serving
-            return Reservation(replica, request.cost, self)
-        if request.session_id is not None:
-            self.strategy.moved(request.session_id, moves_to)
-        return Reservation(moves_to, request.cost, self)
+    def reserve(self, replica: PooledReplica, request: EngineRequest) -> Reservation:
+        return Reservation(replica, request.cost, self)
 
     def has_room(self) -> None:
         if self.on_room is not None:
@@ -210,7 +205,8 @@ def _set(event: asyncio.Event, is_set: bool) -> None:
 
 
 class Reservation:
-    """Tokens reserved on a replica from the choice on; leaving the `with` block gives them back."""
+    """Tokens reserved on a replica from the choice on; leaving the `with` block gives them back, or `give_back` where
+    none is entered."""
 
     __slots__ = ("_cost", "_pool", "replica")
 
@@ -224,6 +220,9 @@ class Reservation:
         return self.replica
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.give_back()
+
+    def give_back(self) -> None:
         self.replica.release(self._cost)
         self._pool.strategy.released(self.replica)
         self._pool.has_room()
