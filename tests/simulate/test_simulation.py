@@ -94,3 +94,57 @@ def test_what_sleeps_wakes_with_every_step_and_not_more_often():
         return run(Workload(equal(200), group_size=4), colocated, max_staleness=0, on_batch_ready="sleep").mean_step_s
 
     assert step_s(3.0) - step_s(0.0) == pytest.approx(3.0, abs=0.01)
+
+
+def test_the_share_of_time_that_engines_idle_is_that_of_the_measured_steps():
+    """Also where an engine is in the middle of its steps when these begin."""
+    busy = Workload(log_normal_with_tail(median=300, sigma=0.5, cap=4096), group_size=8)
+    cluster = Cluster(4, CostModel(step=0.02, request=0.0002), max_running=64, train_s=20.0)
+    settings = SchedulingConfig(groups_per_step=32, oversample=0.5)
+    result = simulate(busy, cluster, settings, num_steps=4, warmup=2)
+    assert result.generators_idle == pytest.approx(0.0, abs=0.2)
+    assert result.generators_idle >= 0
+
+
+@pytest.mark.parametrize("num_lent", [0, 1, 4])
+def test_engines_that_are_lent_are_idle_only_while_they_are_out(num_lent):
+    """Of equal lengths each engine has as much, and only what it takes to wake and to be given back is left."""
+    cluster = Cluster(4, CostModel(step=0.02), max_running=64, train_s=30.0, num_lent=num_lent, move_below=0.5)
+    result = run(Workload(equal(400), group_size=4), cluster, max_staleness=0, num_steps=3)
+    used_s = result.mean_step_s - 30.0
+    assert result.trainer_idle == pytest.approx(used_s / result.mean_step_s, abs=0.01)
+    out = num_lent / 4 * used_s
+    assert result.generators_idle == pytest.approx(30.0 / (result.mean_step_s + out), abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"num_replicas": 0}, "Cluster.num_replicas is 0; it must be at least 1"),
+        ({"max_running": 0}, "Cluster.max_running is 0; it must be at least 1"),
+        ({"kv_tokens": 0}, "Cluster.kv_tokens is 0; it must be at least 1"),
+        ({"num_lent": -1}, "Cluster.num_lent is -1; it must be at least 0"),
+        ({"train_s": -5.0}, "Cluster.train_s is -5.0; it must be finite and >= 0"),
+        ({"wake_s": float("nan")}, "Cluster.wake_s is nan; it must be finite and >= 0"),
+        ({"colocated": True, "num_lent": 2}, "Cluster.num_lent is 2, and on a colocated .*; set num_lent = 0, or"),
+    ],
+)
+def test_a_cluster_that_cannot_be_is_refused(given, says):
+    with pytest.raises(ConfigError, match=says):
+        replace(ENGINES, **given)
+
+
+def test_a_simulation_of_nothing_is_refused():
+    with pytest.raises(ConfigError, match=r"Workload.group_size is 1; it must be at least 2"):
+        Workload(equal(50), group_size=1)
+    with pytest.raises(ConfigError, match="num_steps is 0; it must be at least 1"):
+        run(LONG_TAIL, num_steps=0)
+    with pytest.raises(ConfigError, match="warmup is -1; it must be at least 0"):
+        simulate(LONG_TAIL, ENGINES, SchedulingConfig(groups_per_step=16), num_steps=1, warmup=-1)
+
+
+def test_an_answer_that_no_engine_has_room_for_is_refused():
+    short, steps = Workload(equal(44), group_size=2), {"num_steps": 1, "max_staleness": 0}
+    with pytest.raises(ConfigError, match="kv_tokens is 299, and the longest request has 300 tokens; set it"):
+        run(short, replace(ENGINES, kv_tokens=299), **steps)
+    assert run(short, replace(ENGINES, kv_tokens=300), **steps).wasted_tokens == 0

@@ -23,10 +23,20 @@ class LentEngines:
         self._router = router
         self._replicas = replicas
         self._wake_s = wake_s
+        self._lent_s = 0.0  # until they were last given back
+        self._lent_since: float | None = None
+
+    @property
+    def lent_s(self) -> float:
+        """Time of all of them for which they were out until now, that in which they wake included."""
+        now = asyncio.get_running_loop().time()
+        out_s = 0.0 if self._lent_since is None else now - self._lent_since
+        return (self._lent_s + out_s) * len(self._replicas)
 
     @asynccontextmanager
     async def out(self) -> AsyncGenerator[None]:
         """They serve while the block runs, from when they are ready."""
+        began = self._lent_since = asyncio.get_running_loop().time()
         waking = asyncio.ensure_future(self._wake())
         try:
             yield
@@ -34,6 +44,8 @@ class LentEngines:
             waking.cancel()
             await asyncio.wait([waking])
             await self._give_back()
+            self._lent_s += asyncio.get_running_loop().time() - began
+            self._lent_since = None
 
     async def _wake(self) -> None:
         if self._replicas:

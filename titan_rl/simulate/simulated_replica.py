@@ -98,9 +98,10 @@ class SimulatedReplica:
     ) -> None:
         self.name = name
         self.version = 0
-        self.busy_s = 0.0  # time spent in steps
         self.num_tokens = 0  # computed, also those that came to nothing
         self.num_preemptions = 0
+        self._busy_s = 0.0  # of the steps that are done
+        self._busy_since: float | None = None  # the others
         self._length_of = length_of
         self._cost = cost
         self._max_running = max_running
@@ -118,6 +119,13 @@ class SimulatedReplica:
         self._changed = asyncio.Event()
 
     @property
+    def busy_s(self) -> float:
+        """Time spent in steps until now, those that are not done included."""
+        if self._busy_since is None:
+            return self._busy_s
+        return self._busy_s + asyncio.get_running_loop().time() - self._busy_since
+
+    @property
     def request_ids(self) -> list[str]:
         """Of those that run or wait, as they were asked for of a router."""
         return [sequence.request_id.partition("~")[0] for sequence in (*self._running, *self._waiting)]
@@ -133,20 +141,13 @@ class SimulatedReplica:
         return await self.stream(EngineRequest(request_id, prompt_token_ids, sampling, session_id))
 
     async def stream(self, request: EngineRequest, on_chunk: OnChunk | None = None) -> Completion:
-        request_id, num_prompt_tokens = request.request_id, len(request.prompt_token_ids)
-        left, most = self._length_of(request_id, num_prompt_tokens), request.sampling.max_tokens
+        request_id, context = request.request_id, len(request.prompt_token_ids)
+        left, most = self._length_of(request_id, context), request.sampling.max_tokens
         reason = FinishReason.STOP if left < most else FinishReason.LENGTH
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Completion] = loop.create_future()
         sequence = _Sequence(
-            request_id,
-            num_prompt_tokens,
-            min(left, most),
-            num_prompt_tokens + most,
-            reason,
-            future,
-            loop.time(),
-            on_chunk,
+            request_id, context, min(left, most), context + most, reason, future, loop.time(), on_chunk
         )
         self._waiting.append(sequence)
         self._changed.set()
@@ -243,7 +244,7 @@ class SimulatedReplica:
         """Take the steps up to the next one at which something changes."""
         most = self._steps_alike()
         loop = asyncio.get_running_loop()
-        began = loop.time()
+        self._busy_since = began = loop.time()
         for sequence in self._running:
             if sequence.queue_s is None:
                 sequence.queue_s = began - sequence.created_at
@@ -256,9 +257,8 @@ class SimulatedReplica:
         else:
             passed = loop.time() - began - CLOCK_TICK_S
             steps = 1 + bisect_left(range(1, most), passed, key=seconds_of)
-        seconds = seconds_of(steps)
-        await asyncio.sleep(max(0.0, began + seconds - loop.time()))
-        self.busy_s += seconds
+        await asyncio.sleep(max(0.0, began + seconds_of(steps) - loop.time()))
+        self._busy_s, self._busy_since = self.busy_s, None
         self._take(steps)
 
     def _steps_alike(self) -> int:

@@ -23,7 +23,7 @@ from titan_rl.scheduling.lease import Lease
 from titan_rl.scheduling.ledger import lengths
 from titan_rl.scheduling.scheduler import GroupScheduler
 from titan_rl.scheduling.settings import SchedulingConfig
-from titan_rl.simulate.cluster import Cluster
+from titan_rl.simulate.cluster import UNLIMITED, Cluster
 from titan_rl.simulate.lent_engines import LentEngines
 from titan_rl.simulate.simulated_replica import SimulatedReplica
 from titan_rl.simulate.tokens import some_tokens
@@ -40,7 +40,7 @@ class SimulationResult:
     step_s: Sequence[float]  # [num_steps], from batch to batch
     ages: Counter[int]  # versions between a group's oldest token and its step -> groups
     trainer_idle: float  # share of the time
-    generators_idle: float  # share of the time, mean over the engines
+    generators_idle: float  # share of the engines' time, of lent ones that in which they are out
     wasted_tokens: int
     preemptions: int
     moved: int  # requests, from one engine to another, the warm-up's included
@@ -72,19 +72,37 @@ def simulate(
         strategy: of the router, by default the router's own.
 
     Raises:
-        ConfigError: the cluster is colocated, and generation would go on while the trainer works.
+        ConfigError: the cluster is colocated, and generation would go on while the trainer works; there are no steps;
+            or an answer does not fit into the KV cache of an engine.
     """
+    for name, value, least in (("num_steps", num_steps, 1), ("warmup", warmup, 0)):
+        if value < least:
+            raise ConfigError(f"{name} is {value!r}; it must be at least {least}")
     may_run_on = scheduling.max_staleness or scheduling.num_oversampled
     if cluster.colocated and may_run_on and scheduling.on_batch_ready == "continue":
         raise ConfigError(
             'scheduling.on_batch_ready = "continue" generates while a batch is trained, which a colocated cluster '
             'cannot; use "sleep", "keep" or "abort", or scheduling.max_staleness = 0 without oversampling'
         )
+    _check_fit(workload, cluster, (warmup + num_steps) * scheduling.groups_per_step)
     loop = _virtual_time()
     try:
         return loop.run_until_complete(_Simulation(workload, cluster, scheduling, strategy).run(num_steps, warmup))
     finally:
         loop.close()
+
+
+def _check_fit(workload: Workload, cluster: Cluster, num_groups: int) -> None:
+    """Of the groups that are trained on at least, since how many more there are is known in the end only."""
+    if cluster.kv_tokens == UNLIMITED:
+        return
+    answers = ((group, sibling) for group in range(num_groups) for sibling in range(workload.group_size))
+    longest = workload.prompt_tokens + max(workload.length(*answer) for answer in answers)
+    if longest > cluster.kv_tokens:
+        raise ConfigError(
+            f"Cluster.kv_tokens is {cluster.kv_tokens}, and the longest request has {longest} tokens; set it to that "
+            "at least, or shorten prompts and answers"
+        )
 
 
 def _virtual_time() -> asyncio.AbstractEventLoop:
@@ -172,12 +190,13 @@ class _Simulation:
         groups: list[RolloutGroup] = []
         step_s, waited_s, wasted = list[float](), 0.0, 0.0
         ages: Counter[int] = Counter()
-        began = busy = 0.0
+        began = busy = had = 0.0
         preempted = 0
         pulling: asyncio.Task[None] | None = None
         for version in range(1, 1 + warmup + num_steps):  # that the simulated trainer makes
             if version == 1 + warmup:
                 began, busy, preempted = loop.time(), self._busy_s(), self._num_preemptions()
+                had = self._engine_s()
                 for warm in (groups, step_s, ages):
                     warm.clear()
                 waited_s = wasted = 0.0
@@ -208,7 +227,7 @@ class _Simulation:
             step_s=step_s,
             ages=ages,
             trainer_idle=waited_s / total,
-            generators_idle=1 - (self._busy_s() - busy) / total / len(self._replicas),
+            generators_idle=1 - (self._busy_s() - busy) / (self._engine_s() - had),
             wasted_tokens=round(wasted),
             preemptions=self._num_preemptions() - preempted,
             moved=self._router.num_moved or 0,
@@ -245,10 +264,14 @@ class _Simulation:
         return self._workload.length(int(index), int(sibling)) + self._workload.prompt_tokens - context
 
     def _busy_s(self) -> float:
-        return sum(replica.busy_s for replica in self._replicas)
+        return sum(replica.busy_s for replica in [*self._replicas, *self._lent])
+
+    def _engine_s(self) -> float:
+        """Time that the engines had until now."""
+        return asyncio.get_running_loop().time() * len(self._replicas) + self._trainers.lent_s
 
     def _num_preemptions(self) -> int:
-        return sum(replica.num_preemptions for replica in self._replicas)
+        return sum(replica.num_preemptions for replica in [*self._replicas, *self._lent])
 
 
 def _first_sibling(rollout: Rollout) -> float:

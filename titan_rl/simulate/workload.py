@@ -6,18 +6,33 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from titan_rl.errors import ConfigError
+
 LengthDraw = Callable[[random.Random], int]
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
     """Single-turn prompts with answers whose lengths are a function of seed, group and sibling alone, so that every
-    schedule gets the same ones."""
+    schedule gets the same ones.
+
+    Args:
+        draw: tokens of an answer.
+        group_size: answers to a prompt, at least 2: those of a group are compared.
+
+    Raises:
+        ConfigError: names the field, the value and what is allowed.
+    """
 
     draw: LengthDraw
     group_size: int
     prompt_tokens: int = 256
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in {"group_size": 2, "prompt_tokens": 1}.items():
+            if getattr(self, name) < least:
+                raise ConfigError(f"Workload.{name} is {getattr(self, name)!r}; it must be at least {least}")
 
     def length(self, index: int, sibling: int) -> int:
         """Tokens of the answer of one sibling in group number `index`."""
