@@ -372,3 +372,29 @@ async def test_an_address_that_goes_while_its_host_joins_is_drained_once_it_has(
     await asyncio.sleep(40)
     watching.cancel()
     assert hosts.inside == {H1: "in the run"}
+
+
+@pytest.mark.looptime
+@pytest.mark.usefixtures("goes_on")
+async def test_a_host_that_is_lost_is_tried_again_also_where_its_drain_was_asked_for(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+):
+    hosts = Hosts(H1, H2)
+    roster, _ = roster_of(run_dir, hosts, H1, H2)
+
+    async def refuse(name: str, why: str) -> None:
+        raise ConfigError(f"host {name} is lost already")
+
+    monkeypatch.setattr(hosts, "drain", refuse)
+    watching = asyncio.ensure_future(roster.watch())
+    await asyncio.sleep(2 * RETRY_S)
+    hosts.up.discard(H1)
+    hosts.inside[H1] = "gone"
+    with (run_dir / "hosts.jsonl").open("ab") as file:
+        file.write(b'{"id": "a", "do": "drain", "what": "h1"}\n')
+    await asyncio.sleep(2 * RETRY_S)
+    assert HostFiles(run_dir).states().answers == {"a": "host h1 is lost already"}
+    hosts.up.add(H1)
+    await asyncio.sleep(2 * RETRY_S)
+    watching.cancel()
+    assert hosts.inside[H1] == "in the run"

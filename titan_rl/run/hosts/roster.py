@@ -168,8 +168,9 @@ class Roster:
                 await self._hosts.add(address)
                 self._wanted.add(address)
             else:
-                of = {host.name: host.address for host in self._hosts.states()}
-                self._left.add(of.get(request.what, ""))
+                of = {host.name: host.address for host in self._hosts.states() if host.state != "gone"}
+                if (address := of.get(request.what)) is not None:  # one that is lost is refused, and still tried again
+                    self._left.add(address)
                 await self._hosts.drain(request.what, "titan-rl hosts asked for it")
         except Exception as error:  # of whatever kind: whoever asked waits for the answer
             self._answers[request.id] = reason(error)
