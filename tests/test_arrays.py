@@ -4,6 +4,9 @@ import json
 import math
 import pickle
 from array import array
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,6 +28,7 @@ from titan_rl.arrays import (
     version_array,
 )
 from titan_rl.calls.plain import json_line
+from titan_rl.types import Completion, FinishReason, VersionSpan
 
 TOKEN_LISTS = st.lists(st.integers(0, 2**31 - 1), max_size=30)
 
@@ -146,3 +150,21 @@ def test_experts_read_as_their_rows(rows: list[list[list[int]] | None]) -> None:
 def test_what_are_no_experts_is_refused(rows: object) -> None:
     with pytest.raises(TypeError):
         expert_rows(rows)
+
+
+def test_completions_of_the_same_numbers_are_equal_whatever_holds_them():
+    def made(hold: Callable[[list[Any]], Any], last: float = -0.2) -> Completion:
+        spans = [VersionSpan(0, 2)]
+        return Completion(
+            "a", hold([5, 9]), hold([-0.1, last]), FinishReason.STOP, spans, routed_experts=hold([[[1]], [[0]]])
+        )
+
+    packed = Completion("a", token_array([5, 9]), logprob_array([-0.1, -0.2]), FinishReason.STOP, (VersionSpan(0, 2),))
+    ways = [list, tuple, np.asarray]
+    for one in ways:
+        for other in ways:
+            assert made(one) == made(other)
+            assert made(one) != made(other, -0.3)
+        assert replace(made(one), routed_experts=None) == packed
+        assert json.loads(json.dumps(list(packed.token_ids))) == packed.token_ids.tolist()  # pyright: ignore
+    assert packed != "a"

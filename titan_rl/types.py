@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 from titan_rl.arrays import NumberArray, version_array
 
@@ -125,12 +125,21 @@ class VersionSpan:
     num_tokens: int
 
 
+def _plain(value: Any) -> Any:
+    """Sequences and arrays as lists, which say of themselves in one word whether they are equal."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return [_plain(each) for each in cast("Sequence[Any]", value)] if isinstance(value, list | tuple) else value
+
+
 @dataclass(frozen=True, slots=True)
 class Completion:
     """The tokens generated for one request, each with its behaviour logprob and policy version.
 
     `len(token_ids) == len(logprobs) == sum(span.num_tokens for span in version_spans)`. Who makes one gives whatever
     sequences it has; those that come from an engine, and those of a `Rollout`, are packed: see `titan_rl.arrays`.
+    Completions of the same numbers are equal, in lists, tuples or arrays. For JSON `list(completion.token_ids)`, or of
+    what is packed and of NumPy's `tolist()`, gives a list.
 
     Example: five tokens, the last two sampled after weights 7 replaced weights 6:
 
@@ -158,6 +167,11 @@ class Completion:
         if not isinstance(self.metrics, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(f"Completion.metrics is {self.metrics!r}; it must map names to numbers")
         require_aligned(self)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Completion):
+            return NotImplemented
+        return all(_plain(getattr(self, each.name)) == _plain(getattr(other, each.name)) for each in fields(self))
 
     @property
     def versions(self) -> NumberArray[int]:
