@@ -7,7 +7,7 @@ _evaluate_all     one policy after the other is opened, evaluated and closed
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 
 from titan_rl.actors.hosts.scratch import scratch_root
@@ -90,7 +90,8 @@ async def _evaluate_all(
     taken: set[str] = set()
     for given in policies:
         async with contextlib.AsyncExitStack() as opened:
-            opening = open_policy(given, config, settings, files, lambda text: progress.message(f"titan-rl: {text}"))
+            tell, warn = (_named(show) for show in (progress.message, progress.warning))
+            opening = open_policy(given, config, settings, files, tell, warn)
             with progress.working(f"loading {given}"):
                 policy = await opened.enter_async_context(opening)
             run = EvaluationRun(config, settings, policy, out / folder_name(policy.name, taken), progress)
@@ -100,3 +101,7 @@ async def _evaluate_all(
             finally:
                 if (evaluation := run.evaluation()).tasks:  # else nothing of it could be opened
                     evaluations.append(evaluation)
+
+
+def _named(show: Callable[[str], object]) -> Callable[[str], object]:
+    return lambda text: show(f"titan-rl: {text}")

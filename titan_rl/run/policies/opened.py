@@ -91,16 +91,27 @@ def require_engine(config: RunConfig) -> None:
 
 @contextlib.asynccontextmanager
 async def open_policy(
-    given: str, config: RunConfig, settings: EvalConfig, files: PolicyFiles, tell: Callable[[str], object]
+    given: str,
+    config: RunConfig,
+    settings: EvalConfig,
+    files: PolicyFiles,
+    tell: Callable[[str], object],
+    warn: Callable[[str], object] | None = None,
 ) -> AsyncGenerator[OpenedPolicy]:
     """The policy that a folder or a URL names, for the length of the block.
+
+    Args:
+        tell: shows a person what goes on.
+        warn: shows who can reach what is started, however little is said; by default `tell`.
 
     Raises:
         ConfigError: there is no such policy.
         CheckpointError: its checkpoint cannot be read.
         ActorDiedError: no generator could be started.
     """
-    opened = open_endpoint(given, config, settings) if is_url(given) else _started(given, config, files, tell)
+    opened = (
+        open_endpoint(given, config, settings) if is_url(given) else _started(given, config, files, tell, warn or tell)
+    )
     async with opened as policy:
         yield policy
 
@@ -150,7 +161,11 @@ async def _only_model(url: str, key: str | None, transport: httpx.AsyncBaseTrans
 
 @contextlib.asynccontextmanager
 async def _started(
-    given: str, config: RunConfig, files: PolicyFiles, tell: Callable[[str], object]
+    given: str,
+    config: RunConfig,
+    files: PolicyFiles,
+    tell: Callable[[str], object],
+    warn: Callable[[str], object],
 ) -> AsyncGenerator[OpenedPolicy]:
     # Monarch writes to the terminal when it is first used.
     from titan_rl.actors.server_processes import start_generators
@@ -168,7 +183,7 @@ async def _started(
         check_model_folder(model, config.generation, [Path()])
         check_chat_template(model)
         renderer = make_renderer(model)
-        use_monarch(hosts, tell)
+        use_monarch(hosts, warn)
         count = config.generation.num_generators
         tell(f"starting {count} generator{'' if count == 1 else 's'} for {source.name}; logs: {files.logs}")
         serve = ServeConfig(
