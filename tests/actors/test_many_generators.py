@@ -13,7 +13,7 @@ from benchmarks.scale import ScaledRun
 
 
 def test_batches_versions_and_deaths_of_a_scaled_run(caplog: pytest.LogCaptureFixture) -> None:
-    run = ScaledRun(2)
+    run = ScaledRun(2, 64)
     with asyncio.Runner(loop_factory=looptime.new_event_loop) as runner:
         runner.run(run.run())
     assert set(run.figures) >= {"controller_cpu_per_s", "megabytes_per_s", "announce_ms", "death_of_host_ms"}

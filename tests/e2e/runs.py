@@ -127,7 +127,11 @@ class Run:
         run_id = self.folder.name
         processes = [f"process {pid}" for pid in self.processes()]
         segments = [str(path) for path in Path("/dev/shm").glob(f"*{run_id}*")]
-        scratch = [str(path) for path in self.scratch.rglob("*")]
+        scratch = [  # os.walk passes over what is removed meanwhile
+            os.path.join(folder, name)
+            for folder, folders, files in os.walk(self.scratch)
+            for name in (*folders, *files)
+        ]
         return processes + segments + scratch
 
 

@@ -13,9 +13,11 @@ import pytest
 WORKER = """
 import signal, sys
 address = sys.argv[sys.argv.index("--listen") + 1]
-signal.signal(signal.SIGTERM, lambda *_: (print("told to end", flush=True), sys.exit(143)))
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # before anybody knows of it, so that none is missed
 print("titan-rl: listening on " + address, flush=True)
-signal.pause()
+signal.sigwait({signal.SIGTERM})
+print("told to end", flush=True)
+sys.exit(143)
 """
 """What `titan-rl worker --listen ADDRESS` does, as far as a provider knows."""
 
