@@ -217,6 +217,23 @@ async def test_a_host_that_is_about_to_go_is_drained_also_where_it_said_so_befor
 
 
 @pytest.mark.looptime
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), ActorDiedError("it is gone")], ids=repr)
+async def test_a_host_that_is_about_to_go_and_cannot_be_drained_is_told_of_whatever_is_wrong(error: Exception):
+    class Failing(Processes):
+        async def leave(self, host: str, why: str) -> None:
+            raise error
+
+    hosts, told = LeavingHosts("a", "b"), list[str]()
+    elastic = ElasticHosts(Failing(hosts), told.append)  # pyright: ignore[reportArgumentType]
+    hosts.is_about_to_go("a")
+    await asyncio.sleep(1)  # virtual: all that can happen has
+    (line,) = told
+    assert line.startswith("host a says that it is about to go (its worker got SIGTERM), and cannot be drained: ")
+    assert str(error) in line
+    assert [host.state for host in elastic.states()] == ["in the run", "in the run"]
+
+
+@pytest.mark.looptime
 async def test_where_each_host_is_about_to_go_it_is_said_once_and_nothing_is_moved_any_more():
     hosts, told, ends = LeavingHosts("a", "b", "c"), list[str](), list[str]()
     elastic = ElasticHosts(Processes(hosts), told.append, lambda: ends.append("now"))  # pyright: ignore[reportArgumentType]

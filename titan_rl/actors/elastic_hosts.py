@@ -16,7 +16,7 @@ from titan_rl.actors.liveness.host_monitor import RemoteWatcher
 from titan_rl.actors.liveness.host_state import HostState
 from titan_rl.calls.telling import logged
 from titan_rl.calls.user_code import reason
-from titan_rl.errors import ConfigError, TitanRLError
+from titan_rl.errors import ConfigError
 from titan_rl.generation.router.router import GeneratorRouter
 
 logger = logging.getLogger(__name__)
@@ -212,5 +212,5 @@ class ElasticHosts:
     async def _drain(self, name: str, why: str) -> None:
         try:
             await self.drain(name, why)
-        except TitanRLError as error:
+        except Exception as error:  # of whatever kind: nobody else hears of it
             self._tell(f"host {name} says that it is about to go ({why}), and cannot be drained: {reason(error)}")
