@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,25 @@ async def test_figures_are_those_of_the_transcripts() -> None:
     assert {k: estimate.mean for k, estimate in found.pass_at.items()} == pytest.approx({1: 0.5, 2: 2 / 3})
     assert found.statuses == {"completed": 6}
     assert (found.num_unscored, found.breakdown, found.completion_tokens) == (0, {"turns": 1.5}, 2.0)
+
+
+async def test_a_threshold_that_no_sample_reaches_is_reported() -> None:
+    halves = [
+        Reward(lambda rollout: float(rollout.sibling == 0), name="right"),
+        Reward(lambda rollout: 0.2, name="brief"),
+    ]
+    lines = await play(suite([1, 2, 3], rubric=Rubric(halves)))
+    found = result(lines, success=1.0)
+    assert found.pass_at[2].mean == 0.0
+    assert found.unreached_success is not None
+    assert "no sample reached success = 1" in found.unreached_success
+    assert "the greatest reward is 0.6 (right 1, brief 0.2)" in found.unreached_success
+    assert found.unreached_success in table([Evaluation("base", 0, {"counting": found}, 1.0)])
+    assert TaskResult.from_json(json.loads(json.dumps(found.to_json()))) == found
+    reached = result(lines, success=0.6)
+    assert reached.unreached_success is None
+    assert reached.pass_at[2].mean == 1.0
+    assert "no sample reached" not in table([Evaluation("base", 0, {"counting": reached}, 1.0)])
 
 
 async def test_what_fails_is_counted_and_in_no_mean() -> None:

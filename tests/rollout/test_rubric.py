@@ -39,6 +39,23 @@ async def test_reward_is_the_weighted_mean_and_the_breakdown_is_unweighted() -> 
     assert group.rollouts[2].reward_breakdown == {"half": 0.5, "sibling_number": 2.0, "rank": -2.0}
 
 
+async def test_a_sum_is_chosen_by_name_and_takes_penalties() -> None:
+    rollouts = [rollout(0), rollout(3)]
+    rubric = Rubric([Reward(half, 2.0), Reward(sibling_number, -1.0)], combine="sum")
+    await rubric.score(rollouts)
+    assert [r.reward for r in rollouts] == [1.0, -2.0]
+    assert rollouts[1].reward_breakdown == {"half": 0.5, "sibling_number": 3.0}
+    assert (rubric.combine, Rubric([Reward(half)]).combine) == ("sum", "mean")
+
+
+def test_what_gives_no_reward_is_refused_by_a_sum() -> None:
+    with pytest.raises(ValueError, match=r"combine is 'avg'; it must be 'mean' or 'sum'"):
+        Rubric([Reward(half)], combine="avg")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"are all 0"):
+        Rubric([Reward(half, 0.0)], combine="sum")
+    Rubric([Reward(half, 1.0), Reward(sibling_number, -1.0)], combine="sum")
+
+
 async def test_async_group_reward_booleans_and_callable_objects() -> None:
     class Judge:
         async def __call__(self, rollouts: Sequence[Rollout]) -> tuple[bool, ...]:

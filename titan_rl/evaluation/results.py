@@ -30,6 +30,7 @@ class TaskResult:
         num_unscored: samples without a reward.
         num_unparsed: those of them whose answer could not be parsed, which is the policy's doing.
         breakdown: the mean of each reward of the rubric, unweighted.
+        best_breakdown: those rewards of the sample whose reward is the greatest.
         completion_tokens: the mean of a sample, where the policy says how many it wrote.
         errors: what samples were lost to, and how many to each, the most frequent first.
         measures: what the task says of all groups together, of an evaluation that went from beginning to end.
@@ -49,6 +50,20 @@ class TaskResult:
     completion_tokens: float | None
     errors: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])
     measures: dict[str, float] = field(default_factory=dict[str, float])
+    best_breakdown: dict[str, float] = field(default_factory=dict[str, float])
+
+    @property
+    def unreached_success(self) -> str | None:
+        """Warning that no sample reached `success`, so that pass@k is 0 whatever the policy can do; None if one did."""
+        best = max((reward for group in self.rewards.values() for reward in group), default=None)
+        if best is None or best >= self.success:
+            return None
+        parts = ", ".join(f"{name} {value:g}" for name, value in self.best_breakdown.items())
+        made_of = f" ({parts})" if len(self.best_breakdown) > 1 else ""
+        return (
+            f"no sample reached success = {self.success:g}, so pass@k is 0; the greatest reward is "
+            f"{best:.4g}{made_of}. If a right answer is worth less, give its worth: --success {best:.4g}"
+        )
 
     @property
     def of_prompts(self) -> dict[str, list[float]]:
@@ -65,11 +80,12 @@ class TaskResult:
 
     def to_json(self) -> dict[str, Any]:
         """As `results.json` has it."""
-        return asdict(self) | {"num_prompts": self.num_prompts, "num_samples": self.num_samples}
+        counts = {"num_prompts": self.num_prompts, "num_samples": self.num_samples}
+        return asdict(self) | counts | {"unreached_success": self.unreached_success}
 
     @classmethod
     def from_json(cls, told: Mapping[str, Any]) -> TaskResult:
-        values = {name: told[name] for name in cls.__dataclass_fields__}
+        values = {name: told[name] for name in cls.__dataclass_fields__ if name in told or name != "best_breakdown"}
         for name in ("avg_at", "pass_at"):
             values[name] = {int(k): Estimate(**estimate) for k, estimate in told[name].items()}
         values["reward"] = None if told["reward"] is None else Estimate(**told["reward"])
@@ -107,6 +123,8 @@ def task_result(
     for record in sorted(records, key=lambda record: (record["prompt"], record["sibling"])):
         rewards.setdefault(prompt_key(record), []).extend([] if _reward(record) is None else [record["reward"]])
     tokens = [count for record in records if (count := _tokens(record)) is not None]
+    scored = [record for record in records if _reward(record) is not None]
+    best = max(scored, key=lambda record: record["reward"], default=None)
     return TaskResult(
         samples_per_prompt=samples_per_prompt,
         success=success,
@@ -122,6 +140,7 @@ def task_result(
         completion_tokens=fmean(tokens) if tokens else None,
         errors=_errors(records),
         measures=dict(measures or {}),
+        best_breakdown={} if best is None else _values(best),
     )
 
 
@@ -157,10 +176,14 @@ def _statuses(records: Sequence[Record]) -> dict[str, int]:
 def _breakdown(records: Sequence[Record]) -> dict[str, float]:
     parts: dict[str, list[float]] = {}
     for record in records:
-        for name, value in record["reward_breakdown"].items() if _reward(record) is not None else ():
-            if value is not None:  # of a value that JSON has no word for
-                parts.setdefault(name, []).append(value)
+        for name, value in _values(record).items() if _reward(record) is not None else ():
+            parts.setdefault(name, []).append(value)
     return {name: fmean(values) for name, values in sorted(parts.items())}
+
+
+def _values(record: Record) -> dict[str, float]:
+    """Values by the names of rewards, without those that JSON has no number for."""
+    return {name: value for name, value in record["reward_breakdown"].items() if value is not None}
 
 
 def _tokens(record: Record) -> float | None:

@@ -112,6 +112,8 @@ def _notes(evaluations: Sequence[Evaluation], results: Sequence[TaskResult | Non
                 f"{evaluation.policy}: {result.num_unparsed} of {result.num_samples} answers could not be parsed, "
                 "which is the policy's doing; in no mean and no pass@k without an error_reward of the rubric"
             )
+        if result.unreached_success:
+            yield f"{evaluation.policy}: {result.unreached_success}"
         for text, count in result.errors[:3]:
             yield f"{evaluation.policy}: {count} samples were lost to {text}"
 

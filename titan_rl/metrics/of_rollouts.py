@@ -35,10 +35,11 @@ ROLLOUT_METRICS = (
     Metric(
         "rollout/reward/<reward>",
         "reward",
-        "Mean of one reward of the rubric, over the rollouts that have it.",
+        "Mean of one reward of the rubric, unweighted, over the rollouts that have it. rollout/reward_mean is made of "
+        "these as the rubric says: their weighted mean, or their weighted sum.",
         REWARD,
         "All of them rise, or stay.",
-        "One that falls while the sum rises is being traded away: change its weight in the rubric.",
+        "One that falls while the reward rises is being traded away: change its weight in the rubric.",
     ),
     Metric("rollout/seat/<seat>/reward_mean", "reward", "Mean reward of what one seat of a game did.", REWARD),
     Metric(

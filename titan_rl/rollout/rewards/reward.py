@@ -1,4 +1,4 @@
-"""Rewards: functions of a user's own that say what a rollout is worth, or a group of them."""
+"""Rewards: the user's functions that judge a rollout, or all rollouts of a group."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Reward(FunctionReward[RewardFn]):
 
     Args:
         fn: `fn(rollout) -> float`, sync or async. Booleans count as 0 and 1.
-        weight: share in the rubric's weighted mean. 0 records the value and leaves the reward alone.
+        weight: of the value in the rubric's mean or sum. 0 records the value and leaves the reward alone.
         name: key in `reward_breakdown`; by default `fn.__name__`.
         in_thread: run a sync `fn` in a worker thread. Without it `fn` runs on the event loop, which suits
             anything under some milliseconds; a slower one would hold up every other rollout.

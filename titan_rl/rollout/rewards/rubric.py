@@ -1,10 +1,12 @@
-"""How rewards add up.
+"""Rubric: one reward from several reward functions.
 
-A rubric scores the sibling rollouts of one sample. Its reward is the weighted mean of its functions,
+A rubric scores the sibling rollouts of one sample. With `combine="mean"`, the default, its reward is the weighted mean
+of its functions' values, and with `combine="sum"` their weighted sum:
 
-    reward = sum_i weight_i * value_i / sum_i weight_i
+    mean:  reward = sum_i weight_i * value_i / sum_i weight_i
+    sum:   reward = sum_i weight_i * value_i
 
-so functions with values in [0, 1] give a reward in [0, 1], whatever the weights.
+Functions with values in [0, 1] have a mean in [0, 1] whatever the weights, while two of them can have a sum of 2.
 
 Example: mostly the answer, a little the format, and nothing for an answer that was cut off:
 
@@ -18,12 +20,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Literal, get_args
 
 from titan_rl.errors import RewardError
 from titan_rl.rollout.rewards.reward import EnvReward, FunctionReward, WeightedReward
 from titan_rl.rollout.rewards.reward_calls import FailurePolicy, UserFunction, about, checked, copy_of, together
 from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus
 from titan_rl.tracing.spans import span
+
+Combine = Literal["mean", "sum"]
 
 
 class Rubric:
@@ -34,6 +39,7 @@ class Rubric:
 
     Args:
         rewards: the functions, at least one.
+        combine: "mean" or "sum", see the module. A sum takes weights of either sign, for penalties.
         truncated_reward: fixed reward of a truncated rollout, whose functions then do not run.
             None judges it like any other.
         error_reward: fixed reward of an errored rollout, whose functions never run. None leaves its reward None. With
@@ -42,13 +48,15 @@ class Rubric:
         timeout_s: seconds one call of a function may take, where its reward has no limit of its own.
 
     Raises:
-        ValueError: there are no rewards, two share a name, or the weights do not add up to more than zero.
+        ValueError: there are no rewards, two share a name, `combine` is unknown, or the weights give no reward: those
+            of a mean must add up to more than zero, and one of a sum must differ from zero.
     """
 
     def __init__(
         self,
         rewards: Sequence[WeightedReward],
         *,
+        combine: Combine = "mean",
         truncated_reward: float | None = None,
         error_reward: float | None = None,
         timeout_s: float = 300.0,
@@ -58,12 +66,7 @@ class Rubric:
             raise ValueError("the rubric has no rewards; give it at least one, such as Reward(function)")
         if duplicates := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"rewards {duplicates} appear more than once in the rubric; give each its own name=")
-        self._weight_sum = sum(reward.weight for reward in rewards)
-        if not 0 < self._weight_sum < math.inf:
-            weights = {reward.name: reward.weight for reward in rewards}
-            raise ValueError(
-                f"the rubric's weights {weights} sum to {self._weight_sum}; the sum must be positive and finite"
-            )
+        self._divisor = _divisor(rewards, combine)
         for reward in rewards:
             policy = getattr(reward, "on_failure", None)
             if not isinstance(policy, FailurePolicy | None):
@@ -74,6 +77,7 @@ class Rubric:
         if not timeout_s > 0:
             raise ValueError(f"Rubric timeout_s is {timeout_s!r}; it must be positive")
         self.rewards = tuple(rewards)
+        self.combine: Combine = combine
         self.truncated_reward = truncated_reward
         self.error_reward = error_reward
         self.timeout_s = timeout_s
@@ -119,24 +123,25 @@ class Rubric:
         known = [(begun or {}).get(rollout.rollout_id, {}) for rollout in judged]
         missing = [reward for reward in self.rewards if not all(reward.name in values for values in known)]
         late = await self._judge(judged, missing) if judged else []
-        means = [
-            self._mean(rollout, {**before, **after}) for rollout, before, after in zip(judged, known, late, strict=True)
+        scored = [
+            self._combined(rollout, {**before, **after})
+            for rollout, before, after in zip(judged, known, late, strict=True)
         ]
 
         for rollout in rollouts:
             if not self._judges(rollout):
                 rollout.reward, rollout.reward_breakdown = self._fixed_reward(rollout.status), {}
-        for rollout, (reward, breakdown) in zip(judged, means, strict=True):
+        for rollout, (reward, breakdown) in zip(judged, scored, strict=True):
             rollout.reward, rollout.reward_breakdown = reward, breakdown
 
-    def _mean(self, rollout: Rollout, values: Mapping[str, float]) -> tuple[float, dict[str, float]]:
+    def _combined(self, rollout: Rollout, values: Mapping[str, float]) -> tuple[float, dict[str, float]]:
         breakdown = {reward.name: values[reward.name] for reward in self.rewards}
-        mean = sum(reward.weight * breakdown[reward.name] for reward in self.rewards) / self._weight_sum
-        if not math.isfinite(mean):
+        combined = sum(reward.weight * breakdown[reward.name] for reward in self.rewards) / self._divisor
+        if not math.isfinite(combined):
             error = RewardError(f"the rewards {breakdown} of {about([rollout], each=True)} are too large to add up")
             error.ends_run = False
             raise error
-        return mean, breakdown
+        return combined, breakdown
 
     def _judges(self, rollout: Rollout) -> bool:
         if rollout.status is RolloutStatus.TRUNCATED_PROMPT and not rollout.turns:
@@ -178,6 +183,28 @@ class Rubric:
 
         with span(reward.name, "reward", lane="reward", fine=True, of=where):
             return await policy.apply(call)
+
+
+def _divisor(rewards: Sequence[WeightedReward], combine: Combine) -> float:
+    """Number by which the weighted sum of the values is divided.
+
+    Raises:
+        ValueError: as `Rubric`.
+    """
+    if combine not in get_args(Combine):
+        raise ValueError(f"Rubric combine is {combine!r}; it must be 'mean' or 'sum'")
+    weights = {reward.name: reward.weight for reward in rewards}
+    if combine == "sum":
+        if not any(weights.values()):
+            raise ValueError(f"the rubric's weights {weights} are all 0; one must differ, or every reward is 0")
+        return 1.0
+    total = sum(weights.values())
+    if not 0 < total < math.inf:
+        raise ValueError(
+            f"the rubric's weights {weights} sum to {total}; for a mean the sum must be positive and finite. "
+            'combine="sum" takes weights of either sign'
+        )
+    return total
 
 
 def _per_rollout(reward: WeightedReward) -> bool:
