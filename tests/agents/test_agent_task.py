@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from serving.served import CONTEXT, Engines
+from serving.served import CONTEXT, Engines, until
 from serving.talk import BASE, chat_template_renderer
 
 from titan_rl.agents import AgentTask
@@ -25,8 +25,9 @@ from titan_rl.rollout.rewards.rubric import Rubric
 from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.rollout.task import RunContext
 from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus
+from titan_rl.run.journal.run_journal import RunJournal
 from titan_rl.training.data.sample_builder import build_samples
-from titan_rl.types import SamplingParams
+from titan_rl.types import Completion, FinishReason, SamplingParams, VersionSpan
 
 TALKER = str(Path(__file__).parent / "talker.py")
 SAMPLING = SamplingParams(max_tokens=16)
@@ -34,7 +35,9 @@ SAMPLE = {"question": "b a", "worth": 0.5}
 
 
 class Stage:
-    def __init__(self, task: AgentTask, router: GeneratorRouter, told: list[str], **limits: Any) -> None:
+    def __init__(
+        self, task: AgentTask, router: GeneratorRouter, told: list[str], seed: int | None, **limits: Any
+    ) -> None:
         self.router = router
         self.told = told
         self.rollouter = Rollouter(
@@ -42,6 +45,7 @@ class Stage:
             task.rubric(),
             max_context=CONTEXT,
             limits=RolloutConfig(**{"max_turns": 50, **limits}),
+            seed=seed,
         )
 
     async def group(self, sample: Any = SAMPLE, size: int = 2, generate: Any = None) -> RolloutGroup:
@@ -56,6 +60,7 @@ async def stage(
     limits: dict[str, Any] | None = None,
     kind: type[AgentTask] = AgentTask,
     engines: Engines | None = None,
+    seed: int | None = 0,
     **settings: Any,
 ) -> AsyncIterator[Stage]:
     settings = {"command": ("{python}", "-I", TALKER, "{question}"), "keep": "all", **settings}
@@ -64,7 +69,7 @@ async def stage(
     run = RunContext(str(BASE), chat_template_renderer(), CONTEXT, folder, told.append)
     engines = engines or Engines(2, vocab_size=400, mean_tokens=6)
     async with engines.router() as router, task.open(run):
-        yield Stage(task, router, told, **(limits or {}))
+        yield Stage(task, router, told, seed, **(limits or {}))
 
 
 def answers(folder: Path, name: str) -> list[list[int]]:
@@ -292,3 +297,81 @@ async def test_a_port_that_another_worker_has_is_told_of(tmp_path: Path) -> None
         with pytest.raises(ConfigError, match=rf"task.port = {port}: .*leave task.port at 0"):
             async with stage(tmp_path, port=port):
                 pass
+
+
+class Numbered:
+    """A `GenerateFn` that answers each request with a number of its own, whatever is asked, once it may.
+
+    Attributes:
+        asked: the ids of its requests.
+    """
+
+    def __init__(self, first: int = 100) -> None:
+        self.asked: list[str] = []
+        self.may_answer = asyncio.Event()
+        self._first = first
+
+    async def __call__(
+        self, prompt_token_ids: Any, *, request_id: str, session_id: str | None = None, sampling: SamplingParams
+    ) -> Completion:
+        token_id = self._first + len(self.asked)
+        self.asked.append(request_id)
+        await self.may_answer.wait()
+        return Completion(request_id, [token_id], [-0.5], FinishReason.LENGTH, [VersionSpan(0, 1)])
+
+
+@asynccontextmanager
+async def harness(it: Stage, folder: Path, generate: Any) -> AsyncIterator[Callable[..., Awaitable[list[int]]]]:
+    """Ask as the harness of one rollout: with a content and `max_tokens`, for the tokens of its answers."""
+    server = json.loads(addresses(folder)[0].read_text())
+    running = asyncio.create_task(it.group(size=1, generate=generate))
+    async with httpx.AsyncClient(timeout=60) as client:
+        headers = {"authorization": f"Bearer {server['key']}"}
+        opened = (await client.post(f"{server['url']}/episodes", json={"wait_s": 60}, headers=headers)).json()
+        own = {"x-api-key": opened["key"]}
+
+        async def ask(content: str, max_tokens: int = 8, n: int = 1) -> list[int]:
+            body = {"messages": [{"role": "user", "content": content}], "max_tokens": max_tokens, "n": n}
+            body["return_token_ids"] = True
+            answer = await client.post(f"{opened['base_url']}/v1/chat/completions", json=body, headers=own)
+            assert answer.status_code == 200, answer.text
+            return [token_id for choice in answer.json()["choices"] for token_id in choice["token_ids"]]
+
+        yield ask
+        await client.post(f"{opened['base_url']}/reward", json={"rewards": {"reward": 1.0}}, headers=own)
+        await client.post(f"{opened['base_url']}/end", json={}, headers=own)
+        await running
+
+
+async def test_equal_requests_of_an_unseeded_rollout_are_answered_each_for_itself(tmp_path: Path) -> None:
+    """At once, as several completions of one request, and one after the other, as a retry or the best of several."""
+    policy, journal = Numbered(), RunJournal(tmp_path / "journal")
+    async with stage(tmp_path, command=(), seed=None) as it, harness(it, tmp_path, journal.record(policy, 1)) as ask:
+        at_once = [asyncio.create_task(ask("b a")) for _ in range(2)]
+        at_once += [asyncio.create_task(ask("other")), asyncio.create_task(ask("b a", n=2))]
+        await until(lambda: len(policy.asked) == 5)
+        policy.may_answer.set()
+        answers = [token_id for answer in await asyncio.gather(*at_once) for token_id in answer]
+        for _ in range(3):
+            answers += await ask("b a")
+    assert sorted(answers) == list(range(100, 108))
+    assert len(set(policy.asked)) == 8
+    journal.close()
+
+
+async def test_an_unseeded_rollout_that_is_run_again_finds_its_recorded_answers(tmp_path: Path) -> None:
+    """In whichever order it asks, and what was not answered is generated."""
+    policy, journal = Numbered(), RunJournal(tmp_path / "journal")
+    policy.may_answer.set()
+    async with stage(tmp_path, command=(), seed=None) as it:
+        async with harness(it, tmp_path, journal.record(policy, 1)) as ask:
+            before = [await ask("b a"), await ask("b a"), await ask("other"), await ask("b a", max_tokens=4)]
+        journal.drain()
+        policy, journal = Numbered(first=300), RunJournal(tmp_path / "journal")
+        policy.may_answer.set()
+        async with harness(it, tmp_path, journal.record(policy, 1)) as ask:
+            again = [await ask("other"), await ask("b a", max_tokens=4), await ask("b a"), await ask("b a")]
+            assert [again[2], again[3], again[0], again[1]] == before
+            assert policy.asked == []
+            assert [await ask("b a"), await ask("new")] == [[300], [301]]
+    journal.close()

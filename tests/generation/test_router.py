@@ -135,6 +135,19 @@ async def test_the_request_of_a_replica_that_hangs_goes_elsewhere_under_another_
     await router.close()
 
 
+async def test_a_request_whose_id_looks_like_anothers_second_attempt_is_not_taken_for_it() -> None:
+    slow, fast = FakeReplica("slow", step_s=5), FakeReplica("fast", step_s=5)
+    router = GeneratorRouter([slow, fast], strategy=RoundRobin())
+    moved = ask(router, "a")
+    other = ask(router, "a~1")
+    await asyncio.sleep(1)
+    router.remove_replica("slow")
+    assert (await moved).request_id == "a"
+    assert (await other).request_id == "a~1"
+    assert fast.served == ["a~1~0", "a~1"]
+    await router.close()
+
+
 async def test_with_no_replica_left_requests_wait_for_the_respawn() -> None:
     a = FakeReplica("a")
     router = GeneratorRouter([a])

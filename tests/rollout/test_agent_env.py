@@ -59,6 +59,23 @@ async def test_its_turns_are_scored_and_trained_on_as_others_are() -> None:
     assert len(build_samples(group)) == 4
 
 
+async def test_its_requests_have_ids_of_their_own_whatever_it_calls_them() -> None:
+    """They say what is asked for, not when: a rollout that is run again finds its answers by them."""
+
+    async def play(policy: RolloutPolicy, rollout: Rollout) -> None:
+        prompts = [[1], [1], [2]] if policy.rollout_id == "g/0" else [[2], [1], [1]]
+        rollout.turns = list(await asyncio.gather(*(ask(policy, prompt, "same") for prompt in prompts)))
+
+    generate = Generator()
+    group = await stage_of(play).group(generate, size=2)
+    asked: dict[str, dict[str, list[int]]] = {"g/0": {}, "g/1": {}}
+    for call in generate.calls:
+        asked[call["session"]][call["request"].removeprefix(call["session"])] = call["prompt"]
+    assert len(asked["g/0"]) == 3
+    assert asked["g/0"] == asked["g/1"]
+    assert {turn.completion.request_id for rollout in group.rollouts for turn in rollout.turns} == {"same"}
+
+
 async def test_it_is_told_when_its_time_is_up_and_keeps_what_it_has() -> None:
     async def until_told(policy: RolloutPolicy, rollout: Rollout) -> None:
         with policy.waiting():

@@ -16,7 +16,7 @@ import pytest
 from run.disk import Disk
 
 from titan_rl import Completion, FinishReason, Rollout, RolloutGroup, SamplingParams, Turn, VersionSpan
-from titan_rl.errors import CheckpointError, NoSpaceError
+from titan_rl.errors import CheckpointError, NoSpaceError, RequestError
 from titan_rl.generation.listening import listener, listening
 from titan_rl.generation.resume import resume_on_abort
 from titan_rl.run.journal import run_journal
@@ -231,6 +231,25 @@ async def test_what_a_listener_had_heard_when_it_went_away_is_heard_again(tmp_pa
         heard.clear()
         journal.drain()
         assert ("train-0/0/0" in {name for name, _ in journal.state.completions[0]}) is True
+
+
+async def test_a_second_request_of_an_id_that_is_in_flight_is_refused_and_the_first_goes_on(tmp_path):
+    journal, may_answer = RunJournal(tmp_path), asyncio.Event()
+
+    async def generate(prompt_token_ids, *, request_id, session_id=None, sampling):
+        await may_answer.wait()
+        return Completion(request_id, [7], [-0.5], FinishReason.LENGTH, (VersionSpan(0, 1),))
+
+    ask = partial(journal.record(generate, 0), request_id="r", sampling=SAMPLING)
+    first = asyncio.ensure_future(ask([1]))
+    await asyncio.sleep(0)
+    for prompt in ([1], [2]):
+        with pytest.raises(RequestError, match="request id 'r' is in flight already"):
+            await asyncio.wait_for(ask(prompt), 5.0)
+    may_answer.set()
+    assert list((await first).token_ids) == [7]
+    assert list((await ask([2])).token_ids) == [7]
+    journal.close()
 
 
 async def test_what_was_sampled_otherwise_is_no_answer(tmp_path):

@@ -230,3 +230,18 @@ async def test_what_is_asked_at_once_draws_the_same_in_any_order() -> None:
     prompts = [[1], [2], [1]]
     seeds = [one.sampling_for(SAMPLING, prompt).seed for prompt in prompts]
     assert [again.sampling_for(SAMPLING, prompt).seed for prompt in ([2], [1], [1])] == [seeds[1], seeds[0], seeds[2]]
+
+
+async def test_a_request_that_is_refused_draws_no_seed() -> None:
+    """Else a retry would be another draw, and a rollout that is run again would not find its recorded answers."""
+    own = SamplingParams(max_tokens=8, seed=7)
+    undisturbed, busy = (store(requests=1).open("e", sampling=own) for _ in range(2))
+
+    def ask(episode: Episode) -> int | None:
+        talk = episode.talk([user("a")], None, None)
+        return talk.ask(SAMPLING, 1, "r").sampling.seed
+
+    async with busy.request():
+        with pytest.raises(BusyError, match="1 requests in flight"):
+            ask(busy)
+    assert ask(busy) == ask(undisturbed)

@@ -131,7 +131,7 @@ def _stream_of(policy: RolloutPolicy, episode: Episode) -> StreamFn:
         try:
             completion = await policy.generate(
                 prompt_token_ids,
-                request_id=f"{policy.rollout_id}/{sampling.seed}",  # the same when it is asked again in another process
+                request_id=request_id,
                 session_id=policy.rollout_id,
                 sampling=sampling,
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections import defaultdict
 from collections.abc import Coroutine, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,8 @@ from titan_rl.generation.router.waiter import Waiter
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+
+_LATER_ATTEMPT = re.compile(r"~\d+\Z")
 
 
 class RequestInFlight(Waiter):
@@ -45,13 +48,16 @@ class RequestInFlight(Waiter):
 
     def assign(self, replica: PooledReplica) -> EngineRequest:
         """Begin an attempt, on `replica`. Returns what to ask it for, under an engine id of its own: "g0/0/0", and
-        "g0/0/0~1" from the second attempt on, or where an engine may be at an earlier request of that id still."""
+        "g0/0/0~1" from the second attempt on, or where an engine may be at an earlier request of that id still. A
+        request id that ends like the latter has the suffix from its first attempt on, so that no two requests ever
+        have the same engine id."""
         self.replica = replica
         self.was_moved, self.is_leaving = self.is_leaving, False
         self._placed[replica][self] = None
         self.what = f"request {self.request_id!r} on replica {replica.name}"
         while True:
-            self.engine_id = f"{self.request_id}~{self._num_attempts}" if self._num_attempts else self.request_id
+            is_plain = not self._num_attempts and _LATER_ATTEMPT.search(self.request_id) is None
+            self.engine_id = self.request_id if is_plain else f"{self.request_id}~{self._num_attempts}"
             self._num_attempts += 1
             if not self._aborts.may_run(self.engine_id):
                 break

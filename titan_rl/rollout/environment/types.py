@@ -118,7 +118,9 @@ class RolloutPolicy:
 
     Args:
         generate: within the time that the rollout has left. A completion that says ABORT was interrupted, and nobody
-            goes on with it.
+            goes on with it. Any `request_id` will do: it comes back with the completion, and the request itself is sent
+            under an ID of its own. A request that is repeated is therefore sampled again, and a rollout that is run
+            again after a resume is given the answers recorded for it.
         sampling: what completions are trained as. Its `seed` is the rollout's, for each request to draw its own from.
         max_context: most tokens of prompt and completion together.
         max_turns: most completions.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 from titan_rl.calls.bounded import OutOfTimeError, limited
 from titan_rl.calls.stopwatch import Stopwatch
@@ -12,6 +13,7 @@ from titan_rl.rollout.contexts import shared
 from titan_rl.rollout.environment.types import RolloutPolicy
 from titan_rl.rollout.group.boundary import EndsWith, RolloutEnded
 from titan_rl.rollout.group.env_calls import EnvCalls
+from titan_rl.rollout.group.rollout_ids import RequestIds
 from titan_rl.rollout.group.timed import generate_within
 from titan_rl.rollout.types import Rollout, RolloutStatus, Turn
 from titan_rl.types import Completion, GenerateFn, SamplingParams, require_member
@@ -47,15 +49,17 @@ async def play(
     async def ask(
         prompt_token_ids: Sequence[int], *, request_id: str, session_id: str | None = None, sampling: SamplingParams
     ) -> Completion:
+        own_id = request_ids.next(prompt_token_ids, sampling)
         async with limited(generate_timeout_s, "the completion"):
             completion = await generate_within(
-                watch, generate, prompt_token_ids, request_id=request_id, session_id=session_id, sampling=sampling
+                watch, generate, prompt_token_ids, request_id=own_id, session_id=session_id, sampling=sampling
             )
         if watch.is_over:
             time_is_up.set()
-        return completion
+        return replace(completion, request_id=request_id)
 
     time_is_up = asyncio.Event()
+    request_ids = RequestIds(rollout.rollout_id)
     policy = RolloutPolicy(
         rollout.rollout_id, ask, sampling, max_context, max_turns, watch.limit_s, time_is_up, watch.pause, env_rewards
     )

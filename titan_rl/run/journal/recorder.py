@@ -1,10 +1,11 @@
-"""Answers that were given before are given again: how an unfinished rollout is restored by running it once more."""
+"""Recording of completions, so that an unfinished rollout is restored by running it again with the same answers."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from titan_rl.errors import RequestError
 from titan_rl.generation.listening import listener, listening
 from titan_rl.generation.partial import Partial
 from titan_rl.generation.request import EngineRequest, OnChunk
@@ -16,7 +17,7 @@ Known = Callable[[str, bytes, SamplingParams], Completion | None]
 
 
 class Recorder:
-    """Notes what requests come back with, and knows which are out.
+    """Records the completions of requests, and knows which requests are in flight.
 
     Args:
         on_completion: told of each completion with a token, whole or interrupted.
@@ -33,6 +34,9 @@ class Recorder:
         not be saved. One that asks with another prompt or sampling than before gets new answers from there on. A part
         that was interrupted comes back as aborted, and `resume_on_abort` around this asks for the rest.
 
+        Calls raise a `RequestError` while a request of the same ID is in flight: completions are recorded by their
+        request's ID, so that two requests of one ID would get one answer.
+
         Args:
             index: position in the data of the group whose requests these are.
         """
@@ -45,6 +49,8 @@ class Recorder:
             sampling: SamplingParams,
         ) -> Completion:
             prompt_digest = digest(prompt_token_ids)
+            if request_id in self._asked:
+                raise RequestError(f"request id {request_id!r} is in flight already; request ids must be unique")
             if (answer := known(request_id, prompt_digest, sampling)) is not None:
                 return answer
             self._asked[request_id] = (index, prompt_digest, sampling)

@@ -132,6 +132,26 @@ class Episode:
 
         Raises:
             EpisodeEndedError: it is over, or ends meanwhile.
+            RequestError, BusyError: see `check_room`.
+        """
+        self.check_room(num_choices)
+        scope = asyncio.timeout(None)
+        try:
+            async with scope:
+                self._in_flight[scope] = num_choices
+                yield
+        except TimeoutError as error:
+            if not scope.expired():
+                raise
+            raise self._is_over() from error
+        finally:
+            self._in_flight.pop(scope, None)
+
+    def check_room(self, num_choices: int) -> None:
+        """Check that a request for so many turns may begin.
+
+        Raises:
+            EpisodeEndedError: it is over, or ends with this request, for which its limits have nothing left.
             RequestError: it asks for more turns than are left.
             BusyError: as many requests are in flight as its limit allows, or they may take up the turns that are left.
         """
@@ -151,17 +171,6 @@ class Episode:
             raise BusyError(f"the episode has {len(self._in_flight)} requests in flight, which is its limit")
         if num_choices > left - sum(self._in_flight.values()):
             raise BusyError(f"the episode's requests in flight may take up the {left} turns that it has left")
-        scope = asyncio.timeout(None)
-        try:
-            async with scope:
-                self._in_flight[scope] = num_choices
-                yield
-        except TimeoutError as error:
-            if not scope.expired():
-                raise
-            raise self._is_over() from error
-        finally:
-            self._in_flight.pop(scope, None)
 
     def sampling_for(self, asked: SamplingParams, prompt_token_ids: Sequence[int]) -> SamplingParams:
         """How to sample a completion that was asked for like this; see `EpisodeSampling`."""
@@ -276,6 +285,7 @@ class _EpisodeTalk:
 
     def ask(self, sampling: SamplingParams, num_choices: int, request_id: str, first_index: int = 0) -> Ask:
         episode = self._episode
+        episode.check_room(num_choices)  # a request that is refused draws no seed, so that its retry gets that one
         own = episode.sampling_for(sampling, self.prompt_token_ids)
         self._first_index = first_index
         scope = partial(episode.request, num_choices)

@@ -84,12 +84,12 @@ class TokenEndpoint:
             "token_ids",
             **asked.sampling(self._stop_token_ids),
         )
-        request_id = body.request_id or uuid.uuid4().hex
-        talk = caller.talk_in_tokens(body.token_ids, self._show, session_id_of(request))
-        ask = talk.ask(sampling, num_choices, request_id)
+        request_id, session_id = body.request_id or uuid.uuid4().hex, session_id_of(request)
         with_logprobs = asked.logprobs is not None
 
         async def work(emit: Emit | None) -> Any:
+            talk = caller.talk_in_tokens(body.token_ids, self._show, session_id)
+            ask = talk.ask(sampling, num_choices, request_id)
             if emit is not None:
                 return await self._stream(body, talk, ask, emit, with_logprobs)
             completions = await self._policy.complete(ask)
