@@ -85,6 +85,18 @@ def printable(text: str) -> str:
     return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
+def terminal_text(text: str) -> str:
+    r"""Text from outside the program, safe to write to a terminal.
+
+    Whatever could move the cursor, colour or hide text, or reorder what is shown (control characters, bidirectional
+    overrides) becomes an escape such as `\u001b`, which JSON and TOML read back. Line breaks and tabs stay.
+
+    >>> terminal_text("\x1b[2J gone")
+    '\\u001b[2J gone'
+    """
+    return text if text.isprintable() else _COMMANDS.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+
+
 def _is_plain(items: list[Any]) -> bool:
     """Whether a list is of small integers, finite floats, texts or truths alone: hundreds of tokens are, and looking at
     each from Python takes as long as all the rest of their line."""
@@ -96,6 +108,9 @@ def _is_plain(items: list[Any]) -> bool:
 
 _SMALL = 1 << 62
 _SURROGATE = re.compile("[\ud800-\udfff]")
+_COMMANDS = re.compile(
+    "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]|\r(?!\n)"
+)
 
 
 class _Plain:

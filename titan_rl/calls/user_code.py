@@ -16,7 +16,7 @@ from pathlib import Path
 from types import CodeType
 from typing import TypeVar
 
-from titan_rl.calls.plain import printable
+from titan_rl.calls.plain import terminal_text
 from titan_rl.errors import TitanRLError
 
 ErrorT = TypeVar("ErrorT", bound=Exception)
@@ -43,7 +43,7 @@ class Failure:
         Args:
             text: what to say in the place of the exception's own type and text.
         """
-        lines = printable("".join(traceback.format_exception(error)))
+        lines = terminal_text("".join(traceback.format_exception(error)))
         return cls(text or summary(error), where(error), lines[-_MAX_TRACEBACK:])
 
     @property
@@ -67,7 +67,7 @@ def summary(error: BaseException) -> str:
     it is does no harm."""
     kind = type(error).__name__
     try:
-        text = printable(str(error))
+        text = terminal_text(str(error))
     except BaseException as broken:  # it is not the program's own end that is meant
         text = f"(its text cannot be had: {type(broken).__name__})"
     return f"{kind}: {text}" if text.strip() else kind

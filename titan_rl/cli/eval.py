@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from titan_rl.cli.options import Parser
+from titan_rl.cli.run_folder import tell_imports
 from titan_rl.cli.verbosity import add_verbosity, verbosity_of
 from titan_rl.config.evaluation import EvalConfig, make_eval_config
 from titan_rl.config.load import load_config
@@ -60,6 +61,8 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     configs, policies = split(arguments.given)
     settings = make_eval_config(arguments.options)
+    if configs and configs[0] not in arguments.given:
+        tell_imports(Path(configs[0]))  # of a run's folder
     config = load_config(configs, arguments.overrides, check_files=False)
     stamp = time.strftime("%Y%m%d-%H%M%S")
     out = Path(arguments.out or Path(config.run_dir) / "evaluations" / f"{stamp}-{run_name(config)}")

@@ -8,7 +8,10 @@ from pathlib import Path
 
 from titan_rl.config.changes import check_options, is_resumable
 from titan_rl.config.run import RunConfig
+from titan_rl.config.search_path import recorded_modules
 from titan_rl.errors import ConfigError
+from titan_rl.run.directory import check_files
+from titan_rl.run.terminal.standard_streams import tell
 
 CONFIG = "config.toml"
 USUAL = Path("runs/latest")
@@ -43,13 +46,27 @@ def load_resumed(
         run: of `find_run`.
 
     Raises:
-        ConfigError: a setting is wrong, or an option changes one that has to stay.
+        ConfigError: a setting is wrong, an option changes one that has to stay, or the folder holds links.
     """
+    check_files(run)
+    tell_imports(run / CONFIG)
     config = load(run / CONFIG, overrides)
     allowed = [(key, value) for key, value in overrides if is_resumable(key)]
     if len(allowed) < len(overrides):
         check_options(config, load(run / CONFIG, allowed))
     return config
+
+
+def tell_imports(config: Path) -> None:
+    """Say which code the settings of a run have imported, and from which of the folders that they name, before it is.
+
+    Args:
+        config: a run's `config.toml`. Whoever wrote it decides what is imported.
+    """
+    found = recorded_modules(config)
+    if found:
+        what = ", ".join(f"{name} from {folder}" for name, folder in found.items())
+        tell(f"titan-rl: {config} imports {what}")
 
 
 def _is_run(folder: Path) -> bool:

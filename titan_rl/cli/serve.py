@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from titan_rl.cli.options import Parser
+from titan_rl.cli.run_folder import tell_imports
 from titan_rl.cli.verbosity import add_verbosity, verbosity_of
 from titan_rl.config.serve import ServeConfig, dump_serve_config, load_serve_config
 from titan_rl.run.policies.source import find_policy
@@ -28,6 +30,8 @@ def set_up(parser: Parser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     source = find_policy(arguments.policy)
+    if source.toml is not None and source.toml != Path(arguments.policy):
+        tell_imports(source.toml)  # of a run's folder
     config = load_serve_config(source.toml, arguments.overrides, policy=source.folder)
     if arguments.dry_run:
         take_keys(config.server)

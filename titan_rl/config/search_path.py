@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from importlib.machinery import PathFinder
+from itertools import chain
 from pathlib import Path
 from typing import cast
 
 from titan_rl.calls.imports import search_in
 from titan_rl.config.explain import ARGUMENTS, COMMAND_LINE, Origins
+from titan_rl.config.tables import read_tables
+
+_NAMES_CODE = re.compile(r"([A-Za-z_]\w*(?:\.\w+)*):[A-Za-z_]\w*")
 
 
 class SearchPath:
@@ -32,6 +38,31 @@ class SearchPath:
         """The folders to search for imported modules from anywhere: those given, and those that hold one of them."""
         homes = {home for name in modules if (home := _home(name)) is not None}
         return tuple(dict.fromkeys([*self._given, *(folder for folder in self._others if folder in homes)]))
+
+
+def recorded_modules(toml: Path) -> dict[str, str]:
+    """Modules that a file of settings names and that its `pythonpath`, or the folder it lies in, holds, with the folder
+    of each. Nothing is imported."""
+    tables, _ = read_tables([toml], ())
+    given = tables.get("pythonpath")
+    folders = [toml.parent / folder for folder in given if isinstance(folder, str)] if isinstance(given, list) else []
+    places = [str(folder.resolve()) for folder in (*folders, _import_root(toml))]
+    found: dict[str, str] = {}
+    for name in dict.fromkeys(_modules_in(tables)):
+        spec = PathFinder.find_spec(name.partition(".")[0], places)
+        origin = None if spec is None else next(iter(spec.submodule_search_locations or ()), None) or spec.origin
+        if origin is not None:
+            found[name] = str(Path(origin).parent)
+    return found
+
+
+def _modules_in(value: object) -> Iterator[str]:
+    if isinstance(value, str) and (named := _NAMES_CODE.fullmatch(value)):
+        yield named[1]
+    elif isinstance(value, Mapping):
+        yield from chain.from_iterable(map(_modules_in, cast("Mapping[str, object]", value).values()))
+    elif isinstance(value, list):
+        yield from chain.from_iterable(map(_modules_in, cast("list[object]", value)))
 
 
 def _import_root(toml: Path) -> Path:

@@ -125,9 +125,17 @@ class RunDirectory:
         """No other process runs this run within the block.
 
         Raises:
-            CheckpointError: one does.
+            CheckpointError: one does, or the lock cannot be opened.
         """
-        with (self.path / "lock").open("w") as file:
+        lock = self.path / "lock"
+        try:
+            # Not truncated, nor through a link: what is there need not be a lock.
+            file = os.fdopen(os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666), "rb+")
+        except OSError as error:
+            raise CheckpointError(
+                f"{lock} cannot be opened: {error.strerror}; it must be a file that you may write to, and no link"
+            ) from None
+        with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -245,6 +253,41 @@ class RunDirectory:
         """Close the files. A later write opens them again."""
         for lines in self._lines.values():
             lines.close()
+
+
+_FILES = {
+    *("config.toml", "metrics.jsonl", "rollouts.jsonl", "status.json", "hosts.json", "hosts.jsonl", "run_state.json"),
+    *("supervised.json", "report.html", "lock"),
+}
+_FOLDERS = {"logs", "trace", "checkpoints", "journal", "export", "start"}
+
+
+def check_files(folder: Path | os.DirEntry[str], *, below: bool = False) -> None:
+    """Check that what a run's folder has is its own: regular files and folders, and no links, through which a run that
+    goes on would write elsewhere. Folders that no run has, of a task for instance, are not looked into.
+
+    Args:
+        below: the folder is within a run's.
+
+    Raises:
+        ConfigError: names the first entry that is something else, and the fix.
+    """
+    try:
+        entries = list(os.scandir(folder))
+    except OSError as error:
+        raise ConfigError(f"{os.fspath(folder)} cannot be read: {error.strerror}; a run needs to") from None
+    for entry in entries:
+        if entry.is_symlink():
+            raise ConfigError(
+                f"{entry.path} is a link to {os.readlink(entry.path)}, and a run follows none in its folder; put what "
+                "it leads to in its place, or remove it"
+            )
+        if not below and entry.name in _FILES and not entry.is_file():
+            raise ConfigError(f"{entry.path} must be a file; remove it, or give it another name")
+        if not below and entry.name in _FOLDERS and not entry.is_dir():
+            raise ConfigError(f"{entry.path} must be a folder; remove it, or give it another name")
+        if entry.is_dir() and (below or entry.name in _FOLDERS):
+            check_files(entry, below=True)
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:

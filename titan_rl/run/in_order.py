@@ -18,7 +18,7 @@ from titan_rl.config.concurrency import throttles
 from titan_rl.config.run import RunConfig
 from titan_rl.errors import ConfigError, TrainingError
 from titan_rl.run.checkpoints.resumption import Resumption, find_standing, resume_from_newest
-from titan_rl.run.directory import RunDirectory
+from titan_rl.run.directory import RunDirectory, check_files
 from titan_rl.run.end_messages import EndMessages
 from titan_rl.run.journal.run_state import RunState
 from titan_rl.run.machine.disk_space import check_room, size_of
@@ -50,6 +50,7 @@ def open_run_dir(
         return RunDirectory.create(config, name)
     if not os.access(resume, os.W_OK | os.X_OK):
         raise ConfigError(f"--resume {resume}: the run cannot go on in a folder that you may not write to; copy it")
+    check_files(resume)
     check_room(config, resume, held=size_of(resume / "checkpoints"))
     run_dir = RunDirectory(resume)
     if run_dir.supervised.is_file() != supervised:

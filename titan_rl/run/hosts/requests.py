@@ -141,8 +141,14 @@ class HostFiles:
         self._check_goes_on()
         request = HostRequest(secrets.token_hex(8), do, what)
         allowed = stat.S_IMODE(self._run_dir.stat().st_mode) & 0o666  # whoever may read the folder
-        with open(os.open(self._asked, os.O_WRONLY | os.O_CREAT | os.O_APPEND, allowed), "ab") as file:
-            file.write(msgspec.json.encode(request) + b"\n")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+        try:
+            with open(os.open(self._asked, flags, allowed), "ab") as file:
+                file.write(msgspec.json.encode(request) + b"\n")
+        except OSError as error:
+            raise ConfigError(
+                f"{self._asked} cannot be written: {error.strerror}; it must be a file that you may write to, no link"
+            ) from None
         began, promised = clock(), False
         while (waited := clock() - began) < wait_s:
             if waited >= PROMISE_S and not promised:

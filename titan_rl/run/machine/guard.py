@@ -37,12 +37,14 @@ def guarded(root: Path, run_id: str, advice: str) -> Generator[None]:
         run_id: in the names of the run's weights in shared memory.
         advice: what the user is told when the process has to be killed.
     """
+    from titan_rl.calls.plain import terminal_text
+
     if not HAS_DESCRIPTORS:
         yield
         return
     read, write = os.pipe()
     os.set_blocking(write, False)
-    guard = _start(read, root, run_id, advice)
+    guard = _start(read, root, run_id, terminal_text(advice))
     os.close(read)
     before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
     try:
@@ -111,7 +113,7 @@ def _end(process: int, advice: str) -> None:
     if not poll.poll(GRACE_S * 1000):
         text = f"\ntitan-rl: the run does not react, and is killed; {advice}\n"
         with contextlib.suppress(OSError):  # nobody reads it
-            os.write(2, text.encode(errors="backslashreplace"))
+            os.write(2, text.encode())
         signal.pidfd_send_signal(process, signal.SIGKILL)
 
 

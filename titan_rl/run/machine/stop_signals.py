@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Generator
 from types import FrameType, TracebackType
 
+from titan_rl.calls.plain import terminal_text
 from titan_rl.run.machine.guard import ONE_STOP_S, STOPS
 
 REACTION_S = 3.0
@@ -105,4 +106,4 @@ class StopSignals:
 def tell_on_stderr(text: str) -> None:
     """Not through Python's own buffers, whose locks may be held by what a handler interrupts."""
     with contextlib.suppress(OSError):  # nobody reads it
-        os.write(2, f"titan-rl: {text}\n".encode(errors="backslashreplace"))
+        os.write(2, f"titan-rl: {terminal_text(text)}\n".encode())

@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Iterable
 from typing import TextIO
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 
+from titan_rl.calls.plain import terminal_text
 from titan_rl.run.terminal.standard_streams import silence
 
 logger = logging.getLogger(__name__)
 
 
 class ForgivingConsole(Console):
-    """Falls silent where nobody reads any more, or the disk is full: that ends no run."""
+    """Console that falls silent where nobody reads any more, or the disk is full: that ends no run. Control characters
+    in what is printed are escaped; only the console's own reach the terminal."""
 
     def __init__(self, file: TextIO) -> None:
         super().__init__(file=file, highlight=False, soft_wrap=True)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(terminal_text(segment.text), segment.style)
 
     def _check_buffer(self) -> None:
         try:

@@ -7,6 +7,8 @@ import os
 import sys
 from typing import TextIO
 
+from titan_rl.calls.plain import terminal_text
+
 
 class OutputError(Exception):
     """Standard output takes nothing more.
@@ -21,13 +23,13 @@ class OutputError(Exception):
 
 
 def say(text: str) -> None:
-    """Write what a command was asked for to standard output, to the last byte.
+    """Write what a command was asked for to standard output, to the last byte, without control characters.
 
     Raises:
         OutputError: not all of it could be written.
     """
     try:
-        sys.stdout.write(text)
+        sys.stdout.write(terminal_text(text))
         sys.stdout.flush()
     except OSError as error:
         silence(sys.stdout)
@@ -35,9 +37,9 @@ def say(text: str) -> None:
 
 
 def tell(text: str) -> None:
-    """Write a line about the command to standard error, if that can be."""
+    """Write a line about the command to standard error, without control characters, if that can be."""
     try:
-        print(text, file=sys.stderr, flush=True)
+        print(terminal_text(text), file=sys.stderr, flush=True)
     except OSError:
         silence(sys.stderr)
 

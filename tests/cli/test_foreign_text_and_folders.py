@@ -1,0 +1,188 @@
+"""Text that a model, a task or a run's folder brings reaches no terminal raw, and a run's folder leads nowhere else."""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import os
+import re
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+import titan_rl
+from titan_rl.calls.plain import terminal_text
+from titan_rl.cli.main import main
+from titan_rl.config.changes import settings_of
+from titan_rl.config.load import load_config
+from titan_rl.errors import RewardError
+from titan_rl.run.directory import RunDirectory
+from titan_rl.run.journal.run_state import RunState
+from titan_rl.run.machine.stop_signals import tell_on_stderr
+from titan_rl.run.observability.progress import Progress
+from titan_rl.run.terminal.standard_streams import say, tell
+
+HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b31m\x7f\rover\u202egnp\u2066"
+RAW = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+def test_every_way_to_a_terminal_escapes_what_is_no_text(capfd: pytest.CaptureFixture[str]):
+    say(f"{HOSTILE}\n")
+    tell(HOSTILE)
+    tell_on_stderr(HOSTILE)
+    with Progress(0, sys.stderr) as progress:
+        progress.message(HOSTILE)
+        progress.warning(HOSTILE)
+    shown = capfd.readouterr()
+    assert not RAW.search(shown.out + shown.err)
+    assert (shown.out.count("owned"), shown.err.count("owned")) == (1, 4)
+
+
+def test_escapes_leave_lines_tabs_and_json_as_they_are():
+    text = "a\tb\r\nschön \U0001f469\u200d\U0001f52c\n"
+    assert terminal_text(text) == text
+    line = json.dumps({"text": HOSTILE}, ensure_ascii=False)
+    assert json.loads(terminal_text(line)) == {"text": HOSTILE}
+
+
+def test_nothing_else_writes_to_the_terminal():
+    """Whoever writes to a standard stream by another way is one more place to make safe."""
+    root = Path(titan_rl.__file__).parent
+    allowed = {
+        "run/terminal/standard_streams.py",  # where text is made safe
+        "run/machine/stop_signals.py",  # is safe in a signal handler; tested above
+        "run/machine/guard.py",  # a program without imports, which is given safe text
+        "actors/hosts/monarch_host.py",  # one fixed word to the process that started it
+    }
+    writers: set[str] = set()
+    for path in root.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Call):
+                continue
+            called = ast.unparse(node.func)
+            to_stream = called == "os.write" and ast.unparse(node.args[0]) in ("1", "2")
+            if (
+                called in ("print", "sys.stdout.write", "sys.stderr.write", "sys.__stderr__.write", "Console")
+                or to_stream
+            ):
+                writers.add(path.relative_to(root).as_posix())
+    assert writers == allowed
+
+
+def test_a_users_exception_that_quotes_the_model_is_shown_escaped(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    def run_training(*_: object, **__: object) -> object:
+        try:
+            raise KeyError(HOSTILE)
+        except KeyError as error:
+            raise RewardError(f"reward one failed: {HOSTILE}") from error
+
+    module = ModuleType("titan_rl.run.launch")
+    module.run_training = run_training  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "titan_rl.run.launch", module)
+    assert main(["train", "config.toml"]) == 1
+    shown = capfd.readouterr().err
+    assert "reward one failed" in shown
+    assert not RAW.search(shown)
+
+
+def test_hosts_and_what_is_played_are_shown_escaped(project: Path, capfd: pytest.CaptureFixture[str]):
+    (project / "hosts.json").write_text(
+        json.dumps({"hosts": [{"name": "h1", "address": "10.0.0.1:1", "state": "gone", "reason": HOSTILE}]})
+    )
+    assert main(["hosts", ".", "list"]) == 0
+    shown = capfd.readouterr().out
+    assert "owned" in shown
+    assert not RAW.search(shown)
+    sys.stdin = io.StringIO("hello\n")
+    try:
+        assert main(["play", "config.toml", "--task.words", json.dumps([HOSTILE])]) == 0
+    finally:
+        sys.stdin = sys.__stdin__
+    shown = capfd.readouterr().out
+    assert "owned" in shown
+    assert not RAW.search(shown)
+
+
+@pytest.fixture
+def stopped(project: Path) -> RunDirectory:
+    """A run that was stopped before its first checkpoint."""
+    config = load_config("config.toml")
+    run_dir = RunDirectory.create(config)
+    RunState(settings=settings_of(config)).write(run_dir.path)
+    return run_dir
+
+
+@pytest.mark.parametrize("dry_run", [["--dry-run"], []])
+@pytest.mark.parametrize(
+    "name",
+    ["lock", "config.toml", "metrics.jsonl", "logs", "checkpoints/step-1", "journal", "logs/a.log", ".s"],
+)
+def test_a_link_in_a_runs_folder_is_refused_and_what_it_leads_to_stays(
+    stopped: RunDirectory,
+    tmp_path: Path,
+    name: str,
+    dry_run: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+):
+    monkeypatch.setattr("titan_rl.run.launch.run_in_order", lambda *_, **__: pytest.fail("started"))
+    target, link = tmp_path / "mine", stopped.path / name
+    if name in ("logs", "journal", "checkpoints/step-1"):
+        target.mkdir()
+        kept = target / "kept"
+    else:
+        kept = target
+    kept.write_text("precious" if name != "config.toml" else stopped.config.read_text())
+    before = kept.read_bytes()
+    if link.is_dir():
+        link.rmdir()
+    else:
+        link.unlink(missing_ok=True)
+    link.symlink_to(target)
+    assert main(["train", "--resume", str(stopped.path), *dry_run]) == 2
+    said = capfd.readouterr().err
+    assert f"{link} is a link to {target}, and a run follows none in its folder; put what it leads to in its" in said
+    assert kept.read_bytes() == before
+    assert os.listdir(target) == ["kept"] if target.is_dir() else True
+
+
+def test_the_lock_keeps_its_bytes_and_is_opened_through_no_link(stopped: RunDirectory, tmp_path: Path):
+    lock, target = stopped.path / "lock", tmp_path / "mine"
+    lock.write_text("who is here")
+    with stopped.locked():
+        assert lock.read_text() == "who is here"
+    lock.unlink()
+    target.write_text("precious")
+    lock.symlink_to(target)
+    with pytest.raises(titan_rl.TitanRLError, match=r"lock cannot be opened: .*no link"), stopped.locked():
+        pass
+    assert target.read_text() == "precious"
+
+
+def test_a_request_about_hosts_is_written_through_no_link(
+    stopped: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    target = tmp_path / "mine"
+    target.write_text("precious")
+    (stopped.path / "hosts.jsonl").symlink_to(target)
+    monkeypatch.setattr("titan_rl.run.hosts.requests.read_status", lambda folder: SimpleNamespace(state="running"))
+    assert main(["hosts", str(stopped.path), "drain", "h1"]) == 2
+    assert "hosts.jsonl cannot be written" in capfd.readouterr().err
+    assert target.read_text() == "precious"
+
+
+def test_a_resume_says_which_code_the_folder_has_imported_before_it_is(
+    stopped: RunDirectory, project: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(stopped.path.parent)
+    (project / "echo_task.py").write_text("raise SystemExit('imported')")
+    sys.modules.pop("echo_task", None)
+    assert main(["train", "--resume", str(stopped.path), "--dry-run"]) == 2
+    said = capfd.readouterr().err
+    assert f"titan-rl: {stopped.config} imports echo_task from {project}\n" in said
+    assert said.index("imports echo_task") < said.index("importing echo_task failed")
