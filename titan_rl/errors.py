@@ -167,7 +167,15 @@ def means_no_space(error: BaseException) -> bool:
 
 
 class ActorDiedError(TitanRLError):
-    """An actor's process is gone, or did not answer within its time limit."""
+    """An actor's process is gone, or did not answer within its time limit.
+
+    Args:
+        excused: its host is gone or is to go, which says nothing of the process.
+    """
+
+    def __init__(self, text: str, *, excused: bool = False) -> None:
+        super().__init__(text)
+        self.excused = excused
 
 
 class NoHostError(TitanRLError):

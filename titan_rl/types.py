@@ -6,11 +6,13 @@ Every plane of titan_rl shares these types, so importing them must never need to
 from __future__ import annotations
 
 import math
+import sys
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
-from typing import Any, Protocol, cast, runtime_checkable
+from operator import index
+from typing import Any, Protocol, SupportsFloat, cast, runtime_checkable
 
 from titan_rl.arrays import NumberArray, version_array
 
@@ -30,6 +32,54 @@ def require_member(owner: object, field_name: str, kind: type[StrEnum]) -> None:
         )
 
 
+def keep_integer(owner: object, field_name: str, least: float, most: float, allowed: str) -> None:
+    """Check an integer field of a frozen dataclass, and keep it as an `int`: NumPy's integers do not encode.
+
+    Raises:
+        ValueError: the field's value is no integer, or not between `least` and `most`.
+    """
+    given = getattr(owner, field_name)
+    value = given if type(given) is int else _integer_or_none(given)
+    if value is None or not least <= value <= most:
+        raise ValueError(f"{type(owner).__name__}.{field_name} is {given!r}; it must be {allowed}")
+    if value is not given:
+        object.__setattr__(owner, field_name, value)
+
+
+def keep_float(owner: object, field_name: str, least: float, most: float, allowed: str) -> None:
+    """Check a number field of a frozen dataclass, and keep it as a `float`.
+
+    Raises:
+        ValueError: the field's value is no number, or not between `least` and `most`.
+    """
+    given = getattr(owner, field_name)
+    value = given if type(given) is float else float_or_none(given)
+    if value is None or not least <= value <= most:
+        raise ValueError(f"{type(owner).__name__}.{field_name} is {given!r}; it must be {allowed}")
+    if value is not given:
+        object.__setattr__(owner, field_name, value)
+
+
+def float_or_none(value: Any) -> float | None:
+    """`value` as a `float`; None where it is no number. Text is none, also where `float` would read it."""
+    if isinstance(value, str | bytes | bytearray) or not isinstance(value, SupportsFloat):
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+def _integer_or_none(value: Any) -> int | None:
+    try:
+        return None if isinstance(value, bool) else int(index(value))
+    except TypeError:
+        return None
+
+
+_MAX_INT = 2**63 - 1  # what journals and engines have a word for
+_MAX_FLOAT = sys.float_info.max
+_LEAST_FLOAT = math.ulp(0.0)
 MOST_TOP_LOGPROBS = 20
 """Of one token. What the clients of OpenAI may ask for, and vLLM gives."""
 
@@ -75,18 +125,33 @@ class SamplingParams:
     top_logprobs: int = 0
 
     def __post_init__(self) -> None:
-        def require(ok: bool, name: str, allowed: str) -> None:
-            if not ok:
-                raise ValueError(f"SamplingParams.{name} is {getattr(self, name)!r}; it must be {allowed}")
+        keep_integer(self, "max_tokens", 1, _MAX_INT, "an integer of at least 1")
+        keep_float(self, "temperature", 0.0, _MAX_FLOAT, "finite and >= 0")
+        keep_float(self, "top_p", _LEAST_FLOAT, 1.0, "in (0, 1]")
+        keep_integer(self, "top_k", -1, _MAX_INT, "an integer, -1 (off) or at least 1")
+        if self.top_k == 0:
+            raise ValueError("SamplingParams.top_k is 0; it must be an integer, -1 (off) or at least 1")
+        keep_float(self, "min_p", 0.0, 1.0, "in [0, 1]")
+        keep_integer(self, "top_logprobs", 0, MOST_TOP_LOGPROBS, f"from 0 to {MOST_TOP_LOGPROBS}")
+        keep_integer(self, "min_tokens", 0, self.max_tokens, "an integer between 0 and max_tokens")
+        if self.seed is not None:
+            keep_integer(self, "seed", -math.inf, math.inf, "None or an integer")
+        object.__setattr__(self, "stop_token_ids", self._checked_stop_token_ids())
+        if type(self.return_routed_experts) is not bool:
+            if self.return_routed_experts not in (True, False):
+                raise ValueError(
+                    f"SamplingParams.return_routed_experts is {self.return_routed_experts!r}; it must be True or False"
+                )
+            object.__setattr__(self, "return_routed_experts", bool(self.return_routed_experts))
 
-        require(self.max_tokens >= 1, "max_tokens", "at least 1")
-        require(math.isfinite(self.temperature) and self.temperature >= 0, "temperature", "finite and >= 0")
-        require(0 < self.top_p <= 1, "top_p", "in (0, 1]")
-        require(self.top_k == -1 or self.top_k >= 1, "top_k", "-1 (off) or at least 1")
-        require(0 <= self.min_p <= 1, "min_p", "in [0, 1]")
-        require(0 <= self.top_logprobs <= MOST_TOP_LOGPROBS, "top_logprobs", f"from 0 to {MOST_TOP_LOGPROBS}")
-        require(0 <= self.min_tokens <= self.max_tokens, "min_tokens", "between 0 and max_tokens")
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+    def _checked_stop_token_ids(self) -> tuple[int, ...]:
+        given: Any = self.stop_token_ids
+        tokens: tuple[int | None, ...] = (None,)
+        if isinstance(given, Iterable):
+            tokens = tuple(_integer_or_none(token) for token in cast("Iterable[Any]", given))
+        if None in tokens:
+            raise ValueError(f"SamplingParams.stop_token_ids is {given!r}; it must be a sequence of token ids")
+        return cast("tuple[int, ...]", tokens)
 
     def within(self, room: int) -> SamplingParams:
         """The same with a budget of `room` tokens at most, which is at least 1.
@@ -119,10 +184,18 @@ distribution that the token there was sampled from; none that this leaves out.  
 
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
-    """`num_tokens` consecutive tokens that policy version `version` produced."""
+    """`num_tokens` consecutive tokens that policy version `version` produced. Any integers, which it keeps as `int`.
+
+    Raises:
+        ValueError: one of them is no integer, or negative.
+    """
 
     version: int
     num_tokens: int
+
+    def __post_init__(self) -> None:
+        keep_integer(self, "version", 0, _MAX_INT, "an integer of at least 0")
+        keep_integer(self, "num_tokens", 0, _MAX_INT, "an integer of at least 0")
 
 
 def _plain(value: Any) -> Any:
@@ -147,7 +220,8 @@ class Completion:
                    (VersionSpan(6, 3), VersionSpan(7, 2)))
 
     Raises:
-        ValueError: the lengths disagree, or `request_id`, `finish_reason` or `metrics` are of another type.
+        ValueError: the lengths disagree, a metric is no number, or `request_id`, `finish_reason`, `version_spans`,
+            `metrics` or `ended` are of another type.
     """
 
     request_id: str
@@ -163,9 +237,12 @@ class Completion:
     def __post_init__(self) -> None:
         if not isinstance(self.request_id, str):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(f"Completion.request_id is {self.request_id!r}; it must be that of its request, a string")
+        if type(self.request_id) is not str:  # of NumPy
+            object.__setattr__(self, "request_id", str.__str__(self.request_id))
         require_member(self, "finish_reason", FinishReason)
-        if not isinstance(self.metrics, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ValueError(f"Completion.metrics is {self.metrics!r}; it must map names to numbers")
+        if self.ended is not None:
+            require_member(self, "ended", FinishReason)
+        _keep_metrics(self)
         require_aligned(self)
 
     def __eq__(self, other: object) -> bool:
@@ -177,6 +254,21 @@ class Completion:
     def versions(self) -> NumberArray[int]:
         """The policy version of each token.  # [num_tokens]"""
         return version_array((span.version, span.num_tokens) for span in self.version_spans)
+
+
+def _keep_metrics(completion: Completion) -> None:
+    """Keep metrics as they are where all are floats by name, and a dictionary of floats in the place of others."""
+    metrics: Any = completion.metrics
+    if not isinstance(metrics, Mapping):
+        raise ValueError(f"Completion.metrics is {metrics!r}; it must map names to numbers")
+    values = cast("Mapping[Any, Any]", metrics)
+    if all(type(value) is float and type(name) is str for name, value in values.items()):
+        return
+    floats = {str(name): float_or_none(value) for name, value in values.items()}
+    for name, value in floats.items():
+        if value is None:
+            raise ValueError(f"Completion.metrics[{name!r}] is {values.get(name)!r}; it must be a number")
+    object.__setattr__(completion, "metrics", floats)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,9 +294,12 @@ class TokenChunk:
 def require_aligned(tokens: TokenChunk | Completion) -> None:
     """
     Raises:
-        ValueError: a token lacks its logprob, version, routed experts or likeliest tokens, or there are more of these.
+        ValueError: `version_spans` are of another type, a token lacks its logprob, version, routed experts or likeliest
+            tokens, or there are more of these.
     """
     spans = tokens.version_spans
+    if not all(isinstance(span, VersionSpan) for span in spans):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"{type(tokens).__name__}.version_spans is {spans!r}; it must be a sequence of VersionSpan")
     spanned = spans[0].num_tokens if len(spans) == 1 else sum(span.num_tokens for span in spans)
     if not len(tokens.token_ids) == len(tokens.logprobs) == spanned:
         raise ValueError(

@@ -321,3 +321,6 @@ async def test_what_a_lost_host_had_is_excused() -> None:
         watcher.lose("nothing is heard of it")
     assert remote.reason == "nothing is heard of it"
     assert remote.excused
+    with pytest.raises(ActorDiedError, match="trainer died: nothing is heard of it") as caught:
+        await remote.call(None)
+    assert caught.value.excused, "whoever waits for its start knows"

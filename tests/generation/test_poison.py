@@ -35,25 +35,31 @@ class Touchy(SimulatedReplica):
         )
         self.served: list[str] = []
         self.is_broken = False
+        self.fails_of = Counter[str]()  # by request id, how often each is to fail
 
     async def stream(self, request, on_chunk=None) -> Completion:
         self.served.append(request.request_id)
         if request.request_id.startswith("poison"):
             await asyncio.sleep(float(request.request_id.split("/")[1].partition("~")[0]))
             raise RuntimeError("division by zero")
+        name = request.request_id.partition("~")[0]
+        if self.fails_of[name]:
+            self.fails_of[name] -= 1
+            raise RuntimeError("device hiccup")
         if self.is_broken:
             raise RuntimeError("device lost")
         return await super().stream(request, on_chunk)
 
 
 class Stage:
-    def __init__(self, num_replicas: int) -> None:
+    def __init__(self, num_replicas: int, max_attempts: int = 3) -> None:
         self.failed: list[str] = []
         self.replicas = [Touchy(name) for name in "abcd"[:num_replicas]]
         self.engines = [asyncio.ensure_future(replica.run()) for replica in self.replicas]
         self.router = GeneratorRouter(
             self.replicas,
             limits=Limits(no_replica_s=60),
+            max_attempts=max_attempts,
             on_replica_failed=self.note,
         )
         self.most_out = 0
@@ -105,9 +111,24 @@ async def test_it_fails_alone_while_the_others_go_on(fails_after_s: float) -> No
 async def test_with_one_replica_it_fails_alone_too() -> None:
     stage = Stage(1)
     good = [stage.ask(f"good {index}") for index in range(8)]
-    with pytest.raises(RequestError, match="failed 2 times in the same way, on a, a"):
+    with pytest.raises(RequestError, match="failed 3 times in the same way, on a, a, a"):
         await stage.ask("poison/0")
     assert stage.num_out == 0
+    assert {len(completion.token_ids) for completion in await asyncio.gather(*good)} == {NUM_TOKENS}
+    await stage.close()
+
+
+@pytest.mark.looptime
+@pytest.mark.parametrize("max_attempts", [3, 6])
+async def test_failures_on_one_flaky_replica_are_not_the_requests(max_attempts: int) -> None:
+    """They tell nothing of the request, which has attempts left, however well others are served meanwhile."""
+    stage = Stage(1, max_attempts=max_attempts)
+    good = [stage.ask(f"good {index}") for index in range(8)]
+    await asyncio.sleep(1)
+    stage.replicas[0].fails_of["flaky"] = max_attempts - 1
+    completion = await stage.ask("flaky")
+    assert len(completion.token_ids) == NUM_TOKENS
+    assert stage.failed == ["a"] * (max_attempts - 1)
     assert {len(completion.token_ids) for completion in await asyncio.gather(*good)} == {NUM_TOKENS}
     await stage.close()
 

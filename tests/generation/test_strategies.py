@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titan_rl.generation.router import ConsistentHash, GroupAffinity, LeastLoaded, RoundRobin, StickySession, Strategy
+from titan_rl.generation.router import (
+    ConsistentHash,
+    GeneratorRouter,
+    GroupAffinity,
+    LeastLoaded,
+    RoundRobin,
+    StickySession,
+    Strategy,
+)
+from titan_rl.testing.fake_replica import FakeReplica
 
 
 @dataclass(eq=False)
@@ -171,3 +181,31 @@ def test_a_wrong_setting_is_named(build: object, field: str) -> None:
     assert callable(build)
     with pytest.raises(ValueError, match=field):
         build()
+
+
+@pytest.mark.parametrize(
+    "make", [RoundRobin, LeastLoaded, StickySession, ConsistentHash, lambda: StickySession(GroupAffinity())]
+)
+async def test_a_strategy_that_two_routers_share_is_refused(make: Callable[[], Strategy]) -> None:
+    strategy = make()
+    GeneratorRouter([FakeReplica("a")], strategy)
+    with pytest.raises(ValueError, match=f"{type(strategy).__name__} is the strategy of another router"):
+        GeneratorRouter([FakeReplica("b")], strategy)
+
+
+async def test_a_fallback_that_two_strategies_share_is_refused() -> None:
+    fallback = LeastLoaded()
+    GeneratorRouter([FakeReplica("a")], StickySession(fallback))
+    with pytest.raises(ValueError, match="LeastLoaded is the strategy of another router"):
+        GeneratorRouter([FakeReplica("b")], ConsistentHash(fallback=fallback))
+
+
+async def test_a_strategy_of_ones_own_belongs_to_one_router_without_more_ado() -> None:
+    class First(RoundRobin):
+        def __init__(self) -> None:
+            self._turns = deque()
+
+    strategy = First()
+    GeneratorRouter([FakeReplica("a")], strategy)
+    with pytest.raises(ValueError, match="another router"):
+        GeneratorRouter([FakeReplica("b")], strategy)

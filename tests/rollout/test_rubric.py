@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 
 import pytest
+from stage import Generator, Stage
 
 from titan_rl.errors import RewardError
 from titan_rl.rollout.rewards.reward import GroupReward, Reward, env_reward
@@ -299,6 +300,29 @@ async def test_rewards_that_overflow_are_an_error_with_their_values() -> None:
     with pytest.raises(RewardError, match=r"'large': 1e\+308.* too large to add up") as caught:
         await Rubric([large, Reward(lambda _: 1e308, name="other")]).score([rollout()])
     assert not caught.value.ends_run
+
+
+@pytest.mark.parametrize("size", [1, 2])
+async def test_a_reward_that_is_too_large_to_compare_is_an_error_of_its_group(size: int) -> None:
+    rubric = Rubric([Reward(lambda rollout: 1e300 if rollout.sibling == 0 else 0.0, name="huge")])
+    group = await Stage(rubric=rubric).group(Generator(), size=size)
+    assert group.failure is not None
+    assert "'huge': 1e+300" in group.failure.error
+    assert "must be between -1e+30 and 1e+30" in group.failure.error
+    assert [rollout.reward for rollout in group.rollouts] == [None] * size
+
+
+async def test_the_largest_rewards_are_compared() -> None:
+    rubric = Rubric([Reward(lambda rollout: 1e30 if rollout.sibling else -1e30)])
+    group = await Stage(rubric=rubric).group(Generator(), size=2)
+    assert [rollout.advantage for rollout in group.rollouts] == [-1.0, 1.0]
+
+
+async def test_plain_functions_are_rewards_too() -> None:
+    rubric = Rubric([half, Reward(sibling_number, weight=3.0)])
+    await rubric.score([one := rollout()])
+    assert one.reward_breakdown == {"half": 0.5, "sibling_number": 0.0}
+    assert one.reward == 0.125
 
 
 def test_a_failure_policy_that_is_none_is_refused() -> None:

@@ -34,7 +34,7 @@ GOOD = Completion("r", [5, 6], [-0.5, -0.1], FinishReason.STOP, (VersionSpan(3, 
 BAD_ANSWERS: dict[str, tuple[Callable[[], Any], str]] = {
     "None": (lambda: None, "generate gave NoneType; it must give a Completion"),
     "text": (lambda: "hi", "generate gave str; it must give a Completion"),
-    "metrics of text": (lambda: replace(GOOD, metrics={"interrupted_s": "long"}), "metrics['interrupted_s'] = 'long'"),
+    "metrics of text": (lambda: replace(GOOD, metrics={"interrupted_s": "long"}), "metrics['interrupted_s'] is 'long'"),
     "metrics of None": (lambda: replace(GOOD, metrics=None), "Completion.metrics is None"),
     "request id of None": (lambda: replace(GOOD, request_id=None), "Completion.request_id is None"),
     "a metric that is no number": (
@@ -49,12 +49,12 @@ BAD_ANSWERS: dict[str, tuple[Callable[[], Any], str]] = {
     "a huge token": (lambda: replace(GOOD, token_ids=[5, 10**30]), "the completion has token 1000000"),
     "a negative span": (
         lambda: replace(GOOD, version_spans=(VersionSpan(0, 3), VersionSpan(1, -1))),
-        "num_tokens at least 0",
+        "VersionSpan.num_tokens is -1; it must be an integer of at least 0",
     ),
     **{
         f"version {version}": (
             lambda version=version: replace(GOOD, version_spans=(VersionSpan(version, 2),)),
-            f"generate gave VersionSpan(version={version!r}",
+            f"VersionSpan.version is {version!r}; it must be an integer of at least 0",
         )
         for version in (None, "a", 1.5, float("nan"), 10**30, -1)
     },

@@ -296,6 +296,24 @@ async def test_what_a_death_has_cost_is_among_the_metrics_of_the_step(tmp_path: 
     assert records[3]["train/recovery_s"] > 0
 
 
+async def test_a_host_that_is_lost_while_its_trainer_starts_is_no_death_of_the_trainer(tmp_path: Path) -> None:
+    whole = await undisturbed(tmp_path)
+    fate = Fate([whole.fate.moments.index("step")])
+    restart, losses = fate.restart, ["b", "c", "d"]
+
+    async def restart_on_hosts_that_go() -> DyingTrainer:
+        if losses:
+            raise ActorDiedError(f"trainer died: host {losses.pop(0)} is lost: nothing is heard of it", excused=True)
+        return await restart()
+
+    fate.restart = restart_on_hosts_that_go
+    await disturbed(tmp_path, fate, whole, max_respawns=1)
+    assert [text.partition(";")[2] for text in fate.told[:4]] == [
+        " it was at step 1; starting another trainer (1 of training.max_respawns = 1)",
+        *[" starting another trainer"] * 3,
+    ]
+
+
 async def test_the_version_that_generators_have_is_published_again(tmp_path: Path) -> None:
     rig = await death_at_the_end(tmp_path, Fate())
     (shard,) = rig.published.manifest_of(STEPS).shards

@@ -787,6 +787,20 @@ async def test_releasing_a_batch_twice_is_a_bug():
             batch.release()
 
 
+async def test_batches_are_released_in_the_order_of_their_steps():
+    stage = Stage()
+    stage.end(*range(4))
+    async with running(scheduler := scheduler_of(stage.run_group, groups_per_step=1, max_staleness=2)):
+        first, second = await next_of(scheduler), await next_of(scheduler)
+        with pytest.raises(RuntimeError, match="step 2 is released before that of step 1"):
+            second.release()
+        assert scheduler.slots_held == 3
+        first.release()
+        second.release()
+        third = await next_of(scheduler)
+        assert third.version == 2
+
+
 async def test_metrics_add_up_the_time_of_slots_and_show_what_is_accepted():
     now = 0.0
     stage = Stage()

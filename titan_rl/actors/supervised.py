@@ -82,7 +82,7 @@ class SupervisedProcesses:
             await self.clear(remote)
             if isinstance(error, TitanRLError):
                 raise
-            raise ActorDiedError(f"{name} died: {remote.reason}") from error
+            raise ActorDiedError(f"{name} died: {remote.reason}", excused=remote.excused) from error
         remote.has_started = True
         return remote, ranks
 

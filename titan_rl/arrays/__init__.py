@@ -6,6 +6,7 @@ NumPy is imported by what needs it, when it is called.
 from titan_rl.arrays.expert_rows import FREE_ROW, ExpertRows, expert_rows, free_rows, joined_rows
 from titan_rl.arrays.mask_array import MaskArray
 from titan_rl.arrays.number_array import (
+    LARGEST_TOKEN_ID,
     LOGPROBS,
     TOKENS,
     VERSIONS,
@@ -19,6 +20,7 @@ from titan_rl.arrays.number_array import (
 
 __all__ = [
     "FREE_ROW",
+    "LARGEST_TOKEN_ID",
     "LOGPROBS",
     "TOKENS",
     "VERSIONS",

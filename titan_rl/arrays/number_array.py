@@ -11,6 +11,8 @@ N = TypeVar("N", int, float)
 TOKENS, LOGPROBS, VERSIONS = "i", "d", "q"
 """What a token id, a logprob and a version take: 4, 8 and 8 bytes."""
 
+LARGEST_TOKEN_ID = 2**31 - 1
+
 
 class NumberArray(Sequence[N]):
     """Numbers of one type, which nobody changes. Equal to every list, tuple and array of the same numbers, and in the

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
+from operator import index
 from typing import Any
 
-from titan_rl.arrays import token_array
+from titan_rl.arrays import LARGEST_TOKEN_ID, token_array
+from titan_rl.calls.plain import safe_text
+from titan_rl.errors import RequestError
 from titan_rl.types import Completion, GenerateFn, SamplingParams, TokenChunk
 
 
@@ -15,8 +18,10 @@ class EngineRequest:
     """One prompt to continue. Made where the `GenerateFn` seam is entered, as a router or an engine loop does, and
     passed on as it is from there to the engine. What is to cross the seam itself has to be in its arguments.
 
-    `sampling.max_tokens` counts new tokens only. The prompt becomes an array, which nobody on the way can
-    change; a tuple, for the engine to refuse, where there is something else than tokens in it.
+    `sampling.max_tokens` counts new tokens only. The prompt becomes an array, which nobody on the way can change.
+
+    Raises:
+        RequestError: the prompt has something else in it than token ids, which are integers from 0 to 2**31 - 1.
     """
 
     request_id: str
@@ -27,8 +32,13 @@ class EngineRequest:
     def __post_init__(self) -> None:
         try:
             prompt = token_array(self.prompt_token_ids)
-        except (TypeError, OverflowError):
-            prompt = tuple(self.prompt_token_ids)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise RequestError(
+                f"the prompt of request {self.request_id!r} has something else than token ids, which are integers from "
+                f"0 to {LARGEST_TOKEN_ID}: {_stranger(self.prompt_token_ids)}"
+            ) from error
+        if prompt and (least := prompt.least()) < 0:
+            raise RequestError(f"the prompt of request {self.request_id!r} has token {least}; none is negative")
         object.__setattr__(self, "prompt_token_ids", prompt)
 
     @property
@@ -51,6 +61,22 @@ class EngineRequest:
             session_id=self.session_id,
             sampling=self.sampling,
         )
+
+
+def _stranger(prompt: Any) -> str:
+    """The first thing in a prompt that is no token id."""
+    try:
+        tokens = list(prompt)
+    except Exception:
+        return f"it is {safe_text(prompt, repr)[:100]}"
+    for place, token in enumerate(tokens):
+        try:
+            if 0 <= index(token) <= LARGEST_TOKEN_ID:
+                continue
+        except Exception:  # `index` runs code of the object
+            pass
+        return f"token {place} is {safe_text(token, repr)[:100]}"
+    return f"it is a {type(prompt).__name__}"
 
 
 OnChunk = Callable[[TokenChunk], None]

@@ -8,13 +8,10 @@ from dataclasses import replace
 from operator import index
 from typing import Any, cast
 
-from titan_rl.arrays import TOKENS, NumberArray, expert_rows, logprob_array, token_array
+from titan_rl.arrays import LARGEST_TOKEN_ID, TOKENS, NumberArray, expert_rows, logprob_array, token_array
 from titan_rl.calls.plain import plain, snapshot
 from titan_rl.rollout.types import Message, Rollout
-from titan_rl.types import Completion, VersionSpan
-
-LARGEST_TOKEN_ID = 2**31 - 1
-LARGEST_VERSION = 2**63 - 1
+from titan_rl.types import Completion
 
 
 def token_ids_of(given: Any, what: str) -> list[int]:
@@ -48,7 +45,7 @@ def completion_of(given: Any, max_tokens: int) -> Completion:
         max_tokens: that it was asked for.
 
     Raises:
-        TypeError: it is no completion, or its tokens or metrics are no numbers.
+        TypeError: it is no completion, or its tokens or logprobs are no numbers.
         ValueError: a logprob or a metric is not finite, or there are more tokens than were asked for.
     """
     if not isinstance(given, Completion):
@@ -61,14 +58,17 @@ def completion_of(given: Any, max_tokens: int) -> Completion:
     if not logprobs.is_finite():
         wrong = next(logprob for logprob in logprobs if not math.isfinite(logprob))
         raise ValueError(f"generate gave a logprob of {wrong}; each must be finite")
-    metrics = {str(name): _metric_of(name, value) for name, value in given.metrics.items()}
+    metrics = dict(given.metrics)
+    for name, value in metrics.items():
+        if not math.isfinite(value):
+            raise ValueError(f"generate gave metrics[{name!r}] = {value}; it must be finite")
     token_ids = token_array_of(given.token_ids, "the completion")
     return Completion(
         given.request_id,
         token_ids,
         logprobs,
         given.finish_reason,
-        [_span_of(span) for span in given.version_spans],
+        list(given.version_spans),
         None if given.routed_experts is None else expert_rows(given.routed_experts),
         metrics,
         given.ended,
@@ -90,26 +90,6 @@ def completion_to_give(own: Completion) -> Completion:
         dict(own.metrics),
         own.ended,
     )
-
-
-def _metric_of(name: object, value: Any) -> float:
-    try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise TypeError(f"generate gave metrics[{name!r}] = {value!r}; it must be a number") from error
-    if not math.isfinite(number):
-        raise ValueError(f"generate gave metrics[{name!r}] = {number}; it must be finite")
-    return number
-
-
-def _span_of(given: VersionSpan) -> VersionSpan:
-    try:
-        span = VersionSpan(index(given.version), index(given.num_tokens))
-    except TypeError as error:
-        raise TypeError(f"generate gave {given!r}; its version and num_tokens must be integers") from error
-    if not (0 <= span.version <= LARGEST_VERSION and span.num_tokens >= 0):
-        raise ValueError(f"generate gave {given!r}; version must be from 0 to {LARGEST_VERSION}, num_tokens at least 0")
-    return span
 
 
 def token_advantages_of(given: Sequence[float] | None, completion: Completion) -> list[float] | None:

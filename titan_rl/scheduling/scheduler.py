@@ -246,10 +246,19 @@ class GroupScheduler:
         return len(self._waiting) in (self._admission.slots.size, self._budget.left)
 
     def _settle(self, leases: Sequence[Lease], version: int) -> None:
-        """The generators have pulled what was trained on these."""
-        self._admission.version = version
+        """The generators have pulled what was trained on these.
+
+        Raises:
+            RuntimeError: an earlier batch has not been released.
+        """
+        if version > self._admission.version + 1:
+            raise RuntimeError(
+                f"the batch of step {version} is released before that of step {self._admission.version + 1}; release "
+                "batches in the order of their steps"
+            )
         for lease in leases:
             lease.settle()
+        self._admission.version = version
         for lease in self._tail.too_old(version):
             self._admission.cancel(lease, "too_old")
         self._changed.set()

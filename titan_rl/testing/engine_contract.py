@@ -31,6 +31,18 @@ from titan_rl.generation.request import EngineRequest
 from titan_rl.types import FinishReason, SamplingParams
 
 PLACES, CONTEXT, VOCABULARY = 4, 128, 128  # of the engine under test
+NO_PROMPTS: dict[str, Any] = {
+    "text among tokens": [1, "two", 3],
+    "text": "hello",
+    "None among tokens": [1, None],
+    "a fraction": [1, 2.5],
+    "a list among tokens": [1, [2, 3]],
+    "a negative token": [1, -1],
+    "a token of 100 bits": [1, 1 << 100],
+    "None": None,
+    "a number": 7,
+}
+"""What is given as a prompt and is none."""
 PROBES = [[5, 9, 2, 7, 7, 1, 3, 8], [1, 2, 3, 4, 5, 6, 7, 8], [9, 9, 9], [2, 4]]
 
 
@@ -251,6 +263,26 @@ class EngineContract:
                 engine.add(EngineRequest(name, prompt, SamplingParams(max_tokens=1)))
         batch.run()
         assert len(batch.tokens["a"]) == 8
+
+    @pytest.mark.parametrize("name", NO_PROMPTS)
+    def test_a_prompt_that_is_not_all_token_ids_is_refused_and_others_go_on(self, engine: Engine, name: str) -> None:
+        batch = Batch(engine)
+        batch.add("a", [1, 2, 3], SamplingParams(max_tokens=8))
+        with pytest.raises(RequestError):
+            engine.add(EngineRequest("bad", NO_PROMPTS[name], SamplingParams(max_tokens=4)))
+        batch.run()
+        assert len(batch.tokens["a"]) == 8
+        asyncio.run(self._refused(engine, NO_PROMPTS[name]))
+
+    async def _refused(self, engine: Engine, prompt: Any) -> None:
+        steps: Any = Steps(engine)
+        loop = EngineLoop(lambda: steps)
+        await loop.start()
+        good = asyncio.create_task(loop.generate([1, 2, 3], request_id="a", sampling=SamplingParams(max_tokens=8)))
+        with pytest.raises(RequestError):
+            await loop.generate(prompt, request_id="bad", sampling=SamplingParams(max_tokens=4))
+        assert len((await good).token_ids) == 8
+        await loop.close()
 
     def test_the_time_until_the_engine_first_runs_a_request_is_its_queue(self, engine: Engine) -> None:
         asyncio.run(self._queue(engine))

@@ -132,13 +132,16 @@ class RemoteProcess:
         except ActorError as error:
             raise error.exception from None
         except SupervisionError as error:
-            raise ActorDiedError(f"{self.name} died: {self.reason or last_line(str(error))}") from None
+            raise self._died(self.reason or last_line(str(error))) from None
         except TimeoutError:
             if self.reason is None:
                 raise ActorDiedError(f"{self.name} did not answer within {timeout_s:g} s") from None
         finally:
             self._calls.discard(limit)
-        raise ActorDiedError(f"{self.name} died: {self.reason}")
+        raise self._died(str(self.reason))
+
+    def _died(self, why: str) -> ActorDiedError:
+        return ActorDiedError(f"{self.name} died: {why}", excused=self.excused)
 
 
 async def call(endpoint: Any, *args: Any, who: str, timeout_s: float | None = None) -> Any:

@@ -35,17 +35,20 @@ class Blame:
     """Who is at fault in a request's failures.
 
     The first is laid to the replica, which leaves service for a moment at least; that of an engine that ended or hangs
-    always is. If the request fails in the same way again, and those that failed it go on to serve others, it is the
-    request's fault: it fails alone, and the last replica stays in service. While they have no others to serve, nobody
-    can tell, and nobody else is hurt.
+    always is. If the request fails in the same way on another replica, or on the same one in all attempts that it has,
+    and those that failed it go on to serve others, it is the request's fault: it fails alone, and the last replica
+    stays in service. Before that, failures on one replica are that replica's, which may be flaky. While they have no
+    others to serve, nobody can tell, and nobody else is hurt.
 
     Args:
         wait_s: how long the replicas have to serve others.
+        max_attempts: failures of a request that are its last.
     """
 
-    def __init__(self, health: Health, wait_s: float) -> None:
+    def __init__(self, health: Health, wait_s: float, max_attempts: int) -> None:
         self._health = health
         self._wait_s = wait_s
+        self._max_attempts = max_attempts
 
     async def lay(self, request: RequestInFlight, failures: list[FailedAttempt]) -> None:
         """Say who is at fault in the last of a request's failures, and act on it.
@@ -56,7 +59,8 @@ class Blame:
         last = failures[-1]
         alike = [failure for failure in failures if type(failure.error) is type(last.error)]
         is_lost = isinstance(last.error, EngineDeadError | EngineStalledError)
-        if len(alike) > 1 and not is_lost and all(failure.may_be_outlived for failure in alike):
+        follows_request = len({failure.replica for failure in alike}) > 1 or len(alike) == self._max_attempts > 1
+        if follows_request and not is_lost and all(failure.may_be_outlived for failure in alike):
             try:
                 with stopwatch.paused():
                     await request.within(None, asyncio.sleep(self._wait_s))

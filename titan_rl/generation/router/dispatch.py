@@ -44,7 +44,7 @@ class Dispatcher:
         self.closed: EngineDeadError | None = None
         self._pool = pool
         self._requests = requests
-        self._blame = Blame(health, limits.blame_s)
+        self._blame = Blame(health, limits.blame_s, max_attempts)
         self._pause = pause
         self._aborts = aborts
         self._stalls = stalls

@@ -82,6 +82,7 @@ class Pool:
     def __init__(self, handles: Iterable[Replica], strategy: Strategy, cancel_s: float, least: int = 1) -> None:
         if least < 1:
             raise ValueError(f"the least number of replicas is {least!r}; it must be at least 1")
+        strategy.belong_to(self)
         self.least = least
         self.strategy = strategy
         self._cancel_s = cancel_s

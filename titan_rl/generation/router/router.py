@@ -54,6 +54,9 @@ class GeneratorRouter:
         on_replica_failed: called once for each quarantine, so that a supervisor can respawn the replica.
         least_replicas: while fewer are in service requests wait.
         move_below: replicas with at most this part of the fullest's requests get some of them, see `Moves`.
+
+    Raises:
+        ValueError: the strategy is that of another router, or two replicas have one name.
     """
 
     def __init__(

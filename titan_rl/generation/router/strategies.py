@@ -19,11 +19,27 @@ class Candidate(Protocol):
 
 
 class Strategy(ABC):
-    """Chooses among the replicas in service. An instance belongs to one router.
+    """Chooses among the replicas in service. An instance belongs to one router, and a second one refuses it.
 
     The router reports every change: `admit` and `withdraw` as a replica enters and leaves service, `released` after
     a load has fallen. Right after `choose(session_id, cost)` it reserves `cost` on the replica it was given.
     """
+
+    _owner: object | None = None  # a class attribute, so that a strategy of one's own need not call `__init__`
+
+    def belong_to(self, owner: object) -> None:
+        """Called once by the router that uses it, before any other call. One that holds other strategies has them
+        belong to the same owner.
+
+        Raises:
+            ValueError: it belongs to another: its replicas would be chosen for requests of this one.
+        """
+        if self._owner is not None and self._owner is not owner:
+            raise ValueError(
+                f"this {type(self).__name__} is the strategy of another router, and would choose among the replicas of "
+                "both; make one for each router"
+            )
+        self._owner = owner
 
     @abstractmethod
     def admit(self, candidate: Candidate) -> None:
@@ -134,6 +150,10 @@ class WithFallback(Strategy):
 
     def __init__(self, fallback: Strategy | None = None) -> None:
         self._fallback = fallback or LeastLoaded()
+
+    def belong_to(self, owner: object) -> None:
+        super().belong_to(owner)
+        self._fallback.belong_to(owner)
 
     def admit(self, candidate: Candidate) -> None:
         self._fallback.admit(candidate)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
 from titan_rl.rollout.types import Message, RolloutStatus
-from titan_rl.types import Completion, GenerateFn
+from titan_rl.types import Completion, GenerateFn, keep_float
 
 Reply = Message | str
 """What a `MessagePlayer` says: an assistant's message, or its text."""
@@ -20,11 +22,19 @@ class TokenPlayer:
     Args:
         temperature: None is that of the policy, as all else of its sampling is.
         timeout_s: of one answer.
+
+    Raises:
+        ValueError: names the field, the value and what is allowed.
     """
 
     generate: GenerateFn
     temperature: float | None = None
     timeout_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        if self.temperature is not None:
+            keep_float(self, "temperature", 0.0, sys.float_info.max, "None, or finite and at least 0")
+        keep_float(self, "timeout_s", math.ulp(0.0), math.inf, "positive")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +46,17 @@ class MessagePlayer:
         timeout_s: of one answer. None is that of the environment's calls, `rollout.env_timeout_s`.
 
     Example: `MessagePlayer(lambda messages: "pass")`
+
+    Raises:
+        ValueError: `timeout_s` is not positive.
     """
 
     reply: Callable[[Sequence[Message]], Reply | Awaitable[Reply]]
     timeout_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.timeout_s is not None:
+            keep_float(self, "timeout_s", math.ulp(0.0), math.inf, "positive or None")
 
 
 Player = Literal["policy"] | TokenPlayer | MessagePlayer

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 from titan_rl.rollout.types import Message, Rollout, RolloutStatus
 from titan_rl.types import Completion, GenerateFn, SamplingParams, require_member
@@ -70,7 +70,7 @@ class MessageObservation:
     """The opening messages, and the tools the policy may call.
 
     Raises:
-        ValueError: a message is no mapping.
+        ValueError: a message or a tool is no mapping.
     """
 
     messages: Sequence[Message]
@@ -78,6 +78,11 @@ class MessageObservation:
 
     def __post_init__(self) -> None:
         _require_messages(self, self.messages)
+        tools: Any = self.tools
+        if tools is not None and not (
+            isinstance(tools, Sequence) and all(isinstance(tool, Mapping) for tool in cast("Sequence[Any]", tools))
+        ):
+            raise ValueError(f"MessageObservation.tools is {tools!r}; it must be None or a list of mappings")
 
 
 @dataclass(frozen=True, slots=True)

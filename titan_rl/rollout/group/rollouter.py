@@ -87,8 +87,10 @@ class Rollouter:
         seed: int | None = 0,
         finish_session: Callable[[str], object] | None = None,
     ) -> None:
-        if max_context < 2:
-            raise ValueError(f"Rollouter max_context is {max_context}; it must hold a prompt and an answer: at least 2")
+        if not isinstance(max_context, int) or max_context < 2:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(
+                f"Rollouter max_context is {max_context!r}; it must hold a prompt and an answer: an integer, at least 2"
+            )
         self.make_env = make_env
         self.rubric = rubric
         self.max_context = max_context
@@ -131,8 +133,8 @@ class Rollouter:
             RewardError: the advantage function failed, or a reward whose policy is to end the run.
             StrayCancellationError: a sibling was cancelled by nobody here.
         """
-        if group_size < 1:
-            raise ValueError(f"group_size is {group_size}; it must be at least 1")
+        if not isinstance(group_size, int) or group_size < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(f"group_size is {group_size!r}; it must be an integer, at least 1")
 
         def new(sibling: int, attempt: int) -> Rollout:
             return new_rollout(group_id, sibling, sample, attempt)

@@ -9,6 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from titan_rl.rollout.rewards.reward_calls import SURE_TO_FAIL_AGAIN, FailurePolicy, UserFunction, about, together
 from titan_rl.rollout.types import Rollout, RolloutStatus
+from titan_rl.types import float_or_none
 
 RewardFn = Callable[[Rollout], float | Awaitable[float]]
 GroupRewardFn = Callable[[Sequence[Rollout]], Sequence[float] | Awaitable[Sequence[float]]]
@@ -50,14 +51,17 @@ class FunctionReward(ABC, Generic[F]):
         timeout_s: float | None = None,
         on_failure: FailurePolicy | None = None,
     ) -> None:
+        if not callable(fn):
+            raise ValueError(f"{type(self).__name__} is given {fn!r}; it must be a function")
         self.name: str = name or getattr(fn, "__name__", type(fn).__name__)
-        self.weight = float(weight)
-        if not math.isfinite(self.weight):
+        number = float_or_none(weight)
+        if number is None or not math.isfinite(number):
             raise ValueError(f"reward {self.name!r} has weight {weight!r}; it must be finite")
-        if timeout_s is not None and not timeout_s > 0:
+        self.weight = number
+        if timeout_s is not None and not (float_or_none(timeout_s) or 0) > 0:
             raise ValueError(f"reward {self.name!r} has timeout_s {timeout_s!r}; it must be positive or None")
-        if max_threads < 1:
-            raise ValueError(f"reward {self.name!r} has max_threads {max_threads!r}; it must be at least 1")
+        if not isinstance(max_threads, int) or max_threads < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(f"reward {self.name!r} has max_threads {max_threads!r}; it must be an integer, at least 1")
         self.timeout_s = timeout_s
         self._call = UserFunction(fn, self.name, max_threads if in_thread else None)
         self.on_failure = on_failure or (SURE_TO_FAIL_AGAIN if self._call.only_computes else FailurePolicy())

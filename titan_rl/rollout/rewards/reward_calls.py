@@ -19,6 +19,7 @@ from titan_rl.calls.user_code import place_of, summary, where
 from titan_rl.errors import RewardError
 from titan_rl.rollout.copies import completion_to_give
 from titan_rl.rollout.types import Rollout, Turn
+from titan_rl.types import float_or_none
 
 T = TypeVar("T")
 
@@ -52,7 +53,8 @@ class FailurePolicy:
     def __post_init__(self) -> None:
         if not isinstance(self.retries, int) or self.retries < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(f"FailurePolicy retries is {self.retries!r}; it must be a whole number, at least 0")
-        if not (math.isfinite(self.backoff_s) and self.backoff_s >= 0):
+        backoff_s = float_or_none(self.backoff_s)
+        if backoff_s is None or not 0 <= backoff_s < math.inf:
             raise ValueError(f"FailurePolicy backoff_s is {self.backoff_s!r}; it must be finite and at least 0")
         if self.then not in ("drop_group", "fail_run"):
             raise ValueError(f"FailurePolicy then is {self.then!r}; it must be 'drop_group' or 'fail_run'")

@@ -20,15 +20,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 from titan_rl.errors import RewardError
-from titan_rl.rollout.rewards.reward import EnvReward, FunctionReward, WeightedReward
+from titan_rl.rollout.rewards.reward import EnvReward, FunctionReward, Reward, RewardFn, WeightedReward
 from titan_rl.rollout.rewards.reward_calls import FailurePolicy, UserFunction, about, checked, copy_of, together
 from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus
 from titan_rl.tracing.spans import span
+from titan_rl.types import float_or_none
 
 Combine = Literal["mean", "sum"]
+
+LARGEST_REWARD = 1e30
+"""Its square fits a float, as standard deviations need, and advantages made of it fit float32."""
 
 
 class Rubric:
@@ -38,7 +42,7 @@ class Rubric:
     their `sample` is shared, and routed experts are left out.
 
     Args:
-        rewards: the functions, at least one.
+        rewards: at least one `Reward`, `GroupReward` or `env_reward`. A plain function stands for `Reward(function)`.
         combine: "mean" or "sum", see the module. A sum takes weights of either sign, for penalties.
         truncated_reward: fixed reward of a truncated rollout, whose functions then do not run.
             None judges it like any other.
@@ -48,38 +52,37 @@ class Rubric:
         timeout_s: seconds one call of a function may take, where its reward has no limit of its own.
 
     Raises:
-        ValueError: there are no rewards, two share a name, `combine` is unknown, or the weights give no reward: those
-            of a mean must add up to more than zero, and one of a sum must differ from zero.
+        ValueError: there are no rewards, one of them is none, two share a name, `combine` is unknown, or the weights
+            give no reward: those of a mean must not be negative, and add up to more than zero; one of a sum must differ
+            from zero.
     """
 
     def __init__(
         self,
-        rewards: Sequence[WeightedReward],
+        rewards: Sequence[WeightedReward | RewardFn],
         *,
         combine: Combine = "mean",
         truncated_reward: float | None = None,
         error_reward: float | None = None,
         timeout_s: float = 300.0,
     ) -> None:
-        names = [reward.name for reward in rewards]
+        weighted = [_weighted(reward) for reward in rewards]
+        names = [reward.name for reward in weighted]
         if not names:
             raise ValueError("the rubric has no rewards; give it at least one, such as Reward(function)")
         if duplicates := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"rewards {duplicates} appear more than once in the rubric; give each its own name=")
-        self._divisor = _divisor(rewards, combine)
-        for reward in rewards:
+        self._divisor = _divisor(weighted, combine)
+        for reward in weighted:
             policy = getattr(reward, "on_failure", None)
             if not isinstance(policy, FailurePolicy | None):
                 raise ValueError(f"on_failure of reward {reward.name!r} is {policy!r}; it must be a FailurePolicy")
-        for field, value in (("truncated_reward", truncated_reward), ("error_reward", error_reward)):
-            if value is not None and not math.isfinite(value):
-                raise ValueError(f"Rubric {field} is {value!r}; it must be finite or None")
-        if not timeout_s > 0:
+        if not (float_or_none(timeout_s) or 0.0) > 0:
             raise ValueError(f"Rubric timeout_s is {timeout_s!r}; it must be positive")
-        self.rewards = tuple(rewards)
+        self.rewards = tuple(weighted)
         self.combine: Combine = combine
-        self.truncated_reward = truncated_reward
-        self.error_reward = error_reward
+        self.truncated_reward = _fixed("truncated_reward", truncated_reward)
+        self.error_reward = _fixed("error_reward", error_reward)
         self.timeout_s = timeout_s
 
     @property
@@ -137,8 +140,11 @@ class Rubric:
     def _combined(self, rollout: Rollout, values: Mapping[str, float]) -> tuple[float, dict[str, float]]:
         breakdown = {reward.name: values[reward.name] for reward in self.rewards}
         combined = sum(reward.weight * breakdown[reward.name] for reward in self.rewards) / self._divisor
-        if not math.isfinite(combined):
-            error = RewardError(f"the rewards {breakdown} of {about([rollout], each=True)} are too large to add up")
+        if not all(abs(value) <= LARGEST_REWARD for value in (combined, *breakdown.values())):
+            error = RewardError(
+                f"the rewards {breakdown} of {about([rollout], each=True)} are too large to add up and compare; each "
+                f"must be between -{LARGEST_REWARD:g} and {LARGEST_REWARD:g}"
+            )
             error.ends_run = False
             raise error
         return combined, breakdown
@@ -193,11 +199,17 @@ def _divisor(rewards: Sequence[WeightedReward], combine: Combine) -> float:
     """
     if combine not in get_args(Combine):
         raise ValueError(f"Rubric combine is {combine!r}; it must be 'mean' or 'sum'")
-    weights = {reward.name: reward.weight for reward in rewards}
+    weights = {reward.name: _weight_of(reward) for reward in rewards}
     if combine == "sum":
         if not any(weights.values()):
             raise ValueError(f"the rubric's weights {weights} are all 0; one must differ, or every reward is 0")
         return 1.0
+    for name, weight in weights.items():
+        if weight < 0:
+            raise ValueError(
+                f"reward {name!r} has weight {weight}; in a mean it must be positive, or 0 for a value that is only "
+                'recorded. combine="sum" takes weights of either sign'
+            )
     total = sum(weights.values())
     if not 0 < total < math.inf:
         raise ValueError(
@@ -205,6 +217,31 @@ def _divisor(rewards: Sequence[WeightedReward], combine: Combine) -> float:
             'combine="sum" takes weights of either sign'
         )
     return total
+
+
+def _weighted(reward: Any) -> WeightedReward:
+    if hasattr(reward, "values") and hasattr(reward, "weight") and hasattr(reward, "name"):
+        return reward
+    if callable(reward) and not isinstance(reward, type):
+        return Reward(cast("RewardFn", reward))
+    raise ValueError(f"the rubric has {reward!r} among its rewards; it must be a reward, such as Reward(function)")
+
+
+def _weight_of(reward: WeightedReward) -> float:
+    weight = float_or_none(reward.weight)
+    if weight is None or not math.isfinite(weight):
+        raise ValueError(f"reward {reward.name!r} has weight {reward.weight!r}; it must be positive and finite, or 0")
+    return weight
+
+
+def _fixed(field: str, value: Any) -> float | None:
+    """A reward that is the same for all rollouts of a kind."""
+    if value is None:
+        return None
+    number = float_or_none(value)
+    if number is None or not abs(number) <= LARGEST_REWARD:
+        raise ValueError(f"Rubric {field} is {value!r}; it must be finite or None, and at most 1e30 in size")
+    return number
 
 
 def _per_rollout(reward: WeightedReward) -> bool:

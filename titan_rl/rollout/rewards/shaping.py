@@ -24,7 +24,8 @@ class SoftOverlong:
     """
 
     def __init__(self, max_tokens: int, margin: int) -> None:
-        if not 1 <= margin <= max_tokens:
+        are_integers = isinstance(margin, int) and isinstance(max_tokens, int)  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not (are_integers and 1 <= margin <= max_tokens):
             raise ValueError(f"SoftOverlong margin is {margin}; it must be between 1 and max_tokens, {max_tokens}")
         self._max_tokens = max_tokens
         self._margin = margin

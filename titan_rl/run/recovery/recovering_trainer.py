@@ -204,6 +204,7 @@ class RecoveringTrainer:
         excused = self._trainer.excused
         with span("trainer recovery", "trainer", lane="trainer recovery") as recovery:
             while True:
+                trainer: MortalTrainer | None = None
                 await self._until(lambda: not self._in_flight)  # then it is known at what it died
                 self._tell(self._deaths.note(why, excused=excused))
                 try:
@@ -211,7 +212,7 @@ class RecoveringTrainer:
                         trainer = await self._group.restart()
                     said = await self._bring_back(trainer)
                 except ActorDiedError as error:
-                    why, excused = str(error), False
+                    why, excused = str(error), error.excused or (trainer is not None and trainer.excused)
                 else:
                     break
         self._trainer, self._is_up = trainer, True

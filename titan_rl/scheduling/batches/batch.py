@@ -40,7 +40,11 @@ class GroupBatch:
             )
 
     def release(self) -> None:
-        """Give the slots back: call once, after the generators have pulled the version trained on these groups."""
+        """Give the slots back: call once, after the generators have pulled the version trained on these groups.
+
+        Raises:
+            RuntimeError: the batch of an earlier step has not been released.
+        """
         self.on_release()
 
 

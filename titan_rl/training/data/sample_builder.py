@@ -7,6 +7,7 @@ whose history was edited opens a new one.
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Iterator
 
@@ -26,7 +27,7 @@ from titan_rl.arrays import (
 from titan_rl.rollout.contexts import goes_on
 from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus, Turn
 from titan_rl.training.data.sample import TrainingSample
-from titan_rl.types import SamplingParams
+from titan_rl.types import SamplingParams, float_or_none
 
 UNSHAPED = SamplingParams(max_tokens=1)
 """Its `top_p`, `top_k`, `min_p` and `min_tokens` leave every token its probability, as the loss takes for granted."""
@@ -59,10 +60,13 @@ def build_samples(
             `top_p`, `top_k`, `min_p` or `min_tokens`. Or it does not say how it was sampled, and neither does
             `temperature`; or the two differ. Or a completion has lost rows of its routed experts.
     """
-    if temperature is not None and not temperature > 0:
-        raise ValueError(
-            f"temperature is {temperature!r}; completions to train on are sampled at a temperature above 0"
-        )
+    if temperature is not None:
+        value = float_or_none(temperature)
+        if value is None or not 0 < value < math.inf:
+            raise ValueError(
+                f"temperature is {temperature!r}; completions to train on are sampled at a finite temperature above 0"
+            )
+        temperature = value
     samples: list[TrainingSample] = []
     for rollout in group.rollouts:
         if rollout.advantage is None or rollout.status.is_fault or rollout.status is RolloutStatus.ABORTED:
