@@ -16,7 +16,8 @@ TitanRLError
   StateDictError        weights could not be published or pulled
     UnavailableWeightsError  nothing of a version could be had, and nothing was changed
     VerificationError   pulled weights do not reproduce the trainer's logprobs
-  TrainingError         the trainer cannot go on (non-finite loss, failed step)
+  TrainingError         the trainer cannot go on (failed step)
+    UntrainableError    a batch that no step can be made of (non-finite loss); the weights are as before it
   CheckpointError       a checkpoint could not be written or read
     DamagedCheckpointError  its bytes are not those that were written
     NoSpaceError        the disk is full
@@ -30,6 +31,7 @@ from __future__ import annotations
 
 import errno
 import json
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, distribution
 from shlex import quote
 from typing import Any
@@ -147,6 +149,36 @@ class VerificationError(StateDictError):
 
 class TrainingError(TitanRLError):
     """The trainer cannot continue."""
+
+
+NAMED_ROLLOUTS = 8
+"""Rollouts that a message lists before it counts the others."""
+
+
+class UntrainableError(TrainingError):
+    """No optimizer step can be made of a minibatch: its loss or gradient is not finite, none of its tokens counts, or
+    one of its samples does not fit the model. The weights are as before it, and another batch may be trained.
+
+    Args:
+        reason: what is wrong with it.
+        rollout_ids: of the minibatch, on all ranks.
+        at_fault: those among them that are known to cause it; empty where that is not known.
+    """
+
+    def __init__(self, reason: str, rollout_ids: Sequence[str] = (), at_fault: Sequence[str] = ()) -> None:
+        self.reason = reason
+        self.rollout_ids = tuple(rollout_ids)
+        self.at_fault = tuple(at_fault)
+        super().__init__(f"{reason}; rollouts: {listed(at_fault or rollout_ids)}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.reason, self.rollout_ids, self.at_fault)
+
+
+def listed(rollout_ids: Sequence[str]) -> str:
+    """`listed(["train-4/0", ..., "train-5/7"])` is "train-4/0, ..., train-4/7 and 8 more"."""
+    more = f" and {len(rollout_ids) - NAMED_ROLLOUTS} more" if len(rollout_ids) > NAMED_ROLLOUTS else ""
+    return ", ".join(rollout_ids[:NAMED_ROLLOUTS]) + more
 
 
 class CheckpointError(TitanRLError):

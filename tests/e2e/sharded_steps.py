@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from titan_rl.training.data.sample import TrainingSample
 from titan_rl.training.parallel.world import World
 from titan_rl.training.policy.policy import Policy
 from titan_rl.training.policy.tensor_batch import make_tensor_batch
+from titan_rl.training.protocol import StepResult
 from titan_rl.training.settings import CorrectionConfig, ModelConfig, TrainingConfig
 from titan_rl.training.trainer import TrainerCore
 
@@ -58,6 +61,19 @@ def logprobs_and_kept_weights(folder: Path, *, data_parallel: int) -> tuple[list
     kept = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in weights}
     logprobs_N.sum().backward()
     return logprobs_N.tolist(), sum(kept.values())
+
+
+def step_skipped_and_step_made(folder: Path, **training: Any) -> tuple[list[StepResult], list[bool]]:
+    """A step with one sample that cannot be trained on, and one without it; and which of the weights are those of one
+    that made the second step alone."""
+    settings = TrainingConfig(**{"steps": 10, "row_tokens": 64, "rows_per_micro_batch": 2, **training})
+    trainers = [TrainerCore(ModelConfig(path=str(folder)), settings, CorrectionConfig(), seed=0) for _ in range(2)]
+    samples = on_policy_samples(trainers[0], *LENGTHS)
+    poisoned = [replace(samples[0], advantages=[math.nan] * LENGTHS[0]), *samples[1:]]
+    results = [trainers[0].step(poisoned, skip=True), trainers[0].step(samples, skip=True)]
+    trainers[1].step(samples)
+    pairs = zip(trainers[0].named_tensors(), trainers[1].named_tensors(), strict=True)
+    return results, [torch.equal(found, expected) for (_, found), (_, expected) in pairs]
 
 
 def drawn(folder: Path, **training: Any) -> list[list[int]]:

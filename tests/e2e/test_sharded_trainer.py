@@ -13,7 +13,7 @@ pytest.importorskip("torchtitan", reason="needs the cpu or gpu extra")
 
 import torch
 from depth import in_depth
-from e2e.sharded_steps import drawn, logprobs_and_kept_weights, three_steps
+from e2e.sharded_steps import drawn, logprobs_and_kept_weights, step_skipped_and_step_made, three_steps
 from e2e.tiny_policy import make_tiny_qwen3
 from e2e.warm import run_world
 from safetensors.torch import load_file
@@ -111,6 +111,17 @@ def test_other_optimizers_step_and_go_on_over_ranks(one_rank: dict[bool, OneRank
         assert (tensor - expected[name]).norm() < 0.02 * moved, name
     (*_, resumed) = three_steps(folder, tmp_path / "again", resume=tmp_path / "two" / "checkpoint", **settings)
     assert math.isclose(resumed["loss"], alone[-1]["loss"], rel_tol=1e-3)
+
+
+@pytest.mark.parametrize("layout", ["data_parallel", "context_parallel", "tensor_parallel"])
+def test_all_ranks_skip_a_step_that_one_of_them_cannot_train_on(one_rank: dict[bool, OneRank], layout: str) -> None:
+    for results, equal in run_world(step_skipped_and_step_made, 2, folder=one_rank[False].folder, **{layout: 2}):
+        assert [result.version for result in results] == [1, 2]
+        (part,) = results[0].skipped
+        assert part.at_fault == ("g/0",)
+        assert sorted(part.rollout_ids) == [f"g/{number}" for number in range(7)]
+        assert not results[1].skipped
+        assert all(equal)
 
 
 def test_ranks_compute_in_bfloat16_and_keep_no_gathered_layer_for_the_backward_pass(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from tiny_policy import make_tiny_qwen3, make_trainer, on_policy_samples, sequences, transformers_logprobs, weights
 from transformers import AutoModelForCausalLM
 
-from titan_rl.errors import CheckpointError, ModelError, TrainingError
+from titan_rl.errors import CheckpointError, ModelError, TrainingError, UntrainableError
 from titan_rl.training.attention.flex_attention import BlockLayout
 from titan_rl.training.data.sample import TrainingSample
 from titan_rl.training.settings import ModelConfig, TrainingConfig
@@ -238,6 +239,45 @@ def test_weights_between_two_versions_are_not_saved(untied: Path, tmp_path: Path
     trainer.load(tmp_path / "step-000000")
     assert trainer.step([first, replace(second, group_id="other")]).version == 1
     trainer.save(tmp_path / "step-000001")
+
+
+POISON: dict[str, dict[str, Any]] = {
+    "loss": {"advantages": [math.nan] * 24},
+    "gradient": {"advantages": [0.0] * 12 + [3e38, -3e38] * 6},
+    "nothing counts": {"loss_mask": [False] * 24},
+    "token outside": {"token_ids": [128] * 24},
+}
+
+
+@pytest.mark.parametrize("poison", POISON)
+def test_a_skipped_step_makes_a_version_names_its_rollouts_and_changes_nothing(untied: Path, poison: str):
+    trainer, other = make_trainer(untied), make_trainer(untied)
+    samples = on_policy_samples(trainer, 24)
+    poisonous = replace(samples[0], rollout_id="g/poison", **POISON[poison])
+    before = weights(trainer)
+    result = trainer.step([poisonous], skip=True)
+    assert (result.version, result.metrics["num_tokens"], "loss" in result.metrics) == (1, 0, False)
+    assert [part.rollout_ids for part in result.skipped] == [("g/poison",)]
+    assert all(torch.equal(before[name], tensor) for name, tensor in trainer.named_tensors())
+    trainer.step(samples)
+    other.step(samples)
+    assert all(torch.equal(tensor, weights(other)[name]) for name, tensor in trainer.named_tensors())
+
+
+def test_of_several_minibatches_only_the_one_that_cannot_be_trained_on_is_skipped(untied: Path, tmp_path: Path):
+    trainer = make_trainer(untied, minibatches=2, rows_per_micro_batch=1, row_tokens=32)
+    first, *second = on_policy_samples(trainer, 24, 24, 24)
+    second = [replace(sample, group_id="other") for sample in second]
+    second[1] = replace(second[1], advantages=[math.nan] * 24)
+    result = trainer.step([first, *second], skip=True)
+    (part,) = result.skipped
+    assert (part.rollout_ids, part.at_fault) == (("g/1", "g/2"), ("g/2",))
+    assert result.metrics["num_tokens"] == first.num_trained_tokens
+    assert math.isfinite(result.metrics["loss"])
+    trainer.save(tmp_path / "step-000001")  # the weights are those of a version
+    with pytest.raises(UntrainableError, match=r"loss nan.*; rollouts: g/2$") as caught:
+        trainer.step(second)
+    assert pickle.loads(pickle.dumps(caught.value)).at_fault == ("g/2",)
 
 
 def test_an_oversized_sample_is_dropped_and_counted(untied: Path):

@@ -7,6 +7,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +42,13 @@ from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.scripted_engine import ScriptedEngine
 from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.run.controller import Controller
-from titan_rl.run.directory import RunDirectory
+from titan_rl.run.directory import RunDirectory, read_jsonl
 from titan_rl.run.journal.run_journal import RunJournal
 from titan_rl.run.observability.progress import Progress
 from titan_rl.run.observability.summary import show_summary
 from titan_rl.scheduling.settings import SchedulingConfig
 from titan_rl.settings import Section
-from titan_rl.training.protocol import StepResult
+from titan_rl.training.protocol import SkippedMinibatch, StepResult
 from titan_rl.training.settings import ModelConfig, TrainingConfig
 from titan_rl.weights.published_weights import PublishedWeights
 from titan_rl.weights.types import Manifest
@@ -165,6 +166,8 @@ class Rig:
         checkpoint_interval: int = 3,
         held_out: int = 2,
         replica: Any = None,
+        trainer: FakeTrainer | None = None,
+        training: dict[str, Any] | None = None,
     ) -> None:
         task = task or Counting()
         config = RunConfig(
@@ -173,12 +176,12 @@ class Rig:
             sampling=SamplingConfig(max_tokens=1),
             rollout=RolloutConfig(group_size=3),
             scheduling=SchedulingConfig(groups_per_step=2, max_staleness=staleness),
-            training=TrainingConfig(steps=steps, row_tokens=16),
+            training=TrainingConfig(steps=steps, row_tokens=16, **training or {}),
             validation=ValidationConfig(num_prompts=held_out, samples_per_prompt=2, interval=2),
             checkpoint=CheckpointConfig(interval=checkpoint_interval),
             generation=generation or GenerationConfig(),
         )
-        self.trainer = FakeTrainer()
+        self.trainer = trainer or FakeTrainer()
         self.replica = replica or FakeReplica(refuse)
         self.records: list[tuple[int, dict[str, float]]] = []
         self.run_dir = RunDirectory(folder / "run")
@@ -199,6 +202,11 @@ class Rig:
 
     async def run(self) -> Any:
         return await asyncio.wait_for(self.controller.run(), 20)
+
+    def record(self, step: int) -> dict[str, float]:
+        """What was logged of a trained step."""
+        (metrics,) = [metrics for at, metrics in self.records if at == step and "time/step_s" in metrics]
+        return metrics
 
     def steps_with(self, name: str) -> list[int]:
         return [step for step, metrics in self.records if name in metrics]
@@ -314,6 +322,52 @@ async def test_training_goes_on_while_a_checkpoint_is_written(tmp_path):
     rig.trainer.finish_save = slow
     await rig.run()
     assert rig.trainer.saved == [1, 2, 3, 4, 5, 6]
+
+
+class Poisoned(FakeTrainer):
+    """A trainer that can make nothing of some groups, whichever step they come in."""
+
+    def __init__(self, *groups: str) -> None:
+        super().__init__()
+        self._groups = groups
+
+    async def step(self, samples: Sequence[Any]) -> StepResult:
+        result = await super().step(samples)
+        ids = tuple(dict.fromkeys(sample.rollout_id for sample in samples))
+        if not (at_fault := tuple(each for each in ids if each.partition("/")[0] in self._groups)):
+            return result
+        part = SkippedMinibatch("loss nan", ids, at_fault)
+        return replace(result, metrics={"staleness_mean": 0.0}, skipped=(part,))
+
+
+async def test_a_step_that_cannot_be_trained_is_skipped_counted_and_its_rollouts_marked(tmp_path):
+    rig = Rig(tmp_path, trainer=Poisoned("train-3"))
+    summary = await rig.run()
+    assert summary.steps == 4
+    assert [rig.record(step)["train/skipped_steps"] for step in (1, 2, 3, 4)] == [0, 1, 1, 1]
+    marked = [record for record in read_jsonl(rig.run_dir.rollouts) if record.get("dropped") == "skipped_step"]
+    assert {record["group_id"] for record in marked} == {"train-2", "train-3"}
+    assert len(marked) == 6
+    assert {record["step"] for record in marked} == {2}
+    of_group = {record["group_id"]: record["skipped"] for record in marked}
+    assert of_group == {"train-2": "loss nan", "train-3": "loss nan; this rollout's loss is not finite"}
+    rig.progress_file.flush()
+    shown = (tmp_path / "progress.txt").read_text()
+    assert "step 2 is skipped: loss nan; rollouts: train-3/0, train-3/1, train-3/2 (1 of training.max_skipped" in shown
+
+
+@pytest.mark.parametrize("limit", [0, 1])
+async def test_one_skipped_step_too_many_ends_the_run_behind_its_batch(tmp_path, limit):
+    rig = Rig(tmp_path, steps=6, trainer=Poisoned("train-0", "train-4"), training={"max_skipped_steps": limit})
+    with pytest.raises(ExceptionGroup) as caught:
+        await rig.run()
+    named = "train-4/0, train-4/1, train-4/2" if limit else "train-0/0, train-0/1, train-0/2"
+    assert caught.group_contains(TrainingError, match=rf"training.max_skipped_steps = {limit}: .*{named}\. ")
+    ended = 3 if limit else 1
+    assert rig.trainer.saved[-1] == ended, "a resume begins with the next batch"
+    assert rig.record(ended)["train/skipped_steps"] == limit + 1
+    marked = [record for record in read_jsonl(rig.run_dir.rollouts) if record.get("dropped") == "skipped_step"]
+    assert {record["step"] for record in marked} == ({1, 3} if limit else {1})
 
 
 async def test_a_failing_reward_ends_the_run_and_saves_nothing_untrained(tmp_path):

@@ -160,6 +160,23 @@ async def test_curves_are_the_metrics_and_stay_within_the_points_asked_for(tmp_p
         assert loss["group"] == "Optimization"
 
 
+async def test_steps_that_were_skipped_are_shown_with_their_number_also_over_a_resume(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", steps=2, rollouts=8)
+
+    async def tile() -> dict[str, str] | None:
+        async with viewing(folder) as client:
+            tiles = (await get(client, "/api/runs/run/summary"))["tiles"]
+        return next((tile for tile in tiles if tile["label"] == "Skipped steps"), None)
+
+    assert await tile() is None
+    with (folder / "metrics.jsonl").open("a") as file:
+        for step, count in enumerate((0, 1, 2, 0, 1, 1), 3):
+            file.write(json.dumps({"step": step, "train/skipped_steps": count}) + "\n")
+    found = await tile()
+    assert found is not None
+    assert (found["value"], found["tone"]) == ("3", "bad")
+
+
 def test_a_value_that_is_no_number_leaves_a_gap() -> None:
     columns = MetricColumns()
     for step, value in ((1, 0.5), (2, None), (4, 0.25), (3, "x"), (3, 1e999)):

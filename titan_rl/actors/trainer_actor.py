@@ -8,7 +8,7 @@ import json
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -101,8 +101,8 @@ class TrainerActor(ProcessActor):
 
     @concurrent_endpoint
     async def train(self, plan: StepPlan) -> StepResult:
-        """As `TrainerCore.train`, with idle_s among the metrics: how long this rank had nothing to do since the end of
-        the step before; 0 of its first."""
+        """Run `TrainerCore.train`, which skips what cannot be trained on, with idle_s among the metrics: how long this
+        rank had nothing to do since the end of the step before; 0 in its first."""
         return await self._run("step", self._worked_at, self._train, plan)
 
     def _train(self, plan: StepPlan) -> StepResult:
@@ -110,8 +110,8 @@ class TrainerActor(ProcessActor):
         if not self._has_stepped:
             self._track.take()
             self._has_stepped = True
-        result = self._trainer.train(plan)
-        return StepResult(result.version, {**result.metrics, "idle_s": self._track.take().get("idle", 0.0)})
+        result = self._trainer.train(plan, skip=True)
+        return replace(result, metrics={**result.metrics, "idle_s": self._track.take().get("idle", 0.0)})
 
     @concurrent_endpoint
     async def measure(self, plan: StepPlan) -> float:

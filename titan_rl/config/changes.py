@@ -25,6 +25,7 @@ RESUMABLE = (
     "training.attention",
     "training.compile",
     "training.max_respawns",
+    "training.max_skipped_steps",
     "generation.",
     "hosts.",
     "routing.",

@@ -26,6 +26,16 @@ TRAINING_METRICS = (
     ),
     Metric("train/lr", "", "Learning rate.", OPTIMIZATION),
     Metric(
+        "train/skipped_steps",
+        "steps",
+        "Steps, since the run was started or resumed, that changed no weights, or less than they should have, because "
+        "loss or gradient was not finite or no token could be trained on.",
+        OPTIMIZATION,
+        "0.",
+        "The messages say which rollouts; rollouts.jsonl has them, with skipped_step as dropped. Extreme rewards: "
+        "bound them. More of them as the run goes on: a lower training.lr.",
+    ),
+    Metric(
         "train/respawns",
         "",
         "How often the trainer has died and was started again, as of a step in which or before which it did; no other "

@@ -53,6 +53,7 @@ from titan_rl.run.observability.step_reports import StepReports, prefixed
 from titan_rl.run.observability.summary import RunSummary
 from titan_rl.run.stages.mix import make_mix
 from titan_rl.run.stages.rollout_stage import RolloutStage, train_index
+from titan_rl.run.stages.skipped_steps import SkippedSteps
 from titan_rl.run.stages.trainer_calls import TrainerCalls
 from titan_rl.run.stages.training_samples import training_samples
 from titan_rl.run.stages.validation import Validation
@@ -129,6 +130,7 @@ class Controller:
         self._validation = Validation(config, self._groups, self._transcripts, run_dir, log=log, progress=progress)
         self._saving = RunSaving(self._make_saver(router, journal), self._calls, progress, lambda: self.version)
         self.save_soon = self._saving.soon
+        self._skipped = SkippedSteps(config.training.max_skipped_steps, progress.warning)
         self._activity = Activity(router, self._groups.requests, config.generation.num_generators, hosts)
         self._stages = LoopStages()
 
@@ -221,6 +223,7 @@ class Controller:
             async with self._groups.paused(self._config.scheduling.on_batch_ready) as paused:
                 with self._progress.working(f"training step {batch.step}"):
                     step = await self._calls.finish(self._train_on(batch))
+                self._skipped.check()  # the batch is done with, so what is saved on the way out is behind it
                 await self._publish(step, batch, background)
                 if paused:
                     await self._pulled(step)
@@ -241,7 +244,9 @@ class Controller:
         batch.trained(result.version)
         self._mix.trained(train_index(group.group_id) for group in batch.groups)
         self._state = replace(self._state, step=result.version, tokens=self._state.tokens + batch.num_tokens)
-        self._reports.trained(result.version, batch, self._records.take_dropped(batch.step), result.metrics)
+        skipped = self._skipped.note(result)
+        metrics = {**result.metrics, "skipped_steps": float(self._skipped.count)}
+        self._reports.trained(result.version, batch, self._records.take_dropped(batch.step), metrics, skipped)
         self._reports.add(result.version, self._stages.metrics())
         return result.version
 

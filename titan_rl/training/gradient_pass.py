@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
+from typing import NoReturn
 
 import torch
 
-from titan_rl.errors import TrainingError
+from titan_rl.errors import TrainingError, UntrainableError
 from titan_rl.tracing.spans import span
 from titan_rl.training.objective.objective import Objective
 from titan_rl.training.objective.token_stats import TokenStats
@@ -71,15 +73,13 @@ class GradientPass:
             version: of the weights.
 
         Raises:
-            TrainingError: no token can be trained on, or loss or gradient is not finite; on all ranks alike.
+            UntrainableError: no token can be trained on, or loss or gradient is not finite; on all ranks alike.
         """
         by_batch = [self._accumulate(batch, proximal.get(id(batch)), version) for batch in minibatch.batches]
         loss, denominator = self._mean(by_batch, minibatch)
         norm = average_and_clip(self._parameters, denominator, self._max_grad_norm)
         if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise TrainingError(
-                f"step {version + 1} has loss {loss} and gradient norm {norm}; the weights are unchanged"
-            )
+            self._refuse(minibatch, f"step {version + 1} has loss {loss} and gradient norm {norm}", by_batch)
         return MinibatchGradient(loss, norm, TokenStats.concatenate(by_batch))
 
     @torch.no_grad()
@@ -87,7 +87,8 @@ class GradientPass:
         """The loss alone, of which no gradient is kept. All ranks call this at the same time.
 
         Raises:
-            TrainingError: no token counts, or the loss is not finite.
+            UntrainableError: no token counts.
+            TrainingError: the loss is not finite.
         """
         by_batch = [self._forward(batch, None, version)[1] for batch in minibatch.batches]
         loss, _ = self._mean(by_batch, minibatch)
@@ -104,11 +105,22 @@ class GradientPass:
             ]
         )
         if not denominator:
-            raise TrainingError(
+            self._refuse(
+                minibatch,
                 f"none of {minibatch.num_samples} samples has a token to train on: {minibatch.num_dropped} are longer "
-                f"than training.row_tokens ({self._row_tokens}), the others have no finite behaviour logprob"
+                f"than training.row_tokens ({self._row_tokens}), the others have no finite behaviour logprob",
             )
         return summed / denominator, denominator
+
+    def _refuse(self, minibatch: Minibatch, reason: str, by_batch: Sequence[TokenStats] = ()) -> NoReturn:
+        """Name the rollouts of all ranks, and those with a token whose loss is not finite. All ranks call this."""
+        at_fault: list[str] = []
+        for batch, stats in zip(minibatch.batches, by_batch, strict=False):
+            sequences_M = batch.sequences_N[stats.valid_N]
+            at_fault += [batch.rollout_ids[number] for number in sequences_M[~stats.loss_M.isfinite()].unique()]
+        by_rank = self._world.gather((minibatch.rollout_ids, at_fault))
+        rollout_ids, at_fault = (list(dict.fromkeys(chain(*lists))) for lists in zip(*by_rank, strict=True))
+        raise UntrainableError(reason, rollout_ids, at_fault)
 
     def _accumulate(self, batch: TensorBatch, proximal_N: torch.Tensor | None, version: int) -> TokenStats:
         """Add the gradient of the batch's summed loss. The sum is divided once the whole batch's tokens are known."""

@@ -13,17 +13,28 @@ from titan_rl.weights.types import Manifest
 
 
 @dataclass(frozen=True, slots=True)
+class SkippedMinibatch:
+    """Part of a step that no update was made of; the fields are those of `UntrainableError`."""
+
+    reason: str
+    rollout_ids: tuple[str, ...]
+    at_fault: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one step did.
+    """Version and metrics of one step.
 
     `metrics` holds loss and grad_norm (means over its minibatches), lr, num_tokens (trained), num_samples,
     num_dropped_samples (longer than a row), padding_fraction, wait_for_copy_s (until the optimizer could change weights
     that were being published), and what `titan_rl.training.objective.token_stats.token_metrics` documents. Another
-    trainer may leave out any of them: they are logged and shown where they are there.
+    trainer may leave out any of them: they are logged and shown where they are there. A step of which every minibatch
+    was skipped has no loss and no grad_norm.
     """
 
     version: int  # of the weights after the step
     metrics: dict[str, float]
+    skipped: tuple[SkippedMinibatch, ...] = ()  # what the weights have not learned from
 
 
 def agreed_version(versions: Sequence[int], when: str) -> int:
@@ -45,7 +56,8 @@ class Trainer(Protocol):
     """
 
     async def step(self, samples: Sequence[TrainingSample]) -> StepResult:
-        """One optimizer step; the policy version grows by one."""
+        """One optimizer step; the policy version grows by one, also where nothing could be learned from the samples
+        and `StepResult.skipped` says so."""
         ...
 
     async def measure(self, samples: Sequence[TrainingSample]) -> float:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from titan_rl.errors import CheckpointError, TrainingError
+from titan_rl.errors import CheckpointError, TrainingError, UntrainableError
 from titan_rl.tracing.spans import IDLE, span
 from titan_rl.training.data.sample import TrainingSample
 from titan_rl.training.data.step_plan import StepPlan
@@ -22,7 +22,7 @@ from titan_rl.training.parallel.world import World
 from titan_rl.training.parts import make_gradient_pass, make_optimizers, make_planner, make_policy, make_schedule
 from titan_rl.training.policy.minibatch import Minibatch, packing_metrics
 from titan_rl.training.policy.scoring import draw, score
-from titan_rl.training.protocol import StepResult
+from titan_rl.training.protocol import SkippedMinibatch, StepResult
 from titan_rl.training.readers import Readers
 from titan_rl.training.settings import CorrectionConfig, ModelConfig, TrainingConfig
 from titan_rl.training.state.hf_export import export_hf
@@ -106,40 +106,61 @@ class TrainerCore:
         """The ranks that train this policy together."""
         return self._world
 
-    def step(self, samples: Sequence[TrainingSample]) -> StepResult:
+    def step(self, samples: Sequence[TrainingSample], *, skip: bool = False) -> StepResult:
         """One step over all samples: an optimizer step for each of `training.minibatches`, in as many micro-batches
         as they need. The split into micro-batches and over ranks does not change the step.
 
         Every rank is given all samples; `train` is for one that is given its own rows alone.
 
+        Args:
+            skip: go on without the minibatches that cannot be trained on, instead of raising `UntrainableError`, and
+                name them in the result. The version grows by one even where every minibatch is skipped.
+
         Raises:
-            TrainingError: a minibatch has no token to train on, a token id is outside the vocabulary, or loss or
+            UntrainableError: a minibatch has no token to train on, a token id is outside the vocabulary, or loss or
                 gradient is not finite. Weights, optimizer state and version are as before that minibatch.
         """
-        return self.train(self._plan(samples)[self._world.data_rank])
+        return self.train(self._plan(samples)[self._world.data_rank], skip=skip)
 
-    def train(self, plan: StepPlan) -> StepResult:
+    def train(self, plan: StepPlan, *, skip: bool = False) -> StepResult:
         """This rank's share of a step: the part of `plan_step` for its data-parallel rank.
 
+        Args:
+            skip: see `step`; the same on all ranks.
+
         Raises:
-            TrainingError: as `step`, on all ranks alike.
+            UntrainableError: see `step`; on all ranks alike.
         """
-        minibatches = self._minibatches(plan)
+        minibatches, refused = self._minibatches(plan)
+        if refused and not skip:
+            raise refused[0]
         proximal = self._gradient_pass.proximal_logprobs(minibatches)
         lr = self._learning_rate(self._version)
-        updates = [self._update(minibatch, proximal, lr) for minibatch in minibatches]
-        stats = TokenStats.concatenate([update.gradient.stats for update in updates])
+        updates: list[_Update] = []
+        for minibatch in minibatches:
+            try:
+                updates.append(self._update(minibatch, proximal, lr))
+            except UntrainableError as error:
+                if not skip:
+                    raise
+                refused.append(error)
         metrics = {
-            "loss": fmean(update.gradient.loss for update in updates),
-            "grad_norm": fmean(update.gradient.norm for update in updates),
             "lr": lr,
             **packing_metrics(minibatches, self._world),
             "wait_for_copy_s": sum(update.waited_s for update in updates),
-            **token_metrics(stats, self._version, self._world),
+            "num_tokens": 0.0,
         }
+        if updates:
+            stats = TokenStats.concatenate([update.gradient.stats for update in updates])
+            metrics |= {
+                "loss": fmean(update.gradient.loss for update in updates),
+                "grad_norm": fmean(update.gradient.norm for update in updates),
+                **token_metrics(stats, self._version, self._world),
+            }
         self._version += 1
         self._is_between_versions = False
-        return StepResult(self._version, metrics)
+        skipped = (SkippedMinibatch(error.reason, error.rollout_ids, error.at_fault) for error in refused)
+        return StepResult(self._version, metrics, tuple(skipped))
 
     def measure(self, samples: Sequence[TrainingSample]) -> float:
         """The loss of samples under the current weights, which stay as they are.
@@ -154,7 +175,9 @@ class TrainerCore:
 
     def measure_plan(self, plan: StepPlan) -> float:
         """This rank's share of `measure`. Raises what that does, on all ranks alike."""
-        minibatches = self._minibatches(plan)
+        minibatches, refused = self._minibatches(plan)
+        if refused:
+            raise refused[0]
         return fmean(self._gradient_pass.measure(minibatch, version=self._version) for minibatch in minibatches)
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -269,13 +292,27 @@ class TrainerCore:
             deque(tensors, maxlen=0)  # every rank hands the first one its parts, also where the disk is full
         self._world.barrier()
 
-    def _minibatches(self, plan: StepPlan) -> list[Minibatch]:
-        """As tensors. Raises a TrainingError on all ranks if a sample of one of them does not fit the model."""
+    def _minibatches(self, plan: StepPlan) -> tuple[list[Minibatch], list[UntrainableError]]:
+        """The minibatches of a plan as tensors, and an error for each that has a sample which does not fit the model,
+        on whichever rank. All ranks have the same ones."""
         device, lay_out, alone = self._policy.device, self._policy.lay_out, self._world.size == 1
         minibatches = [Minibatch.from_plan(minibatch, device, alone=alone, lay_out=lay_out) for minibatch in plan]
-        complaints = (self._policy.complaint(batch) for minibatch in minibatches for batch in minibatch.batches)
-        self._world.agree(next((complaint for complaint in complaints if complaint is not None), None))
-        return minibatches
+        fitting: list[Minibatch] = []
+        refused: list[UntrainableError] = []
+        by_rank = self._world.gather([self._complaint(minibatch) for minibatch in minibatches])
+        for minibatch, complaints in zip(minibatches, zip(*by_rank, strict=True), strict=True):
+            reason = next((reason for reason, _ in complaints if reason), None)
+            if reason is None:
+                fitting.append(minibatch)
+            else:
+                rollout_ids = dict.fromkeys(each for _, own in complaints for each in own)
+                refused.append(UntrainableError(reason, list(rollout_ids)))
+        return fitting, refused
+
+    def _complaint(self, minibatch: Minibatch) -> tuple[str | None, list[str]]:
+        """Why this rank cannot score a minibatch, and the rollouts that it has of it."""
+        complaints = (self._policy.complaint(batch) for batch in minibatch.batches)
+        return next((each for each in complaints if each is not None), None), minibatch.rollout_ids
 
     def _update(self, minibatch: Minibatch, proximal: dict[int, torch.Tensor], lr: float) -> _Update:
         """One optimizer step, or an error and none."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -95,8 +96,15 @@ def _tiles(columns: MetricColumns) -> Iterator[Tile]:
     if errors := columns.values("rollout/finished_errors"):
         count, of = math.fsum(errors), math.fsum(columns.values("rollout/finished_rollouts"))
         yield _tile("Rollouts with an error", f"{count:,.0f}", f"of {of:,.0f}", "bad" if count > 0.1 * of else "")
+    if skipped := _num_skipped(columns.values("train/skipped_steps")):
+        yield _tile("Skipped steps", f"{skipped:,.0f}", "no finite loss or gradient: see the rollouts dropped", "bad")
     if losses := columns.values("train/loss") if not columns.count(EARNED[1]) else []:
         yield _tile("Loss", f"{fmean(losses[-RECENT:]):.4f}", f"{losses[0]:.4f} at first")
+
+
+def _num_skipped(counts: Sequence[float]) -> float:
+    """Skipped steps of the whole run. Each count is since the run was started or resumed."""
+    return sum(max(0.0, now - before if now >= before else now) for before, now in pairwise([0.0, *counts]))
 
 
 def _tiles_of_cost(folder: Path, config: Mapping[str, Any]) -> Iterator[Tile]:

@@ -17,7 +17,7 @@ from titan_rl.config.changes import settings_of
 from titan_rl.config.load_sft import load_sft_config
 from titan_rl.config.make_renderer import make_renderer
 from titan_rl.config.run import RunConfig
-from titan_rl.errors import ActorDiedError, CheckpointError, ConfigError, DataError, ModelError
+from titan_rl.errors import ActorDiedError, CheckpointError, ConfigError, DataError, ModelError, TrainingError
 from titan_rl.run.checkpoints.resumption import resume_from_newest
 from titan_rl.run.directory import RunDirectory, read_jsonl
 from titan_rl.run.in_order import open_run_dir
@@ -32,7 +32,7 @@ from titan_rl.run.sft.prepare import find_demonstrations, plan_steps
 from titan_rl.run.sft.token_source import TokenSource
 from titan_rl.tiny_model import make_tiny_model
 from titan_rl.tracing import spans
-from titan_rl.training.protocol import StepResult
+from titan_rl.training.protocol import SkippedMinibatch, StepResult
 from titan_rl.training.state.checkpoint import step_directory, step_of
 from titan_rl.training.state.checksums import write_checksums, write_summed
 from titan_rl.viewer.trace.events import Traces
@@ -232,6 +232,29 @@ async def test_it_learns_measures_what_is_held_out_and_puts_the_model_in_its_pla
     assert (summary.out / "model.safetensors").read_text() == "9"
     assert json.loads((summary.out / "sft.json").read_text())["held_out_loss"] == {"before": 2.0, "after": 0.2}
     load_sft_config(toml)  # which may make another in its place
+
+
+async def test_demonstrations_that_cannot_be_learned_are_skipped_until_there_are_too_many(toml: Path) -> None:
+    class Poisoned(Taught):
+        async def step(self, samples: Sequence[Any]) -> StepResult:
+            result = await super().step(samples)
+            if result.version not in (2, 3):
+                return result
+            part = SkippedMinibatch("loss nan", (samples[0].rollout_id,))
+            return StepResult(result.version, {"num_tokens": 0.0}, (part,))
+
+    folder, shown = toml.parent / "run", io.StringIO()
+    await make_loop(load_sft_config(toml, [("sft.out", "other")]), folder, Poisoned(), shown=shown).run()
+    records = [record for record in read_jsonl(folder / "metrics.jsonl") if "time/step_s" in record]
+    assert [record["train/skipped_steps"] for record in records[:4]] == [0, 1, 2, 2]
+    assert [record["step"] for record in records if "train/loss" not in record] == [2, 3]
+    assert "step 2 is skipped: loss nan; rollouts: " in shown.getvalue()
+
+    config = load_sft_config(toml, [("training.max_skipped_steps", "1")])
+    with pytest.raises(ExceptionGroup) as caught:
+        await make_loop(config, toml.parent / "limited", Poisoned()).run()
+    assert caught.group_contains(TrainingError, match=r"2 steps were skipped, and training\.max_skipped_steps = 1")
+    assert json.loads((toml.parent / "limited/checkpoints/step-000003/run_state.json").read_text())["step"] == 3
 
 
 async def test_what_is_stopped_is_saved_and_goes_on_with_the_next_demonstrations(toml: Path) -> None:

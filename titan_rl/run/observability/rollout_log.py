@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from titan_rl.rollout.group.failures import ErrorCounts, error_in_full, error_kind, error_text
@@ -15,6 +16,8 @@ from titan_rl.run.observability.best_effort import BestEffort, Tell
 
 logger = logging.getLogger(__name__)
 
+SKIPPED = "skipped_step"
+"""`dropped` of a rollout whose step the trainer skipped."""
 FIRST_OF_A_KIND = 16  # transcripts a step of rollouts that share an error, or the reason why they are not trained on
 
 
@@ -71,17 +74,28 @@ class RolloutLog:
             logger.error("group %s is dropped: %s\n%s", group.group_id, failure, failure.traceback)
             self._tell(f"group {group.group_id} is dropped, as others will be: {failure}")
 
-    def finished(self, groups: Sequence[RolloutGroup], phase: str, step: int, *, trained_at: int | None = None) -> None:
-        """Groups that a step was trained on, or of a validation. Siblings with an error are written of every group. One
-        whose reward failed is left out: it has been dropped.
+    def finished(
+        self,
+        groups: Sequence[RolloutGroup],
+        phase: str,
+        step: int,
+        *,
+        trained_at: int | None = None,
+        skipped: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """Groups that a step was trained on, or of a validation. Siblings with an error are written of every group, and
+        so are skipped ones. A group whose reward failed is left out: it has been dropped.
 
         Args:
             trained_at: the version that learned from them; None where none did.
+            skipped: by id, rollouts that were not learned from after all, and why; they are marked as dropped.
         """
         for position, group in enumerate(group for group in groups if group.failure is None):
             for rollout in group.rollouts:
                 labels = {"step": step, "phase": phase, "task": group.task}
-                if position < self._groups_per_step:
+                if (why := skipped.get(rollout.rollout_id)) is not None:
+                    self._record(rollout, {**labels, "dropped": SKIPPED, "skipped": why}, None)
+                elif position < self._groups_per_step:
                     self._record(rollout, labels, trained_at)
                 elif rollout.status.is_error:
                     self._record_first(rollout, error_kind(rollout), labels, trained_at)

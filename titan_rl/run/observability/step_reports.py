@@ -6,6 +6,7 @@ import logging
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
+from types import MappingProxyType
 
 from titan_rl.rollout.types import RolloutGroup
 from titan_rl.run.observability.group_metrics import group_metrics
@@ -40,14 +41,24 @@ class StepReports:
         self._tasks = tasks
         self._warning_signs = WarningSigns()
         self._trained: dict[int, tuple[GroupBatch, dict[str, float]]] = {}  # steps that are not reported
+        self._skipped: dict[int, Mapping[str, str]] = {}  # of those steps
 
-    def trained(self, step: int, batch: GroupBatch, dropped: DroppedGroups, metrics: Mapping[str, float]) -> None:
+    def trained(
+        self,
+        step: int,
+        batch: GroupBatch,
+        dropped: DroppedGroups,
+        metrics: Mapping[str, float],
+        skipped: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         """A step was made of a batch.
 
         Args:
             dropped: the groups that made room for those of the batch.
             metrics: of the trainer.
+            skipped: rollouts of the batch that were not learned from -> why.
         """
+        self._skipped[step] = skipped
         scheduling = prefixed("scheduling", batch.metrics) | finished_figures(batch.groups, dropped.finished)
         of_tasks = [prefixed(f"task/{task}", task_metrics(task, batch.groups, dropped)) for task in self._tasks]
         self._trained[step] = batch, prefixed("train", metrics) | scheduling | dict(ChainMap(*of_tasks))
@@ -66,7 +77,8 @@ class StepReports:
         batch, metrics = self._trained.pop(step)
         metrics = group_metrics(batch.groups) | metrics
         metrics["throughput/tokens_per_s"] = batch.num_tokens / metrics["time/step_s"]
-        self._transcripts.finished(batch.groups, "train", step, trained_at=batch.version)
+        skipped = self._skipped.pop(step)
+        self._transcripts.finished(batch.groups, "train", step, trained_at=batch.version, skipped=skipped)
         self._log(step, metrics | self._transcripts.figures())
         for warning in self._warning_signs.look(metrics):
             logger.warning("step %d: %s", step, warning)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -22,6 +23,7 @@ from titan_rl.run.machine.disk_space import checkpoint_bytes
 from titan_rl.run.observability.progress import Progress
 from titan_rl.run.observability.stages import LoopStages, Stage
 from titan_rl.run.sft.token_source import TokenSource
+from titan_rl.run.stages.skipped_steps import SkippedSteps
 from titan_rl.run.stages.trainer_calls import TrainerCalls
 from titan_rl.run.terminal.figures import format_seconds
 from titan_rl.training.data.sample import TrainingSample
@@ -37,6 +39,7 @@ LOGGED = (
     "padding_fraction",
     "respawns",
     "recovery_s",
+    "skipped_steps",
 )
 """Of the trainer's metrics. The others compare with a policy that sampled the tokens, and there is none."""
 
@@ -127,6 +130,7 @@ class SupervisedLoop:
         self._install = install
         self._hosts = hosts or HostHistory()
         self._calls = TrainerCalls(trainer)
+        self._skipped = SkippedSteps(config.training.max_skipped_steps, progress.warning)
         self._stages = LoopStages()
         self._num_too_long = 0
         saver = CheckpointSaver(
@@ -189,6 +193,7 @@ class SupervisedLoop:
             self._stages.enter(Stage.TRAIN, step)
             with self._progress.working(f"training step {step}"):
                 await self._calls.finish(self._train_on(samples, waited_s=waited))
+            self._skipped.check()
             if step == len(self._plan):  # the end has a measurement and a checkpoint of its own
                 break
             if self._config.sft.interval and step % self._config.sft.interval == 0:
@@ -206,7 +211,9 @@ class SupervisedLoop:
         """A step, and what is told of it: also of one that the run was stopped in, for it is saved."""
         began = time.monotonic()
         result = await self._trainer.step(samples)
-        metrics, seconds = result.metrics, waited_s + time.monotonic() - began
+        self._skipped.note(result)
+        metrics = {**result.metrics, "skipped_steps": float(self._skipped.count)}
+        seconds = waited_s + time.monotonic() - began
         tokens = self._state.tokens + int(metrics["num_tokens"])
         self._state = replace(self._state, step=result.version, tokens=tokens)
         speed = sum(len(sample.token_ids) for sample in samples) / seconds
@@ -216,7 +223,7 @@ class SupervisedLoop:
             | self._hosts.take_metrics()
             | {"throughput/tokens_per_s": speed, "time/step_s": seconds, "time/wait_for_tokens_s": waited_s},
         )
-        self._progress.step(SupervisedStep(self.step, metrics["loss"], speed, seconds))
+        self._progress.step(SupervisedStep(self.step, metrics.get("loss", math.nan), speed, seconds))
         if len(self._tokens.too_long) > self._num_too_long:
             self._num_too_long = len(self._tokens.too_long)
             self._progress.warning(

@@ -23,6 +23,7 @@ class Minibatch:
     """What one optimizer step is computed from on this rank."""
 
     batches: list[TensorBatch]
+    rollout_ids: list[str]  # of this rank's samples, also those that have no token to train on
     num_samples: int  # of all ranks
     num_dropped: int  # of all ranks; longer than a row
     num_padding: int
@@ -40,8 +41,10 @@ class Minibatch:
         """
         batches = [make_tensor_batch(rows or [[PLACEHOLDER]], device, lay_out) for rows in plan.micro_batches]
         idle = [not rows for rows in plan.micro_batches]
+        ids = (each for batch, without in zip(batches, idle, strict=True) if not without for each in batch.rollout_ids)
         return Minibatch(
             batches=[batch for batch in batches if batch.num_trained or not alone],
+            rollout_ids=list(dict.fromkeys(ids)),
             num_samples=plan.num_samples,
             num_dropped=plan.num_dropped,
             num_padding=sum(
@@ -53,8 +56,8 @@ class Minibatch:
 
 
 def packing_metrics(minibatches: Sequence[Minibatch], world: World) -> dict[str, float]:
-    """What became of a step's samples in rows, over all ranks: num_samples trained, num_dropped_samples, which are
-    longer than a row, and padding_fraction, the share of positions that hold none."""
+    """Samples and padding of minibatches, over all ranks: num_samples trained, num_dropped_samples, which are longer
+    than a row, and padding_fraction, the share of positions that hold no sample."""
     num_samples = sum(minibatch.num_samples for minibatch in minibatches)
     num_dropped = sum(minibatch.num_dropped for minibatch in minibatches)
     num_padding, num_positions = world.sum(
@@ -66,5 +69,5 @@ def packing_metrics(minibatches: Sequence[Minibatch], world: World) -> dict[str,
     return {
         "num_samples": float(num_samples - num_dropped),
         "num_dropped_samples": float(num_dropped),
-        "padding_fraction": num_padding / num_positions,
+        "padding_fraction": num_padding / num_positions if num_positions else 0.0,
     }

@@ -35,13 +35,17 @@ class TensorBatch:
     versions_N: torch.Tensor  # int64
     oldest_versions_N: torch.Tensor  # int64, of any token of the same sample
     sequences_N: torch.Tensor  # int64, the number of the sample in this micro-batch
-    num_sequences: int
+    rollout_ids: tuple[str, ...]  # of the samples, by their number
     experts_BLRK: torch.Tensor | None  # int64, of R routers; FREE where they choose. None without a sample that has any
     num_padding: int
 
     @property
     def num_trained(self) -> int:
         return self.targets_N.numel()
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.rollout_ids)
 
 
 LayOut = Callable[[Sequence[Document], torch.device | str], Layout]
@@ -63,6 +67,7 @@ def make_tensor_batch(
     positions_T = np.zeros(len(rows) * width, np.int64)
     documents: list[Document] = []
     trained: list[_TrainedTokens] = []
+    rollout_ids: list[str] = []
     experts: dict[int, Any] = {}  # position of the token that the router sees -> [num_layers, top_k]
     num_padding = 0
     for index, row in enumerate(rows):
@@ -83,6 +88,7 @@ def make_tensor_batch(
                 if sample.routed_experts is not None:
                     experts |= _experts_of(sample, start, prefix_length)
                 trained.append(_TrainedTokens.of(sample, start, len(trained)))
+                rollout_ids.append(sample.rollout_id)
         if padding := (index + 1) * width - end:
             documents.append(Document(padding))
             num_padding += padding
@@ -107,7 +113,7 @@ def make_tensor_batch(
         versions_N=ints([each.versions for each in trained]),
         oldest_versions_N=ints([each.oldest_versions for each in trained]),
         sequences_N=ints([each.sequences for each in trained]),
-        num_sequences=len(trained),
+        rollout_ids=tuple(rollout_ids),
         experts_BLRK=_experts(experts, len(rows), width, device),
         num_padding=num_padding,
     )
