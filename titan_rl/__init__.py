@@ -34,6 +34,7 @@ from titan_rl.errors import (
     TitanRLError,
     TrainingError,
     UnavailableWeightsError,
+    UntrainableError,
     VerificationError,
 )
 
@@ -264,6 +265,7 @@ __all__ = [
     "TrainingSample",
     "Turn",
     "UnavailableWeightsError",
+    "UntrainableError",
     "VerificationError",
     "VersionSpan",
     "WeightedReward",

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from e2e.tiny_policy import on_policy_samples
+from e2e.tiny_policy import on_policy_samples, sequences
 
 from titan_rl.training.data.family import Family
 from titan_rl.training.data.sample import TrainingSample
@@ -74,6 +74,14 @@ def step_skipped_and_step_made(folder: Path, **training: Any) -> tuple[list[Step
     trainers[1].step(samples)
     pairs = zip(trainers[0].named_tensors(), trainers[1].named_tensors(), strict=True)
     return results, [torch.equal(found, expected) for (_, found), (_, expected) in pairs]
+
+
+def a_long_row(model: dict[str, Any], training: dict[str, Any]) -> tuple[list[float], dict[str, float]]:
+    """The logprobs of a sequence as long as a row, by the weights as they are published, and the metrics of a step."""
+    config = ModelConfig(**model)
+    trainer = TrainerCore(config, TrainingConfig(**training), CorrectionConfig(), seed=0)
+    (sequence,) = sequences(config.max_context)
+    return trainer.score_published([sequence])[0], trainer.step(on_policy_samples(trainer, config.max_context)).metrics
 
 
 def drawn(folder: Path, **training: Any) -> list[list[int]]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ pytest.importorskip("vllm", reason="needs the cpu or gpu extra")
 
 import torch
 from e2e.tiny_policy import (
+    YARN,
     make_tiny_llama3,
     make_tiny_moe,
     make_tiny_qwen3,
@@ -26,20 +29,73 @@ from e2e.tiny_policy import (
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from titan_rl.errors import TrainingError
+from titan_rl.errors import ModelError, TrainingError
 from titan_rl.generation.engine_spec import EngineSpec
 from titan_rl.generation.vllm_engine import VLLMEngine
+from titan_rl.training.settings import ModelConfig, TrainingConfig
+from titan_rl.training.trainer import TrainerCore
 
 FAMILIES: dict[str, Callable[[Path], Path]] = {
     "qwen3": make_tiny_qwen3,
     "llama": make_tiny_llama3,
     "qwen3_moe": make_tiny_moe,
+    "llama, tied": partial(make_tiny_llama3, tied=True),
+    "qwen3, YaRN": partial(make_tiny_qwen3, rope=YARN),
 }
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return FAMILIES[request.param](tmp_path_factory.mktemp(request.param))
+
+
+@pytest.mark.parametrize("make", [make_tiny_qwen3, make_tiny_llama3])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"attention_factor": 1.7},
+        {"mscale": 1.0, "mscale_all_dim": 0.5},
+        {"beta_fast": 20.0, "beta_slow": 2.0, "truncate": False},
+        {"factor": 1.0},
+        {"original_max_position_embeddings": None},
+    ],
+)
+def test_yarn_scales_positions_and_attention_as_transformers_does(
+    tmp_path: Path, make: Callable[..., Path], more: dict[str, Any]
+) -> None:
+    rope = {name: value for name, value in (YARN | more).items() if value is not None}
+    folder = make(tmp_path / "model", rope=rope)
+    trainer = TrainerCore(ModelConfig(path=str(folder), max_context=600), TrainingConfig(row_tokens=600), seed=0)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    (sequence,) = sequences(600)
+    scores = torch.tensor(trainer.score([sequence])[0])
+    torch.testing.assert_close(scores, transformers_logprobs(model, sequence), rtol=0, atol=2e-5)
+
+
+def test_yarn_is_also_read_where_older_folders_have_it(tmp_path: Path) -> None:
+    folder = make_tiny_qwen3(tmp_path / "model", rope=YARN)
+    scores = make_trainer(folder).score(sequences(200))
+    config = json.loads((folder / "config.json").read_text())
+    del config["rope_parameters"]
+    scaling = {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 128}
+    (folder / "config.json").write_text(json.dumps(config | {"rope_theta": 50000.0, "rope_scaling": scaling}))
+    assert make_trainer(folder).score(sequences(200)) == scores
+
+
+@pytest.mark.parametrize(
+    ("rope", "message"),
+    [
+        ({"rope_type": "linear", "factor": 2.0}, "rope type 'linear'; only 'default' and 'yarn' are supported"),
+        ({"rope_type": "default", "partial_rotary_factor": 0.5}, r"partial_rotary_factor 0\.5"),
+    ],
+)
+def test_rotations_that_are_not_known_are_refused(tmp_path: Path, rope: dict[str, Any], message: str) -> None:
+    folder = make_tiny_qwen3(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"rope_parameters": rope}))
+    with pytest.raises(ModelError, match=message):
+        make_trainer(folder)
 
 
 def test_scores_and_published_names_are_those_of_transformers(folder: Path) -> None:

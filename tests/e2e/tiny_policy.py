@@ -21,9 +21,18 @@ from titan_rl.training.data.sample import TrainingSample
 from titan_rl.training.settings import ModelConfig, TrainingConfig
 from titan_rl.training.trainer import TrainerCore
 
+YARN = {"rope_type": "yarn", "rope_theta": 50000.0, "factor": 8.0, "original_max_position_embeddings": 128}
+"""Positions 0 to 1023 of a model that was trained on 128."""
+
 
 def make_tiny_qwen3(
-    folder: Path, *, tied: bool = False, seed: int = 0, vocab_size: int = 128, num_layers: int = 2
+    folder: Path,
+    *,
+    tied: bool = False,
+    seed: int = 0,
+    vocab_size: int = 128,
+    num_layers: int = 2,
+    rope: dict[str, Any] | None = None,
 ) -> Path:
     config = Qwen3Config(
         vocab_size=vocab_size,
@@ -35,12 +44,12 @@ def make_tiny_qwen3(
         head_dim=32,
         max_position_embeddings=1024,
         tie_word_embeddings=tied,
-        rope_parameters={"rope_type": "default", "rope_theta": 50000.0},
+        rope_parameters=rope or {"rope_type": "default", "rope_theta": 50000.0},
     )
     return _save(Qwen3ForCausalLM, config, folder, seed)
 
 
-def make_tiny_llama3(folder: Path) -> Path:
+def make_tiny_llama3(folder: Path, *, tied: bool = False, rope: dict[str, Any] | None = None) -> Path:
     config = LlamaConfig(
         vocab_size=128,
         hidden_size=64,
@@ -50,8 +59,9 @@ def make_tiny_llama3(folder: Path) -> Path:
         num_key_value_heads=2,
         head_dim=32,
         max_position_embeddings=1024,
-        tie_word_embeddings=False,
-        rope_parameters={
+        tie_word_embeddings=tied,
+        rope_parameters=rope
+        or {
             "rope_type": "llama3",
             "rope_theta": 50000.0,
             "factor": 8.0,

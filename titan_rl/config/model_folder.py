@@ -135,7 +135,10 @@ def _check_fit(model: ModelConfig, generation: GenerationConfig, architecture: d
     context = model.max_context
     positions = architecture.get("max_position_embeddings")
     if positions is not None and context > positions:
-        raise ConfigError(f"model.max_context = {context} is more than the model's {positions} positions")
+        raise ConfigError(
+            f"model.max_context = {context} is more than the model's {positions} positions; set it to at most that, or "
+            "have config.json scale them: docs/how_to/long_rows.md"
+        )
     if generation.return_routed_experts and not any(name in architecture for name in EXPERT_COUNTS):
         raise ConfigError(
             "generation.return_routed_experts = true, and the model is no mixture of experts; set it to false"

@@ -82,6 +82,9 @@ class Dimensions:
         rope = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
         rope.setdefault("rope_type", rope.get("type", "default"))
         rope.setdefault("rope_theta", hf.get("rope_theta") or 10000.0)
+        rope.setdefault("original_max_position_embeddings", hf.get("original_max_position_embeddings", positions))
+        if rope["rope_type"] == "yarn" and rope.get("factor") is None:
+            rope["factor"] = positions / rope["original_max_position_embeddings"]
         return cls(
             dim=hf["hidden_size"],
             vocab_size=hf["vocab_size"],

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from copy import copy
 from pathlib import Path
 from typing import Any, cast
 
@@ -127,7 +128,9 @@ class HFModel:
 
     def _computed(self, parameter: str, position: SlicePosition) -> torch.Tensor:
         """A whole parameter that the adapter makes of its Hugging Face tensors."""
-        adapter = self._adapter()
+        config = copy(self.decoder.config)
+        config.enable_weight_tying = False  # else an adapter wants the embedding with whatever it translates
+        adapter = self._architecture.adapter(config, None)
         names = adapter.to_hf({parameter: torch.empty(position.whole_shape, device="meta")})
         return adapter.from_hf({name: self._weights.read(name) for name in names})[parameter]
 

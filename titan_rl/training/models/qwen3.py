@@ -9,18 +9,21 @@ import titan_rl.training.device  # noqa: F401  before torchtitan
 from titan_rl.errors import ModelError
 from titan_rl.training.models.architecture import KEPT, Architecture, Dimensions
 from titan_rl.training.models.experts import moe_config
+from titan_rl.training.models.rope import HalvesRoPE, rope_scaling
 
 # isort: split
-from torchtitan.models.common import CosSinRoPE
 from torchtitan.models.qwen3.model import Qwen3Model, Qwen3TransformerBlock
 from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
 from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 
 
 def _build(size: Dimensions, hf: Mapping[str, Any]) -> Qwen3Model.Config:
-    if (rope_type := size.rope["rope_type"]) != "default":
-        raise ModelError(f"config.json has rope type {rope_type!r}; only 'default' is supported")
-    rope = CosSinRoPE.Config(dim=size.head_dim, max_seq_len=size.max_context, theta=float(size.rope["rope_theta"]))
+    rope = HalvesRoPE.Config(
+        dim=size.head_dim,
+        max_seq_len=size.max_context,
+        theta=float(size.rope["rope_theta"]),
+        **rope_scaling(size.rope, ("default", "yarn")),
+    )
     layers = [
         Qwen3TransformerBlock.Config(
             attention_norm=size.norm(),
