@@ -164,6 +164,7 @@ class Rig:
 
     Args:
         trainer_of: what the controller is given in the place of a trainer that cannot die.
+        replica_of: makes the replica from the seed.
     """
 
     def __init__(
@@ -176,8 +177,10 @@ class Rig:
         interval: int = 3,
         tasks: Sequence[TaskSource] = (TaskSource(task=Counting()),),  # pyright: ignore[reportArgumentType]
         validation: ValidationConfig = ValidationConfig(num_prompts=1, samples_per_prompt=1),  # noqa: B008  frozen
+        replica_of: Callable[[int], CountingReplica] = CountingReplica,
         **scheduling: Any,
     ) -> None:
+        self.folder = folder
         run_dir = RunDirectory(folder)
         config = RunConfig(
             seed=1,
@@ -201,7 +204,7 @@ class Rig:
             for turn in rollout.turns
         }
         self.trainer = SavingTrainer(checkpoint)
-        self.replica = CountingReplica(seed)
+        self.replica = replica_of(seed)
         pull = self.replica.pull
 
         async def pull_in_its_time(version: int) -> None:

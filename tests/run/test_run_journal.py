@@ -68,6 +68,30 @@ def test_groups_batches_and_the_data_position_come_back(tmp_path):
     assert [turn.sampling for turn in rollout.turns] == [None, SAMPLING]
 
 
+async def test_nothing_is_left_of_a_group_that_is_discarded_until_it_ends_again(tmp_path):
+    journal = RunJournal(tmp_path)
+    asked: list[str] = []
+
+    async def generate(prompt_token_ids, *, request_id, session_id=None, sampling) -> Completion:
+        asked.append(request_id)
+        return Completion(request_id, [1], [-0.5], FinishReason.STOP, (VersionSpan(2, 1),))
+
+    for index in (0, 1):
+        await journal.record(generate, index)([1], request_id=f"train-{index}/0", sampling=SAMPLING)
+    journal.finished(Assigned(0, "task", 0), group_of(0))
+    journal.discarded(0)
+    journal.discarded(1)
+    journal.drain()
+    again = reopened(tmp_path)
+    found = backlog(again)
+    assert (list(found.unsettled), list(found.finished)) == ([0, 1], [])
+    await again.record(generate, 1)([1], request_id="train-1/0", sampling=SAMPLING)
+    assert asked == ["train-0/0", "train-1/0", "train-1/0"]
+    again.finished(Assigned(0, "task", 0), group_of(0))
+    again.drain()
+    assert list(backlog(reopened(tmp_path)).finished) == [0]
+
+
 async def test_what_a_checkpoint_holds_is_not_trained_again(tmp_path):
     journal = RunJournal(tmp_path)
     for index in range(4):

@@ -123,6 +123,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert index not in self.lost
         self.lost.append(index)
 
+    def discarded(self, index: int, group: RolloutGroup) -> None: ...
+
     def batch(self, version: int, indices: list[int]) -> None:
         assert not set(indices) & set(self.lost)
 

@@ -45,6 +45,8 @@ class Journal:
     def dropped(self, step: int, index: int, reason: str, group: RolloutGroup | None) -> None:
         self.lost.append(index)
 
+    def discarded(self, index: int, group: RolloutGroup) -> None: ...
+
     def batch(self, version: int, indices) -> None:
         assert version == len(self.batches)
         self.batches.append(list(indices))
@@ -647,12 +649,62 @@ async def test_batches_that_cannot_be_handed_out_again_are_refused_at_once():
     backlog = Backlog(next_index=3, unsettled=[0, 1, 2], finished={2: group_of(2, 0)}, batches=[[0, 2]])
     stage = Stage()
     with pytest.raises(
-        ConfigError, match=r"groups \[0, 2\] .* group 2 would never start in the 2 slots that .*groups_per_step"
+        ConfigError, match=r"groups \[0, 2\] .* only 1 of its groups would start in the 1 slots that .*groups_per_step"
     ):
-        scheduler_of(stage.run_group, groups_per_step=1, max_staleness=1, backlog=backlog)
-    with pytest.raises(ConfigError, match="2 groups more to train"):
-        scheduler_of(stage.run_group, groups_per_step=2, budget=2, backlog=backlog)
-    scheduler_of(stage.run_group, groups_per_step=3, max_staleness=0, backlog=backlog)
+        scheduler_of(stage.run_group, groups_per_step=1, max_staleness=0, backlog=backlog)
+    with pytest.raises(ConfigError, match="with 1 groups more to train"):
+        scheduler_of(stage.run_group, groups_per_step=2, budget=1, backlog=backlog)
+    scheduler_of(stage.run_group, groups_per_step=1, max_staleness=1, backlog=backlog)
+
+
+async def test_groups_of_batches_that_are_handed_out_again_are_admitted_first():
+    stage = Stage()
+    backlog = Backlog(next_index=3, unsettled=[0, 1, 2], finished={2: group_of(2, 0)}, batches=[[0, 2]])
+    scheduler = scheduler_of(stage.run_group, groups_per_step=2, max_staleness=0, backlog=backlog)
+    async with running(scheduler):
+        await settle()
+        assert stage.started == [0]
+        stage.end(0)
+        batch = await next_of(scheduler)
+        assert indices(batch) == [0, 2]
+        batch.release()
+        await settle()
+        assert stage.started == [0, 1, 3]
+
+
+async def test_a_restored_group_with_tokens_that_are_too_old_is_played_again_in_its_slot():
+    stage, journal = Stage(), Journal()
+    discarded: list[int] = []
+    journal.discarded = lambda index, group: discarded.append(index)
+    journal.batches = [[], [], []]
+    stage.version = 3
+    backlog = Backlog(next_index=2, unsettled=[0, 1], finished={0: group_of(0, 3), 1: group_of(1, 1)})
+    scheduler = scheduler_of(
+        stage.run_group, groups_per_step=2, max_staleness=1, version=3, backlog=backlog, observer=journal
+    )
+    async with running(scheduler):
+        batch = asyncio.ensure_future(next_of(scheduler))
+        await settle()
+        assert discarded == [1]
+        assert not batch.done()
+        assert stage.started == [2, 3, 1]
+        assert scheduler.slots_held == 4
+        stage.end(1)
+        trained = await batch
+        assert indices(trained) == [0, 1]
+        assert {version for group in trained.groups for version in group.versions} == {3}
+
+
+async def test_a_group_of_an_earlier_run_is_played_again_only_once():
+    """What comes back too old a second time has a version that its generator made up."""
+    stage = Stage()
+    stage.end(0)
+    backlog = Backlog(next_index=1, unsettled=[0], finished={0: group_of(0, 1)})
+    scheduler = scheduler_of(stage.run_group, groups_per_step=1, max_staleness=0, version=3, backlog=backlog)
+    async with running(scheduler):
+        with pytest.raises(TrainingError, match="a token of version 0 reached the step from version 3"):
+            await next_of(scheduler)
+    assert stage.started == [0]
 
 
 async def test_an_aborted_group_is_counted_as_such():

@@ -14,13 +14,14 @@ import pytest
 from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_scheduler import MORE_AGE, aged, group_of
+from test_scheduler import MORE_AGE, aged, group_of, settle
 
 from titan_rl import RolloutGroup
 from titan_rl.errors import TrainingError
 from titan_rl.scheduling.backlog import Backlog
 from titan_rl.scheduling.lease import Lease
 from titan_rl.scheduling.mix.curricula import InOrder
+from titan_rl.scheduling.mix.events import MixEvent
 from titan_rl.scheduling.mix.task_mix import Share, TaskMix
 from titan_rl.scheduling.scheduler import GroupScheduler
 from titan_rl.scheduling.settings import SchedulingConfig
@@ -56,6 +57,8 @@ class Play:
 
     def dropped(self, step: int, index: int, reason: str, group: RolloutGroup | None) -> None:
         self.mix.dropped(index)
+
+    def discarded(self, index: int, group: RolloutGroup) -> None: ...
 
     def batch(self, version: int, indices: Sequence[int]) -> None: ...
 
@@ -180,6 +183,47 @@ async def test_a_run_that_is_cut_short_ends_with_the_groups_that_there_are():
         mix.trained([1])
         assert mix.turns(9) == ["b", "b"]
         batch.release()
+
+
+async def test_groups_of_an_earlier_run_are_admitted_in_the_order_of_their_turns():
+    """The first turn of "a" was for group 0, which was dropped, and then for group 2. So did 5 take that of 3."""
+    tasks = {"a": Share(1.0, InOrder()), "b": Share(1.0, InOrder())}
+    events: list[MixEvent] = []
+    earlier = TaskMix(tasks, events.append)
+    for index in (0, 1):
+        earlier.assignment(index)
+    earlier.dropped(0)
+    for index in (2, 3, 4):
+        earlier.assignment(index)
+    earlier.dropped(3)
+    earlier.assignment(5)
+    assert [earlier.task_of(index) for index in (2, 1, 5, 4)] == ["a", "b", "a", "b"]
+
+    mix, started = TaskMix(tasks, events=events), dict[int, int]()
+
+    async def run_group(lease: Lease) -> RolloutGroup:
+        started[lease.index] = lease.version
+        return group_of(lease.index, lease.version)
+
+    backlog = Backlog(
+        next_index=6,
+        unsettled=[1, 2, 4, 5],
+        finished={2: group_of(2, 0), 1: group_of(1, 0), 5: group_of(5, 1)},
+        batches=[[2], [1], [5]],
+    )
+    config = SchedulingConfig(groups_per_step=1, max_staleness=1)
+    async with GroupScheduler(
+        run_group, config, group_size=1, budget=5, filters=[lambda group: None], backlog=backlog, order=mix
+    ) as scheduler:
+        trained: list[int] = []
+        for _ in range(5):
+            batch = await asyncio.wait_for(scheduler.next_batch(), 5)
+            trained += [int(group.group_id) for group in batch.groups]
+            mix.trained(trained[-1:])
+            batch.release()
+            await settle()
+    assert trained == [2, 1, 5, 4, 6]
+    assert started[4] == 2, "where the run was, and not as soon as a slot was free"
 
 
 def test_a_task_all_of_whose_groups_are_dropped_ends_the_run_and_is_named():

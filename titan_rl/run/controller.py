@@ -124,7 +124,7 @@ class Controller:
             on_ended=self._transcripts.ended,
             on_lost=self._transcripts.lost,
         )
-        self._records = GroupRecords(self._mix, journal, self._transcripts)
+        self._records = GroupRecords(self._mix, journal, self._transcripts, self._tell)
         self._scheduler = self._groups.make_scheduler(make_filters(config, filters), self._records, self.version)
         self._sync = WeightSync(trainer, published, router, config.generation.pull_mode)
         self._validation = Validation(config, self._groups, self._transcripts, run_dir, log=log, progress=progress)

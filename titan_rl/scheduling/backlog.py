@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -36,26 +35,23 @@ class Backlog:
             )
 
     def check_admission(self, num_slots: int, budget: int) -> None:
-        """Every batch can be handed out again: its groups are admitted by the time that those before it are pulled.
+        """Check that every batch can be handed out again. Its groups are admitted first, so it need only fit.
 
         Args:
             num_slots: groups that are admitted and not yet trained on, at most.
             budget: groups that are still to be trained on.
 
         Raises:
-            ConfigError: they would not be, because the settings are others than those of the earlier run.
+            ConfigError: one does not fit, because the settings are others than those of the earlier run.
         """
-        queue, admitted, left = deque(list(self.unsettled)[:budget]), set[int](), budget
+        left = budget
         for batch in self.batches:
             if left <= 0:
                 return
-            while queue and len(admitted) < num_slots:
-                admitted.add(queue.popleft())
-            if missing := set(batch) - admitted:
+            if len(batch) > (room := min(num_slots, left)):
                 raise ConfigError(
-                    f"the batch of groups {list(batch)} cannot be trained again as it was: group {min(missing)} would "
-                    f"never start in the {num_slots} slots that scheduling.groups_per_step, max_staleness and "
-                    f"oversample come to, with {budget} groups more to train; resume with the settings that the run had"
+                    f"the batch of groups {list(batch)} cannot be trained again as it was: only {room} of its groups "
+                    f"would start in the {num_slots} slots that scheduling.groups_per_step, max_staleness and "
+                    f"oversample come to, with {left} groups more to train; resume with the settings that the run had"
                 )
-            admitted -= set(batch)
             left -= len(batch)

@@ -93,6 +93,12 @@ class Lease:
         self.group = group
         self._move(GroupState.DONE)
 
+    def begin_again(self) -> None:
+        """Discard the finished group, which is about to be generated again in the same slot."""
+        self.group = None
+        self._finished.clear()
+        self._move(GroupState.PENDING)
+
     def mark_training(self) -> RolloutGroup:
         assert self.group is not None, "only a finished group is trained on"
         self._move(GroupState.TRAINING)

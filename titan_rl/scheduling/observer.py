@@ -20,6 +20,11 @@ class SchedulerObserver(Protocol):
         finished."""
         ...
 
+    def discarded(self, index: int, group: RolloutGroup) -> None:
+        """A group of an earlier run is generated again, because its tokens are older than the bound. Whatever is
+        recorded of it no longer counts."""
+        ...
+
     def batch(self, version: int, indices: Sequence[int]) -> None:
         """What the step from `version` is trained on."""
         ...

@@ -199,7 +199,7 @@ class GroupScheduler:
             Exception: what a group raised.
         """
         self._check_going()
-        self._drop_stale()
+        self._remove_stale()
         while not (indices := self._next_indices()):
             self._admission.drop_limits.check()
             self._tail.resume_if_due(
@@ -210,7 +210,7 @@ class GroupScheduler:
             self._changed.clear()
             await self._changed.wait()
             self._check_going()
-            self._drop_stale()
+            self._remove_stale()
         self._tail.batch_formed(indices)
         leases = self._waiting.take_batch(indices)
         self._budget.hand_out(len(leases))
@@ -225,8 +225,13 @@ class GroupScheduler:
         self._admission.next_version = step
         return batch
 
+    def _remove_stale(self) -> None:
+        """Take out the waiting groups that are too old for the next batch, and so for any later one."""
+        self._drop_stale()
+        self._admission.play_expired_again(self._admission.next_version - self._settings.age_bound)
+
     def _drop_stale(self) -> None:
-        """Groups none of whose tokens is young enough for the next batch will not be for a later one."""
+        """Drop groups none of whose tokens is young enough to be trained on."""
         max_age = self._settings.max_token_age
         if max_age is None or self._waiting.has_batches_again:
             return

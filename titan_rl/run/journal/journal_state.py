@@ -14,6 +14,7 @@ from titan_rl.run.journal.records import (
     AssignRecord,
     BatchRecord,
     CompletionRecord,
+    DiscardRecord,
     DropRecord,
     GroupRecord,
     JournalRecord,
@@ -62,6 +63,10 @@ class JournalState:
             case DropRecord():
                 self._admit(record.index)
                 self._forget(record.index)
+            case DiscardRecord():
+                self._admit(record.index)
+                self.finished.pop(record.index, None)
+                self.completions.pop(record.index, None)
             case GroupRecord():
                 self._admit(record.index)
                 if record.index in self.unsettled:

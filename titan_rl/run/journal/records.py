@@ -89,6 +89,12 @@ class DropRecord(msgspec.Struct, tag="drop", frozen=True):
     reason: str
 
 
+class DiscardRecord(msgspec.Struct, tag="discard", frozen=True):
+    """A group is generated again: what is recorded of it before this no longer counts."""
+
+    index: int
+
+
 class BatchRecord(msgspec.Struct, tag="batch", frozen=True):
     """What the step from `version` is trained on."""
 
@@ -96,10 +102,9 @@ class BatchRecord(msgspec.Struct, tag="batch", frozen=True):
     indices: list[int]
 
 
-JournalRecord = StartRecord | AssignRecord | CompletionRecord | ResultRecord | GroupRecord | DropRecord | BatchRecord
-_Stored = (
-    StartRecord | AssignRecord | _StoredCompletionRecord | ResultRecord | _StoredGroupRecord | DropRecord | BatchRecord
-)
+_Plain = StartRecord | AssignRecord | ResultRecord | DropRecord | DiscardRecord | BatchRecord
+JournalRecord = _Plain | CompletionRecord | GroupRecord
+_Stored = _Plain | _StoredCompletionRecord | _StoredGroupRecord
 
 _ESCAPE = "\U0010ffff"  # stands for no character and never will
 _ESCAPE_BYTES = _ESCAPE.encode()

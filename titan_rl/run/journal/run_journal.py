@@ -16,6 +16,7 @@ from titan_rl.run.journal.log_writer import LogWriter, flush_entry
 from titan_rl.run.journal.recorder import Recorder
 from titan_rl.run.journal.records import (
     BatchRecord,
+    DiscardRecord,
     DropRecord,
     JournalRecord,
     StartRecord,
@@ -27,7 +28,7 @@ from titan_rl.run.journal.records import (
 from titan_rl.run.journal.run_state import DataPosition
 from titan_rl.run.journal.segments import SEGMENT_BYTES, list_segments, needless, part_of, segment_name, version_of
 from titan_rl.scheduling.backlog import Backlog
-from titan_rl.scheduling.mix.events import Assigned, MixEvent
+from titan_rl.scheduling.mix.events import Assigned, Dropped, MixEvent
 from titan_rl.types import Completion, GenerateFn, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -87,7 +88,10 @@ class RunJournal:
             self._writer = LogWriter(self._segment)
             self._append(StartRecord(position.version, position.next_index, list(position.unsettled), position.run))
             for event in self.events:
-                self.note(event)
+                if isinstance(event, Dropped):
+                    self.dropped(event.index, "dropped before the journal lost its beginning")
+                else:
+                    self.note(event)
             for record in self.state.records():
                 self._append(record)
 
@@ -149,6 +153,10 @@ class RunJournal:
 
     def dropped(self, index: int, reason: str) -> None:
         self._append(DropRecord(index, reason))
+
+    def discarded(self, index: int) -> None:
+        """The group is generated again, and answered nothing of what it was answered before."""
+        self._append(DiscardRecord(index))
 
     def batch(self, version: int, indices: Sequence[int]) -> None:
         for start, trained in self.state.batches.items():

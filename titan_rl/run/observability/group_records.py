@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from titan_rl.rollout.types import RolloutGroup
@@ -22,9 +22,14 @@ class DroppedGroups:
 
 
 class GroupRecords:
-    """The `SchedulerObserver` of a run."""
+    """The `SchedulerObserver` of a run.
 
-    def __init__(self, mix: TaskMix, journal: RunJournal, transcripts: RolloutLog) -> None:
+    Args:
+        tell: shows the user a message.
+    """
+
+    def __init__(self, mix: TaskMix, journal: RunJournal, transcripts: RolloutLog, tell: Callable[[str], None]) -> None:
+        self._tell = tell
         self._mix = mix
         self._journal = journal
         self._transcripts = transcripts
@@ -43,6 +48,13 @@ class GroupRecords:
             self._mix.finished(index, rewards_of(group))
         self._mix.dropped(index)
         self._journal.dropped(index, reason)
+
+    def discarded(self, index: int, group: RolloutGroup) -> None:
+        self._journal.discarded(index)
+        self._tell(
+            f"group {group.group_id} is generated again: it has tokens of version {min(group.versions)}, which are too "
+            "old to be trained on where the run goes on"
+        )
 
     def batch(self, version: int, indices: Sequence[int]) -> None:
         self._journal.batch(version, indices)

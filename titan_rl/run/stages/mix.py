@@ -17,4 +17,5 @@ def make_mix(config: RunConfig, journal: RunJournal, start: RunState) -> TaskMix
         state=start.tasks,
         events=journal.events,
         is_settled=start.position.is_settled,
+        is_dropped=journal.state.is_settled,
     )

@@ -18,6 +18,14 @@ class TrainingOrder(Protocol):
         """The group at a position in the data has a slot."""
         ...
 
+    def next_restored(self) -> int | None:
+        """The group of an earlier run to be admitted next: that of the first turn without an admitted group. None where
+        that turn is free, or there are none: a group that has no turn yet is admitted then.
+
+        So no group is admitted that has as many turns before it as there are slots.
+        """
+        ...
+
     def task_of(self, index: int) -> str | None:
         """Of a group that is admitted and neither trained nor dropped."""
         ...

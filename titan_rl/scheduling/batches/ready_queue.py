@@ -56,7 +56,7 @@ class ReadyQueue:
         limit = self._unfinished[0] + window if self._unfinished else math.inf
         while self._beyond and self._beyond[0] < limit:
             place = heapq.heappop(self._beyond)
-            if place in self._indices:
+            if place in self._indices and place not in self._open:  # one that is generated again is open once more
                 self._eligible.add(place)
         return len(self._eligible)
 
@@ -83,7 +83,7 @@ class AgedQueue(ReadyQueue):
         super().__init__()
         self._max_age = max_age
         self._versions: dict[int, int] = {}  # place -> newest one pulled when it was admitted
-        self._waiting: Counter[int] = Counter()  # by version, ascending
+        self._waiting: Counter[int] = Counter()  # by version
         self._finished: Counter[int] = Counter()
 
     def add(self, place: int, index: int, version: int = 0) -> None:
@@ -113,7 +113,7 @@ class AgedQueue(ReadyQueue):
         if self._finished.total() < count:
             return False
         left, behind, in_time = count, 0, True
-        for version, waiting in self._waiting.items():
+        for version, waiting in sorted(self._waiting.items()):
             taken = min(left, self._finished[version])
             left -= taken
             behind += waiting - taken

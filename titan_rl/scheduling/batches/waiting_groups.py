@@ -33,7 +33,7 @@ class WaitingGroups:
         batches_again: Sequence[Sequence[int]] = (),
         order: TrainingOrder | None = None,
     ) -> None:
-        self._leases: dict[int, Lease] = {}  # ascending
+        self._leases: dict[int, Lease] = {}  # in order of admission
         self._window = window
         self._groups_per_step = groups_per_step
         self._order = order
@@ -48,8 +48,8 @@ class WaitingGroups:
         self._by_age: list[tuple[int, int]] = []  # heap of newest version, index; of finished groups, and of some gone
 
     def __iter__(self) -> Iterator[Lease]:
-        """The oldest first. They may be removed meanwhile."""
-        return iter(list(self._leases.values()))
+        """In data order. They may be removed meanwhile."""
+        return iter([self._leases[index] for index in sorted(self._leases)])
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -114,7 +114,7 @@ class WaitingGroups:
             return []
         batch = self._first_finished(size, version)
         if not batch and are_all and self._num_finished == len(self._leases):
-            batch = list(self._leases)[:size]
+            batch = sorted(self._leases)[:size]
         return batch
 
     def take_batch(self, indices: Sequence[int]) -> list[Lease]:
@@ -141,7 +141,8 @@ class WaitingGroups:
     def take_stale(self, oldest_version: int) -> Iterator[Lease]:
         """Finished groups all of whose tokens are of versions before this one, each once."""
         while self._by_age and self._by_age[0][0] < oldest_version:
-            if (lease := self._leases.get(heapq.heappop(self._by_age)[1])) is not None:
+            lease = self._leases.get(heapq.heappop(self._by_age)[1])
+            if lease is not None and lease.group is not None and max(lease.group.versions) < oldest_version:
                 yield lease
 
     def could_give(self, size: int, version: int) -> bool:

@@ -41,6 +41,7 @@ class TaskMix:
         state: what `state` gave; by default nothing has happened.
         events: those noted since then, or what is left of them.
         is_settled: whether the group at a position was trained or dropped before `state` was taken.
+        is_dropped: whether it was trained or dropped by the last of the events.
 
     Raises:
         CheckpointError: the state is of other tasks, or is not one that `state` gave.
@@ -55,6 +56,7 @@ class TaskMix:
         state: Mapping[str, Any] | None = None,
         events: Iterable[MixEvent] = (),
         is_settled: Callable[[int], bool] = lambda index: False,
+        is_dropped: Callable[[int], bool] = lambda index: False,
     ) -> None:
         self._tasks = tasks
         self._note = note
@@ -64,6 +66,12 @@ class TaskMix:
         for event in events:
             if not is_settled(event.index):
                 self._apply(event)
+        for index in [index for index in self._at.open if is_dropped(index)]:
+            self._apply(Dropped(index))  # else its turn would wait for a group that nobody plays
+        by_place = sorted(self._at.open, key=self.place_of)
+        self._restored = {  # groups that are not admitted yet, by their task's order
+            name: {index: None for index in by_place if self._at.open[index].task == name} for name in tasks
+        }
         if self._at.weights != weights:  # what was dealt by others is not made up for
             self._at.weights, self._at.shares = weights, Shares(weights)
             self._at.turns.become_old()
@@ -78,7 +86,11 @@ class TaskMix:
         return Assigned(index, group.task, group.sample)
 
     def admitted(self, index: int) -> None:
-        self.assignment(index)
+        self._restored[self.assignment(index).task].pop(index, None)
+
+    def next_restored(self) -> int | None:
+        task = self._at.turns.first_free({name: len(groups) for name, groups in self._restored.items()})
+        return None if task is None else next(iter(self._restored[task]), None)
 
     def turns(self, count: int) -> list[str]:
         return self._at.turns.next(count)

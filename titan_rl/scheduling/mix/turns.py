@@ -51,12 +51,16 @@ class TaskTurns:
         self._num_filled[task] -= 1
         self._num_batched[task] -= in_batch
 
-    def first_free(self) -> str | None:
-        """The task of the first turn that has no group."""
+    def first_free(self, without: Mapping[str, int] | None = None) -> str | None:
+        """The task of the first turn that has no group.
+
+        Args:
+            without: by task, so many of its last groups are not counted.
+        """
         free = [
             (numbers[filled], task)
             for task, numbers in self._of_task.items()
-            if (filled := self._num_filled[task]) < len(numbers)
+            if (filled := self._num_filled[task] - (without or {}).get(task, 0)) < len(numbers)
         ]
         return min(free)[1] if free else None
 
