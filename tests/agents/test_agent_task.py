@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -320,8 +320,13 @@ class Numbered:
         return Completion(request_id, [token_id], [-0.5], FinishReason.LENGTH, [VersionSpan(0, 1)])
 
 
+Ask = Callable[..., Coroutine[Any, Any, list[int]]]
+
+
 @asynccontextmanager
-async def harness(it: Stage, folder: Path, generate: Any) -> AsyncIterator[Callable[..., Awaitable[list[int]]]]:
+async def harness(
+    it: Stage, folder: Path, generate: Any
+) -> AsyncIterator[Callable[..., Coroutine[Any, Any, list[int]]]]:
     """Ask as the harness of one rollout: with a content and `max_tokens`, for the tokens of its answers."""
     server = json.loads(addresses(folder)[0].read_text())
     running = asyncio.create_task(it.group(size=1, generate=generate))

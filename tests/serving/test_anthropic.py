@@ -215,3 +215,86 @@ async def test_any_model_may_be_asked_for_where_the_server_says_so() -> None:
     async with talking(any_model=True) as stage, anthropic_client(stage) as client:
         done = await client.messages.create(model="claude-opus-9", max_tokens=20, messages=[user("sky")])
         assert (done.content[0].text, done.model) == ("blue", "policy")
+
+
+@anthropic.beta_async_tool
+async def look(at: str) -> str:
+    """Look at something."""
+    return {"ü": "sky"}[at]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_tool_runner_sends_each_message_once(stream: bool) -> None:
+    answers = {"look": CALL, "<tool_response>\nsky\n</tool_response>": "It is blue."}
+    async with talking(qwen3(TOKENIZER), answers=answers) as stage, anthropic_client(stage) as client:
+        runner: Any = client.beta.messages.tool_runner(
+            model="policy", max_tokens=200, tools=[look], messages=[user("look")], system="be brief", stream=stream
+        )
+        said = [await turn.get_final_message() if stream else turn async for turn in runner]
+        assert [[block.type for block in message.content] for message in said] == [["tool_use"], ["text"]]
+        assert said[1].content[0].text == "It is blue."
+        assert runner._thread.previous_message_id == said[1].id
+        assert said[1].usage.input_tokens > said[0].usage.input_tokens + said[0].usage.output_tokens
+
+
+async def test_a_thread_goes_on_from_the_tokens_that_were_sampled_and_may_branch() -> None:
+    create, asked = {"type": "create"}, {"max_tokens": 100, **TOKENS}
+    async with talking(qwen3(TOKENIZER)) as stage, client_of(stage.app) as client:
+        whole = {**asked, "system": "be brief", "tools": [TOOL], "messages": [user("sky")], "thread": create}
+        first = (await client.post(MESSAGES, json=whole)).json()
+        on = {"type": "continue", "previous_message_id": first["id"]}
+        so_far = first["prompt_token_ids"] + first["token_ids"]
+        for said, answer in (("sky", "blue"), ("hi", "Grüße, 世界 🎉!")):
+            then = (await client.post(MESSAGES, json={**asked, "messages": [user(said)], "thread": on})).json()
+            assert then["content"][0]["text"] == answer
+            assert then["prompt_token_ids"][: len(so_far)] == so_far
+        same = {"system": "be brief", "tools": [TOOL]}
+        told = await client.post(MESSAGES, json={**asked, **same, "messages": [user("sky")], "thread": on})
+        assert told.json()["prompt_token_ids"][: len(so_far)] == so_far
+
+
+async def test_a_thread_that_is_forgotten_is_begun_again_by_its_client() -> None:
+    limits = ServerLimits(request_s=30.0, response_bytes=10)
+    async with talking(qwen3(TOKENIZER), limits=limits) as stage, anthropic_client(stage) as client:
+        thread = client.beta.messages.thread(model="policy", max_tokens=50)
+        assert [(await thread.send(user(said))).content[-1].text for said in ("sky", "think", "sky")] == [
+            "blue", "yes", "blue",
+        ]  # fmt: skip
+        assert [message["role"] for message in thread.messages] == ["user", "assistant"] * 3
+
+
+async def test_refusals_of_threads_have_the_codes_that_clients_act_on() -> None:
+    async with talking(keys=Keys(api=["a", "b"])) as stage, serve(stage.app) as url:
+        asked: Any = {"model": "policy", "max_tokens": 50, "messages": [user("sky")]}
+        codes: list[str | None] = []
+        async with (
+            anthropic.AsyncAnthropic(base_url=url, api_key="a", max_retries=0) as client,
+            anthropic.AsyncAnthropic(base_url=url, api_key="b", max_retries=0) as other,
+        ):
+            first = await client.beta.messages.create(system="be brief", thread={"type": "create"}, **asked)
+            on: Any = {"type": "continue", "previous_message_id": first.id}
+            for whose, refusal, more in (
+                (other, anthropic.NotFoundError, {"thread": on}),
+                (client, anthropic.NotFoundError, {"thread": {**on, "previous_message_id": "msg_1"}}),
+                (client, anthropic.BadRequestError, {"thread": on, "system": "be long"}),
+                (client, anthropic.BadRequestError, {"thread": on, "tools": [TOOL]}),
+                (client, anthropic.BadRequestError, {"thread": {"type": "fork"}}),
+                (client, anthropic.BadRequestError, {"thread": {"type": "continue"}}),
+            ):
+                with pytest.raises(refusal) as caught:
+                    await whose.beta.messages.create(**asked, **more)
+                codes.append(caught.value.error_code)
+    assert codes == ["thread_not_found"] * 2 + ["thread_fingerprint_mismatch"] * 2 + [
+        "thread_unsupported_request", None,
+    ]  # fmt: skip
+
+
+async def test_other_refusals_have_their_code_too() -> None:
+    async with talking() as stage, anthropic_client(stage) as client:
+        for more, code in (
+            ({"model": "claude"}, "model_not_found"),
+            ({"messages": [user("x" * 3000)]}, "context_length_exceeded"),
+        ):
+            with pytest.raises(anthropic.APIStatusError) as caught:
+                await client.messages.create(**{"model": "policy", "max_tokens": 5, "messages": [user("x")], **more})
+            assert caught.value.error_code == code

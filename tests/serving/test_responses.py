@@ -10,8 +10,9 @@ from typing import Any
 import openai
 import pytest
 from clients import ANSWERS, CALL, TOKENIZER, openai_client, talking
+from openai.lib.responses_tool_runner import AsyncRegisteredFunction, AsyncResponsesToolRunner
 from openai.types.responses import Response, ResponseErrorEvent, ResponseStreamEvent
-from pydantic import TypeAdapter
+from pydantic import BaseModel, TypeAdapter
 from served import client_of
 from speaking import qwen3
 
@@ -197,3 +198,20 @@ async def test_a_stored_response_can_be_asked_for_again_and_deleted() -> None:
         with pytest.raises(openai.BadRequestError) as caught:
             await client.responses.retrieve(kept.id, stream=True)
         assert caught.value.param == "stream"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_clients_tool_runner_plays_a_conversation_to_its_end(stream: bool) -> None:
+    class At(BaseModel):
+        at: str
+
+    async def look(given: At) -> str:
+        return {"ü": "sky"}[given.at]
+
+    answers = {"look": CALL, "<tool_response>\nsky\n</tool_response>": "It is blue."}
+    async with talking(qwen3(TOKENIZER), answers=answers) as stage, openai_client(stage) as client:
+        tool = openai.pydantic_function_tool(At, name="look")["function"]
+        function: Any = AsyncRegisteredFunction({"type": "function", **tool}, lambda given: look(At(**given)))
+        runner = AsyncResponsesToolRunner(functions=[function])
+        done = await runner.run(client, {"model": "policy", "input": "look"}, stream=stream)
+        assert done.output_text == "It is blue."

@@ -30,6 +30,7 @@ from titan_rl.serving.policy.tokenizing import Tokenizing
 from titan_rl.serving.protocols.about import about_routes
 from titan_rl.serving.protocols.anthropic.errors import ANTHROPIC
 from titan_rl.serving.protocols.anthropic.messages import CountTokensEndpoint, MessagesEndpoint
+from titan_rl.serving.protocols.anthropic.threads import Threads
 from titan_rl.serving.protocols.openai.chat import ChatEndpoint
 from titan_rl.serving.protocols.openai.completions import CompletionEndpoint
 from titan_rl.serving.protocols.openai.responses import ResponsesEndpoint
@@ -127,7 +128,7 @@ def make_app(
         "/v1/completions": CompletionEndpoint(policy, exchanges, text, tokenizing, stops),
         "/v1/chat/completions": ChatEndpoint(turns, exchanges, stops),
         "/v1/responses": ResponsesEndpoint(turns, exchanges, stored, stops),
-        "/v1/messages": MessagesEndpoint(turns, exchanges, stops),
+        "/v1/messages": MessagesEndpoint(turns, exchanges, Threads(limits.response_bytes), stops),
         "/v1/messages/count_tokens": CountTokensEndpoint(turns, exchanges),
     }
     routes = [

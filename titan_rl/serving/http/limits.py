@@ -22,7 +22,8 @@ class ServerLimits:
         num_conversations: that are remembered, to keep their tokens when they come back as messages.
         conversation_turns: of each of them; one with more begins anew.
         conversation_bytes: about what all of them may keep in memory.
-        response_bytes: of responses that are stored, with their conversations, to be gone on from or asked for again.
+        response_bytes: of responses that are stored, with their conversations, to be gone on from or asked for again;
+            and as much of the conversations of message threads.
 
     Raises:
         ValueError: names the limit that is not positive.

@@ -26,7 +26,7 @@ def messages_from_blocks(body: ConversationBody) -> list[Message]:
         ApiError: 400, names the field that is wrong or not supported.
     """
     messages: list[Message] = []
-    if system := _system(body.system):
+    if system := system_of(body.system):
         messages.append({"role": "system", "content": system})
     for index, message in enumerate(body.messages):
         where = f"messages[{index}]"
@@ -115,9 +115,9 @@ class ReplyBlocks:
         self._tell({"type": "content_block_delta", "index": len(self.blocks) - 1, "delta": delta})
 
 
-def _system(given: Any) -> str:
-    """Without the line by which Claude Code tells its vendor's billing which request it is. It differs in each, and so
-    every turn would begin a conversation anew."""
+def system_of(given: Any) -> str:
+    """The text of `system`, without the line by which Claude Code tells its vendor's billing which request it is. That
+    differs in each request, so that every turn would begin another conversation."""
     if not isinstance(given, list):
         return _BILLING.sub("", text_in(given, "system", _TEXT))
     blocks = objects_in(given, "system")

@@ -26,6 +26,11 @@ _MESSAGE = object_schema(
 )
 _TOOL = object_schema(["name", "input_schema"], name=STRING, description=STRING, input_schema={"type": "object"})
 
+_THREAD = union_schema(
+    object_schema(["type"], type={"const": "create"}),
+    object_schema(["type", "previous_message_id"], type={"const": "continue"}, previous_message_id=STRING),
+)
+
 AnthropicMessage = Annotated[dict[str, Any], WithJsonSchema(_MESSAGE)]
 TextBlock = Annotated[dict[str, Any], WithJsonSchema(_TEXT)]
 Tool = Annotated[dict[str, Any], WithJsonSchema(_TOOL)]
@@ -71,6 +76,7 @@ class MessagesBody(ConversationBody):
     stop_sequences: Annotated[Many[StopSequence], Field(max_length=16)] | None = None
     stream: bool | None = None
     return_token_ids: bool = False
+    thread: Annotated[dict[str, Any], WithJsonSchema(_THREAD)] | None = None
     metadata: dict[str, Any] | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
     inference_geo: str | None = None

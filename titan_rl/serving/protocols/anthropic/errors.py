@@ -19,12 +19,18 @@ _TYPES = {
 
 
 def _error(error: ApiError) -> dict[str, Any]:
-    """There is no field for the one that is wrong, so the message names it."""
+    """The body of an error. It has no field for the parameter that is wrong, so the message names it. Clients act on
+    the code in its details, for example by going on without what is not supported."""
     message, param = error.message, error.param
     if param is not None and param not in message:
         message = f"{param}: {message}"
-    kind = _TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": message}}
+    told: dict[str, Any] = {
+        "type": _TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error"),
+        "message": message,
+    }
+    if error.code is not None:
+        told["details"] = {"error_code": error.code}
+    return {"type": "error", "error": told}
 
 
 ANTHROPIC = Dialect(_error, named_event, _error)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
 
+from titan_rl.rollout.types import Message
 from titan_rl.serving.conversations.caller import caller_of
 from titan_rl.serving.conversations.reply import Delta, Reply
 from titan_rl.serving.conversations.turn import ServedTurn, TurnAsk, Turns
@@ -15,6 +17,7 @@ from titan_rl.serving.http.exchange import Answer, Emit, Exchanges, encoded
 from titan_rl.serving.protocols.anthropic.blocks import ReplyBlocks, messages_from_blocks, tools_from_anthropic
 from titan_rl.serving.protocols.anthropic.bodies import ConversationBody, MessagesBody
 from titan_rl.serving.protocols.anthropic.errors import ANTHROPIC
+from titan_rl.serving.protocols.anthropic.threads import Conversation, Threads
 from titan_rl.serving.protocols.wire import session_id_of, turns_of, weight_versions
 from titan_rl.types import FinishReason
 
@@ -22,24 +25,31 @@ _STOP_REASONS = {FinishReason.LENGTH: "max_tokens", FinishReason.TOOL_CALLS: "to
 
 
 class MessagesEndpoint:
-    def __init__(self, turns: Turns | None, exchanges: Exchanges, stop_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self, turns: Turns | None, exchanges: Exchanges, threads: Threads, stop_token_ids: Sequence[int]
+    ) -> None:
         self._turns = turns
         self._exchanges = exchanges
+        self._threads = threads
         self._stop_token_ids = stop_token_ids
 
     def __call__(self, request: Request) -> Answer:
         turns = turns_of(self._turns)
-        body = read(request, MessagesBody)
+        body, caller = read(request, MessagesBody), caller_of(request)
+        conversation = self._threads.conversation(caller, body)
         asked = _asked(
             turns,
             body,
             request,
+            conversation,
             max_tokens=body.max_tokens,
             sampling=body.sampling(self._stop_token_ids),
             stops=tuple(body.stop_sequences or ()),
             one_call=body.tool_choice is not None and bool(body.tool_choice.disable_parallel_tool_use),
         )
-        work = _Work(turns.begin(asked, "msg_"), turns.policy.model, with_token_ids=body.return_token_ids)
+        turn = turns.begin(asked, "msg_")
+        hold = None if body.thread is None else partial(self._threads.hold, caller, turn.id, conversation)
+        work = _Work(turn, turns.policy.model, hold, with_token_ids=body.return_token_ids)
         return Answer(self._exchanges, work, num_places=1, stream=bool(body.stream), dialect=ANTHROPIC)
 
 
@@ -51,7 +61,8 @@ class CountTokensEndpoint:
     def __call__(self, request: Request) -> Answer:
         turns = turns_of(self._turns)
         body = read(request, ConversationBody)
-        asked = _asked(turns, body, request)
+        conversation = Conversation(messages_from_blocks(body), tools_from_anthropic(body.tools))
+        asked = _asked(turns, body, request, conversation)
 
         async def work(_: Emit | None) -> dict[str, int]:
             return {"input_tokens": len((await turns.talk(asked)).prompt_token_ids)}
@@ -59,20 +70,26 @@ class CountTokensEndpoint:
         return Answer(self._exchanges, work, num_places=1, stream=False, dialect=ANTHROPIC)
 
 
-def _asked(turns: Turns, body: ConversationBody, request: Request, **more: Any) -> TurnAsk:
+def _asked(turns: Turns, body: ConversationBody, request: Request, conversation: Conversation, **more: Any) -> TurnAsk:
     turns.policy.check_model(body.model)
-    tools = tools_from_anthropic(body.tools)
     is_none = body.tool_choice is not None and body.tool_choice.type == "none"
-    messages = messages_from_blocks(body)
-    return TurnAsk(caller_of(request), messages, None if is_none else tools, session_id=session_id_of(request), **more)
+    tools = None if is_none else conversation.tools
+    return TurnAsk(caller_of(request), conversation.messages, tools, session_id=session_id_of(request), **more)
 
 
 class _Work:
-    """How one turn is told of."""
+    """How one turn is told of.
 
-    def __init__(self, turn: ServedTurn, model: str, *, with_token_ids: bool) -> None:
+    Args:
+        hold: called with the reply's message once that is kept.
+    """
+
+    def __init__(
+        self, turn: ServedTurn, model: str, hold: Callable[[Message], None] | None, *, with_token_ids: bool
+    ) -> None:
         self._turn = turn
         self._model = model
+        self._hold = hold
         self._with_token_ids = with_token_ids
 
     async def __call__(self, emit: Emit | None) -> Any:
@@ -88,7 +105,7 @@ class _Work:
             "usage": self._usage(len(reply.completion.token_ids)),
         }
         body = encoded({**message, **self._extension(reply)})
-        self._turn.keep([reply])
+        self._keep(reply)
         return body
 
     async def _stream(self, emit: Emit) -> None:
@@ -107,11 +124,16 @@ class _Work:
 
         (reply,) = await self._turn.replies(on_delta)
         begin()
-        self._turn.keep([reply])
+        self._keep(reply)
         blocks.end()
         usage = self._usage(len(reply.completion.token_ids))
         emit({"type": "message_delta", "delta": _ending(reply), "usage": usage, **self._extension(reply)})
         emit({"type": "message_stop"})
+
+    def _keep(self, reply: Reply) -> None:
+        self._turn.keep([reply])
+        if self._hold is not None:
+            self._hold(reply.message)
 
     def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
         return {
