@@ -17,7 +17,7 @@ from titan_rl.serving.http.exchange import Answer, Emit, Exchanges, encoded
 from titan_rl.serving.protocols.anthropic.blocks import ReplyBlocks, messages_from_blocks, tools_from_anthropic
 from titan_rl.serving.protocols.anthropic.bodies import ConversationBody, MessagesBody
 from titan_rl.serving.protocols.anthropic.errors import ANTHROPIC
-from titan_rl.serving.protocols.anthropic.threads import Conversation, Threads
+from titan_rl.serving.protocols.anthropic.threads import WholeConversation, Threads
 from titan_rl.serving.protocols.wire import session_id_of, turns_of, weight_versions
 from titan_rl.types import FinishReason
 
@@ -61,7 +61,7 @@ class CountTokensEndpoint:
     def __call__(self, request: Request) -> Answer:
         turns = turns_of(self._turns)
         body = read(request, ConversationBody)
-        conversation = Conversation(messages_from_blocks(body), tools_from_anthropic(body.tools))
+        conversation = WholeConversation(messages_from_blocks(body), tools_from_anthropic(body.tools))
         asked = _asked(turns, body, request, conversation)
 
         async def work(_: Emit | None) -> dict[str, int]:
@@ -70,7 +70,9 @@ class CountTokensEndpoint:
         return Answer(self._exchanges, work, num_places=1, stream=False, dialect=ANTHROPIC)
 
 
-def _asked(turns: Turns, body: ConversationBody, request: Request, conversation: Conversation, **more: Any) -> TurnAsk:
+def _asked(
+    turns: Turns, body: ConversationBody, request: Request, conversation: WholeConversation, **more: Any
+) -> TurnAsk:
     turns.policy.check_model(body.model)
     is_none = body.tool_choice is not None and body.tool_choice.type == "none"
     tools = None if is_none else conversation.tools

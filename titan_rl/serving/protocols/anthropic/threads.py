@@ -18,7 +18,7 @@ from titan_rl.serving.protocols.anthropic.bodies import MessagesBody
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
+class WholeConversation:
     """
     Args:
         messages: in the form of OpenAI's chat, as are the tools.
@@ -43,7 +43,7 @@ class Threads:
     def __init__(self, most_bytes: int) -> None:
         self._held: LRUCache[tuple[bytes, str], bytes] = LRUCache(most_bytes, getsizeof=len)
 
-    def conversation(self, caller: Caller, body: MessagesBody) -> Conversation:
+    def conversation(self, caller: Caller, body: MessagesBody) -> WholeConversation:
         """The whole conversation of a request, with what its thread holds.
 
         Raises:
@@ -53,7 +53,7 @@ class Threads:
         tools = tools_from_anthropic(body.tools)
         kind = None if asked is None else asked.get("type")
         if asked is None or kind == "create":
-            return Conversation(messages, tools)
+            return WholeConversation(messages, tools)
         if kind != "continue":
             message = "thread.type must be 'create' or 'continue'; send the whole conversation without a thread"
             raise ApiError(400, message, param="thread.type", code="thread_unsupported_request")
@@ -63,21 +63,21 @@ class Threads:
         has_system = bool(system_of(body.system))
         if has_system and messages[0] != held.messages[0]:
             raise _differs("system")
-        return Conversation([*held.messages, *messages[has_system:]], held.tools)
+        return WholeConversation([*held.messages, *messages[has_system:]], held.tools)
 
-    def hold(self, caller: Caller, message_id: str, conversation: Conversation, reply: Message) -> None:
+    def hold(self, caller: Caller, message_id: str, conversation: WholeConversation, reply: Message) -> None:
         """Hold a conversation with its reply, so that it can be continued."""
         held = {"messages": [*conversation.messages, reply], "tools": conversation.tools}
         with suppress(ValueError):  # one that is larger than all may be
             self._held[caller.name, message_id] = msgspec.json.encode(held)
 
-    def _find(self, caller: Caller, message_id: Any) -> Conversation:
+    def _find(self, caller: Caller, message_id: Any) -> WholeConversation:
         if not isinstance(message_id, str):
             raise ApiError(400, "thread.previous_message_id must be a string", param="thread.previous_message_id")
         if (held := self._held.get((caller.name, message_id))) is None:
             message = "thread.previous_message_id is of no message that is held here; send the whole conversation"
             raise ApiError(404, message, param="thread.previous_message_id", code="thread_not_found")
-        return Conversation(**msgspec.json.decode(held))
+        return WholeConversation(**msgspec.json.decode(held))
 
 
 def _differs(field: str) -> ApiError:
