@@ -17,7 +17,7 @@ from titan_rl.serving.http.exchange import Answer, Emit, Exchanges, encoded
 from titan_rl.serving.protocols.anthropic.blocks import ReplyBlocks, messages_from_blocks, tools_from_anthropic
 from titan_rl.serving.protocols.anthropic.bodies import ConversationBody, MessagesBody
 from titan_rl.serving.protocols.anthropic.errors import ANTHROPIC
-from titan_rl.serving.protocols.anthropic.threads import WholeConversation, Threads
+from titan_rl.serving.protocols.anthropic.threads import Threads, WholeConversation
 from titan_rl.serving.protocols.wire import session_id_of, turns_of, weight_versions
 from titan_rl.types import FinishReason
 
