@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,12 +19,16 @@ from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts, TokenChoiceTopKRouter
 from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
 
+_ALIGNMENT = 16
+"""Bytes that the rows of a matrix have to be a multiple of for torch's grouped kernel."""
+
 FREE = -1
 """In place of an expert: the router chooses for itself."""
 
 
 class Experts(GroupedExperts):
-    """torchtitan's experts cast to bfloat16, which the engine that samples does not where it runs in float32."""
+    """Experts that compute in the dtype of their input, as the engine that samples does. torchtitan's cast to
+    bfloat16."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(GroupedExperts.Config):
@@ -37,11 +42,35 @@ class Experts(GroupedExperts):
             weight.to_local() if isinstance(weight, DTensor) else weight
             for weight in (self.w1_EFD, self.w2_EDF, self.w3_EFD)
         )
-        outputs: list[torch.Tensor] = []
-        for expert, x in enumerate(x_RD.split(num_tokens_per_expert_E.tolist())):
-            hidden = F.silu(F.linear(x, w1_EFD[expert])) * F.linear(x, w3_EFD[expert])
-            outputs.append(F.linear(hidden, w2_EDF[expert]))
-        return torch.cat(outputs).type_as(x_RD)
+        apply = partial(grouped_linear, num_tokens_E=num_tokens_per_expert_E)
+        hidden_RF = F.silu(apply(x_RD, w1_EFD)) * apply(x_RD, w3_EFD)
+        return apply(hidden_RF, w2_EDF).type_as(x_RD)
+
+
+def grouped_linear(x_RI: torch.Tensor, weight_EOI: torch.Tensor, num_tokens_E: torch.Tensor) -> torch.Tensor:
+    """Multiply the rows of each expert by its matrix, in the dtype of autocast where that is on.
+
+    The gradient of the stack of matrices is made once. Indexing the stack for each expert would make one of the whole
+    stack for each, which is quadratic in the number of experts.
+
+    Args:
+        x_RI: sorted by expert.
+        num_tokens_E: rows of each expert.
+
+    Returns:
+        rows in the same order.  # [R, O]
+    """
+    if torch.is_autocast_enabled(x_RI.device.type):
+        x_RI = x_RI.to(torch.get_autocast_dtype(x_RI.device.type))
+    weight_EOI = weight_EOI.to(x_RI.dtype)
+    if not len(x_RI) or any(size * x_RI.itemsize % _ALIGNMENT for size in weight_EOI.shape[1:]):
+        rows = x_RI.split(num_tokens_E.tolist())
+        return torch.cat([F.linear(x, weight) for x, weight in zip(rows, weight_EOI.unbind(), strict=True)])
+    ends_E = num_tokens_E.cumsum(0, dtype=torch.int32)
+    out_RO = F.grouped_mm(x_RI.contiguous(), weight_EOI.transpose(-2, -1), offs=ends_E)
+    if out_RO.requires_grad:
+        out_RO.register_hook(torch.Tensor.contiguous)  # the kernel's backward pass takes no gradient that is a view
+    return out_RO
 
 
 class Router(TokenChoiceTopKRouter):
