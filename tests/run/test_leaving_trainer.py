@@ -6,9 +6,12 @@ import asyncio
 from itertools import chain
 from pathlib import Path
 
+import pytest
 from depth import DEEP
 from test_trainer_recovery import STEPS, Fate, MortalRig, checkpoints, times_trained, trained_on, undisturbed
 
+from titan_rl.errors import NoSpaceError
+from titan_rl.run.checkpoints import saver
 from titan_rl.training.state.checkpoint import list_checkpoints
 
 
@@ -76,6 +79,38 @@ async def test_it_is_saved_while_the_run_waits_for_rollouts(tmp_path: Path) -> N
         assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["step-000001"]
         await rig.controller.save_soon()
     assert not running.done()
+    assert rig.replica.hold is not None
+    rig.replica.hold.set()
+    await running
+    assert len(rig.weights) == STEPS
+
+
+@pytest.mark.parametrize("full", ["before it is copied", "while it is written"])
+async def test_on_a_full_disk_it_leaves_unsaved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: str) -> None:
+    rig = MortalRig(tmp_path, Fate(), interval=0)
+    pull = rig.replica.pull
+    waits = asyncio.Event()
+
+    async def pull_and_wait(version: int) -> None:
+        await pull(version)
+        if version == 1:
+            rig.replica.hold = asyncio.Event()
+            waits.set()
+
+    def refuse(*_: object) -> None:
+        raise NoSpaceError("no space left")
+
+    rig.replica.pull = pull_and_wait
+    running = asyncio.ensure_future(rig.run())
+    await waits.wait()
+    with monkeypatch.context() as patched:
+        patched.setattr(saver, "require_room" if full == "before it is copied" else "is_complete", refuse)
+        async with asyncio.timeout(10):
+            await rig.controller.save_soon()
+    assert not running.done()
+    async with asyncio.timeout(10):
+        await rig.controller.save_soon()  # there is room again
+    assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["step-000001"]
     assert rig.replica.hold is not None
     rig.replica.hold.set()
     await running

@@ -748,6 +748,20 @@ async def test_a_run_that_only_drops_ends_with_the_reasons():
             await next_of(scheduler)
 
 
+@pytest.mark.parametrize("groups_per_step", [1, 2, 16])
+async def test_a_reward_that_always_fails_ends_a_run_of_any_groups_a_step_with_its_error(groups_per_step: int):
+    async def run_group(lease: Lease) -> RolloutGroup:
+        group = group_of(lease.index, 0)
+        group.failure = Failure("KeyError: 'answer'", "task.py:31 in score", "Traceback")
+        return group
+
+    config = SchedulingConfig(groups_per_step=groups_per_step)
+    scheduler = GroupScheduler(run_group, config, group_size=1, budget=64)
+    async with running(scheduler):
+        with pytest.raises(TrainingError, match=r"\d+ groups in a row were lost to errors, .*KeyError: 'answer'"):
+            await next_of(scheduler)
+
+
 async def test_groups_lost_to_errors_in_a_row_end_the_run_with_the_most_frequent():
     places = {0: "env.py:3 in reset", 1: "env.py:7 in step", 2: "env.py:7 in step"}
 

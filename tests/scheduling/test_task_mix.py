@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -276,6 +277,83 @@ def test_by_difficulty_goes_on_with_those_that_are_neither_always_right_nor_alwa
 def test_by_difficulty_tries_all_again_where_none_teaches_anything():
     assert sequence(ByDifficulty(samples=3, left_out=5), lambda sample: [1.0], 6) == [0, 1, 2, 0, 1, 2]
     assert sequence(ByDifficulty(samples=2), lambda sample: [], 6) == [0, 1, 0, 1, 0, 1]
+
+
+class Plainly:
+    """What `ByDifficulty` gives, found by looking at each sample of each pass."""
+
+    def __init__(self, samples: int, left_out: int) -> None:
+        self.samples, self.left_out = samples, left_out
+        self.number, self.next, self.due = 0, 0, dict[int, int]()
+
+    def give(self) -> int:
+        while True:
+            for sample in range(self.next, self.samples):
+                if self.due.get(sample, 0) <= self.number:
+                    self.next = sample + 1
+                    return sample
+            self.number, self.next = self.number + 1, 0
+
+    def finished(self, sample: int, mean: float) -> None:
+        self.due.pop(sample, None)
+        if mean in (0.0, 1.0):
+            self.due[sample] = self.number + 1 + self.left_out
+
+
+@settings(deadline=None)
+@given(st.integers(1, 9), st.integers(0, 5), st.integers(0, 1 << 30), st.sampled_from([0.2, 0.8, 1.0]))
+def test_by_difficulty_gives_what_looking_at_every_sample_would(samples: int, left_out: int, seed: int, ends: float):
+    draw, plain = random.Random(seed), Plainly(samples, left_out)
+    curriculum = ByDifficulty(samples=samples, left_out=left_out)
+    state, running = curriculum.begin(), list[int]()
+    for _ in range(200):
+        sample = curriculum.next_sample(state)
+        curriculum.given(state, sample)
+        assert sample == plain.give()
+        state = json.loads(json.dumps(state))
+        running.append(sample)
+        while running and draw.random() < 0.6:
+            ended = running.pop(draw.randrange(len(running)))
+            mean = draw.choice([0.0, 1.0]) if draw.random() < ends else 0.5
+            curriculum.finished(state, ended, [mean])
+            plain.finished(ended, mean)
+
+
+def test_by_difficulty_jumps_over_passes_in_which_nothing_is_due():
+    assert sequence(ByDifficulty(samples=3, left_out=10**12), lambda sample: [1.0], 7) == [0, 1, 2, 0, 1, 2, 0]
+
+
+def test_by_difficulty_looks_at_few_of_many_samples_for_a_group():
+    curriculum = ByDifficulty(samples=10_000, left_out=100_000)
+    state = curriculum.begin()
+    for sample in range(curriculum.samples):
+        curriculum.given(state, sample)
+        curriculum.finished(state, sample, [1.0 if sample != 7_000 else 0.5])
+    began = time.process_time()
+    for _ in range(2000):
+        assert curriculum.next_sample(state) == 7_000
+        curriculum.given(state, 7_000)
+        curriculum.finished(state, 7_000, [0.5])
+    assert time.process_time() - began < 2, "of this process; looking at every sample takes 10 s"
+
+
+def test_a_mix_looks_at_a_large_state_for_few_of_its_groups():
+    looks = 0
+
+    class Large(list[int]):
+        def __repr__(self) -> str:
+            nonlocal looks
+            looks += 1
+            return super().__repr__()
+
+    class Curious(InOrder):
+        def begin(self) -> CurriculumState:
+            return {**super().begin(), "seen": Large()}
+
+    mix = TaskMix({"task": Share(1.0, Curious())})
+    for index in range(1000):
+        mix.assignment(index)
+    assert looks <= 2 * 11
 
 
 def test_the_next_stage_begins_once_this_one_is_mastered():

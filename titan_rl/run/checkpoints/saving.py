@@ -34,15 +34,18 @@ class RunSaving:
         self._version = version
         self._writing: asyncio.Task[None] | None = None  # the newest checkpoint, until it is whole
         self._asked = asyncio.Event()
+        self._tried = -1  # the version that was last to be written
         self._wrote = asyncio.Event()
 
     def is_due(self, step: int) -> bool:
         return self._saver.is_due(step) or self._asked.is_set()
 
     async def soon(self) -> None:
-        """Have what is trained saved where the loop comes by next. Returns once it is, at once where it was."""
+        """Have what is trained saved where the loop comes by next. Returns once it is, or once the disk had no room for
+        it, which the saver tells; at once where it was saved before."""
         version = self._version()
-        while self._saver.saved < version:
+        self._tried = -1  # there may be room by now
+        while max(self._saver.saved, self._tried) < version:
             self._wrote.clear()
             self._asked.set()
             await self._wrote.wait()
@@ -75,7 +78,9 @@ class RunSaving:
         self._asked.clear()
         if self._saver.saved == step:
             return
-        if await self._calls.finish(self._saver.begin(step)):
+        if not await self._calls.finish(self._saver.begin(step)):
+            self._note_tried(step)
+        else:
             self._writing = background.create_task(self._write(step), name=f"checkpoint-{step}")
 
     async def written(self) -> None:
@@ -88,8 +93,10 @@ class RunSaving:
         Raises:
             CheckpointError: it cannot be saved.
         """
-        await self._saver.save_last(self._version())
-        self._wrote.set()
+        try:
+            await self._saver.save_last(self._version())
+        finally:
+            self._note_tried(self._version())
 
     async def save_what_is_trained(self, before: Callable[[], None]) -> None:
         """On the way out of a run that failed or was stopped. What ended it is not to be hidden by this, so nothing is
@@ -114,5 +121,12 @@ class RunSaving:
     async def _write(self, step: int) -> None:
         """WRITE."""
         with self._progress.working(f"writing the checkpoint of step {step}"):
-            await self._saver.finish()
+            try:
+                await self._saver.finish()
+            finally:
+                self._note_tried(step)
+
+    def _note_tried(self, version: int) -> None:
+        """A version is saved, or cannot be. Whoever waits for that is told."""
+        self._tried = version
         self._wrote.set()

@@ -14,6 +14,8 @@ from titan_rl.scheduling.filters import EQUAL_REWARDS_ADVICE, LOST
 class DropLimits:
     """Counts what was dropped since the last batch, and the groups that were lost to errors in a row.
 
+    A group that was lost to errors counts for the second limit alone, whose message names the error.
+
     Args:
         max_refills: so often may all `groups_per_step` groups of a batch be dropped.
         max_failed_groups: so many lost in a row are too many.
@@ -92,7 +94,7 @@ class DropLimits:
             )
 
     def _drop_advice(self) -> str:
-        most = self._drops.most_common(1)[0][0]
+        most = next(reason for reason, _ in self._drops.most_common() if reason not in LOST)
         unparsed = (
             f"{self._num_unparsed} of their rollouts have an answer that could not be parsed, and no reward; "
             "give the Rubric an error_reward, the least that a wrong answer earns, to train on them"
@@ -105,7 +107,8 @@ class DropLimits:
 
     @property
     def _too_many_drops(self) -> bool:
-        return self._drops.total() > self._max_refills * self._groups_per_step
+        num_drops = sum(count for reason, count in self._drops.items() if reason not in LOST)
+        return num_drops > self._max_refills * self._groups_per_step
 
     @property
     def _too_many_lost(self) -> bool:

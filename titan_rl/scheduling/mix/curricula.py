@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import count
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import takewhile
+from operator import itemgetter
 from statistics import fmean
 from typing import Self
 
@@ -54,33 +56,78 @@ class ByDifficulty(Section):
         return self
 
     def begin(self) -> CurriculumState:
-        return {"pass": 0, "next": 0, "due": {}}
+        return {"pass": 0, "next": 0, "due": {}, "out": []}
 
     def next_sample(self, state: CurriculumState) -> int:
         return self._search(state)[1]
 
     def given(self, state: CurriculumState, sample: int) -> None:
         number, found = self._search(state)
-        if found == sample:
-            state["pass"], state["next"] = number, sample + 1
+        if found != sample:
+            return
+        for back in list(_due_by(state, number)):
+            _take_back(state, back)
+        state["pass"], state["next"] = number, sample + 1
 
     def finished(self, state: CurriculumState, sample: int, rewards: Sequence[float]) -> None:
-        if not rewards:
+        if not rewards or sample >= self.samples:
             return
+        is_out = str(sample) in state["due"]
         if self.too_hard < fmean(rewards) < self.too_easy:
-            state["due"].pop(str(sample), None)
-        else:
-            state["due"][str(sample)] = state["pass"] + 1 + self.left_out
+            if is_out:
+                _take_back(state, sample)
+            return
+        if not is_out:
+            _leave_out(state["out"], sample)
+        state["due"].pop(str(sample), None)  # the last that was left out is the last to come back
+        state["due"][str(sample)] = state["pass"] + 1 + self.left_out
 
     def _search(self, state: CurriculumState) -> tuple[int, int]:
-        """(pass, sample) of the next one that is due."""
-        first: int = state["next"]
-        for number in count(state["pass"]):
-            for sample in range(first, self.samples):
-                if state["due"].get(str(sample), 0) <= number:
-                    return number, sample
-            first = 0
-        raise AssertionError("every sample is due in some pass")
+        """(pass, sample) of the next one that is due. O(log samples) within a pass, and at its end O(those that come
+        back), each of which a group will play."""
+        number: int = state["pass"]
+        if (sample := _first_in(state["out"], state["next"])) < self.samples:
+            return number, sample
+        number += 1
+        if len(state["due"]) == self.samples:
+            number = max(number, next(iter(state["due"].values())))
+        return number, min((*_due_by(state, number), _first_in(state["out"], 0)))
+
+
+def _due_by(state: CurriculumState, number: int) -> Iterator[int]:
+    """The samples that are left out no longer in a pass. `due` has them in the order in which they come back."""
+    return (int(sample) for sample, _ in takewhile(lambda entry: entry[1] <= number, state["due"].items()))
+
+
+def _first_in(out: list[list[int]], sample: int) -> int:
+    """The first sample from one on that is not left out.
+
+    Args:
+        out: those that are, as ranges [first, end) that neither overlap nor touch, ascending.
+    """
+    at = bisect_right(out, sample, key=itemgetter(0)) - 1
+    return max(sample, out[at][1]) if at >= 0 else sample
+
+
+def _leave_out(out: list[list[int]], sample: int) -> None:
+    """Add a sample to the ranges."""
+    at = bisect_right(out, sample, key=itemgetter(0))
+    first, end = sample, sample + 1
+    if at < len(out) and out[at][0] == end:
+        end = out.pop(at)[1]
+    if at > 0 and out[at - 1][1] == first:
+        out[at - 1][1] = end
+    else:
+        out.insert(at, [first, end])
+
+
+def _take_back(state: CurriculumState, sample: int) -> None:
+    """Have a sample played again: the ranges are without it."""
+    del state["due"][str(sample)]
+    out: list[list[int]] = state["out"]
+    at = bisect_right(out, sample, key=itemgetter(0)) - 1
+    first, end = out[at]
+    out[at : at + 1] = [part for part in ([first, sample], [sample + 1, end]) if part[0] < part[1]]
 
 
 class Stages(Section):
