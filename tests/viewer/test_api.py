@@ -111,9 +111,69 @@ async def test_a_run_says_how_many_processes_it_held_for_how_long(tmp_path: Path
         async with asking(make_viewer(runs)) as client:
             (run,) = (await get(client, "/api/runs"))["runs"]
             tiles = {tile["label"]: tile for tile in (await get(client, "/api/runs/run/summary"))["tiles"]}
-    assert tiles["Held"]["note"] == "2 trainer ranks, 3 engines of 2"
-    assert tiles["Held"]["value"] == f"{run['seconds'] * 8 / 3600:.2f} h"
+    assert tiles["Processes held"]["value"] == f"8 for {run['seconds']:.0f} s"
+    hours = f"{run['seconds'] * 8 / 3600:.2f} process hours"
+    assert tiles["Processes held"]["note"] == f"2 trainer ranks, 3 engines of 2; {hours}"
     assert run["seconds"] > 0
+
+
+async def test_time_that_steps_wait_has_one_figure(tmp_path: Path) -> None:
+    step = {"time/step_s": 8.0, "time/train_s": 3.0, "time/wait_for_rollouts_s": 5.0, "time/validation_s": 2.0}
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps({'step': i, **step})}\n" for i in (1, 2)))
+    async with viewing(tmp_path) as client:
+        summary = await get(client, f"/api/runs/{tmp_path.name}/summary")
+    assert summary["time"] == [
+        {"name": "generation", "seconds": 10.0, "share": 0.5},
+        {"name": "training", "seconds": 6.0, "share": 0.3},
+        {"name": "validation", "seconds": 4.0, "share": 0.2},
+    ]
+    assert "generation takes 50% of a step" in summary["bottleneck"]["sentence"]
+    assert not [tile for tile in summary["tiles"] if "%" in tile["value"] + tile["note"]]
+
+
+def prompt_line(step: int, group: str, reward: float | None, prompt: str, **more: Any) -> bytes:
+    messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": f"{reward}"}]
+    status = "error_parse" if reward == 0.0 else "completed"
+    record = {"step": step, "phase": "validation", "task": "sort", "group_id": group, "messages": messages}
+    return line({**record, "rollout_id": f"{group}/0", "status": status, "reward": reward, **more})
+
+
+async def test_prompts_are_the_same_at_every_step_and_shown_by_their_median(tmp_path: Path) -> None:
+    prompts = {"validation-0": ("easy", 0.1), "validation-1": ("middling", 0.0), "validation-2": ("hard", -0.3)}
+    with (tmp_path / "rollouts.jsonl").open("wb") as file:
+        for step in (0, 5, 10):
+            for group, (prompt, more) in prompts.items():
+                for reward in (0.0, 0.5 + step / 30 + more, 0.95, None):
+                    file.write(prompt_line(step, group, reward, prompt))
+            file.write(prompt_line(step, "validation-9", 0.4, f"asked once, at step {step}"))
+            file.write(prompt_line(step, "validation-0", 0.4, "easy", dropped="reward_failed"))
+            file.write(prompt_line(step, "train-7", 0.3, "easy", phase="train"))
+    async with viewing(tmp_path) as client:
+        run = f"/api/runs/{tmp_path.name}"
+        found = await get(client, f"{run}/prompts")
+        assert found["same"]
+        assert [one["group_id"] for one in found["prompts"]] == [*prompts]
+        assert found["prompts"][found["median"]]["group_id"] == "validation-1"
+        for one, (prompt, more) in zip(found["prompts"], prompts.values(), strict=True):
+            assert [at["step"] for at in one["steps"]] == [0, 5, 10]
+            for at in one["steps"]:
+                record = await get(client, f"{run}/rollouts/{at['index']}")
+                assert (record["step"], record["messages"][0]["content"]) == (at["step"], prompt)
+                assert record["reward"] == at["reward"] == pytest.approx(0.5 + at["step"] / 30 + more)
+                assert (at["lowest"], at["highest"], at["count"]) == (0.0, 0.95, 4)
+
+
+async def test_prompts_that_never_come_twice_are_not_called_the_same(tmp_path: Path) -> None:
+    with (tmp_path / "rollouts.jsonl").open("wb") as file:
+        for step in (1, 2, 3):
+            for sibling, reward in enumerate((0.2, 0.4, 0.9)):
+                file.write(prompt_line(step, f"g{step}", reward, f"prompt {step}", phase="train", sibling=sibling))
+    async with viewing(tmp_path) as client:
+        found = await get(client, f"/api/runs/{tmp_path.name}/prompts")
+        assert not found["same"]
+        (only,) = found["prompts"]
+        assert [(at["step"], at["reward"]) for at in only["steps"]] == [(1, 0.4), (2, 0.4), (3, 0.4)]
+        assert found["median"] == 0
 
 
 async def test_runs_of_the_same_name_have_ids_of_their_own(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@
 /api/runs/{id}/curves            ?names=a,b&points=1000&from=&to=: {"curves": {"a": {"steps", "values", "low", "high"}}}
 /api/runs/{id}/rollouts          filters as of `RolloutQuery`: {"total", "rows", "facets", "ranges", "indexed"}
 /api/runs/{id}/rollouts/{index}  a line of `rollouts.jsonl`
+/api/runs/{id}/prompts           see `RolloutIndex.prompts`
 /api/runs/{id}/timeline          ?from=&to=&width=1000&seen_from=&seen_to=: see `titan_rl.viewer.trace.timeline`
 /api/runs/{id}/trace.json        a Chrome trace of all processes, for ui.perfetto.dev
 /api/events                      server-sent events {"run", "changed": ["metrics", "rollouts", "timeline"]} of runs that
@@ -77,6 +78,7 @@ def make_viewer(runs: Runs, *, key: str | None = None, look_s: float = LOOK_S) -
         "/api/runs/{run}/curves": _curves,
         "/api/runs/{run}/timeline": _timeline,
         "/api/runs/{run}/trace.json": _trace,
+        "/api/runs/{run}/prompts": _prompts,
         "/api/runs/{run}/rollouts": _rollouts,
         "/api/runs/{run}/rollouts/{index}": _rollout,
     }
@@ -200,6 +202,10 @@ def _trace(request: Request, reader: RunReader) -> Response:
 
 def _rollouts(request: Request, reader: RunReader) -> Response:
     return _json(reader.rollouts(RolloutQuery.parse(request.query_params)))
+
+
+def _prompts(request: Request, reader: RunReader) -> Response:
+    return _json(reader.prompts())
 
 
 def _rollout(request: Request, reader: RunReader) -> Response:

@@ -26,6 +26,7 @@ _POINT_BYTES = 60
 _ROW_BYTES = 400
 _TIMELINE_SHARE = 0.15
 _CURVES_SHARE = 0.3
+_PROMPTS_SHARE = 0.2
 _MORE = "titan-rl view has all of them"
 
 
@@ -77,7 +78,8 @@ def _data_of(reader: RunReader, most_bytes: int, patience_s: float) -> tuple[dic
     if shown is not None:
         shown["bottleneck"] = reader.summary()["bottleneck"]
         spent += int(_TIMELINE_SHARE * most_bytes)
-    kept = _rollouts(reader, phases, most_bytes - spent)
+    prompts = reader.prompts()
+    kept = _rollouts(reader, phases, prompts, most_bytes - spent)
     total = reader.num_rollouts
     if len(kept) < total:
         left_out.append(f"{len(kept):,} of {total:,} rollouts are here, of steps far apart; {_MORE}")
@@ -86,24 +88,44 @@ def _data_of(reader: RunReader, most_bytes: int, patience_s: float) -> tuple[dic
         "metrics": {"metrics": described(reader.columns())},
         "timeline": shown,
         "curves": curves,
+        "prompts": _kept_prompts(prompts, kept),
         "rollouts": {"rows": reader.rows(list(kept)), "records": kept},
     }
     return data, left_out
 
 
-def _rollouts(reader: RunReader, phases: Mapping[str, int], most_bytes: int) -> dict[int, msgspec.Raw]:
-    """Records by their indices: of whole groups, from steps that lie apart as evenly as can be."""
+def _rollouts(
+    reader: RunReader, phases: Mapping[str, int], prompts: Mapping[str, Any], most_bytes: int
+) -> dict[int, msgspec.Raw]:
+    """Records by their indices: medians of the same prompts in a share of the room, and whole groups from steps that
+    lie apart as evenly as can be."""
     kept: dict[int, msgspec.Raw] = {}
     spent = 0
+    lines = prompts["prompts"]
+    for place in sorted(range(len(lines)), key=lambda place: place != prompts["median"]):
+        for step in lines[place]["steps"]:
+            line = reader.rollout(step["index"])
+            if line is not None and spent + len(line) + _ROW_BYTES <= _PROMPTS_SHARE * most_bytes:
+                kept[step["index"]] = msgspec.Raw(line)
+                spent += len(line) + _ROW_BYTES
     for phase, place in _spread(phases):
         group = reader.group(phase, place)
-        lines = {index: line for index in group if (line := reader.rollout(index)) is not None}
-        size = sum(len(line) + _ROW_BYTES for line in lines.values())
+        found = {i: line for i in group if i not in kept and (line := reader.rollout(i)) is not None}
+        size = sum(len(line) + _ROW_BYTES for line in found.values())
         if spent + size > most_bytes:
             break
         spent += size
-        kept |= {index: msgspec.Raw(line) for index, line in lines.items()}
+        kept |= {index: msgspec.Raw(line) for index, line in found.items()}
     return kept
+
+
+def _kept_prompts(prompts: Mapping[str, Any], kept: Mapping[int, msgspec.Raw]) -> dict[str, Any]:
+    """Those of which at least two steps are in the report."""
+    steps = [[step for step in line["steps"] if step["index"] in kept] for line in prompts["prompts"]]
+    places = [place for place, found in enumerate(steps) if len(found) > 1]
+    lines = [{**prompts["prompts"][place], "steps": steps[place]} for place in places]
+    median = places.index(prompts["median"]) if prompts["median"] in places else 0 if lines else None
+    return {"same": prompts["same"], "prompts": lines, "median": median}
 
 
 def _spread(phases: Mapping[str, int]) -> Iterator[tuple[str, int]]:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import sqlite3
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from hashlib import blake2b
 from itertools import count, islice
-from typing import Any, cast
+from statistics import median_low
+from typing import Any, TypeVar, cast
 
 import msgspec
 
@@ -14,20 +17,25 @@ from titan_rl.calls.plain import printable
 from titan_rl.viewer.records import as_table, read_json
 from titan_rl.viewer.rollout_query import RolloutQuery
 
+T = TypeVar("T")
+
 KEPT_TEXT = 1000
 """Characters of a transcript's beginning, and as many of its end, that can be searched."""
 
 PREVIEW = 160
+MAX_PROMPTS = 200
+MAX_PROMPT_STEPS = 12
 _FACETS = ("status", "task", "phase")
 _RANGES = ("step", "reward", "advantage", "num_completion_tokens", "turns")
 _SHOWN = (
     "rollout_id", "group_id", "sibling", "seat", "step", "phase", "task", "status", "reward", "advantage",
-    "num_completion_tokens", "turns", "dropped",
+    "num_completion_tokens", "turns", "dropped", "prompt",
 )  # fmt: skip
 
 _TABLES = f"""
 CREATE TABLE rollouts ("index" INTEGER PRIMARY KEY, {", ".join(_SHOWN)}, offset INTEGER, length INTEGER);
 CREATE INDEX by_group ON rollouts (group_id);
+CREATE INDEX by_prompt ON rollouts (phase, prompt, step, reward);
 CREATE INDEX by_facets ON rollouts (status, task, phase, step, reward, dropped);
 CREATE TABLE previews ("index" INTEGER PRIMARY KEY, preview);
 """
@@ -105,9 +113,9 @@ class RolloutIndex:
                 self.num_broken += bool(line.strip())
                 continue
             place = next(places)
-            shown = (getattr(record, name) for name in _SHOWN if name != "turns")
+            shown = (getattr(record, name) for name in _SHOWN if name not in ("turns", "prompt"))
             *head, dropped = (printable(value) if isinstance(value, str) else value for value in shown)
-            rows.append((place, *head, len(record.turns), dropped, offset, len(line)))
+            rows.append((place, *head, len(record.turns), dropped, _prompt(record), offset, len(line)))
             searched, preview = _texts(record)
             previews.append((place, preview))
             if self._keeps_text:
@@ -164,6 +172,62 @@ class RolloutIndex:
             [phase, place],
         )
         return [index for (index,) in found]
+
+    def prompts(self) -> dict[str, Any]:
+        """The same prompts at several steps, each with its rollout of median reward; held-out ones if there are any.
+
+        Returns:
+            same: whether each line is of one prompt. Where no prompt comes twice there is one line, of any prompts.
+            prompts: at most `MAX_PROMPTS`, [{"prompt", "task", "seat", "group_id", "steps": [...]}], with at most
+            `MAX_PROMPT_STEPS` steps each, the first and the last among them: {"step", "index", "reward", "lowest",
+            "highest", "count"}, where index and reward are those of the median.
+            median: place of the prompt whose last reward is the median of all prompts; None where there is none.
+        """
+        for phase in ("validation", "train"):
+            for by in (_KEY, "NULL"):
+                found = self._prompts(phase, by)
+                lines = [line for line in found if len(line["steps"]) > 1]
+                if lines:
+                    last = max(line["steps"][-1]["step"] for line in lines)
+                    scored = [
+                        (line["steps"][-1]["reward"], place)
+                        for place, line in enumerate(lines)
+                        if line["steps"][-1]["step"] == last and line["steps"][-1]["reward"] is not None
+                    ]
+                    return {"same": by == _KEY, "prompts": lines, "median": median_low(scored)[1] if scored else 0}
+        return {"same": False, "prompts": [], "median": None}
+
+    def _prompts(self, phase: str, by: str) -> list[dict[str, Any]]:
+        """Lines of one phase, by what tells prompts apart."""
+        asked = "SELECT DISTINCT step FROM rollouts WHERE phase = ? AND dropped IS NULL AND step NOTNULL ORDER BY step"
+        steps = [step for (step,) in self._database.execute(asked, [phase])]
+        if by == _KEY and phase == "validation":
+            steps = _spread(steps, MAX_PROMPT_STEPS)
+            among = f"AND step IN ({', '.join(map(repr, steps))})"
+        else:
+            among = ""
+        found = self._database.execute(
+            'SELECT prompt, task, seat, group_id, step, "index", reward, lowest, highest, size FROM ('
+            "SELECT *, row_number() OVER siblings AS place, count(*) OVER alike AS size, count(reward) OVER alike AS "
+            "scored, min(reward) OVER alike AS lowest, max(reward) OVER alike AS highest FROM rollouts "
+            f"WHERE phase = ? AND dropped IS NULL AND step IS NOT NULL {among} "
+            f"WINDOW alike AS (PARTITION BY {by}, step), siblings AS (PARTITION BY {by}, step ORDER BY reward IS NULL, "
+            'reward, "index")) WHERE place = max(1, (scored + 1) / 2) ORDER BY step, "index"',
+            [phase],
+        )
+        lines: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
+        for prompt, task, seat, group, *at in found:
+            key = (prompt, task, seat) if by == _KEY else None
+            line = lines[key]
+            if not line:
+                if len(lines) > MAX_PROMPTS:
+                    del lines[key]
+                    continue
+                line.update({"prompt": prompt, "task": task, "seat": seat, "group_id": group, "steps": []})
+            line["steps"].append(dict(zip(("step", "index", "reward", "lowest", "highest", "count"), at, strict=True)))
+        for line in lines.values():
+            line["steps"] = _spread(line["steps"], MAX_PROMPT_STEPS)
+        return list(lines.values())
 
     def rows(self, indices: Sequence[int]) -> list[dict[str, Any]]:
         """As `find` gives them, in order of the index."""
@@ -243,6 +307,28 @@ _FILTERS = {
     "reward_max": "reward <= ?",
     "dropped": "(dropped IS NOT NULL) = ?",
 }
+
+
+_KEY = "prompt, task, seat"
+
+
+def _prompt(record: _Line) -> str:
+    """Digest of what stands before the first answer; the group's id of a rollout that keeps no messages."""
+    opening: list[Any] = []
+    for message in record.messages:
+        if as_table(message).get("role") == "assistant":
+            break
+        opening.append(message)
+    if not opening:
+        return printable(record.group_id)
+    return blake2b(json.dumps(opening).encode(), digest_size=8).hexdigest()  # of ASCII, also where a surrogate is alone
+
+
+def _spread(items: Sequence[T], most: int) -> list[T]:
+    """At most so many, evenly, the first and the last among them."""
+    if len(items) <= most:
+        return list(items)
+    return [items[round(place * (len(items) - 1) / (most - 1))] for place in range(most)]
 
 
 def _where(query: RolloutQuery, filters: Mapping[str, str]) -> tuple[str, Sequence[Any]]:

@@ -81,7 +81,8 @@ class RunReader:
             return self._columns
 
     def summary(self) -> dict[str, Any]:
-        """See `summarize`. And bottleneck: {"name", "share", "sentence"}, or None where the metrics name none."""
+        """See `summarize`. And time: what the steps' time was spent on, [{"name", "seconds", "share"}], shares that
+        add up to 1; bottleneck: {"name", "share", "sentence"} of the greatest, or None where no metrics say it."""
         with self._lock:
             self._read_metrics()
             warnings = list(self._warnings)
@@ -94,9 +95,15 @@ class RunReader:
                 for name in _READ
                 if (self.folder / name).is_symlink()
             ]
+            total = math.fsum(self._parts.values())
             return {
                 **summarize(self.folder, self._columns, warnings),
                 "bottleneck": None if (found := bottleneck_of(self._parts)) is None else asdict(found),
+                "time": [
+                    {"name": name, "seconds": seconds, "share": seconds / total}
+                    for name, seconds in sorted(self._parts.items(), key=lambda part: -part[1])
+                    if seconds
+                ],
             }
 
     def curves(self, names: Sequence[str], points: int, first: float, last: float) -> dict[str, Curve]:
@@ -114,6 +121,12 @@ class RunReader:
         self._read_rollouts(patience_s)
         with self._lock:
             return {**self._index.find(query), "indexed": self._indexed}
+
+    def prompts(self, patience_s: float = PATIENCE_S) -> dict[str, Any]:
+        """See `RolloutIndex.prompts`."""
+        self._read_rollouts(patience_s)
+        with self._lock:
+            return self._index.prompts()
 
     def count_groups(self, patience_s: float = math.inf) -> tuple[dict[str, int], float]:
         """See `RolloutIndex.count_groups`; and of which share of the file that is, in [0, 1]."""

@@ -13,13 +13,16 @@ from titan_rl.calls.plain import plain_json
 from titan_rl.viewer.hosts import read_hosts
 from titan_rl.viewer.metric_columns import MetricColumns
 from titan_rl.viewer.records import as_list, as_table
-from titan_rl.viewer.run_status import config_text, describe_run, read_config, read_results, read_status, steps_planned
-
-RECENT = 10
-"""Steps that a figure of now is a mean of."""
-
-HELD_OUT = ("validation/reward_mean", "validation/loss")
-EARNED = ("rollout/finished_reward_mean", "rollout/reward_mean")
+from titan_rl.viewer.run_status import (
+    config_text,
+    describe_run,
+    read_config,
+    read_results,
+    read_status,
+    steps_planned,
+    tasks_of,
+)
+from titan_rl.viewer.verdicts import EARNED, HELD_OUT, LOSSES, RECENT, held_out_change, task_lines, verdicts
 
 Tile = dict[str, str]
 
@@ -29,8 +32,9 @@ def summarize(folder: Path, columns: MetricColumns, warnings: list[str]) -> dict
 
     Returns:
         tiles: {"label", "value", "note", "tone": "good", "bad" or ""}.
-        trend: of what is measured on held-out samples, {"metric", "before", "after", "first_step", "last_step"}; None
-        where that was not done twice.
+        verdicts: see `verdicts`; tasks: see `task_lines`.
+        trend: of what is measured on held-out samples, {"metric", "before", "after", "first_step", "last_step",
+        "error"}; None where that was not done twice, or where several suites have trends of their own.
         hosts: see `read_hosts`.
         failure: why the run failed, for a person; None where it did not.
         seconds_left: of a run that goes on, at the pace of its last steps; None where that is not known.
@@ -38,6 +42,8 @@ def summarize(folder: Path, columns: MetricColumns, warnings: list[str]) -> dict
     """
     status, config = read_status(folder), read_config(folder)
     planned = steps_planned(folder, config)
+    tasks = task_lines(columns, tasks_of(config))
+    changes = (held_out_change(columns, name) for name in (HELD_OUT, LOSSES[0]))
     return {
         "tiles": [
             *_tiles(columns),
@@ -46,7 +52,9 @@ def summarize(folder: Path, columns: MetricColumns, warnings: list[str]) -> dict
             *_tiles_of_evaluation(read_results(folder)),
         ],
         "warnings": warnings,
-        "trend": next((trend for name in HELD_OUT if (trend := _trend(columns, name))), None),
+        "verdicts": verdicts(columns, tasks),
+        "tasks": tasks,
+        "trend": next((change.to_json() for change in changes if change is not None), None),
         "hosts": read_hosts(folder),
         "failure": status.reason if status.state == "failed" else None,
         "seconds_left": _seconds_left(columns, planned) if status.state == "running" else None,
@@ -85,9 +93,8 @@ def _tiles(columns: MetricColumns) -> Iterator[Tile]:
         trained = math.fsum(speed * each for speed, each in zip(speeds, seconds, strict=True))
         yield _tile("Tokens trained on", f"{trained:,.0f}", f"{fmean(speeds):,.0f} a second")
     if seconds:
-        waits = columns.values("time/wait_for_rollouts_s")
-        share = f"{math.fsum(waits) / math.fsum(seconds):.0%} waiting for rollouts" if waits else ""
-        yield _tile("Time of a step", f"{fmean(seconds[-RECENT:]):.2f} s", share)
+        note = f"mean of the last {min(len(seconds), RECENT)}" if len(seconds) > 1 else ""
+        yield _tile("Time of a step", f"{fmean(seconds[-RECENT:]):.2f} s", note)
     if staleness := columns.values("train/staleness_mean"):
         most = max(columns.values("train/staleness_max"), default=max(staleness))
         yield _tile("Staleness", f"{fmean(staleness[-RECENT:]):.2f}", f"steps; {most:.0f} at most")
@@ -108,19 +115,29 @@ def _num_skipped(counts: Sequence[float]) -> float:
 
 
 def _tiles_of_cost(folder: Path, config: Mapping[str, Any]) -> Iterator[Tile]:
-    """Whoever pays for devices counts how many were held for how long."""
+    """Processes that each hold a device, and for how long."""
     run = describe_run(folder.name, folder)
     training, generation = as_table(config.get("training")), as_table(config.get("generation"))
     ranks = math.prod(_count(training.get(f"{kind}_parallel"), 1) for kind in ("data", "context", "tensor"))
     engines = _count(generation.get("num_generators"), 0) if run["kind"] == "train" else 0
     wide = _count(generation.get("tensor_parallel_size"), 1)
     if training and run["kind"] != "evaluation":
+        processes = ranks + engines * wide
         held = f"{ranks} trainer rank{'' if ranks == 1 else 's'}"
-        held += (
-            f", {engines} engine{'' if engines == 1 else 's'}" + (f" of {wide}" if wide > 1 else "") if engines else ""
-        )
-        hours = run["seconds"] * (ranks + engines * wide) / 3600
-        yield _tile("Held", f"{hours:,.2f} h" if hours < 100 else f"{hours:,.0f} h", held)
+        if engines:
+            held += f", {engines} engine{'' if engines == 1 else 's'}" + (f" of {wide}" if wide > 1 else "")
+        hours = run["seconds"] * processes / 3600
+        figure = f"{hours:,.2f}" if hours < 100 else f"{hours:,.0f}"
+        note = f"{held}; {figure} process hours"
+        yield _tile("Processes held", f"{processes} for {_duration(run['seconds'])}", note)
+
+
+def _duration(seconds: float) -> str:
+    """Example: 3725 s are "1 h 2 min"."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    return f"{whole // 60} min {whole % 60} s" if whole < 3600 else f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
 def _count(value: object, default: int) -> int:
@@ -143,14 +160,6 @@ def _tiles_of_evaluation(results: Mapping[str, Any]) -> Iterator[Tile]:
 
 def _tile(label: str, value: str, note: str = "", tone: str = "") -> Tile:
     return {"label": label, "value": value, "note": note, "tone": tone}
-
-
-def _trend(columns: MetricColumns, name: str) -> dict[str, Any] | None:
-    points = [(step, value) for step, value in columns.points(name) if math.isfinite(value)]
-    if len(points) < 2:
-        return None
-    (first, before), (last, after) = points[0], points[-1]
-    return {"metric": name, "before": before, "after": after, "first_step": first, "last_step": last}
 
 
 def _seconds_left(columns: MetricColumns, planned: int | None) -> float | None:

@@ -1,0 +1,320 @@
+"""Verdicts on a run: does it learn, and if not, why; each with a link to the rollouts or curves that show it.
+
+    learning    what is measured on held-out prompts and what training earned, at first and now, against their noise
+    reasons     signs of the last steps: equal rewards, cut off or unreadable answers, collapse, stale or wrong weights
+
+A verdict is {"tone": "good", "warn", "bad" or "", "title", "text", "link": {"label", "tab", "values"} or None}, where
+`values` go into the hash of the page: {"rollouts.status": "error_parse", "rollouts.step_min": 11}.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, variance
+from typing import Any, Literal
+
+from titan_rl.scheduling.filters import EQUAL_REWARDS_ADVICE
+from titan_rl.viewer.metric_columns import MetricColumns
+
+RECENT = 10
+"""Steps that a figure of now is a mean of."""
+
+EARNED = ("rollout/finished_reward_mean", "rollout/reward_mean")
+HELD_OUT = "validation/reward_mean"
+LOSSES = ("validation/loss", "train/loss")
+
+_SURE = 2.0  # standard errors that a change has to exceed
+_FEWEST = 3  # steps on each side of a comparison
+_NOTHING = 1e-6  # a reward that is no more than that is none
+
+Tone = Literal["good", "warn", "bad", ""]
+Verdict = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """How a figure moved.
+
+    Args:
+        error: standard error of the difference; None where that is not known.
+    """
+
+    metric: str
+    before: float
+    after: float
+    first_step: float
+    last_step: float
+    error: float | None
+
+    @property
+    def direction(self) -> int:
+        """1 up, -1 down, 0 within the noise. Without a known error any change counts."""
+        gain = self.after - self.before
+        return 0 if abs(gain) <= _SURE * (self.error or 0.0) else 1 if gain > 0 else -1
+
+    @property
+    def figures(self) -> str:
+        return f"{_figure(self.before)} → {_figure(self.after)}"
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "metric": self.metric,
+            "before": self.before,
+            "after": self.after,
+            "first_step": self.first_step,
+            "last_step": self.last_step,
+            "error": self.error,
+        }
+
+
+def held_out_change(columns: MetricColumns, metric: str) -> Change | None:
+    """From the first validation to the last; None where there were not two.
+
+    The error is that of two independent means over prompts, which is more than that of the same prompts measured twice.
+    """
+    points = [(step, value) for step, value in columns.points(metric) if math.isfinite(value)]
+    if len(points) < 2:
+        return None
+    (first, before), (last, after) = points[0], points[-1]
+    prefix = metric.rpartition("/")[0]
+    spreads, counts = columns.values(f"{prefix}/reward_std"), columns.values(f"{prefix}/num_groups")
+    error = None
+    if metric.endswith("reward_mean") and spreads and counts and counts[-1] > 0:
+        error = math.hypot(spreads[0], spreads[-1]) / math.sqrt(counts[-1])
+    return Change(metric, before, after, first, last, error)
+
+
+def earned_change(columns: MetricColumns, metric: str) -> Change | None:
+    """From the mean of the first steps to that of the last ones, at most `RECENT` each; None with fewer than twice
+    `_FEWEST` steps."""
+    points = [(step, value) for step, value in columns.points(metric) if math.isfinite(value)]
+    count = min(RECENT, len(points) // 2)
+    if count < _FEWEST:
+        return None
+    before, after = ([value for _, value in part] for part in (points[:count], points[-count:]))
+    error = math.sqrt((variance(before) + variance(after)) / count)
+    return Change(metric, fmean(before), fmean(after), points[0][0], points[-1][0], error)
+
+
+def task_lines(columns: MetricColumns, names: Sequence[str]) -> list[dict[str, Any]]:
+    """A line for each task or suite, of a run that has several.
+
+    Args:
+        names: of the run's tasks, in their order.
+
+    Returns:
+        [{"name", "earned": change or None, "held_out": change or None, "now": mean reward of the last steps, "share" of
+        the groups, "tone", "title"}]. Empty for one task.
+    """
+    tasks = _named(columns, r"task/([^/]+)/finished_reward_mean")
+    suites = _named(columns, r"validation/([^/]+)/reward_mean")
+    every = list(dict.fromkeys([*names, *tasks, *suites]))
+    if len(every) < 2:
+        return []
+    lines: list[dict[str, Any]] = []
+    for name in every:
+        metric = f"task/{name}/finished_reward_mean"
+        earned, held_out = earned_change(columns, metric), held_out_change(columns, f"validation/{name}/reward_mean")
+        recent = columns.values(metric)[-RECENT:]
+        tone, title = _of_task(earned, held_out, recent)
+        shares = columns.values(f"task/{name}/share")[-RECENT:]
+        lines.append(
+            {
+                "name": name,
+                "earned": None if earned is None else earned.to_json(),
+                "held_out": None if held_out is None else held_out.to_json(),
+                "now": fmean(recent) if recent else None,
+                "share": fmean(shares) if shares else None,
+                "tone": tone,
+                "title": title,
+            }
+        )
+    return lines
+
+
+def verdicts(columns: MetricColumns, tasks: Sequence[Mapping[str, Any]]) -> list[Verdict]:
+    """The first says whether the run learns; the others why it may not, the worst first. Empty without any metric.
+
+    Args:
+        tasks: of `task_lines`.
+    """
+    learning = _learning(columns)
+    if learning is None:
+        return []
+    reasons = sorted([*_of_tasks(columns, tasks), *_reasons(columns)], key=lambda one: one["tone"] != "bad")
+    if learning["tone"] == "bad" and not reasons:
+        learning["text"] += " No metric says why: read what it writes, the median first."
+    return [learning, *reasons]
+
+
+def _learning(columns: MetricColumns) -> Verdict | None:
+    earned = next((found for name in EARNED if (found := earned_change(columns, name))), None)
+    held_out = held_out_change(columns, HELD_OUT)
+    if not any(columns.count(name) for name in (*EARNED, HELD_OUT)) and not _named(
+        columns, r"validation/([^/]+)/reward_mean"
+    ):
+        return _of_loss(columns)
+    link = _curves("reward_mean", "reward by step")
+    changes = [change for change in (held_out, earned) if change is not None]
+    if not changes:
+        steps = max((columns.count(name) for name in EARNED), default=0)
+        text = f"{steps} step{'' if steps == 1 else 's'} so far; {2 * _FEWEST} steps, or two validations, say more."
+        return _verdict("", "Too early to tell whether it learns", text, link)
+    told = "; ".join(_told(change) for change in changes)
+    directions = [change.direction for change in changes]
+    if held_out is not None and earned is not None and held_out.direction < 0 < earned.direction:
+        text = f"{told}. More samples, or fewer steps on the same ones."
+        return _verdict("bad", "It learns its samples by heart: training rises, held-out prompts fall", text, link)
+    if max(directions) > 0 and min(directions) >= 0:
+        return _verdict("good", "It learns", f"{told}.", link)
+    if min(directions) < 0:
+        return _verdict("bad", "It gets worse", f"{told}. Try a lower training.lr.", link)
+    return _verdict("bad", "It does not learn", f"{told}: no more than noise.", _median(columns))
+
+
+def _of_loss(columns: MetricColumns) -> Verdict | None:
+    """Of supervised training."""
+    held_out, trained = held_out_change(columns, LOSSES[0]), earned_change(columns, LOSSES[1])
+    change = held_out or trained
+    if change is None:
+        return _verdict("", "Too early to tell whether it learns", "", None) if columns.count(LOSSES[1]) else None
+    link = _curves("loss", "loss by step")
+    if change.direction < 0:
+        return _verdict("good", "It learns", f"{_told(change)}.", link)
+    title = "It gets worse" if change.direction > 0 else "It does not learn"
+    return _verdict("bad", title, f"{_told(change)}. Try another sft.lr.", link)
+
+
+def _told(change: Change) -> str:
+    names = {HELD_OUT: "Held-out reward", LOSSES[0]: "Held-out loss", LOSSES[1]: "Loss"}
+    name = names.get(change.metric, "Reward in training")
+    error = "" if change.error is None else f" ± {change.error:.3f}"
+    steps = f"steps {change.first_step:.0f} to {change.last_step:.0f}"
+    return f"{name} {change.figures} ({change.after - change.before:+.3f}{error}, {steps})"
+
+
+def _of_task(earned: Change | None, held_out: Change | None, recent: Sequence[float]) -> tuple[Tone, str]:
+    if recent and max(map(abs, recent)) <= _NOTHING:
+        return "bad", "earns nothing"
+    directions = [change.direction for change in (held_out, earned) if change is not None]
+    if not directions:
+        return "", "too early to tell"
+    if min(directions) < 0:
+        return "bad", "gets worse"
+    return ("good", "learns") if max(directions) > 0 else ("bad", "does not learn")
+
+
+def _of_tasks(columns: MetricColumns, tasks: Sequence[Mapping[str, Any]]) -> Iterator[Verdict]:
+    """Of tasks that do not learn, which the mean of all hides."""
+    for task in tasks:
+        if task["tone"] == "bad":
+            name = task["name"]
+            now = "" if task["now"] is None else f" Its reward in the last steps is {task['now']:.3f}."
+            advice = f" Try: {EQUAL_REWARDS_ADVICE}." if task["title"] == "earns nothing" else ""
+            link = _rollouts(columns, "its latest rollouts", task=name)
+            yield _verdict(
+                "bad", f"The task {name} {task['title']}", f"The mean of all tasks hides it.{now}{advice}", link
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Sign:
+    """
+    Args:
+        metrics: that are added up; what is looked at is their mean over the last steps.
+        warn, bad: from where on it is a sign.
+        title: with the figure in it.
+        status: of the rollouts that show it; "" links to the curve, "*" to any rollouts of these steps.
+    """
+
+    metrics: tuple[str, ...]
+    warn: float
+    bad: float
+    title: str
+    text: str
+    status: str = ""
+
+
+_SIGNS = (
+    _Sign(("rollout/zero_variance_groups",), 0.9, 0.99,
+          "{:.0%} of the groups teach nothing: all their rollouts earn the same",
+          f"Try: {EQUAL_REWARDS_ADVICE}.", "*"),
+    _Sign(("rollout/status/error_parse",), 0.1, 0.5, "{:.0%} of the answers cannot be parsed",
+          "Try the model.renderer that is made for this model, or titan-rl sft on demonstrations.", "error_parse"),
+    _Sign(("rollout/status/truncated_length",), 0.1, 0.5, "{:.0%} of the rollouts are cut off at sampling.max_tokens",
+          "Try a larger one, or a prompt that asks for less.", "truncated_length"),
+    _Sign(("rollout/status/truncated_prompt",), 0.1, 0.5, "{:.0%} of the rollouts fill model.max_context",
+          "Try a larger one, fewer turns (rollout.max_turns), or shorter prompts.", "truncated_prompt"),
+    _Sign(("rollout/status/truncated_turns",), 0.5, 1.1, "{:.0%} of the rollouts use up their turns",
+          "Try a larger rollout.max_turns.", "truncated_turns"),
+    _Sign(("rollout/status/truncated_time",), 0.1, 0.5, "{:.0%} of the rollouts run out of time",
+          "Try a larger rollout.timeout_s, or a faster environment.", "truncated_time"),
+    _Sign(("rollout/status/error_env",), 0.05, 0.3, "{:.0%} of the rollouts fail in the environment",
+          "They take no part in training. logs/controller.log has each error in full.", "error_env"),
+    _Sign(("rollout/status/error_timeout",), 0.05, 0.3, "{:.0%} of the rollouts end because a call takes too long",
+          "They take no part in training.", "error_timeout"),
+    _Sign(("rollout/status/error_generate",), 0.05, 0.3, "{:.0%} of the rollouts fail while generating",
+          "They take no part in training.", "error_generate"),
+    _Sign(("train/on_policy_logprob_diff_mean",), 1e-2, 1e-1, "Trainer and generators disagree on logprobs by {:.2g}",
+          "They do not compute the same, and what follows from rewards is a consequence of that."),
+    _Sign(("train/approx_kl",), 0.05, 0.5, "The trained policy is far from the one that sampled: a KL of {:.2g}",
+          "Try a lower training.lr, or a smaller scheduling.max_staleness."),
+    _Sign(("train/clip_fraction",), 0.2, 0.5, "{:.0%} of the tokens are clipped",
+          "Steps are too large: try a lower training.lr."),
+    _Sign(("train/num_nonfinite_tokens",), 1e-9, 1.0, "{:.2g} tokens a step have a loss that is not finite",
+          "They are left out."),
+)  # fmt: skip
+
+
+def _reasons(columns: MetricColumns) -> Iterator[Verdict]:
+    for sign in _SIGNS:
+        recent = [columns.values(name)[-RECENT:] for name in sign.metrics]
+        if not all(recent):
+            continue
+        value = sum(map(fmean, recent))
+        if value < sign.warn:
+            continue
+        status = {} if sign.status == "*" else {"status": sign.status}
+        link = _rollouts(columns, "these rollouts", **status) if sign.status else _curves(sign.metrics[0], "the curve")
+        yield _verdict("bad" if value >= sign.bad else "warn", sign.title.format(value), sign.text, link)
+    entropies, gradients = columns.values("train/entropy"), columns.values("train/grad_norm")
+    if len(entropies) > RECENT and fmean(entropies[-RECENT:]) < 0.05 * entropies[0]:
+        title = f"The entropy has collapsed: {entropies[0]:.3g} at first, {fmean(entropies[-RECENT:]):.2g} now"
+        text = "Siblings write the same. Try a lower training.lr, or a larger training.clip_high."
+        yield _verdict("warn", title, text, _curves("train/entropy", "the curve"))
+    if len(gradients) >= _FEWEST and not any(gradients[-RECENT:]):
+        yield _verdict(
+            "bad", "The gradient is zero", "No step changes the weights.", _curves("train/grad_norm", "the curve")
+        )
+
+
+def _median(columns: MetricColumns) -> dict[str, Any]:
+    return _rollouts(columns, "its latest rollouts")
+
+
+def _rollouts(columns: MetricColumns, label: str, **filters: str) -> dict[str, Any]:
+    """To the rollouts of the last steps that are as the filters say."""
+    steps = [step for name in EARNED for step, _ in columns.points(name)[-RECENT:]]
+    values: dict[str, Any] = {f"rollouts.{name}": value for name, value in filters.items()}
+    if steps:
+        values["rollouts.step_min"] = min(steps)
+    return {"label": label, "tab": "rollouts", "values": {**values, "rollouts.phase": "train"}}
+
+
+def _curves(words: str, label: str) -> dict[str, Any]:
+    return {"label": label, "tab": "curves", "values": {"metrics": words}}
+
+
+def _verdict(tone: Tone, title: str, text: str, link: Mapping[str, Any] | None) -> Verdict:
+    return {"tone": tone, "title": title, "text": text, "link": link}
+
+
+def _named(columns: MetricColumns, pattern: str) -> list[str]:
+    return [match[1] for name in columns if (match := re.fullmatch(pattern, name))]
+
+
+def _figure(value: float) -> str:
+    return f"{value:.3f}" if abs(value) < 1000 else f"{value:.3g}"
