@@ -162,7 +162,8 @@ async def test_an_answer_that_comes_late_is_dropped(open_page: OpenPage) -> None
       const answers = [];
       const source = { rollouts: () => new Promise(resolve => answers.push(resolve)) };
       const { open } = await import("viewer/rollouts/tab");
-      const tab = open(document.createElement("div"), { source, runs: [{ id: "a", name: "a" }], state: viewer.state });
+      const { state, cursor } = viewer;
+      const tab = open(document.createElement("div"), { source, runs: [{ id: "a", name: "a" }], state, cursor });
       const later = tab.ask();
       answers[1]({ total: 2, rows: [] });
       await later;

@@ -229,7 +229,8 @@ async def test_as_much_detail_is_asked_for_as_there_are_pixels(open_timeline: Op
         curves: async () => ({ curves: {} }),
       };
       const { open } = await import("viewer/timeline/tab");
-      const tab = open(viewer.panel, { source, runs: [{ id: "a", name: "a" }], state: viewer.state });
+      const { state, cursor } = viewer;
+      const tab = open(viewer.panel, { source, runs: [{ id: "a", name: "a" }], state, cursor });
       await new Promise(resolve => setTimeout(resolve));
       tab.chart.window.set(5, 7);
       tab.chart.moved();

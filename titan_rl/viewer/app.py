@@ -4,6 +4,7 @@
                                  "steps_planned", "began", "resumed", "ended", "seconds", "tasks", "named"}]}, the
                                  newest first; times are of seconds; "named" are those that the viewer was asked for by
                                  their own folders
+/api/settings                    {"settings": {id: {"training.lr": 0.0003}}}, those of all runs, by dotted names
 /api/runs/{id}/summary           see `summarize`
 /api/runs/{id}/metrics           {"metrics": [{"name", "unit", "help", "group"}]}
 /api/runs/{id}/curves            ?names=a,b&points=1000&from=&to=: {"curves": {"a": {"steps", "values", "low", "high"}}}
@@ -46,6 +47,7 @@ from titan_rl.viewer.html import STATIC, page_file, served_page
 from titan_rl.viewer.rollout_query import QueryError, RolloutQuery, number, whole
 from titan_rl.viewer.run_reader import RunReader
 from titan_rl.viewer.runs import Runs
+from titan_rl.viewer.summary import settings_of
 from titan_rl.viewer.trace.chrome import chrome_trace
 
 LOOK_S = 0.5
@@ -53,6 +55,9 @@ LOOK_S = 0.5
 
 BEAT_S = 15.0
 """Between two signs of life of the stream of events."""
+
+TRACE_PATIENCE_S = 0.5
+"""For so long a trace is read before what there is of it is answered."""
 
 MAX_POINTS = 20_000
 _POLICY = b"content-security-policy"
@@ -87,12 +92,16 @@ def make_viewer(runs: Runs, *, key: str | None = None, look_s: float = LOOK_S) -
     def everything(request: Request) -> Response:
         return _json({"runs": runs.describe()})
 
+    def settings(request: Request) -> Response:
+        return _json({"settings": {run: settings_of(folder) for run, folder in runs.folders().items()}})
+
     async def events(request: Request) -> Response:
         return StreamingResponse(_events(runs, look_s, ended), media_type="text/event-stream")
 
     routes = [
         Route("/", _page),
         Route("/api/runs", everything),
+        Route("/api/settings", settings),
         Route("/api/events", events),
         *(Route(path, _of_run(runs, answer)) for path, answer in endpoints.items()),
         Route(f"{STATIC}{{path:path}}", _file),
@@ -190,7 +199,7 @@ def _timeline(request: Request, reader: RunReader) -> Response:
     )
     seen = None if seen_from is None or seen_to is None else (seen_from, seen_to)
     width = whole("width", given.get("width") or "1000", least=1, most=MAX_POINTS)
-    answer = reader.traces.timeline(first, last, width, seen)
+    answer = reader.traces.timeline(first, last, width, seen, TRACE_PATIENCE_S)
     return _json({**answer, "bottleneck": reader.summary()["bottleneck"]})
 
 

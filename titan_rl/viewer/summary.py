@@ -38,7 +38,7 @@ def summarize(folder: Path, columns: MetricColumns, warnings: list[str]) -> dict
         hosts: see `read_hosts`.
         failure: why the run failed, for a person; None where it did not.
         seconds_left: of a run that goes on, at the pace of its last steps; None where that is not known.
-        warnings; config, as TOML; settings, the same by dotted names: {"training.lr": 0.0003, "tasks.0.name": "sums"}.
+        warnings; config, as TOML; settings, see `settings_of`.
     """
     status, config = read_status(folder), read_config(folder)
     planned = steps_planned(folder, config)
@@ -59,8 +59,13 @@ def summarize(folder: Path, columns: MetricColumns, warnings: list[str]) -> dict
         "failure": status.reason if status.state == "failed" else None,
         "seconds_left": _seconds_left(columns, planned) if status.state == "running" else None,
         "config": config_text(folder),
-        "settings": dict(_flat(config, "")),
+        "settings": settings_of(folder),
     }
+
+
+def settings_of(folder: Path) -> dict[str, Any]:
+    """A run's settings by their dotted names: {"training.lr": 0.0003, "tasks.0.name": "sums"}."""
+    return dict(_flat(read_config(folder), ""))
 
 
 def _flat(value: Any, name: str) -> Iterator[tuple[str, Any]]:

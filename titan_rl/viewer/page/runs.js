@@ -1,43 +1,64 @@
-// The runs to choose from: a checkbox and a colour each. Which are selected stands in the hash, under "runs".
+// The runs to choose from: filtered, sorted, in groups, and by names of the reader's own. Which are selected stands in the hash, under "runs".
+import { button } from "viewer/controls";
+import { h, settled } from "viewer/dom";
 import { moment, seconds as duration, whole } from "viewer/quantities";
-import { h } from "viewer/dom";
+import { RunFilter, groupsOf, groupings, sorted } from "viewer/workspace";
 
 const COLOURS = 8;
-const MANY = 12; // from so many on they can be searched
+const NAMES = "titan-rl-names"; // in the storage: {run id: name}
+const ORDERS = [["", "newest first"], ["oldest", "oldest first"], ["name", "by name"], ["steps", "most steps first"], ["seconds", "longest first"]];
 
 export class RunList {
-  /** `changed` is called when the reader has selected others. */
-  constructor(state, changed) {
-    this.state = state;
-    this.changed = changed;
+  /** `changed` is called when the reader has selected others, or sees them otherwise; `source` has their settings. */
+  constructor(state, source, changed) {
+    Object.assign(this, { state, source, changed });
     this.runs = [];
+    this.settings = {}; // by run, once they are asked for
     this.chosen = new Set();
     this.missing = []; // ids that are asked for and that there are not
     this.colours = new Map();
-    this.items = new Map(); // id -> {element, box, about}
+    this.items = new Map(); // id -> {element, box, name, about}
+    this.names = storedNames();
     this.list = h("ul", { id: "run-list" });
-    this.title = h("button", { type: "button", class: "quiet", "aria-expanded": "false", "aria-controls": "run-list", onclick: () => this.#fold() }, "Runs");
-    this.search = h("input", { type: "search", placeholder: "Search runs", "aria-label": "Search runs", hidden: true, oninput: () => this.#filter() });
-    this.element = h("aside", { class: "runs folded", "aria-label": "Runs", hidden: true }, h("h2", {}, this.title), this.search, this.list);
+    this.title = button("Runs", () => this.#fold(), { class: "quiet", "aria-expanded": "false", "aria-controls": "run-list" });
+    this.search = h("input", {
+      type: "search", placeholder: "Filter: sort lr>1e-4", "aria-label": "Search runs", value: state.get("runs.filter", ""), spellcheck: "false", autocomplete: "off",
+      title: "Words of the name, state, kind or task; /regex/; and conditions on these or on settings: state=failed steps>100 training.lr<=1e-4 task!=sort",
+      oninput: settled(() => this.#filter(), 120), onkeydown: event => event.key === "Escape" && (this.search.value ? (this.search.value = "", this.#filter()) : this.search.blur()),
+    });
+    this.order = h("select", { "aria-label": "Sort runs", onchange: () => this.#set({ "runs.sort": this.order.value }) }, ORDERS.map(([value, label]) => h("option", { value }, label)));
+    this.group = h("select", { "aria-label": "Group runs by", onchange: () => this.#set({ "runs.group": this.group.value }, true) });
+    this.mean = button("mean of each group", () => this.#set({ "runs.mean": this.state.get("runs.mean") ? null : 1 }, true), { title: "Draw a curve for each group: the mean of its selected runs, and the range they span" });
+    this.said = h("p", { class: "soft filter-note", role: "status" });
+    this.bar = h("div", { class: "run-bar" }, this.search, h("div", { class: "run-choices" }, this.order, this.group),
+      h("div", { class: "run-choices" }, button("all", () => this.#selectShown(true), { class: "quiet", title: "Select all that are listed" }), button("none", () => this.#selectShown(false), { class: "quiet", title: "Select none of those listed" }), this.mean), this.said);
+    this.element = h("aside", { class: "runs folded", "aria-label": "Runs", hidden: true }, h("h2", {}, this.title), this.bar, this.list);
   }
 
   /** Shows the runs in the order given. A run keeps its colour for as long as the page is open. */
   show(runs) {
     const before = this.runs.map(run => run.id).join();
-    this.runs = runs.map(run => ({ ...run, colour: this.#colour(run.id) }));
+    this.runs = runs.map(run => ({ ...run, folder: run.name, name: this.names[run.id] ?? run.name, colour: this.#colour(run.id) }));
     if (this.runs.map(run => run.id).join() !== before) {
       this.items = new Map(this.runs.map(run => [run.id, this.#item(run)]));
-      this.list.replaceChildren(...[...this.items.values()].map(item => item.element));
-      this.search.hidden = this.runs.length < MANY;
       this.readSelection();
-      this.#filter();
+      this.settingsAsked = null;
+      this.#arrange();
+      if (this.runs.length > 1) this.#askSettings();
     }
-    for (const run of this.runs) tell(this.items.get(run.id).about, run);
+    for (const run of this.runs) tell(this.items.get(run.id), run);
   }
 
   /** The selected runs, in the order of the list. */
   selected() {
-    return this.runs.filter(run => this.chosen.has(run.id));
+    return this.#sorted().filter(run => this.chosen.has(run.id));
+  }
+
+  /** Groups of selected runs of which curves are to be averaged, [{name, colour, ids}]; null where each has its own. */
+  bundles() {
+    const by = this.state.get("runs.group");
+    if (!by || !this.state.get("runs.mean")) return null;
+    return groupsOf(this.selected(), by, this.settings).map(({ name, runs }) => ({ name, colour: runs[0].colour, ids: new Set(runs.map(run => run.id)) }));
   }
 
   /**
@@ -57,6 +78,45 @@ export class RunList {
     this.#mark();
   }
 
+  /** Puts the cursor where runs are searched for. */
+  focus() {
+    if (this.element.classList.contains("folded")) this.#fold();
+    this.search.focus();
+    this.search.select();
+  }
+
+  #sorted() {
+    return sorted(this.runs, this.state.get("runs.sort", ""));
+  }
+
+  #shown() {
+    const filter = new RunFilter(this.search.value);
+    return this.#sorted().filter(run => filter.fits(run, this.settings[run.id]));
+  }
+
+  /** Lists those that fit the filter, in their groups. */
+  #arrange() {
+    const shown = this.#shown();
+    const by = this.state.get("runs.group", "");
+    this.order.value = this.state.get("runs.sort", "");
+    const choices = groupings(this.runs, this.settings);
+    this.group.replaceChildren(h("option", { value: "" }, "no groups"), ...(by && !choices.includes(by) ? [by, ...choices] : choices).map(value => h("option", { value }, `by ${value}`)));
+    this.group.value = by;
+    this.mean.hidden = !by;
+    this.mean.setAttribute("aria-pressed", String(Boolean(this.state.get("runs.mean"))));
+    this.said.textContent = shown.length < this.runs.length ? `${shown.length} of ${this.runs.length} fit the filter` : "";
+    const sections = by ? groupsOf(shown, by, this.settings).map(({ name, runs }) => this.#section(name, runs)) : [shown.map(run => this.items.get(run.id).element)];
+    this.list.replaceChildren(...sections.flat());
+  }
+
+  #section(name, runs) {
+    const all = runs.every(run => this.chosen.has(run.id));
+    const box = h("input", { type: "checkbox", onchange: () => this.#select(runs, box.checked) });
+    box.checked = all;
+    box.indeterminate = !all && runs.some(run => this.chosen.has(run.id));
+    return [h("li", { class: "run-group" }, h("label", {}, box, h("b", {}, name), h("span", { class: "about" }, `${runs.length} run${runs.length === 1 ? "" : "s"}`))), ...runs.map(run => this.items.get(run.id).element)];
+  }
+
   #mark() {
     for (const [id, { box }] of this.items) box.checked = this.chosen.has(id);
     this.title.textContent = `Runs · ${this.chosen.size} of ${this.runs.length}`;
@@ -68,23 +128,85 @@ export class RunList {
   }
 
   #item(run) {
-    const box = h("input", { type: "checkbox", onchange: () => this.#toggle(run.id, box.checked) });
+    const box = h("input", { type: "checkbox", onchange: () => this.#select([run], box.checked) });
+    const name = h("span", { class: "name" }, run.name);
     const about = h("span", { class: "about" });
-    const element = h("li", {}, h("label", { style: { "--run": run.colour } }, box, h("span", { class: "name" }, run.name), about));
-    return { element, box, about };
+    const rename = button("✎", () => this.#rename(run.id), { class: "quiet rename", title: "Rename", "aria-label": `Rename ${run.name}` });
+    const only = button("only", () => this.#only(run.id), { class: "quiet rename", title: "Show this run alone", "aria-label": `Only ${run.name}` });
+    const element = h("li", {}, h("label", { style: { "--run": run.colour } }, box, name, about), h("span", { class: "run-acts" }, only, rename));
+    return { element, box, name, about };
   }
 
-  #toggle(id, on) {
-    if (on) this.chosen.add(id);
-    else this.chosen.delete(id);
+  #select(runs, on) {
+    for (const { id } of runs) {
+      if (on) this.chosen.add(id);
+      else this.chosen.delete(id);
+    }
     this.state.set({ runs: this.selected().map(run => run.id).join(",") || "none" });
     this.#mark();
+    if (this.state.get("runs.group")) this.#arrange();
     this.changed();
   }
 
+  #selectShown(on) {
+    this.#select(this.#shown(), on);
+  }
+
+  #only(id) {
+    this.chosen.clear();
+    this.#select(this.runs.filter(run => run.id === id), true);
+  }
+
+  /** A name of the reader's own, which this browser keeps; an empty one gives the folder's back. */
+  #rename(id) {
+    const item = this.items.get(id);
+    const run = this.runs.find(one => one.id === id);
+    const input = h("input", { type: "text", value: run.name, "aria-label": `Name of ${run.folder}`, spellcheck: "false" });
+    const label = item.name.parentElement;
+    let ended = false; // taking the input away ends it once more, by "blur"
+    const end = keep => {
+      if (ended) return;
+      ended = true;
+      if (keep) {
+        const name = input.value.trim();
+        if (name && name !== run.folder) this.names[id] = name;
+        else delete this.names[id];
+        storeNames(this.names);
+      }
+      input.replaceWith(label);
+      for (const one of this.runs) if (one.id === id) one.name = this.names[id] ?? one.folder;
+      tell(item, this.runs.find(one => one.id === id));
+      if (keep) this.changed();
+    };
+    input.addEventListener("keydown", event => {
+      if (event.key === "Enter" || event.key === "Escape") end(event.key === "Enter");
+      event.stopPropagation();
+    });
+    input.addEventListener("blur", () => end(true));
+    label.replaceWith(input);
+    input.focus();
+    input.select();
+  }
+
   #filter() {
-    const words = this.search.value.trim().toLowerCase();
-    for (const run of this.runs) this.items.get(run.id).element.hidden = !run.name.toLowerCase().includes(words);
+    this.state.set({ "runs.filter": this.search.value.trim() });
+    if (RunFilter.asksForSettings(this.search.value)) this.#askSettings();
+    this.#arrange();
+  }
+
+  #set(values, redraw = false) {
+    this.state.set(values);
+    this.#arrange();
+    if (redraw || this.chosen.size > 1) this.changed();
+  }
+
+  /** Settings of all runs, by which they are grouped and filtered; asked for once for the same runs. */
+  #askSettings() {
+    this.settingsAsked ??= this.source.settings().then(({ settings }) => {
+      this.settings = settings;
+      this.#arrange();
+      if (this.bundles()) this.changed();
+    }).catch(() => { this.settingsAsked = null; });
   }
 
   #fold() {
@@ -99,8 +221,26 @@ export function colourOf(run, by) {
   return `var(--run-${((first + by) % COLOURS) + 1})`;
 }
 
-function tell(element, { state, steps, steps_planned: planned, seconds, began }) {
+function tell({ name, about }, { name: called, folder, state, steps, steps_planned: planned, seconds, began }) {
   const progress = state === "running" && planned ? `step ${whole(steps)} of ${whole(planned)}` : `${whole(steps)} steps`;
-  element.textContent = [state, progress, duration(seconds)].join(" · ");
-  element.title = began ? `began ${moment(began)}` : "";
+  name.textContent = called;
+  about.textContent = [state, progress, duration(seconds)].join(" · ");
+  about.title = [called === folder ? "" : folder, began ? `began ${moment(began)}` : ""].filter(Boolean).join(", ");
+}
+
+function storedNames() {
+  try {
+    const found = JSON.parse(localStorage.getItem(NAMES) ?? "{}");
+    return typeof found === "object" && found !== null ? found : {};
+  } catch {
+    return {}; // storage may be forbidden
+  }
+}
+
+function storeNames(names) {
+  try {
+    localStorage.setItem(NAMES, JSON.stringify(names));
+  } catch {
+    // they last as long as the page, then
+  }
 }

@@ -1,6 +1,8 @@
 // What stands around the tabs: their names, the runs to choose from, the theme, and what a run that goes on says.
 import { h, svg } from "viewer/dom";
 import { showHelp } from "viewer/help";
+import { Cursor } from "viewer/cursor";
+import { KeyList } from "viewer/keys";
 import { RunList } from "viewer/runs";
 import { State } from "viewer/state";
 import { TABS } from "viewer/tabs";
@@ -13,6 +15,8 @@ export class Shell {
   constructor(container, source) {
     this.source = source;
     this.state = new State();
+    this.cursor = new Cursor(this.state);
+    this.keys = new KeyList();
     this.view = null;
     this.opened = null; // id of the tab
     this.ready = false; // whether the first tab is open
@@ -20,18 +24,23 @@ export class Shell {
     this.tabs = TABS.map((tab, i) => this.#tabButton(tab, i));
     this.connection = h("span", { class: "connection", role: "status" });
     this.panel = h("main", { id: "panel", role: "tabpanel", tabindex: "-1" });
-    this.list = new RunList(this.state, () => this.#reopen());
+    this.list = new RunList(this.state, source, () => this.#reopen());
+    this.at = h("button", { type: "button", class: "chip at", hidden: true, title: "The step that all tabs mark; click to clear it (key x)", onclick: () => this.cursor.choose(null) });
+    this.cursor.addEventListener("change", () => this.#sayStep());
+    this.help = h("button", { type: "button", class: "quiet", "aria-label": "Keys", title: "Keys (key ?)", onclick: () => this.#toggleKeys() }, "?");
     this.theme = h("button", { type: "button", class: "quiet theme", onclick: () => this.#nextTheme() });
     container.replaceChildren(
       h("a", { class: "skip", href: "#panel", onclick: event => this.#skip(event) }, "Skip to the content"),
       h("header", { class: "top" },
         h("span", { class: "brand" }, mark(), "titan_rl"),
         h("div", { role: "tablist", "aria-label": "Views", class: "tabs", onkeydown: event => this.#arrows(event) }, this.tabs),
-        h("span", { class: "spring" }), this.connection, this.theme),
-      h("div", { class: "body" }, this.list.element, this.panel),
+        h("span", { class: "spring" }), this.at, this.connection, this.help, this.theme),
+      h("div", { class: "body" }, this.list.element, this.panel), this.keys.element,
       source.leftOut?.length ? h("p", { class: "left-out" }, source.leftOut.join(" ")) : "");
     showHelp(container);
     this.#sayTheme();
+    this.#sayStep();
+    document.addEventListener("keydown", event => this.#key(event));
     this.panel.append(h("p", { class: "empty" }, "Reading the runs …"));
   }
 
@@ -103,6 +112,29 @@ export class Shell {
     this.open(TABS[next].id);
   }
 
+  #key(event) {
+    const typing = event.target.closest?.("input, textarea, select, [contenteditable]");
+    if (typing || event.defaultPrevented || event.ctrlKey || event.metaKey || event.altKey) return;
+    const tab = TABS[Number(event.key) - 1];
+    if (event.key === "?") this.#toggleKeys();
+    else if (this.keys.element.open) return;
+    else if (tab) this.open(tab.id);
+    else if (event.key === "r") this.list.focus();
+    else if (event.key === "x") this.cursor.choose(null);
+    else return;
+    event.preventDefault();
+  }
+
+  #toggleKeys() {
+    this.keys.toggle(TABS.find(({ id }) => id === this.opened) ?? TABS[0]);
+  }
+
+  #sayStep() {
+    const { chosen } = this.cursor;
+    this.at.hidden = chosen === null;
+    this.at.textContent = `step ${chosen ?? ""} ×`;
+  }
+
   #reopen() {
     this.#show({ again: true });
   }
@@ -113,6 +145,7 @@ export class Shell {
     if (again) this.list.readSelection();
     if (tab.id === this.opened && !again) return;
     this.view?.close();
+    this.cursor.hover(null);
     TABS.forEach(({ id }, i) => {
       this.tabs[i].setAttribute("aria-selected", String(id === tab.id));
       this.tabs[i].tabIndex = id === tab.id ? 0 : -1;
@@ -123,7 +156,7 @@ export class Shell {
     if (this.isConnected !== undefined) this.#sayLive();
     this.opened = tab.id;
     const runs = this.list.selected();
-    if (runs.length) this.view = tab.open(this.panel, { source: this.source, runs, state: this.state });
+    if (runs.length) this.view = tab.open(this.panel, { source: this.source, runs, state: this.state, cursor: this.cursor, bundles: this.list.bundles() });
     else this.panel.append(h("p", { class: "empty", role: "status" }, this.#whyEmpty()));
     if (!runs.length) this.view = null;
     document.title = runs.length === 1 ? `${runs[0].name} · titan_rl` : "titan_rl";

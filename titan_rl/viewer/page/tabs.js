@@ -1,5 +1,6 @@
-// The tabs: each a module with open(container, {source, runs, state}) -> {update(what), close()}.
+// The tabs: each a module with open(container, {source, runs, state, cursor, bundles}) -> {update(what), close()}.
 //
+// cursor: the step that is looked at; bundles: groups of runs of which curves are averaged, or null.
 // runs: those selected, [{id, name, colour, state, steps, ...}], where colour is "var(--run-1)", say.
 // update(what): {run, changed: ["metrics", "rollouts", "timeline"], runs} of a run that goes on, where runs are those selected as they are by then;
 // {theme: true} after a change of theme. `opened` of what open gives ends when what the link names is shown.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -47,10 +49,16 @@ class Traces:
 
     Args:
         folder: `trace` of the run's folder.
+        clock: seconds.
+
+    Attributes:
+        share_read: of the bytes of all files, in [0, 1].
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._folder = folder
+        self._clock = clock
+        self.share_read = 1.0
         self._tails: dict[str, Tail] = {}
         self._lane_names: dict[str, dict[int, str]] = {}
         self._processes: dict[str, ProcessTrace] = {}
@@ -63,10 +71,19 @@ class Traces:
         before, self._sizes = self._sizes, {path: path.stat().st_size for path in self._files()}
         return before != self._sizes
 
-    def read(self) -> Mapping[str, ProcessTrace]:
-        """By the names of the processes, in the order in which they are shown."""
+    def read(self, patience_s: float = math.inf) -> Mapping[str, ProcessTrace]:
+        """By the names of the processes, in the order in which they are shown.
+
+        Args:
+            patience_s: after which the rest is left for the next call, see `share_read`. A part of it is read always.
+        """
+        until = self._clock() + patience_s
+        read = size = 0
         for path in self._files():
-            self._read(path)
+            chunk = self._read(path, until)
+            size += chunk.size
+            read += chunk.size if chunk.is_last else chunk.read  # the end of a line may never come
+        self.share_read = read / size if size else 1.0
         return {name: self._processes[name] for name in sorted(self._processes, key=_place_of_process)}
 
     def _files(self) -> list[Path]:
@@ -75,7 +92,8 @@ class Traces:
             return []
         return sorted(path for path in self._folder.glob("*.jsonl") if path.is_file() and not path.is_symlink())
 
-    def _read(self, path: Path) -> None:
+    def _read(self, path: Path, until: float) -> Chunk:
+        """Read what is new, until all is or the time is up. Returns the last chunk."""
         process = path.stem
         tail = self._tails.setdefault(process, Tail(path))
         while True:
@@ -83,8 +101,10 @@ class Traces:
             if chunk.begins or process not in self._processes:
                 self._processes[process], self._lane_names[process] = ProcessTrace(), {}
             if chunk.is_last:
-                return
+                return chunk
             self._add(process, path, *self._decode(chunk))
+            if self._clock() >= until:
+                return chunk
 
     def _decode(self, chunk: Chunk) -> tuple[list[_Event], list[int], list[int]]:
         """Events with the offsets and the lengths of their lines."""

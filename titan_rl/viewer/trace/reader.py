@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from pathlib import Path
 from typing import Any
@@ -39,10 +40,11 @@ class TraceReader:
         last: float | None = None,
         width: int = 1000,
         seen: tuple[float, float] | None = None,
+        patience_s: float = math.inf,
     ) -> dict[str, Any]:
-        """See `timeline`."""
+        """See `timeline`, of what is read within `patience_s`."""
         with self._lock:
-            return timeline(self._traces, first, last, width, seen)
+            return timeline(self._traces, first, last, width, seen, patience_s)
 
     def small_timeline(self, most_bytes: int) -> dict[str, Any] | None:
         """All of it, as JSON of at most so many bytes; None where there is no room for it, or no trace."""

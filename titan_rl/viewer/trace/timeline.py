@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,6 +33,7 @@ def timeline(
     last: float | None = None,
     width: int = 1000,
     seen: tuple[float, float] | None = None,
+    patience_s: float = math.inf,
 ) -> dict[str, Any]:
     """The answer to /api/runs/{id}/timeline, without its bottleneck.
 
@@ -39,16 +41,18 @@ def timeline(
         first, last: seconds since the run began; by default all of it.
         width: pixels. Spans narrower than one are joined to a "busy" one, whose args say which share of it they are.
         seen: seconds between which idle times are counted, where it is not all that is asked for.
+        patience_s: for which the trace is read, see `Traces.read`.
 
     Returns:
-        from, to; lanes: [{"process", "lane", "kind", "host", "spans": [[start, end, name, args], ...]}], where args
+        read: share of the trace that has been read, in [0, 1]; from, to;
+        lanes: [{"process", "lane", "kind", "host", "spans": [[start, end, name, args], ...]}], where args
         have "depth", 0 of a span that lies in no other, "idle" where it waits, and "kind" where it is not the lane's;
         host is left out where all processes are on one;
         idle: [{"lane", "seconds", "share"}] of lanes that are always in one state, over what there is of them between
         the two times of `seen`; steps: [[step, start, end], ...]; syncs: [[seconds, version], ...], when the last
         replica had it.
     """
-    processes, names = traces.read(), traces.names
+    processes, names = traces.read(patience_s), traces.names
     began, ended = bounds(processes)
     start = began + (0 if first is None else _us(first))
     end = max(start, ended if last is None else began + _us(last))
@@ -77,6 +81,7 @@ def timeline(
     ]
     syncs = [[(at - began) / 1e6, version] for version, at in sync_times(processes, names) if start <= at <= end]
     return {
+        "read": traces.share_read,
         "from": (start - began) / 1e6,
         "to": (end - began) / 1e6,
         "seen": [(at - began) / 1e6 for at in counted],

@@ -17,11 +17,13 @@ export class Chart {
   /**
    * @param {HTMLElement} element of the size the chart is to have
    * @param {object} options zoom: called with (from, to) after a drag, with (null, null) after a double click;
-   *   cursor: called with the x under the pointer, or null; sync: whether the cursor is shared with other charts
+   *   cursor: called with the x under the pointer, or null; choose: called with the x that is clicked;
+   *   sync: whether the cursor is shared with other charts
    */
-  constructor(element, { zoom = () => {}, cursor = () => {}, sync = true } = {}) {
+  constructor(element, { zoom = () => {}, cursor = () => {}, choose = () => {}, sync = true } = {}) {
     this.element = element;
-    this.options = { zoom, cursor, sync };
+    this.options = { zoom, cursor, choose, sync };
+    this.marked = null; // the x at which a line stands
     this.plot = null;
     this.lines = [];
     this.shape = "";
@@ -51,6 +53,13 @@ export class Chart {
   recolour() {
     this.shape = "";
     if (this.view) this.draw(this.lines, this.view);
+  }
+
+  /** Draws a line at x; null takes it away. */
+  mark(x) {
+    if (x === this.marked) return;
+    this.marked = x;
+    this.plot?.redraw(false, false);
   }
 
   close() {
@@ -100,7 +109,7 @@ export class Chart {
         points: { size: 7, width: 1.5, stroke: css("--card") },
         ...(this.options.sync ? { sync: { key: "curves", scales: ["x", null], setSeries: false, filters: { pub: moves } } } : {}),
       },
-      hooks: { setCursor: [plot => this.#cursor(plot)], setSelect: [plot => this.#select(plot)] },
+      hooks: { setCursor: [plot => this.#cursor(plot)], setSelect: [plot => this.#select(plot)], draw: [plot => this.#line(plot)] },
     };
     this.plot = new uPlot(options, data, this.element);
     const { over } = this.plot;
@@ -108,6 +117,12 @@ export class Chart {
     over.addEventListener("mouseenter", () => (this.hovered = true));
     over.addEventListener("mouseleave", () => this.#left());
     over.addEventListener("dblclick", () => this.options.zoom(null, null));
+    let down = null;
+    over.addEventListener("mousedown", event => (down = event.button ? null : event.clientX));
+    over.addEventListener("mouseup", event => {
+      if (down !== null && Math.abs(event.clientX - down) < 4 && this.lines.length) this.options.choose(this.plot.posToVal(event.clientX - over.getBoundingClientRect().left, "x"));
+      down = null;
+    });
   }
 
   #series() {
@@ -135,6 +150,20 @@ export class Chart {
     if (low === undefined) return;
     const margin = low === high ? 1 : 0;
     this.plot.batch(() => this.plot.setScale("x", { min: low - margin, max: high + margin }));
+  }
+
+  #line(plot) {
+    if (this.marked === null || this.marked < plot.scales.x.min || this.marked > plot.scales.x.max) return;
+    const { ctx: pen, bbox } = plot;
+    const x = Math.round(plot.valToPos(this.marked, "x", true));
+    pen.save();
+    pen.strokeStyle = css("--accent");
+    pen.lineWidth = 1.5 * devicePixelRatio;
+    pen.beginPath();
+    pen.moveTo(x, bbox.top);
+    pen.lineTo(x, bbox.top + bbox.height);
+    pen.stroke();
+    pen.restore();
   }
 
   #select(plot) {
@@ -170,8 +199,9 @@ export class Chart {
     this.tip.hidden = true;
   }
 
-  /** Arrow keys move the cursor from point to point. */
+  /** Arrow keys move the cursor from point to point, and Enter chooses one. */
   #key(event) {
+    if (event.key === "Enter" && this.index !== undefined && this.plot) return this.options.choose(this.plot.data[0][this.index]);
     const move = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
     if (!move || !this.plot?.data[0].length) return;
     event.preventDefault();

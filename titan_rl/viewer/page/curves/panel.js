@@ -7,7 +7,7 @@ import { h } from "viewer/dom";
 const DASHES = [undefined, [7, 3], [2, 3], [9, 3, 2, 3]];
 
 export class Panel {
-  /** `spec`: one of `grouped`; `shared`: {store, runs, view, hidden: Set of run ids}. */
+  /** `spec`: one of `grouped`; `shared`: {store, runs, view, cursor, hidden: Set of run ids, bundles: of `bundled` or null}. */
   constructor(spec, shared) {
     this.spec = spec;
     this.shared = shared;
@@ -46,8 +46,10 @@ export class Panel {
     const { runs } = this.shared;
     this.stale = false;
     try {
-      const lines = await Promise.all(runs.flatMap(run => this.spec.curves.map(curve => this.#line(run, curve))));
+      const lines = await Promise.all(runs.filter(run => !this.spec.kind || this.spec.kind === kindOf(run)).flatMap(run => this.spec.curves.map(curve => this.#line(run, curve))));
+      const times = this.shared.view.x === "time" && runs.length ? await this.shared.store.times(runs[0].id) : null;
       if (turn !== this.turn) return;
+      this.times = times;
       this.lines = telling(lines.filter(Boolean), this.spec.curves.length);
       this.#colour();
       this.draw();
@@ -60,14 +62,25 @@ export class Panel {
 
   /** Draws what is there as the view wants it. */
   draw() {
-    const { view, hidden } = this.shared;
-    const shown = this.lines.filter(line => !this.off.has(line.name) && !hidden.has(line.run));
-    this.chart ??= new Chart(this.holder, { zoom: (from, to) => view.set({ from, to }), cursor: x => this.#read(x) });
+    const { view, hidden, cursor, bundles } = this.shared;
+    const seen = this.lines.filter(line => !this.off.has(line.name) && !hidden.has(line.run));
+    const shown = bundles ? averaged(seen, bundles) : seen;
+    this.chart ??= new Chart(this.holder, {
+      zoom: (from, to) => view.set({ from, to }), choose: x => cursor.choose(this.#step(x)),
+      cursor: x => { this.#read(x); if (this.chart?.hovered) cursor.hover(x === null ? null : this.#step(x)); },
+    });
+    this.mark();
     this.chart.draw(shown.toReversed(), view); // the first on top
     this.note.textContent = [this.spec.unit, view.log && !this.chart.log ? "linear: has values ≤ 0" : view.log ? "log" : ""].filter(Boolean).join(" · ");
     this.#showLegend();
     this.#read(null);
     this.holder.setAttribute("aria-label", this.#inWords(shown));
+  }
+
+  /** Draws a line at the step that is chosen. */
+  mark() {
+    const { chosen } = this.shared.cursor;
+    this.chart?.mark(chosen === null ? null : this.times ? this.times.at(chosen) : chosen);
   }
 
   recolour() {
@@ -82,6 +95,10 @@ export class Panel {
   /** What is drawn, in numbers: [{run, metric, label, x, values, smoothed, low, high}]. */
   data() {
     return (this.chart?.lines ?? []).map(({ run, metric, label, x, y, smoothed, low, high }) => ({ run, metric, label, x, values: y, smoothed, low, high }));
+  }
+
+  #step(x) {
+    return this.times ? this.times.step(x) : x;
   }
 
   /** A run alone has a colour for each curve, several have one each and tell curves apart by dashes. */
@@ -168,6 +185,29 @@ export class Panel {
     });
     return `${this.spec.title}. ${said.join("; ")}. Arrow keys read single points.`;
   }
+}
+
+/** "loss" of supervised training, whose losses are comparable with no other's. */
+export function kindOf(run) {
+  return run.kind === "sft" ? "sft" : "rl";
+}
+
+/** A line for each bundle of runs and each curve: at each x the mean of its runs, and the least and the greatest of them. `bundles`: [{name, colour, ids}]. */
+function averaged(lines, bundles) {
+  const names = [...new Set(lines.map(line => line.name))];
+  return bundles.flatMap(({ name: bundle, colour, ids }) => names.flatMap(name => {
+    const among = lines.filter(line => line.name === name && ids.has(line.run));
+    if (!among.length) return [];
+    const at = new Map();
+    for (const { x, y } of among) x.forEach((one, i) => y[i] !== null && at.set(one, [...(at.get(one) ?? []), y[i]]));
+    const points = [...at].sort(([a], [b]) => a - b);
+    const of = by => points.map(([, values]) => by(values));
+    return [{
+      ...among[0], run: among.map(line => line.run).join(), colour, label: names.length > 1 ? `${bundle} · ${name}` : `${bundle}, mean of ${among.length}`,
+      x: points.map(([x]) => x), y: of(values => values.reduce((sum, one) => sum + one, 0) / values.length),
+      low: among.length > 1 ? of(values => Math.min(...values)) : undefined, high: among.length > 1 ? of(values => Math.max(...values)) : undefined,
+    }];
+  }));
 }
 
 /** Without the curves that are zero throughout, where a panel has many and some are not. */

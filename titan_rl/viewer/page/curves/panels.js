@@ -20,7 +20,8 @@ const GROUPS = [
     ["Entropy", { "train/entropy": "entropy" }],
     ["KL", { "train/approx_kl": "to the sampling policy", "train/reference_kl": "to the reference" }],
     ["Gradient norm", { "train/grad_norm": "before clipping" }],
-    ["Loss", { "train/loss": "in training", "validation/loss": "held out" }],
+    ["Loss", { "train/loss": "in training", "validation/loss": "held out" }, "rl"],
+    ["Loss of supervised training", { "train/loss": "in training", "validation/loss": "held out" }, "sft"],
     ["Clipped tokens", { "train/clip_fraction": "share" }],
     ["Learning rate", { "train/lr": "learning rate" }],
   ]],
@@ -45,14 +46,15 @@ const GROUPS = [
  * The groups of panels for what the runs have.
  *
  * @param {{name, unit, help, group}[]} metrics of all selected runs, in the order of the source's
- * @returns {{title, panels: {title, unit, help, curves: {name, label}[]}[], more: boolean}[]} `more`: not shown at first
+ * @param {string[]} kinds of the runs, see `kindOf`
+ * @returns {{title, panels: {title, unit, help, kind, curves: {name, label}[]}[], more: boolean}[]} `more`: not shown at first
  */
-export function grouped(metrics) {
+export function grouped(metrics, kinds) {
   const known = new Map(metrics.map(metric => [metric.name, metric]));
   const taken = new Set(["step", "time_s"]);
   const groups = GROUPS.map(([title, panels]) => ({
     title, more: false,
-    panels: panels.map(([name, wanted]) => panel(name, labelled(wanted, known), known, taken)).filter(one => one.curves.length),
+    panels: panels.filter(([, , kind]) => !kind || kinds.includes(kind)).map(([name, wanted, kind]) => ({ ...panel(name, labelled(wanted, known), known, taken), kind })).filter(one => one.curves.length),
   }));
   const rest = new Map();
   for (const metric of metrics) {

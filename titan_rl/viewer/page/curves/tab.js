@@ -1,20 +1,20 @@
 // All curves of the selected runs, in groups of panels; only those in view are fetched.
 import { CurveStore } from "viewer/curves/store";
 import { CurveView } from "viewer/curves/view";
-import { Panel } from "viewer/curves/panel";
+import { Panel, kindOf } from "viewer/curves/panel";
 import { grouped, matching } from "viewer/curves/panels";
 import { h } from "viewer/dom";
 import { toolbar } from "viewer/curves/toolbar";
 
-export function open(container, { source, runs, state }) {
-  const tab = new Curves(container, { source, runs, state });
+export function open(container, { source, runs, state, cursor, bundles = null }) {
+  const tab = new Curves(container, { source, runs, state, cursor, bundles });
   tab.opened = tab.start();
   return tab;
 }
 
 class Curves {
-  constructor(container, { source, runs, state }) {
-    Object.assign(this, { source, runs, state });
+  constructor(container, { source, runs, state, cursor, bundles }) {
+    Object.assign(this, { source, runs, state, cursor, bundles });
     this.view = new CurveView(state);
     this.lastX = this.view.x;
     this.store = new CurveStore(source);
@@ -28,6 +28,7 @@ class Curves {
     this.ended = new AbortController();
     document.addEventListener("keydown", event => this.#key(event), { signal: this.ended.signal });
     this.view.addEventListener("change", ({ what }) => this.#looked(what));
+    cursor.addEventListener("change", () => this.panels.forEach(panel => panel.mark()), { signal: this.ended.signal });
     container.append(this.bar.element, this.sections);
   }
 
@@ -80,7 +81,7 @@ class Curves {
     this.seeing.disconnect();
     this.panels.forEach(panel => panel.close());
     this.panels = [];
-    const found = this.words ? [{ title: "", panels: matching(this.metrics, this.words) }] : grouped(this.metrics);
+    const found = this.words ? [{ title: "", panels: matching(this.metrics, this.words) }] : grouped(this.metrics, this.runs.map(kindOf));
     const many = found.some(({ panels }) => panels.length);
     this.sections.replaceChildren(...found.map(group => this.#section(group)));
     if (!many) this.sections.replaceChildren(h("p", { class: "empty" }, this.words ? `No metric has “${this.words}” in its name or description.` : "There are no metrics yet."));
@@ -88,7 +89,7 @@ class Curves {
   }
 
   #section({ title, panels, more }) {
-    const shared = { store: this.store, runs: this.runs, view: this.view, hidden: this.hidden };
+    const shared = { store: this.store, runs: this.runs, view: this.view, cursor: this.cursor, hidden: this.hidden, bundles: this.bundles };
     const made = panels.map(spec => new Panel(spec, shared));
     for (const panel of made) panel.element.panel = panel;
     this.panels.push(...made);

@@ -1,10 +1,11 @@
 // The pieces of the overview, each made of a run's summary.
-import { clock, moment, seconds as duration, short, whole } from "viewer/quantities";
+import { clock, moment, percent, seconds as duration, short, whole } from "viewer/quantities";
 import { h } from "viewer/dom";
 
 const TONES = { "in the run": "finished", gone: "failed", joining: "running" };
 const BECAME = { joined: "joined", drains: "is drained", left: "has left", lost: "was lost" };
 const MOST_EVENTS = 8;
+const PARTS = { generation: "--plane-generator", environments: "--plane-environment", rewards: "--plane-reward", training: "--plane-trainer", "weight sync": "--plane-sync", validation: "--plane-validation", checkpoints: "--plane-checkpoint" };
 
 /** The run's name, its state, and how far it is. */
 export function headline(run, summary) {
@@ -40,19 +41,25 @@ export function warnings(summary, run, alone) {
   return h("div", { class: "notice warn" }, summary.warnings.map(text => h("p", {}, alone ? "" : h("b", {}, `${run.name}: `), text)));
 }
 
-/** Held-out reward before and after. */
-export function learned(summary, run, alone) {
-  const { trend } = summary;
-  const name = alone ? `Held-out ${lowerIsBetter(trend) ? "loss" : "reward"}` : h("span", { style: { "--run": run.colour }, class: "dotted" }, run.name);
-  if (!trend) return h("div", { class: "gain" }, h("h2", {}, name), h("p", { class: "soft" }, run.state === "running" ? "not measured twice yet" : "not measured twice"));
+/** What is held out before and after, of a run that is measured by `quantity`: "Reward" or "Loss". */
+export function learned(summary, run, alone, quantity) {
+  const trend = summary.trend && lowerIsBetter(summary.trend) === (quantity === "Loss") ? summary.trend : null;
+  const label = `Held-out ${quantity.toLowerCase()}`;
+  const name = alone ? label : h("span", { style: { "--run": run.colour }, class: "dotted", title: label }, run.name);
+  if (!trend) {
+    const suites = (summary.tasks ?? []).filter(task => task.held_out).length;
+    const why = suites ? "of each task, below" : run.state === "running" ? "not measured twice yet" : "not measured twice";
+    return h("div", { class: "gain" }, h("h2", {}, name), h("p", { class: "soft" }, why));
+  }
   const gain = trend.after - trend.before;
   const better = lowerIsBetter(trend) ? -gain : gain;
+  const error = typeof trend.error === "number" ? ` ± ${figure(trend.error)}` : "";
   return h("div", { class: "gain" }, h("h2", {}, name),
     h("p", { class: "figures" }, h("span", { class: "before" }, figure(trend.before)), h("span", { class: "arrow", "aria-label": "to" }, "→"), h("span", { class: "after" }, figure(trend.after))),
-    h("p", { class: better > 0 ? "good" : better < 0 ? "bad" : "soft" }, `${gain < 0 ? "−" : "+"}${figure(Math.abs(gain))}`, h("span", { class: "soft" }, ` from step ${whole(trend.first_step)} to ${whole(trend.last_step)}`)));
+    h("p", { class: better > 0 ? "good" : better < 0 ? "bad" : "soft" }, `${gain < 0 ? "−" : "+"}${figure(Math.abs(gain))}`, h("span", { class: "soft" }, `${error} from step ${whole(trend.first_step)} to ${whole(trend.last_step)}`)));
 }
 
-function lowerIsBetter(trend) {
+export function lowerIsBetter(trend) {
   return trend?.metric === "validation/loss";
 }
 
@@ -61,19 +68,21 @@ export function tiles({ tiles: all = [] }) {
     h("div", { class: "label" }, label), h("div", { class: `figure ${tone ?? ""}` }, value), h("div", { class: "note" }, note || " ")));
 }
 
-/** Where a step's time goes, and what that means: a card for all runs. */
-export function waits(runs, summaries) {
+/** What the steps' time is spent on, and what may help: a card for all runs. */
+export function time(runs, summaries) {
   const alone = runs.length === 1;
   const rows = runs.map((run, i) => {
-    const found = summaries[i].bottleneck;
+    const { bottleneck: found, time: parts = [] } = summaries[i];
     if (!found) return null;
-    const share = Math.min(Math.max(found.share ?? 0, 0), 1);
+    const shown = parts.length ? parts : [{ name: found.name, share: found.share }];
     return h("div", { class: "wait" },
       alone ? null : h("span", { class: "dotted", style: { "--run": run.colour } }, run.name),
-      h("div", { class: "share", "aria-hidden": "true" }, h("span", { style: { width: `${share * 100}%`, background: alone ? "var(--accent)" : run.colour } })),
+      h("div", { class: "parts", "aria-hidden": "true" }, shown.map(({ name, share }) =>
+        h("span", { style: { "flex-grow": String(share), background: `var(${PARTS[name] ?? "--plane-scheduler"})` }, title: `${name} ${percent(share)}` }, share > 0.12 ? `${name} ${percent(share)}` : ""))),
+      h("p", { class: "soft" }, shown.filter(({ share }) => share >= 0.001).map(({ name, share }) => `${name} ${percent(share)}`).join(" · ")),
       h("p", {}, found.sentence.charAt(0).toUpperCase() + found.sentence.slice(1), /[.!?]$/.test(found.sentence) ? "" : "."));
   }).filter(Boolean);
-  return rows.length ? h("section", { class: "card", "aria-label": "Where it waits" }, h("h2", {}, "Where it waits"), rows) : null;
+  return rows.length ? h("section", { class: "card", "aria-label": "Where the steps' time goes" }, h("h2", {}, "Where the steps' time goes"), rows) : null;
 }
 
 /** Which hosts a run has, what each does, and what became of them; nothing of a run on one. */
@@ -91,19 +100,6 @@ export function hosts({ hosts: found }, run, alone) {
       h("li", {}, h("time", { class: "soft", title: moment(at) }, clock(at - run.began)), " ", h("b", {}, host), ` ${BECAME[what] ?? what}`, why ? h("span", { class: "soft" }, `: ${why}`) : null))));
 }
 
-/** Several runs, a line each: tiles by their labels. */
-export function table(runs, summaries) {
-  const labels = [...new Set(summaries.flatMap(({ tiles: all = [] }) => all.map(({ label }) => label)))];
-  const row = (run, { tiles: all = [], trend }) => h("tr", {},
-    h("th", { scope: "row" }, h("span", { class: "dotted", style: { "--run": run.colour } }, run.name)),
-    h("td", {}, h("span", { class: `pill ${run.state}` }, run.state)), h("td", {}, whole(run.steps)), h("td", {}, duration(run.seconds)),
-    h("td", {}, trend ? `${figure(trend.before)} → ${figure(trend.after)}` : "–"),
-    labels.map(label => h("td", {}, all.find(one => one.label === label)?.value ?? "–")));
-  return h("div", { class: "card comparison", tabindex: "0", role: "region", "aria-label": "The runs compared" }, h("table", {},
-    h("thead", {}, h("tr", {}, ["Run", "State", "Steps", "Time", "Held out", ...labels].map(name => h("th", { scope: "col" }, name)))),
-    h("tbody", {}, runs.map((run, i) => row(run, summaries[i])))));
-}
-
-function figure(value) {
+export function figure(value) {
   return Math.abs(value) < 1000 ? value.toFixed(Math.abs(value) < 10 ? 3 : 1) : short(value);
 }

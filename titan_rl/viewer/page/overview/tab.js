@@ -1,40 +1,39 @@
-// What there is to know of a run at a glance: how far it is, whether it learns, what it costs, where it waits, what it says.
-import { Chart } from "viewer/curves/chart";
+// A run at a glance: does it learn, and why not; what happened in the step at the cursor; what it says to the same prompts; what it costs.
 import { CurveStore } from "viewer/curves/store";
-import { failure, headline, hosts, learned, table, tiles, waiting, waits, warnings } from "viewer/overview/parts";
 import { h } from "viewer/dom";
-import { colourOf } from "viewer/runs";
-import { findPair, pair } from "viewer/overview/pair";
+import { Comparison } from "viewer/overview/compare";
+import { Hero, QUANTITIES } from "viewer/overview/hero";
+import { failure, headline, hosts, tiles, time, waiting, warnings } from "viewer/overview/parts";
+import { Prompts } from "viewer/overview/prompts";
+import { StepCard } from "viewer/overview/step";
+import { taskTable, verdicts } from "viewer/overview/verdicts";
 
-const REWARDS = ["rollout/finished_reward_mean", "rollout/reward_mean"];
-const HELD_OUT = "validation/reward_mean";
-const LOSSES = ["train/loss"]; // of runs without rewards
-const HELD_OUT_LOSS = "validation/loss";
-const VIEW = { smoothing: 0.6, log: false, x: "step", from: null, to: null };
-
-export function open(container, { source, runs, state }) {
-  const overview = new Overview(container, { source, runs, state });
+export function open(container, { source, runs, state, cursor }) {
+  const overview = new Overview(container, { source, runs, state, cursor });
   overview.opened = overview.update({ changed: [] });
   return overview;
 }
 
 class Overview {
-  constructor(container, { source, runs, state }) {
+  constructor(container, { source, runs, state, cursor }) {
     Object.assign(this, { container, source, runs, state });
     this.store = new CurveStore(source);
     this.closed = false;
-    this.top = h("div", { class: "overview-top" });
-    this.chartBox = h("div", { class: "chart", role: "img", tabindex: "0" });
-    this.learned = h("div", { class: "learned" });
+    this.top = h("div", { class: "overview-top" }, h("p", { class: "empty" }, "Reading the run …"));
+    this.comparison = new Comparison(state, () => this.update({ changed: [] }));
+    this.verdicts = h("div", { class: "stack" });
+    this.heroes = QUANTITIES.map(quantity => new Hero(quantity, { store: this.store, cursor }));
+    this.noCurve = h("p", { class: "empty", hidden: true }, "There is no curve yet.");
+    this.tasks = h("div", { class: "stack" });
+    this.step = new StepCard({ source, store: this.store, cursor });
+    this.prompts = new Prompts({ source, state, cursor });
     this.tiles = h("div", { class: "tiles" });
     this.waits = h("div", { class: "waits" });
     this.hosts = h("div", { class: "waits" });
-    this.top.append(h("p", { class: "empty" }, "Reading the run …"));
-    this.pair = h("section", { class: "pair", hidden: true });
-    this.legend = h("div", { class: "hero-legend" });
-    container.append(h("div", { class: "overview" }, this.top,
-      h("section", { class: "card hero", "aria-label": "Reward" }, this.learned, h("div", { class: "hero-chart" }, this.legend, this.chartBox)),
-      this.tiles, this.waits, this.hosts, this.pair));
+    this.ended = new AbortController();
+    document.addEventListener("keydown", event => this.#key(event), { signal: this.ended.signal });
+    container.append(h("div", { class: "overview" }, this.top, this.verdicts, ...this.heroes.map(({ element }) => element), this.noCurve, this.tasks,
+      this.step.element, this.prompts.element, this.waits, this.tiles, this.hosts));
   }
 
   async refresh() {
@@ -43,14 +42,17 @@ class Overview {
       if (this.closed) return;
       this.summaries = summaries;
       this.#tell();
-      await Promise.all([this.#curves(), this.#pair()]);
+      const several = this.runs.length > 1;
+      const run = this.#foremost();
+      await Promise.all([...this.heroes.map(hero => hero.show(this.runs, summaries)), this.#showTasks(several), this.step.show(run, several), this.prompts.show(run, several)]);
+      this.noCurve.hidden = this.heroes.some(({ element }) => !element.hidden);
     } catch (error) {
       if (!this.closed) this.top.replaceChildren(h("p", { class: "empty bad", role: "alert" }, `The run could not be read: ${error.message}`));
     }
   }
 
   async update({ theme, changed, runs }) {
-    if (theme) this.chart?.recolour();
+    if (theme) this.heroes.forEach(hero => hero.recolour());
     if (runs) this.runs = runs;
     if (!changed) return;
     this.outdated = true;
@@ -60,7 +62,8 @@ class Overview {
 
   close() {
     this.closed = true;
-    this.chart?.close();
+    this.ended.abort();
+    for (const part of [...this.heroes, this.step, this.prompts]) part.close();
   }
 
   /** What changes while answers are under way is asked for again. */
@@ -76,55 +79,35 @@ class Overview {
     const { runs, summaries } = this;
     const alone = runs.length === 1;
     const each = make => runs.map((run, i) => make(summaries[i], run, alone)).filter(Boolean);
-    this.top.replaceChildren(...(alone ? [headline(runs[0], summaries[0])] : [h("h1", {}, `${runs.length} runs`)]), ...each(failure), ...each(waiting), ...each(warnings), ...(alone ? [] : [table(runs, summaries)]));
-    this.learned.replaceChildren(...each(learned));
+    if (!alone) this.comparison.show(runs, summaries);
+    this.top.replaceChildren(...(alone ? [headline(runs[0], summaries[0])] : [h("h1", {}, `${runs.length} runs`)]), ...each(failure), ...each(waiting), ...each(warnings), ...(alone ? [] : [this.comparison.element]));
+    this.verdicts.replaceChildren(...each((summary, run) => verdicts(run, summary, !alone)));
     this.tiles.replaceChildren(...(alone ? tiles(summaries[0]) : []));
     this.tiles.hidden = !this.tiles.childElementCount;
-    this.waits.replaceChildren(waits(runs, summaries) ?? "");
+    this.waits.replaceChildren(time(runs, summaries) ?? "");
     this.hosts.replaceChildren(...each(hosts));
   }
 
-  async #curves() {
-    const found = await Promise.all(this.runs.map(run => this.#reward(run)));
-    if (this.closed) return;
-    const lines = found.flat();
-    const alone = this.runs.length === 1;
-    this.chart ??= new Chart(this.chartBox, { sync: false });
-    this.chart.draw(lines, VIEW);
-    this.chartBox.setAttribute("aria-label", lines.length ? `Reward by step: ${lines.map(({ label, y }) => `${label}, last ${y.at(-1)}`).join("; ")}` : "There is no curve yet");
-    const entry = ({ label, colour, dots }) => h("span", { class: dots ? "dots" : "", style: { "--run": colour } }, label);
-    const entries = alone ? lines : [...this.runs.map(({ name: label, colour }) => ({ label, colour })), { label: "held out", colour: "var(--soft)", dots: true }];
-    this.legend.replaceChildren(h("h2", {}, lines[0]?.title ?? "Reward"), ...entries.map(entry));
-    if (!lines.length) this.legend.replaceChildren("There is no curve yet.");
+  async #showTasks(several) {
+    const tables = await Promise.all(this.runs.map(async (run, i) => {
+      const summary = this.summaries[i];
+      const curves = await Promise.all((summary.tasks ?? []).map(async ({ name }) => [name, await this.store.curve(run.id, `task/${name}/finished_reward_mean`) ?? await this.store.curve(run.id, `validation/${name}/reward_mean`)]));
+      return taskTable(run, summary, several, new Map(curves));
+    }));
+    if (!this.closed) this.tasks.replaceChildren(...tables.filter(Boolean));
   }
 
-  async #reward(run) {
-    const alone = this.runs.length === 1;
-    let title = "Reward";
-    let [train, heldOut] = await this.#first(run, REWARDS, HELD_OUT);
-    if (!train && !heldOut) {
-      title = "Loss";
-      [train, heldOut] = await this.#first(run, LOSSES, HELD_OUT_LOSS);
-    }
-    const line = (curve, label, more) => ({ title, label: alone ? label : `${run.name}, ${label}`, colour: run.colour, x: curve.steps, y: curve.values, low: curve.low, high: curve.high, ...more });
-    return [train && line(train, "in training", {}), heldOut && line(heldOut, "held out", { dots: true, dash: [4, 4], colour: colourOf(run, alone ? 1 : 0) })].filter(Boolean);
+  /** Of several runs the one whose step and prompts are shown: the baseline, or else the first that has rollouts. */
+  #foremost() {
+    const baseline = this.runs.find(run => run.id === this.state.get("baseline"));
+    return baseline ?? this.runs.find(run => run.kind !== "sft") ?? this.runs[0];
   }
 
-  /** The first curve that the run has of those named, and one more. */
-  async #first(run, names, other) {
-    const [last, ...found] = await Promise.all([other, ...names].map(name => this.store.curve(run.id, name)));
-    return [found.find(Boolean) ?? null, last];
-  }
-
-  async #pair() {
-    const [run] = this.runs;
-    const indices = await findPair(this.source, run.id);
-    const key = indices && `${indices.first}-${indices.last}`;
-    if (!indices || key === this.pairKey) return;
-    const [first, last] = await Promise.all([indices.first, indices.last].map(index => this.source.rollout(run.id, index)));
-    if (this.closed) return;
-    this.pairKey = key;
-    this.pair.hidden = false;
-    this.pair.replaceChildren(...pair(first, last, this.runs.length > 1 ? run.name : ""));
+  #key(event) {
+    const typing = event.target.closest?.("input, textarea, select, [contenteditable]");
+    const by = { p: -1, n: 1 }[event.key];
+    if (!by || typing || event.ctrlKey || event.metaKey || event.altKey) return;
+    event.preventDefault();
+    this.prompts.move(by);
   }
 }

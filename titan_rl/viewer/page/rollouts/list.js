@@ -38,6 +38,13 @@ export class RolloutList {
     if (this.at >= 0 && !keep) this.#reveal();
   }
 
+  /** Makes the row at a place the current one, and the first in sight. */
+  scrollTo(place) {
+    this.at = Math.max(0, Math.min(this.total - 1, place));
+    this.box.scrollTop = this.at * HEIGHT;
+    this.draw();
+  }
+
   /** Marks the rollout with this index as the open one. */
   mark(index) {
     this.opened = index;

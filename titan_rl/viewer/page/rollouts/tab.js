@@ -7,16 +7,16 @@ import { RolloutList } from "viewer/rollouts/list";
 
 const WIDE = 900; // pixels from which list and rollout stand side by side; rollouts.css has the same
 
-export function open(container, { source, runs, state }) {
-  const tab = new RolloutsTab(source, runs, state);
+export function open(container, { source, runs, state, cursor }) {
+  const tab = new RolloutsTab(source, runs, state, cursor);
   container.append(tab.element);
   tab.opened = tab.start();
   return tab;
 }
 
 class RolloutsTab {
-  constructor(source, runs, state) {
-    Object.assign(this, { source, runs, state });
+  constructor(source, runs, state, cursor) {
+    Object.assign(this, { source, runs, state, cursor });
     this.run = runs.find(run => run.id === state.get("rollouts.run")) ?? runs[0];
     this.asked = 0;
     this.filters = new Filters(state, () => this.ask());
@@ -27,6 +27,8 @@ class RolloutsTab {
     });
     this.detail = new Detail({ source, state, go: index => this.openRollout(index), leave: () => this.#leave() });
     this.note = h("p", { class: "soft list-note" });
+    this.pointer = () => this.#follow();
+    cursor.addEventListener("change", this.pointer);
     this.keys = event => this.#key(event);
     document.addEventListener("keydown", this.keys);
     this.element = h("div", { class: "rollouts" },
@@ -39,6 +41,7 @@ class RolloutsTab {
     await this.ask();
     const first = innerWidth > WIDE ? this.answer?.rows[0]?.index ?? null : null;
     if (said !== null) await this.openRollout(said, { entry: false });
+    else if (this.cursor.chosen !== null && await this.#goToStep(this.cursor.chosen)) return;
     else if (first !== null) await this.#open(first);
   }
 
@@ -65,6 +68,8 @@ class RolloutsTab {
   async openRollout(index, { focus = false, entry = true } = {}) {
     this.state.set({ "rollouts.index": index, "rollouts.run": this.runs.length > 1 ? this.run.id : null }, { entry });
     await this.#open(index);
+    const { record } = this.detail;
+    if (record?.index === index && typeof record.step === "number") this.cursor.choose(record.step);
     if (focus) this.detail.element.focus();
   }
 
@@ -75,6 +80,7 @@ class RolloutsTab {
   close() {
     this.asked++;
     document.removeEventListener("keydown", this.keys);
+    this.cursor.removeEventListener("change", this.pointer);
     this.list.close();
     this.detail.close();
   }
@@ -83,6 +89,29 @@ class RolloutsTab {
     this.element.classList.add("has-open");
     this.list.mark(index);
     await this.detail.open(this.run, index);
+  }
+
+  /** Goes to the step that has been chosen elsewhere. */
+  #follow() {
+    const { chosen } = this.cursor;
+    if (chosen !== null && this.answer && this.detail.record?.step !== chosen) this.#goToStep(chosen);
+  }
+
+  /** Opens the first rollout of a step that fits the filters, and scrolls to it; false where there is none. */
+  async #goToStep(step) {
+    const query = this.filters.query();
+    const { rows } = await this.source.rollouts(this.run.id, { ...query, step_min: step, step_max: step, limit: 1 }).catch(() => ({ rows: [] }));
+    if (!rows.length) {
+      this.note.textContent = `No rollout of step ${step} ${Object.keys(query).length ? "fits these filters" : "was kept"}.`;
+      return false;
+    }
+    if (!query.sort) {
+      const { total } = await this.source.rollouts(this.run.id, { ...query, step_max: step - 1, limit: 1 }).catch(() => ({ total: 0 }));
+      this.list.scrollTo(total);
+    }
+    this.state.set({ "rollouts.index": rows[0].index, "rollouts.run": this.runs.length > 1 ? this.run.id : null });
+    await this.#open(rows[0].index);
+    return true;
   }
 
   #load(offset, limit) {

@@ -3,6 +3,7 @@
 // The JSON: {"runs": [...], "left_out": ["what is not in it", ...], "of": {run id: {
 //   "summary": answer, "metrics": answer, "timeline": answer or null,
 //   "curves": {name: {steps, values, low, high}},
+//   "prompts": answer,
 //   "rollouts": {"rows": [row, ...], "records": {index: record}}}}}
 // where an answer is what the server gives, and a row is one of /rollouts.
 
@@ -18,6 +19,10 @@ export class EmbeddedSource {
 
   async runs() {
     return { runs: this.data.runs };
+  }
+
+  async settings() {
+    return { settings: Object.fromEntries(Object.entries(this.data.of).map(([run, { summary }]) => [run, summary?.settings ?? {}])) };
   }
 
   async summary(run) {
@@ -42,6 +47,10 @@ export class EmbeddedSource {
     const { records } = this.#of(run).rollouts;
     if (!Object.hasOwn(records, index)) throw new Error("This rollout is not in the report: `titan-rl view` has all of them.");
     return records[index];
+  }
+
+  async prompts(run) {
+    return this.#of(run).prompts ?? { same: false, prompts: [], median: null };
   }
 
   async timeline(run) {

@@ -11,6 +11,11 @@ export class HttpSource {
     return this.#get("/api/runs");
   }
 
+  /** Of all runs: {run: {"training.lr": 0.0003}}. */
+  settings() {
+    return this.#get("/api/settings");
+  }
+
   summary(run) {
     return this.#get(`/api/runs/${encodeURIComponent(run)}/summary`);
   }
@@ -31,6 +36,11 @@ export class HttpSource {
 
   rollout(run, index) {
     return this.#get(`/api/runs/${encodeURIComponent(run)}/rollouts/${index}`);
+  }
+
+  /** The same prompts at several steps. */
+  prompts(run) {
+    return this.#get(`/api/runs/${encodeURIComponent(run)}/prompts`);
   }
 
   /** `seen_from`, `seen_to`: seconds between which idle times are counted, where it is not all that is asked for. */

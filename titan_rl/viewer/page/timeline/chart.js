@@ -14,9 +14,11 @@ export class TimelineChart {
    * @param window the `TimeWindow` that is shown.
    * @param moved is called when the window has been changed here.
    * @param selected is called with [from, to] in seconds, or null, when a stretch of time has been chosen.
+   * @param pointed is called with the second that the pointer is at, or null; `clicked` with one that is clicked.
    */
-  constructor(window, { moved, selected }) {
-    Object.assign(this, { window, moved, selected });
+  constructor(window, { moved, selected, pointed = () => {}, clicked = () => {} }) {
+    Object.assign(this, { window, moved, selected, pointed, clicked });
+    this.pointedAt = null; // [from, to] seconds of the step that the cursor is at
     this.folded = new Set();
     this.groups = [];
     this.width = 0; // pixels
@@ -29,7 +31,7 @@ export class TimelineChart {
     this.canvas = h("canvas", {
       tabindex: "0", role: "application", "aria-label": "Timeline. Left and right move, plus and minus zoom, up and down choose a lane, n and p a span; the table below has the same figures.",
       onkeydown: event => this.#key(event), onpointerdown: event => this.#down(event), onpointermove: event => this.#move(event),
-      onpointerup: event => this.#up(event), onpointerleave: () => this.tip.hide(), ondblclick: event => this.#zoomTo(event),
+      onpointerup: event => this.#up(event), onpointerleave: () => { this.tip.hide(); this.pointed(null); }, ondblclick: event => this.#zoomTo(event),
       onfocus: () => this.draw(), onblur: () => this.tip.hide(),
     });
     this.canvas.addEventListener("wheel", event => this.#wheel(event), { passive: false });
@@ -63,6 +65,13 @@ export class TimelineChart {
     this.draw();
   }
 
+  /** Marks [from, to] seconds as what the cursor is at; null takes the mark away. */
+  point(range) {
+    if (String(range) === String(this.pointedAt)) return;
+    this.pointedAt = range;
+    this.draw();
+  }
+
   /** Pixels of the lanes' names. */
   get gutter() {
     return this.width < 640 ? 130 : 220;
@@ -81,7 +90,7 @@ export class TimelineChart {
       pen.setTransform(devicePixelRatio, 0, 0, devicePixelRatio, 0, 0);
       paint(pen, {
         width: this.width, height: this.height, gutter: this.gutter, scroll: this.scroller.scrollTop, window: this.window, placed: this.placed,
-        steps: this.steps, syncs: this.syncs, colours: this.colours, selected: this.range, current: this.current, lane: this.lane,
+        steps: this.steps, syncs: this.syncs, colours: this.colours, selected: this.range, pointed: this.pointedAt, current: this.current, lane: this.lane,
       });
     });
   }
@@ -153,6 +162,7 @@ export class TimelineChart {
     this.drag = null;
     if (!drag) return;
     const at = this.#at(event);
+    if (!drag.moved && at.x >= this.gutter) this.clicked(at.seconds);
     if (drag.selecting && drag.moved) this.selected([drag.seconds, at.seconds].sort((a, b) => a - b));
     else if (drag.y < TOP) this.selected(this.#stepAt(at.seconds));
     else if (!drag.moved && at.row?.kind === "lane") {
@@ -168,6 +178,7 @@ export class TimelineChart {
   }
 
   #hover(event, { row, seconds, x }) {
+    this.pointed(x >= this.gutter ? seconds : null);
     const span = row?.kind === "lane" && x >= this.gutter ? spanAt(row.lane, seconds) : null;
     if (span) this.tip.show(row.lane, span, event.clientX, event.clientY);
     else if (row?.kind === "lane" && row.lane.waits && x >= this.gutter) this.tip.showIdle(row.lane, seconds, event.clientX, event.clientY);

@@ -61,6 +61,7 @@ export function paint(pen, view) {
   pen.restore();
   ruler(pen, view);
   selection(pen, view);
+  pointed(pen, view);
   pen.fillStyle = colours.line;
   pen.fillRect(gutter - 1, 0, 1, height);
 }
@@ -69,10 +70,11 @@ function group(pen, view, { group: { kind, label, lanes, waits }, folded, height
   const { colours, gutter, width, window } = view;
   pen.fillStyle = colours.ink;
   pen.font = `600 ${FONT}`;
-  pen.fillText(clipped(pen, `${folded ? "▸" : "▾"} ${label}`, gutter - 50), 8, top + HEADER / 2 + 1);
+  const name = lanes.length > 1 ? `${label} (${lanes.length})` : label;
+  pen.fillText(clipped(pen, `${folded ? "▸" : "▾"} ${name}`, gutter - 50), 8, top + HEADER / 2 + 1);
   pen.font = SMALL;
   pen.fillStyle = colours.soft;
-  const told = waits ? percent(idleShareOf(lanes, window.from, window.to)) : `${lanes.length}`;
+  const told = waits && kind !== "controller" ? percent(idleShareOf(lanes, window.from, window.to)) : "";
   pen.textAlign = "right";
   pen.fillText(told, gutter - 8, top + HEADER / 2 + 1);
   pen.textAlign = "left";
@@ -93,7 +95,7 @@ function lane(pen, view, { lane: one, height }, top, hatched) {
   }
   pen.font = SMALL;
   pen.fillStyle = colours.soft;
-  const idle = one.waits ? percent(idleShare(one, window.from, window.to)) : "";
+  const idle = one.waits && one.kind !== "controller" ? percent(idleShare(one, window.from, window.to)) : "";
   pen.fillStyle = colours.ink;
   pen.fillText(clipped(pen, gutter < 200 ? one.short : one.label, gutter - 66), 20, top + 11);
   pen.textAlign = "right";
@@ -250,6 +252,17 @@ function selection(pen, view) {
   pen.globalAlpha = 1;
   pen.fillRect(left, 0, 2, height);
   pen.fillRect(right - 2, 0, 2, height);
+}
+
+/** The step that the cursor is at, as a frame. */
+function pointed(pen, view) {
+  if (!view.pointed) return;
+  const { colours, gutter, width, height, window } = view;
+  const [left, right] = view.pointed.map(at => Math.min(width, Math.max(gutter, gutter + window.x(at, width - gutter))));
+  if (right <= left) return;
+  pen.strokeStyle = colours.accent;
+  pen.lineWidth = 1.5;
+  pen.strokeRect(left + 0.5, 24.5, Math.max(1, right - left - 1), height - 26);
 }
 
 function clipped(pen, text, room) {

@@ -13,13 +13,13 @@ const PANELS = [
 export const NAMES = PANELS.flatMap(({ lines }) => lines.map(([name]) => name));
 
 export class Schedule {
-  /** `place()`: {gutter, width} in pixels, as the timeline has them. */
-  constructor(window, place) {
-    Object.assign(this, { window, place });
+  /** `place()`: {gutter, width} in pixels, as the timeline has them; `pointed` and `clicked` are called with seconds, as by the chart. */
+  constructor(window, place, { pointed = () => {}, clicked = () => {} } = {}) {
+    Object.assign(this, { window, place, pointed });
     this.steps = [];
     this.curves = {};
     this.at = null;
-    this.element = h("div", { class: "schedule", onpointermove: event => this.#point(event), onpointerleave: () => { this.at = null; this.draw(); } });
+    this.element = h("div", { class: "schedule", onpointermove: event => this.#point(event), onpointerleave: () => { this.at = null; this.pointed(null); this.draw(); }, onclick: () => this.at !== null && clicked(this.at) });
     this.sized = new ResizeObserver(() => this.draw());
     this.sized.observe(this.element);
   }
@@ -37,6 +37,13 @@ export class Schedule {
   /** What each line says of a step: {metric: value}. */
   of(step) {
     return Object.fromEntries(NAMES.filter(name => this.curves[name]).map(name => [name, this.curves[name].values[this.curves[name].steps.indexOf(step)] ?? null]));
+  }
+
+  /** Marks a second; null none. The pointer comes first. */
+  point(seconds) {
+    if (seconds === this.told) return;
+    this.told = seconds;
+    this.draw();
   }
 
   draw() {
@@ -79,9 +86,10 @@ export class Schedule {
     pen.clip();
     const x = seconds => gutter + this.window.x(seconds, width - gutter);
     known.forEach(([, , colour], i) => (bars ? drawBars : drawLine)(pen, points[i].map(([start, end, value]) => [x(start), x(end), y(value)]), css(colour), HEIGHT - 4));
-    if (this.at !== null) {
-      pen.fillStyle = css("--soft");
-      pen.fillRect(x(this.at), 0, 1, HEIGHT);
+    const at = this.#at();
+    if (at !== null) {
+      pen.fillStyle = css("--accent");
+      pen.fillRect(x(at), 0, 1, HEIGHT);
     }
     pen.restore();
     const step = this.#step();
@@ -96,15 +104,21 @@ export class Schedule {
     });
   }
 
+  #at() {
+    return this.at ?? this.told ?? null;
+  }
+
   #step() {
-    if (this.at === null) return null;
-    return this.steps.find(([, start, end]) => this.at >= start && this.at < end)?.[0] ?? null;
+    const at = this.#at();
+    if (at === null) return null;
+    return this.steps.find(([, start, end]) => at >= start && at < end)?.[0] ?? null;
   }
 
   #point(event) {
     const { left } = this.element.getBoundingClientRect();
     const { gutter, width } = this.place();
     this.at = event.clientX - left < gutter ? null : this.window.seconds(event.clientX - left - gutter, width - gutter);
+    this.pointed(this.at);
     this.draw();
   }
 }

@@ -10,30 +10,35 @@ import { TimeWindow } from "viewer/timeline/window";
 import { visible } from "viewer/rollouts/visible_text";
 
 const ASK_AGAIN_MS = 1000; // between two questions about a run that goes on
+const READ_AGAIN_MS = 30; // and about a trace that is being read
+const TIMES = ["time_s", "time/step_s"];
 
-export function open(container, { source, runs, state }) {
-  const tab = new TimelineTab(source, runs, state);
+export function open(container, { source, runs, state, cursor }) {
+  const tab = new TimelineTab(source, runs, state, cursor);
   container.append(tab.element);
   tab.opened = tab.start();
   return tab;
 }
 
 class TimelineTab {
-  constructor(source, runs, state) {
-    Object.assign(this, { source, runs, state });
+  constructor(source, runs, state, cursor) {
+    Object.assign(this, { source, runs, state, cursor });
     this.run = runs.find(run => run.id === state.get("timeline.run")) ?? runs[0];
     this.window = new TimeWindow();
     this.window.follow = this.run.state === "running";
     this.asked = 0;
-    this.chart = new TimelineChart(this.window, { moved: () => this.#moved(), selected: range => this.select(range) });
-    this.schedule = new Schedule(this.window, () => this.view.hidden ? { gutter: 60, width: this.schedule.element.clientWidth } : this.chart);
-    this.sentence = h("p", { class: "bottleneck", role: "status" });
+    this.chart = new TimelineChart(this.window, { moved: () => this.#moved(), selected: range => this.select(range), pointed: seconds => this.#point(seconds), clicked: seconds => this.#choose(seconds) });
+    this.schedule = new Schedule(this.window, () => this.view.hidden ? { gutter: 60, width: this.schedule.element.clientWidth } : this.chart, { pointed: seconds => this.#point(seconds), clicked: seconds => this.#choose(seconds) });
+    this.sentence = h("p", { class: "bottleneck", role: "status" }, "Reading the trace …");
+    this.reading = h("progress", { class: "reading", max: "1", "aria-label": "How much of the trace is read" });
+    this.pointer = () => this.#showStep();
+    cursor.addEventListener("change", this.pointer);
     this.chosen = h("div", { class: "chosen" });
     this.tables = h("details", { class: "timeline-tables", ontoggle: () => this.#fillTables() }, h("summary", {}, "As a table"), this.body = h("div", {}));
     this.more = settled(() => this.#ask(), 150);
     this.again = settled(() => this.#refresh(), ASK_AGAIN_MS);
     this.view = h("div", { class: "timeline-view", hidden: true }, this.#toolbar(), this.chart.element, this.chosen);
-    this.element = h("div", { class: "timeline" }, this.sentence, this.view, this.schedule.element, this.tables);
+    this.element = h("div", { class: "timeline" }, this.sentence, this.reading, this.view, this.schedule.element, this.tables);
   }
 
   /** Ends when the whole run is drawn, and what the link says is in sight. */
@@ -77,23 +82,82 @@ class TimelineTab {
 
   close() {
     this.asked++;
+    this.cursor.removeEventListener("change", this.pointer);
     this.chart.close();
     this.schedule.close();
   }
 
+  /** The steps are drawn as the metrics tell them until the trace is read, and lanes as far as they are. */
   async #refresh() {
     const asked = ++this.asked;
-    const [timeline, curves] = await Promise.all([
-      this.source.timeline(this.run.id, { width: this.#pixels() }).catch(error => ({ failed: error })),
-      this.source.curves(this.run.id, { names: NAMES, points: 2000 }).then(answer => answer.curves).catch(() => ({})),
-    ]);
+    const told = this.source.curves(this.run.id, { names: [...NAMES, ...TIMES], points: 2000 }).then(answer => answer.curves).catch(() => ({}));
+    const answer = this.#timeline();
+    const curves = await told;
     if (asked !== this.asked) return;
-    const has = timeline && !timeline.failed && timeline.lanes.length > 0;
-    this.view.hidden = this.tables.hidden = !has;
+    if (!this.shown) this.#showSteps(curves);
+    let timeline = await answer;
+    while (asked === this.asked && timeline?.read < 1 && timeline.lanes) {
+      this.#showAll(timeline, curves);
+      await new Promise(resolve => setTimeout(resolve, READ_AGAIN_MS));
+      timeline = await this.#timeline();
+    }
+    if (asked !== this.asked) return;
+    this.#showAll(timeline, curves);
+    if (this.shown && !this.window.isWhole) await this.#ask();
+  }
+
+  #timeline() {
+    return this.source.timeline(this.run.id, { width: this.#pixels() }).catch(error => ({ failed: error }));
+  }
+
+  #showAll(timeline, curves) {
+    const read = timeline?.read ?? 1;
+    const has = Boolean(timeline && !timeline.failed && timeline.lanes.length > 0);
+    this.shown = has;
+    this.reading.hidden = read >= 1;
+    this.reading.value = read;
     if (has) this.#show(timeline);
-    else this.#showNone(timeline, curves);
-    this.schedule.show(this.chart.steps, curves);
-    if (has && !this.window.isWhole) await this.#ask();
+    else if (read >= 1) this.#showNone(timeline, curves);
+    if (read < 1) this.sentence.textContent = `Reading the trace: ${percent(read)}`;
+    if (has || read >= 1) this.view.hidden = this.tables.hidden = !has;
+    if (has || read >= 1) this.schedule.show(this.chart.steps, curves);
+    this.#showStep();
+  }
+
+  /** Where the steps lie by the metrics: until the trace says it more exactly. */
+  #showSteps(curves) {
+    const { time_s: ends, "time/step_s": lengths } = curves;
+    const steps = (ends?.steps ?? []).flatMap((step, i) => {
+      const length = lengths?.values[lengths.steps.indexOf(step)];
+      return step > 0 && length > 0 && ends.values[i] !== null ? [[step, Math.max(0, ends.values[i] - length), ends.values[i]]] : [];
+    });
+    if (!steps.length) return;
+    this.view.hidden = false;
+    this.tables.hidden = true;
+    this.window.extend(steps.at(-1)[2]);
+    this.chart.show({ lanes: [], idle: [], steps, syncs: [] });
+    this.schedule.show(steps, curves);
+    this.#showStep();
+  }
+
+  #stepAt(seconds) {
+    return seconds === null ? null : this.chart.steps.find(([, start, end]) => seconds >= start && seconds < end)?.[0] ?? null;
+  }
+
+  #point(seconds) {
+    this.cursor.hover(this.#stepAt(seconds));
+  }
+
+  #choose(seconds) {
+    const step = this.#stepAt(seconds);
+    if (step !== null) this.cursor.choose(step);
+  }
+
+  /** Marks the step that the cursor is at. */
+  #showStep() {
+    const found = this.cursor.step === null ? null : this.chart.steps.find(([step]) => step === this.cursor.step) ?? null;
+    this.chart.point(found && [found[1], found[2]]);
+    this.schedule.point(found && (found[1] + found[2]) / 2);
   }
 
   #show(timeline) {
@@ -165,7 +229,7 @@ class TimelineTab {
       return;
     }
     const [from, to] = range;
-    const idle = this.chart.groups.filter(group => group.waits).map(({ label, lanes }) =>
+    const idle = this.chart.groups.filter(group => group.waits && group.kind !== "controller").map(({ label, lanes }) =>
       `${label.toLowerCase()} idle ${percent(idleShareOf(lanes, from, to))}`);
     const [first, last] = [steps[0]?.[0], steps.at(-1)?.[0]];
     const name = steps.length ? first === last ? `Step ${first}` : `Steps ${first} to ${last}` : "What is chosen";

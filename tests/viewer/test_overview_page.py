@@ -1,0 +1,238 @@
+"""The overview as a reader meets it: whether runs learn, why not, and the step that all tabs look at."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from viewer.viewed import FIRST, SECOND, OpenPage, until
+
+from benchmarks.synthetic_run import line, write_run
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+BOTH = f"runs={FIRST},{SECOND}"
+SUPERVISED, DULL = "20260104-000000-supervised", "20260105-000000-dull"
+ANSWERS = {0: (0.0, 0.25, 0.75), 10: (0.25, 0.5, 1.0), 20: (0.0, 0.75, 1.0)}
+"""Rewards of the siblings of a held-out prompt by step; what earns 0 could not be parsed."""
+
+
+@pytest.fixture
+def supervised(runs_folder: Path) -> Iterator[str]:
+    folder = runs_folder / SUPERVISED
+    folder.mkdir()
+    (folder / "supervised.json").write_text("{}")
+    losses = [{"step": step, "train/loss": 6.0 - step / 4, "validation/loss": 6.0 - step / 4} for step in range(21)]
+    (folder / "metrics.jsonl").write_bytes(b"".join(map(line, losses)))
+    yield SUPERVISED
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def dull(runs_folder: Path) -> Iterator[str]:
+    """A run of two tasks, of which one earns nothing, as do all siblings of each of its groups."""
+    folder = runs_folder / DULL
+    write_run(folder, steps=20, rollouts=160)
+    records = [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
+    for record in records:
+        record |= {name: 0.0 for name in ("task/countdown/finished_reward_mean",) if name in record}
+        record |= {name: 1.0 for name in ("rollout/zero_variance_groups",) if name in record}
+    (folder / "metrics.jsonl").write_bytes(b"".join(map(line, records)))
+    with (folder / "rollouts.jsonl").open("ab") as file:
+        for step, rewards in ANSWERS.items():
+            for sibling, reward in enumerate(rewards):
+                said = [
+                    {"role": "user", "content": "Sort: Bo, Al"},
+                    {"role": "assistant", "content": f"earns {reward}"},
+                ]
+                labels = {"step": step, "phase": "validation", "task": "sort", "group_id": "validation-0"}
+                status = "completed" if reward else "error_parse"
+                ids = {"rollout_id": f"validation-0/{sibling}", "sibling": sibling}
+                file.write(line({**labels, **ids, "status": status, "reward": reward, "messages": said}))
+    yield DULL
+    shutil.rmtree(folder)
+
+
+async def axis(page: Any, name: str) -> list[str]:
+    """Labels of the curves on a chart of the overview; none where it is not shown."""
+    hero = page.locator(f"section.hero[aria-label='{name}']")
+    if not await hero.is_visible():
+        return []
+    text = await hero.locator(".chart").get_attribute("aria-label")
+    return [part.split(", last")[0] for part in text.removeprefix(f"{name} by step: ").split("; ")]
+
+
+async def test_losses_of_supervised_training_stand_on_an_axis_of_their_own(
+    open_page: OpenPage, supervised: str
+) -> None:
+    page = await open_page(f"#runs={FIRST},{supervised}")
+    assert await axis(page, "Reward") == [f"{FIRST}, in training", f"{FIRST}, held out"]
+    assert await axis(page, "Loss") == [f"{supervised}, in training", f"{supervised}, held out"]
+    heads = await page.locator(".comparison thead th").all_inner_texts()
+    assert "Held-out reward" in heads
+    assert "Held-out loss" in heads
+    await page.get_by_role("tab", name="Curves").click()
+    for title, run in (("Loss", FIRST), ("Loss of supervised training", supervised)):
+        panel = page.locator(f'section.panel[aria-label="{title}"]')
+        await panel.scroll_into_view_if_needed()
+        await until(page, "panel => panel.getAttribute('aria-busy') === 'false'", arg=await panel.element_handle())
+        assert {curve["run"] for curve in await panel.evaluate("element => element.panel.data()")} == {run}
+
+
+async def test_each_task_has_a_line_and_one_that_earns_nothing_is_named(open_page: OpenPage, dull: str) -> None:
+    page = await open_page(f"#runs={dull}")
+    rows = page.locator(".tasks tbody tr")
+    told = {
+        await row.locator("th").inner_text(): await row.locator("td").first.inner_text() for row in await rows.all()
+    }
+    assert told == {"sort": "learns", "countdown": "earns nothing"}
+    assert {"sort", "countdown"} <= set(await axis(page, "Reward"))
+    assert "The task countdown earns nothing" in await page.locator(".verdicts").inner_text()
+
+
+async def test_a_verdict_leads_to_the_rollouts_behind_it(open_page: OpenPage, dull: str) -> None:
+    page = await open_page(f"#runs={dull}")
+    verdict = page.locator(".verdict", has_text="of the groups teach nothing")
+    await verdict.get_by_role("link").click()
+    await page.locator(".rollouts").wait_for()
+    assert "rollouts.step_min=11&rollouts.phase=train" in page.url
+    await until(page, "viewer.view.answer")
+    rows = await page.evaluate("viewer.view.answer.rows.map(row => [row.step, row.phase])")
+    assert rows
+    assert all(step >= 11 and phase == "train" for step, phase in rows)
+
+
+async def test_the_same_prompt_is_shown_over_time_by_its_median_rollout(open_page: OpenPage, dull: str) -> None:
+    page = await open_page(f"#runs={dull}")
+    prompts = page.locator(".prompts")
+    assert "What the policy says to the same prompt" in await prompts.inner_text()
+    assert await prompts.locator(".opening").inner_text() == "user\nSort: Bo, Al"
+    said = [await one.inner_text() for one in await prompts.locator("article.transcript").all()]
+    assert [text.splitlines()[0] for text in said] == [f"Step {step}" for step in ANSWERS]
+    for text, rewards in zip(said, ANSWERS.values(), strict=True):
+        assert f"earns {sorted(rewards)[1]}" in text
+        assert "error parse" not in text
+    await prompts.get_by_role("link", name="Step 10").click()
+    await page.locator(".detail-title").wait_for()
+    assert "step 10 · validation" in await page.locator(".detail-title").inner_text()
+
+
+async def test_curves_rollouts_and_timeline_share_the_chosen_step(open_page: OpenPage) -> None:
+    page = await open_page(f"#runs={FIRST}")
+    over = page.locator("section.hero .u-over").first
+    box = await over.bounding_box()
+    await page.mouse.click(box["x"] + box["width"] * 0.5, box["y"] + 30)
+    await until(page, "location.hash.includes('at=30')")
+    assert (await page.locator("section.step h2").inner_text()) == "Step 30"
+    await until(page, "document.querySelectorAll('section.step .step-rollouts li').length === 4")
+    assert await page.get_by_role("button", name="step 30").is_visible()
+    await page.keyboard.press("2")
+    await until(page, "document.querySelector('section.panel')?.panel.chart?.marked === 30")
+    await page.keyboard.press("3")
+    await until(page, "viewer.view.detail?.record?.step === 30")
+    await page.locator(".list .row", has_text="step 32").first.click()
+    await until(page, "viewer.cursor.chosen === 32")
+    await page.keyboard.press("4")
+    await until(page, "viewer.view.schedule?.panels")
+    assert await page.locator(".schedule-legend b").first.inner_text() == "step 32"
+    await page.keyboard.press("x")
+    assert await page.locator(".schedule-legend b").count() == 0
+    assert "at=" not in page.url
+
+
+async def test_a_question_mark_lists_the_keys_of_the_tab(open_page: OpenPage) -> None:
+    page = await open_page(f"#tab=rollouts&runs={FIRST}")
+    await page.keyboard.press("?")
+    dialog = page.get_by_role("dialog", name="Keys")
+    assert "its messages, tokens or siblings" in await dialog.inner_text()
+    await page.keyboard.press("1")
+    assert await page.get_by_role("tab", selected=True).inner_text() == "Rollouts", "keys wait behind the list"
+    await page.keyboard.press("Escape")
+    assert not await dialog.is_visible()
+    await page.keyboard.press("1")
+    assert await page.get_by_role("tab", selected=True).inner_text() == "Overview"
+    await page.get_by_role("button", name="Keys").click()
+    assert "its messages" not in await dialog.inner_text()
+
+
+async def shown_runs(page: Any) -> list[str]:
+    names = page.locator("#run-list .name")
+    return [await one.inner_text() for one in await names.all() if await one.is_visible()]
+
+
+async def test_runs_are_filtered_by_words_and_by_their_settings(open_page: OpenPage, supervised: str) -> None:
+    page = await open_page(f"#{BOTH}")
+    search = page.get_by_label("Search runs")
+    for text, expected in {
+        "first": [FIRST],
+        "lr=0.001": [SECOND],
+        "training.lr<0.001": [FIRST],
+        "kind=sft": [supervised],
+        "kind!=sft steps>=60": [SECOND, FIRST],
+        "/^2026010[12]/ task=sort": [SECOND, FIRST],
+        "nothing": [],
+    }.items():
+        await search.fill(text)
+        names = "[...document.querySelectorAll('#run-list .name')].map(one => one.innerText).join()"
+        await until(page, f"names => {names} === names", arg=",".join(expected))
+    assert await page.evaluate("viewer.list.selected().map(run => run.id)") == [SECOND, FIRST]
+
+
+async def test_runs_are_grouped_and_their_curves_averaged(open_page: OpenPage, supervised: str) -> None:
+    page = await open_page(f"#tab=curves&smoothing=0&{BOTH}")
+    await until(page, "[...viewer.list.group.options].some(one => one.value === 'training.lr')")
+    await page.get_by_label("Group runs by").select_option("kind")
+    assert await page.locator(".run-group b").all_inner_texts() == ["sft", "train"]
+    assert await shown_runs(page) == [supervised, SECOND, FIRST]
+    await page.get_by_role("button", name="mean of each group").click()
+    panel = page.locator('section.panel[aria-label="Gradient norm"]')
+    await panel.scroll_into_view_if_needed()
+    await until(page, "document.querySelector('section.panel[aria-label=\"Gradient norm\"]').panel.data().length === 1")
+    (mean,) = await panel.evaluate("element => element.panel.data()")
+    each = [
+        await page.evaluate("run => viewer.source.curves(run, { names: ['train/grad_norm'] })", run)
+        for run in (FIRST, SECOND)
+    ]
+    values = [one["curves"]["train/grad_norm"]["values"] for one in each]
+    assert mean["values"] == pytest.approx([sum(pair) / 2 for pair in zip(*values, strict=True)])
+    assert mean["low"] == [min(pair) for pair in zip(*values, strict=True)]
+    await page.get_by_label("Group runs by").select_option("training.lr")
+    assert await page.locator(".run-group b").all_inner_texts() == ["no training.lr", "lr 0.001", "lr 0.0003"]
+    assert "runs.group=training.lr&runs.mean=1" in page.url
+
+
+async def test_a_run_has_the_name_that_it_is_given(open_page: OpenPage) -> None:
+    page = await open_page(f"#{BOTH}")
+    item = page.locator("#run-list li", has_text=FIRST)
+    await item.hover()
+    await item.get_by_role("button", name=f"Rename {FIRST}").click()
+    await page.keyboard.type("baseline")
+    await page.keyboard.press("Enter")
+    assert await shown_runs(page) == [SECOND, "baseline"]
+    await page.reload()
+    await until(page, "window.viewer?.settled")
+    assert await shown_runs(page) == [SECOND, "baseline"]
+    assert "baseline" in await page.locator(".comparison tbody").first.inner_text()
+
+
+async def test_runs_are_compared_with_a_baseline_and_sorted_by_any_column(open_page: OpenPage) -> None:
+    page = await open_page(f"#{BOTH}")
+    table = page.locator(".comparison table").first
+    heads = await table.locator("thead th").all_inner_texts()
+    assert "training.lr" in heads
+    place = heads.index("Held-out reward, to baseline")
+    cells = [await row.locator("th, td").all_inner_texts() for row in await table.locator("tbody tr").all()]
+    assert cells[0][place] == "baseline"
+    first, second = (float(row[heads.index("Held-out reward")].split(" → ")[1]) for row in cells)
+    assert float(cells[1][place].replace("−", "-")) == pytest.approx(second - first, abs=2e-3)
+    await table.get_by_role("button", name="training.lr").click()
+    names = [await one.inner_text() for one in await table.locator("tbody th").all()]
+    assert names == [SECOND, FIRST]
+    await table.get_by_role("button", name="training.lr").click()
+    assert [await one.inner_text() for one in await table.locator("tbody th").all()] == [FIRST, SECOND]
+    await table.get_by_role("button", name=FIRST).click()
+    await until(page, "[...document.querySelectorAll('.comparison tbody tr')][0].innerText.includes('baseline')")
+    assert f"baseline={FIRST}" in page.url
