@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.attention import SDPBackend
 
-from titan_rl.training.attention.attention import Document, layout_documents
+from titan_rl.training.attention import attention as attention_module
+from titan_rl.training.attention.attention import Document, Kernel, choose_kernel, layout_documents
 from titan_rl.training.attention.document_attention import DocumentAttention
+from titan_rl.training.policy.policy import choose_attention
+from titan_rl.training.settings import TrainingConfig
 
 
 def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int]) -> torch.Tensor:
@@ -39,6 +44,69 @@ def test_equals_dense_masked_attention_with_gradients(lengths: list[int], seed: 
     gradients = torch.autograd.grad(out, (q, k, v), upstream)
     for gradient, reference in zip(gradients, torch.autograd.grad(expected, (q, k, v), upstream), strict=True):
         torch.testing.assert_close(gradient, reference, rtol=0, atol=1e-5)
+
+
+def test_on_cuda_shared_prompts_never_take_the_kernel_that_keeps_scores() -> None:
+    efficient, flash = SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION
+    for dtype, masked in [(torch.bfloat16, True), (torch.float32, True), (torch.float32, False)]:
+        assert choose_kernel("cuda", dtype, 128, masked=masked) == Kernel((efficient,), takes_groups=False)
+    assert flash in choose_kernel("cuda", torch.bfloat16, 128, masked=False).backends
+    assert choose_kernel("cuda", torch.bfloat16, 288, masked=False).backends == (efficient,)
+    assert choose_kernel("cuda", torch.bfloat16, 6, masked=True) == Kernel(), "no other kernel takes such heads"
+    assert choose_kernel("cpu", torch.bfloat16, 128, masked=True) == Kernel()
+
+
+def test_the_trainer_takes_flex_attention_on_cuda_unless_told_otherwise() -> None:
+    assert TrainingConfig().attention == "auto"
+    assert choose_attention("auto", "cuda", 128) == "flex"
+    assert choose_attention("auto", "cuda", 8) == "document"
+    assert choose_attention("auto", "cpu", 128) == "document"
+    assert choose_attention("document", "cuda", 128) == "document"
+    assert choose_attention("flex", "cpu", 128) == "flex"
+
+
+def test_heads_repeated_for_a_kernel_without_groups_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    documents = [Document(20), Document(9, 0, 20), Document(7, 0, 20), Document(4)]
+    generator = torch.Generator().manual_seed(0)
+    qkv = [torch.randn(1, 40, heads, 16, generator=generator, requires_grad=True) for heads in (6, 2, 2)]
+
+    def attended() -> tuple[torch.Tensor, ...]:
+        out = layout_documents(documents).attend(*qkv, enable_gqa=True)
+        return out, *torch.autograd.grad(out.square().sum(), qkv)
+
+    expected = attended()
+    monkeypatch.setattr(attention_module, "choose_kernel", lambda *_, **__: Kernel(takes_groups=False))
+    for found, reference in zip(attended(), expected, strict=True):
+        torch.testing.assert_close(found, reference, rtol=0, atol=1e-5)
+
+
+def test_what_a_layer_keeps_for_the_backward_pass_does_not_grow_with_the_scores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The math kernel, which torch takes on CUDA for a mask and grouped heads, keeps 12 bytes a score."""
+    heads, kv_heads, head_dim, prefix, suffix, siblings = 4, 2, 16, 192, 128, 4
+    documents = [Document(prefix), *(Document(suffix, 0, prefix) for _ in range(siblings))]
+    tokens = prefix + siblings * suffix
+    scores = heads * (prefix**2 + siblings * suffix * (prefix + suffix))
+
+    def kept(kernel: Kernel) -> int:
+        monkeypatch.setattr(attention_module, "choose_kernel", lambda *_, **__: kernel)
+        qkv = [torch.randn(1, tokens, count, head_dim, requires_grad=True) for count in (heads, kv_heads, kv_heads)]
+        found: dict[int, int] = {}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            layout_documents(documents).attend(*qkv, enable_gqa=True)
+        return sum(found.values())
+
+    vectors = 4 * heads * head_dim * (2 * tokens + 2 * (tokens + siblings * prefix))  # q, out, repeated k and v
+    mask = 4 * siblings * suffix * (prefix + suffix)
+    fused = kept(Kernel((SDPBackend.FLASH_ATTENTION,), takes_groups=False))
+    assert fused < 1.1 * (vectors + mask)
+    assert kept(Kernel((SDPBackend.MATH,))) > 4 * scores > fused
 
 
 def test_documents_of_similar_length_share_a_bucket():

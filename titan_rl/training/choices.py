@@ -3,7 +3,7 @@
 from typing import Literal
 
 DType = Literal["float32", "bfloat16"]
-Attention = Literal["document", "flex"]
+Attention = Literal["auto", "document", "flex"]
 ActivationCheckpointing = Literal["none", "selective", "full"]
 LearningRateDecay = Literal["constant", "linear", "cosine"]
 Average = Literal["token", "sequence", "constant"]

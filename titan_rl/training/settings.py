@@ -106,8 +106,9 @@ class TrainingConfig(Section):
     leaves little to transfer."""
     offload_reference: bool = False
     """The weights of the model that `kl_coef` holds the policy to wait in the host's memory between its passes."""
-    attention: Attention = "document"
-    """Documents of similar length are gathered and attended together, or one kernel goes over all rows, on GPUs."""
+    attention: Attention = "auto"
+    """document gathers documents of similar length and attends to them together; flex is one kernel over all rows, for
+    GPUs. auto takes flex on CUDA where the kernel takes the model's heads, and document elsewhere."""
     compile: bool = False
     """Transformer blocks are compiled by torch, which takes a while in the first steps, and on CPUs a C++ compiler."""
     row_tokens: PositiveInt = 1024

@@ -26,6 +26,16 @@ from titan_rl.weights.types import TensorSlice
 
 _LAY_OUT: dict[Attention, Callable[..., Layout]] = {"document": layout_documents, "flex": layout_blocks}
 
+FLEX_HEAD_DIM = 16
+"""Fewest entries of a head that flex attention's kernel takes."""
+
+
+def choose_attention(attention: Attention, device_type: str, head_dim: int) -> Attention:
+    """The way to attend that `training.attention` means on a device: "document" or "flex"."""
+    if attention != "auto":
+        return attention
+    return "flex" if device_type == "cuda" and head_dim >= FLEX_HEAD_DIM else "document"
+
 
 class Policy:
     """torchtitan's model of a Hugging Face folder, on this process's device. Weights are float32; with
@@ -53,20 +63,21 @@ class Policy:
         max_context: int,
         row_tokens: int,
         dtype: DType = "float32",
-        attention: Attention = "document",
+        attention: Attention = "auto",
         compile: bool = False,
         activation_checkpointing: ActivationCheckpointing = "none",
         offload_activations: bool = False,
         offload_weights: bool = False,
     ) -> None:
         self.device = local_device()
-        self.lay_out: LayOut = partial(_LAY_OUT[attention], ranks=world.context)
         self.dtype: torch.dtype = getattr(torch, dtype)
         # Positions restart with every sample, so rows may be longer than what the model can attend to.
         positions = read_hf_config(folder).get("max_position_embeddings", row_tokens)
         self._longest = max(max_context, min(row_tokens, positions))
         self._hf = HFModel(folder, world, max_context=self._longest)
         self.model = self._hf.decoder
+        attends = choose_attention(attention, self.device.type, self.model.config.layers[0].attention.head_dim)
+        self.lay_out: LayOut = partial(_LAY_OUT[attends], ranks=world.context)
         self._routers = routers(self.model)
         parallelize(
             self.model, world, dtype=self.dtype, compile=compile, activation_checkpointing=activation_checkpointing
