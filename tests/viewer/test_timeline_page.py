@@ -187,6 +187,67 @@ async def test_a_run_without_a_trace_says_so_and_shows_its_schedule(open_timelin
     assert await page.locator(".schedule-panel").count() == 2
 
 
+async def test_steps_and_lanes_are_drawn_while_the_trace_is_read(open_timeline: OpenTimeline) -> None:
+    page = await open_timeline(TIMELINE, width=1200)
+    seen = await page.evaluate(
+        """async timeline => {
+      const answers = [];
+      const curve = values => ({ steps: [1, 2], values });
+      const curves = { time_s: curve([10, 20]), "time/step_s": curve([9, 8]), "train/staleness_max": curve([1, 3]) };
+      const source = {
+        timeline: () => new Promise(resolve => answers.push(resolve)),
+        curves: async () => ({ curves }),
+      };
+      const { open } = await import("viewer/timeline/tab");
+      const { state, cursor } = viewer;
+      const tab = open(viewer.panel, { source, runs: [{ id: "a", name: "a" }], state, cursor });
+      const seen = [];
+      const see = () => {
+        const { sentence, chart, view, reading } = tab;
+        seen.push([sentence.textContent, chart.steps, chart.groups.length, view.hidden, reading.hidden]);
+      };
+      const until = async true_ => { while (!true_()) await new Promise(requestAnimationFrame); };
+      await until(() => tab.chart.steps.length && answers.length === 1);
+      see();
+      answers[0]({ ...timeline, lanes: timeline.lanes.slice(1, 2), read: 0.25 });
+      await until(() => answers.length === 2);
+      see();
+      answers[1]({ ...timeline, read: 1 });
+      await tab.opened;
+      see();
+      tab.close();
+      return seen;
+    }""",
+        TIMELINE,
+    )
+    assert seen == [
+        ["Reading the trace …", [[1, 1, 10], [2, 12, 20]], 0, False, False],
+        ["Reading the trace: 25%", TIMELINE["steps"], 1, False, False],
+        [TIMELINE["bottleneck"]["sentence"], TIMELINE["steps"], 3, False, True],
+    ]
+
+
+async def test_the_column_of_idle_times_has_nothing_but_shares(open_timeline: OpenTimeline) -> None:
+    page = await open_timeline(TIMELINE, width=1200)
+    written = await page.evaluate("""async () => {
+      const { chart } = viewer.view;
+      const texts = [];
+      const pen = new Proxy(chart.canvas.getContext("2d"), {
+        get(target, name) {
+          if (name === "fillText") return (text, x) => texts.push([text, x, target.textAlign]);
+          const value = target[name];
+          return typeof value === "function" ? value.bind(target) : value;
+        },
+        set: (target, name, value) => Reflect.set(target, name, value),
+      });
+      const { paint } = await import("viewer/timeline/paint");
+      const { width, height, gutter, window, placed, steps, syncs, colours } = chart;
+      paint(pen, { width, height, gutter, scroll: 0, window, placed, steps, syncs, colours });
+      return texts.filter(([text, x, align]) => align === "right" && x === gutter - 8 && text).map(([text]) => text);
+    }""")
+    assert written == ["55%", "55%", "38%", "38%", "idle"]
+
+
 async def test_two_hundred_lanes_scroll_and_fold(open_timeline: OpenTimeline) -> None:
     lanes = [
         lane(f"generator-{i}", "engine", "generator", [span(j, j + 0.5, "generating") for j in range(20)])

@@ -121,3 +121,19 @@ def test_a_span_lies_in_those_around_it_in_whichever_order_they_were_written(tra
         file.write(line("steps", outer))
     drawn = timeline(traces, 99.5, 104.0)["lanes"][0]["spans"]
     assert [(one[2], one[3]["depth"]) for one in drawn[1:]] == [("pull", 0), ("load", 1), ("x", 0)]
+
+
+def test_a_long_trace_is_read_in_parts_of_which_each_is_shown(tmp_path: Path) -> None:
+    spans = [span(at, at + 0.5, "train step", "trainer", step=1) for at in range(60_000)]
+    (tmp_path / "controller.jsonl").write_text(named("steps") + "".join(line("steps", one) for one in spans))
+    (tmp_path / "trainer.jsonl").write_text(named("train") + line("train", spans[0]) + '{"cut')
+    ticks = iter(range(1000))
+    traces = Traces(tmp_path, clock=lambda: next(ticks))
+    first = timeline(traces, patience_s=0.0)
+    assert 0 < first["read"] < 1
+    assert 0 < first["to"] < 60_000
+    seen = [first["read"]]
+    while seen[-1] < 1:
+        seen.append(timeline(traces, patience_s=0.0)["read"])
+        assert seen[-1] > seen[-2]
+    assert timeline(traces)["to"] == 59_999.5

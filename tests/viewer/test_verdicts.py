@@ -87,6 +87,7 @@ def test_a_task_that_earns_nothing_is_not_hidden_by_the_mean() -> None:
         ("rollout/status/truncated_length", 0.6, "bad", "60% of the rollouts", {"rollouts.status": "truncated_length"}),
         ("rollout/status/error_env", 0.1, "warn", "10% of the rollouts", {"rollouts.status": "error_env"}),
         ("train/approx_kl", 0.2, "warn", "a KL of 0.2", {"metrics": "train/approx_kl"}),
+        ("train/skipped_steps", 2.0, "warn", "2 steps had no finite loss", {"rollouts.dropped": "true"}),
         ("train/grad_norm", 0.0, "bad", "The gradient is zero", {"metrics": "train/grad_norm"}),
     ],
 )
@@ -96,6 +97,8 @@ def test_reasons_link_to_what_shows_them(metric: str, value: float, tone: str, s
     assert reason["tone"] == tone
     assert link.items() <= reason["link"]["values"].items()
     assert reason["link"]["tab"] == ("curves" if "metrics" in link else "rollouts")
+    if metric == "train/skipped_steps":  # of the whole run
+        return
     early = MetricColumns()
     for step in range(1, 41):
         early.add({"step": step, "rollout/finished_reward_mean": 0.3, metric: value if step <= 40 - RECENT else 0.01})

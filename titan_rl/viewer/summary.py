@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -22,7 +21,16 @@ from titan_rl.viewer.run_status import (
     steps_planned,
     tasks_of,
 )
-from titan_rl.viewer.verdicts import EARNED, HELD_OUT, LOSSES, RECENT, held_out_change, task_lines, verdicts
+from titan_rl.viewer.verdicts import (
+    EARNED,
+    HELD_OUT,
+    LOSSES,
+    RECENT,
+    held_out_change,
+    num_skipped,
+    task_lines,
+    verdicts,
+)
 
 Tile = dict[str, str]
 
@@ -108,15 +116,10 @@ def _tiles(columns: MetricColumns) -> Iterator[Tile]:
     if errors := columns.values("rollout/finished_errors"):
         count, of = math.fsum(errors), math.fsum(columns.values("rollout/finished_rollouts"))
         yield _tile("Rollouts with an error", f"{count:,.0f}", f"of {of:,.0f}", "bad" if count > 0.1 * of else "")
-    if skipped := _num_skipped(columns.values("train/skipped_steps")):
+    if skipped := num_skipped(columns.values("train/skipped_steps")):
         yield _tile("Skipped steps", f"{skipped:,.0f}", "no finite loss or gradient: see the rollouts dropped", "bad")
     if losses := columns.values("train/loss") if not columns.count(EARNED[1]) else []:
         yield _tile("Loss", f"{fmean(losses[-RECENT:]):.4f}", f"{losses[0]:.4f} at first")
-
-
-def _num_skipped(counts: Sequence[float]) -> float:
-    """Skipped steps of the whole run. Each count is since the run was started or resumed."""
-    return sum(max(0.0, now - before if now >= before else now) for before, now in pairwise([0.0, *counts]))
 
 
 def _tiles_of_cost(folder: Path, config: Mapping[str, Any]) -> Iterator[Tile]:

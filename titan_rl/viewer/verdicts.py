@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import fmean, variance
 from typing import Any, Literal
 
@@ -285,6 +286,10 @@ def _reasons(columns: MetricColumns) -> Iterator[Verdict]:
         title = f"The entropy has collapsed: {entropies[0]:.3g} at first, {fmean(entropies[-RECENT:]):.2g} now"
         text = "Siblings write the same. Try a lower training.lr, or a larger training.clip_high."
         yield _verdict("warn", title, text, _curves("train/entropy", "the curve"))
+    if skipped := num_skipped(columns.values("train/skipped_steps")):
+        title = f"{skipped:.0f} step{'' if skipped == 1 else 's'} had no finite loss or gradient, and changed nothing"
+        link = {"label": "their rollouts", "tab": "rollouts", "values": {"rollouts.dropped": "true"}}
+        yield _verdict("warn", title, "training.max_skipped_steps says how many a run bears.", link)
     if len(gradients) >= _FEWEST and not any(gradients[-RECENT:]):
         yield _verdict(
             "bad", "The gradient is zero", "No step changes the weights.", _curves("train/grad_norm", "the curve")
@@ -302,6 +307,11 @@ def _rollouts(columns: MetricColumns, label: str, **filters: str) -> dict[str, A
     if steps:
         values["rollouts.step_min"] = min(steps)
     return {"label": label, "tab": "rollouts", "values": {**values, "rollouts.phase": "train"}}
+
+
+def num_skipped(counts: Sequence[float]) -> float:
+    """Skipped steps of the whole run. Each count is since the run was started or resumed."""
+    return sum(max(0.0, now - before if now >= before else now) for before, now in pairwise([0.0, *counts]))
 
 
 def _curves(words: str, label: str) -> dict[str, Any]:
