@@ -6,8 +6,9 @@ needs them is in modules of its own: `titan_rl.training.trainer.TrainerCore` and
 `titan_rl.generation.vllm_engine.VLLMEngine`.
 """
 
+from __future__ import annotations
+
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
 
 from titan_rl.errors import (
     ActorDiedError,
@@ -38,7 +39,10 @@ from titan_rl.errors import (
     VerificationError,
 )
 
+TYPE_CHECKING = False  # of `typing`, whose import would be most of this one's
 if TYPE_CHECKING:
+    from typing import Any
+
     from titan_rl.calls.watchdog import LoopWatchdog
     from titan_rl.config.load import load_config
     from titan_rl.config.run import RunConfig

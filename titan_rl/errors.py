@@ -30,12 +30,11 @@ TitanRLError
 from __future__ import annotations
 
 import errno
-import json
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, distribution
-from shlex import quote
-from typing import Any
-from urllib.parse import unquote
+
+TYPE_CHECKING = False  # of `typing`, which takes longer to import than this module, like what `install_command` needs
+if TYPE_CHECKING:
+    from typing import Any
 
 
 class TitanRLError(Exception):
@@ -61,6 +60,11 @@ def install_command(extra: str, options: str = "") -> str:
     Args:
         options: of `pip install`, such as "--force-reinstall".
     """
+    import json
+    from importlib.metadata import PackageNotFoundError, distribution
+    from shlex import quote
+    from urllib.parse import unquote
+
     try:
         origin: dict[str, Any] = json.loads(distribution("titan-rl").read_text("direct_url.json") or "{}")
     except PackageNotFoundError:

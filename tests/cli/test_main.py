@@ -319,6 +319,43 @@ def test_a_shell_completes_commands_settings_and_their_values(capsys, tmp_path: 
     assert set(shown.stdout.split()) == complete
 
 
+STOPPED_WITHIN_AN_IMPORT = """
+import os, signal, sys
+from titan_rl.cli.main import program
+
+class Stopping:
+    def find_spec(self, name, path=None, target=None):
+        if name == module:
+            os.kill(os.getpid(), number)
+
+module, number = sys.argv.pop(1), int(sys.argv.pop(1))
+sys.meta_path.insert(0, Stopping())
+sys.exit(program())
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("module", ["titan_rl.cli.options", "pydantic", "titan_rl.cli.train", "numpy", "echo_task"])
+def test_a_signal_while_the_command_is_still_imported_ends_it_with_one_line(project: Path, module: str, number: int):
+    argv = [sys.executable, "-c", STOPPED_WITHIN_AN_IMPORT, module, str(int(number)), "train", "config.toml"]
+    ended = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr) == (128 + number, "titan-rl: stopped before a run began\n")
+
+
+def test_the_module_of_the_program_imports_next_to_nothing_before_it_begins():
+    shown = "import sys; before = set(sys.modules); import titan_rl.cli.main; print(*sorted(set(sys.modules) - before))"
+    argv = [sys.executable, "-c", shown]
+    names = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=True).stdout.split()
+    outside = {name.partition(".")[0] for name in names} - set(sys.stdlib_module_names)
+    assert outside == {"titan_rl"}
+    assert {name for name in names if name.startswith("titan_rl")} <= {
+        "titan_rl",
+        "titan_rl.cli",
+        "titan_rl.cli.main",
+        "titan_rl.errors",
+    }
+
+
 def test_no_command_is_a_usage_error():
     with pytest.raises(SystemExit) as stopped:
         main([])

@@ -37,9 +37,7 @@ def import_module(name: str) -> ModuleType:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise ConfigError(f"importing {name} failed: {error}") from error
         raise ConfigError(f"there is no module {error.name}; looked in {', '.join(_searched())}") from None
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # also of a script that ends by sys.exit
+    except (Exception, SystemExit) as error:  # also of a script that ends by sys.exit
         raise ConfigError(f"importing {name} failed: {type(error).__name__}: {error}") from error
 
 

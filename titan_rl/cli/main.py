@@ -1,24 +1,23 @@
-"""The command line, `titan-rl COMMAND ...`: its commands, and what a command ends with."""
+"""The command line, `titan-rl COMMAND ...`: its commands and their exit codes.
+
+Next to nothing is imported before `main` runs, since a Ctrl-C during an import ends a program with a traceback.
+"""
 
 from __future__ import annotations
 
-import argparse
-import asyncio
 import signal
 import sys
-from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
-from importlib import import_module
-from importlib.metadata import version
-from types import FrameType
-from typing import cast
 
-from titan_rl.calls.user_code import reason, summary
-from titan_rl.cli.options import EXIT_USAGE, Parser
-from titan_rl.errors import ConfigError, ModelError, TitanRLError
-from titan_rl.run.terminal.standard_streams import OutputError, replace_closed_streams, say, tell
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Generator, Iterator, Sequence
+    from types import FrameType
+
+    from titan_rl.cli.options import Parser
 
 EXIT_FAILED = 1
+EXIT_USAGE = 2
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 EXIT_TERMINATED = 128 + signal.SIGTERM
 EXIT_UNREAD = 128 + signal.SIGPIPE
@@ -55,28 +54,41 @@ def main(argv: Sequence[str] | None = None) -> int:
     0 is success, 1 a failure, 2 wrong settings or arguments, 130 Ctrl-C, 143 SIGTERM, and 141 that nobody reads what
     was to be printed.
     """
-    replace_closed_streams()
-    stopped = "stopped before a run began"
+    stopped = ["stopped before a run began"]
     with _sigterm_unwinds():
         try:
-            words = sys.argv[1:] if argv is None else argv
-            arguments = command_line(words[0] if words and words[0] in COMMANDS else None).parse_args(words)
-            stopped = getattr(arguments, "stopped", stopped)
-            return arguments.run(arguments)
+            return _run_command(sys.argv[1:] if argv is None else argv, stopped)
         except (KeyboardInterrupt, _Terminated) as stop:
-            tell(f"titan-rl: {stopped}")
+            from titan_rl.run.terminal.standard_streams import tell
+
+            tell(f"titan-rl: {stopped[-1]}")
             return EXIT_INTERRUPTED if isinstance(stop, KeyboardInterrupt) else EXIT_TERMINATED
-        except OutputError as error:
-            if isinstance(error.reason, BrokenPipeError):  # as `| head` does; it has what it wanted
-                return EXIT_UNREAD
-            tell(f"titan-rl: {error}")
-            return EXIT_FAILED
-        except (ConfigError, ModelError) as error:
-            _say_error(error)
-            return EXIT_USAGE
-        except TitanRLError as error:
-            _say_error(error)
-            return EXIT_FAILED
+
+
+def _run_command(words: Sequence[str], stopped: list[str]) -> int:
+    """
+    Args:
+        stopped: receives the message to print if the command is stopped, where it has one of its own.
+    """
+    from titan_rl.errors import ConfigError, ModelError, TitanRLError
+    from titan_rl.run.terminal.standard_streams import OutputError, replace_closed_streams, tell
+
+    replace_closed_streams()
+    try:
+        arguments = command_line(words[0] if words and words[0] in COMMANDS else None).parse_args(words)
+        stopped.extend(text for text in [getattr(arguments, "stopped", None)] if text is not None)
+        return arguments.run(arguments)
+    except OutputError as error:
+        if isinstance(error.reason, BrokenPipeError):  # as `| head` does; it has what it wanted
+            return EXIT_UNREAD
+        tell(f"titan-rl: {error}")
+        return EXIT_FAILED
+    except (ConfigError, ModelError) as error:
+        _say_error(error)
+        return EXIT_USAGE
+    except TitanRLError as error:
+        _say_error(error)
+        return EXIT_FAILED
 
 
 def command_line(command: str | None = None) -> Parser:
@@ -85,8 +97,12 @@ def command_line(command: str | None = None) -> Parser:
         command: one of `COMMANDS`, if it is known that no other is given: theirs take a second to import. By default
             all of them have their options.
     """
+    from importlib import import_module
+
+    from titan_rl.cli.options import Parser, Version
+
     parser = Parser(prog="titan-rl", description="Reinforcement learning of language models.")
-    parser.add_argument("--version", action=_Version, nargs=0, help="print titan-rl's version, and stop")
+    parser.add_argument("--version", action=Version, nargs=0, help="print titan-rl's version, and stop")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, does in COMMANDS.items():
         added = commands.add_parser(name, help=does)
@@ -95,16 +111,11 @@ def command_line(command: str | None = None) -> Parser:
     return parser
 
 
-class _Version(argparse.Action):
-    """Asks for the version when that is wanted: only then need titan-rl be installed."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *args: object) -> None:
-        say(f"titan-rl {version('titan-rl')}\n")
-        parser.exit()
-
-
 def _say_error(error: BaseException) -> None:
     """The error, what caused it and what can be done, without the traceback: each is meant to be read by the user."""
+    from titan_rl.calls.user_code import reason, summary
+    from titan_rl.run.terminal.standard_streams import tell
+
     tell(f"titan-rl: {reason(error)}")
     said = str(error)
     for cause in causes(error):
@@ -119,6 +130,8 @@ def _say_error(error: BaseException) -> None:
 def causes(error: BaseException) -> Iterator[BaseException]:
     """What an error says it was caused by, the nearest first. Of several at once each has its turn; the groups that
     hold them and cancellations say nothing to a user, and are left out."""
+    from asyncio import CancelledError
+
     seen = {id(error)}
     waiting = [error.__cause__]
     while waiting:
@@ -127,9 +140,9 @@ def causes(error: BaseException) -> Iterator[BaseException]:
             continue
         seen.add(id(cause))
         if isinstance(cause, BaseExceptionGroup):
-            waiting[:0] = cast("BaseExceptionGroup[BaseException]", cause).exceptions
+            waiting[:0] = cause.exceptions  # pyright: ignore[reportUnknownMemberType]  of unknown exceptions
             continue
-        if not isinstance(cause, asyncio.CancelledError):
+        if not isinstance(cause, CancelledError):
             yield cause
         waiting.append(cause.__cause__)
 

@@ -7,18 +7,18 @@ import contextlib
 import inspect
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import version
 from typing import Any, Literal, NoReturn, cast, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from titan_rl.cli.main import EXIT_USAGE
 from titan_rl.config.functions import function_name
 from titan_rl.config.suites import ValidationSuite
 from titan_rl.config.tables import parse_value
 from titan_rl.config.tasks import TaskSource
 from titan_rl.run.terminal.standard_streams import say, tell
 from titan_rl.settings import FunctionName, Section
-
-EXIT_USAGE = 2
 
 _NEGATIVE = re.compile(r"-(\.?\d|inf$|nan$)")
 _OPTION = re.compile(r"--[^=]+")
@@ -131,6 +131,14 @@ def _with_negative_values(args: Sequence[str]) -> list[str]:
         else:
             joined.append(argument)
     return joined
+
+
+class Version(argparse.Action):
+    """Asks for the version when that is wanted: only then need titan-rl be installed."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *args: object) -> None:
+        say(f"titan-rl {version('titan-rl')}\n")
+        parser.exit()
 
 
 class _Offered(tuple[str, ...]):
