@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -58,15 +59,46 @@ INNER = ""
 """Stands for all settings of a table within a table."""
 
 
+MAX_NAME = 255
+"""Bytes of one component of a path, as file systems have it."""
+MAX_PATH = 4095
+
+
+def path_problem(path: str) -> str | None:
+    """Why no file can have this path, for a message; None where one can."""
+    if "\0" in path:
+        return "has a NUL character, which no path may have"
+    try:
+        encoded = os.fsencode(path)
+    except UnicodeEncodeError:
+        return "has half of a surrogate pair, which no path may have"
+    longest = max(map(len, encoded.split(b"/")))
+    if longest > MAX_NAME:
+        return f"has a name of {longest} bytes, and file systems take {MAX_NAME}; shorten it"
+    if len(encoded) > MAX_PATH:
+        return f"has {len(encoded)} bytes, and file systems take {MAX_PATH}; shorten it"
+    return None
+
+
+def _possible(path: str) -> str:
+    if "://" not in path and (problem := path_problem(path)) is not None:
+        raise PydanticCustomError("path", "{problem}", {"problem": problem})
+    return path
+
+
+PathText = Annotated[str, AfterValidator(_possible)]
+"""The path of a file or folder that need not be there."""
+
+
 def _found(path: str, info: ValidationInfo) -> str:
     places: dict[str, list[Path]] = info.context["folders"] if info.context else {INNER: [Path()]}
     folders = places.get(info.field_name or INNER, places[INNER])
     for folder in folders:
-        if (found := folder / Path(path).expanduser()).exists():
+        if (found := folder / os.path.expanduser(path)).exists():
             return str(found.resolve())
     return path
 
 
-FilePath = Annotated[str, AfterValidator(_found)]
+FilePath = Annotated[PathText, AfterValidator(_found)]
 """A file or folder, looked for in the current directory, then beside the TOML file that names it. The setting holds
 what was found, and what was written where there is nothing: whoever opens it says so."""

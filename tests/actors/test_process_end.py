@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from titan_rl.actors.liveness.process_end import how_it_ended
+from titan_rl.actors.processes.remote_process import RemoteProcess
 
 KERNEL = tuple(int(part) for part in os.uname().release.split(".")[:2])
 
@@ -45,3 +46,10 @@ def test_the_signal_is_told_also_when_the_parent_has_collected_it(process, act, 
         assert how_it_ended(descriptor) == says
     finally:
         os.close(descriptor)
+
+
+def test_an_end_whose_reason_names_the_process_is_told_once():
+    for reason in ("trainer died: timeout", "timeout", "it did not start: trainer died: timeout"):
+        remote = RemoteProcess("trainer")
+        remote.end(reason)
+        assert remote.reason == reason.replace("trainer died: ", "")

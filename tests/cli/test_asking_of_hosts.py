@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from titan_rl.cli.main import EXIT_INTERRUPTED, main
+from titan_rl.cli.exit_codes import EXIT_INTERRUPTED
+from titan_rl.cli.main import main
 from titan_rl.run.hosts.requests import HostFiles
 from titan_rl.viewer.run_status import RunStatus
 

@@ -76,7 +76,7 @@ def test_an_extra_comes_from_where_the_installation_did(
     origin: str | None, command: str, monkeypatch: pytest.MonkeyPatch
 ):
     installed = SimpleNamespace(read_text=lambda _: origin)
-    monkeypatch.setattr("titan_rl.errors.distribution", lambda _: installed)
+    monkeypatch.setattr("importlib.metadata.distribution", lambda _: installed)
     assert install_command("cpu") == command
     assert str(MissingExtraError("torch", "cpu")) == f"torch is not installed; run: {command}"
 

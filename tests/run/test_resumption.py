@@ -77,6 +77,22 @@ def test_metrics_and_transcripts_of_steps_that_are_run_again_are_left_out(run_di
     assert [record["step"] for record in read_jsonl(run_dir.rollouts)][-2:] == [3, 4]
 
 
+def test_lost_lines_of_metrics_and_transcripts_are_reported_once_each(run_dir):
+    assert [loss for loss in resume(run_dir).losses if "jsonl" in loss] == []
+    run_dir.close()
+    kept = [line for line in run_dir.metrics.read_bytes().splitlines(keepends=True) if b'"step": 2' not in line]
+    run_dir.metrics.write_bytes(b"".join(kept) + b"{cut sho\n" + b"\xff\n")
+    run_dir.rollouts.write_bytes(b"".join(run_dir.rollouts.read_bytes().splitlines(keepends=True)[:2]) + b"[" * 1200)
+    losses = [loss for loss in resume(run_dir).losses if "jsonl" in loss]
+    assert losses == [
+        f"{run_dir.metrics}: 2 lines that cannot be read are left out",
+        f"{run_dir.metrics} has nothing of steps 2: those lines are lost",
+        f"{run_dir.rollouts}: 1 line that cannot be read is left out",
+        f"{run_dir.rollouts} has nothing of steps 2-3: those lines are lost",
+    ]
+    assert [record["step"] for record in read_jsonl(run_dir.metrics)] == [0, 1, 3]
+
+
 def test_a_group_that_was_dropped_is_in_the_transcripts_once_whenever_that_was(run_dir):
     """It is not run again where the checkpoint or the journal knows of it, and else it is."""
     for path in (run_dir.rollouts, run_dir.metrics):

@@ -98,7 +98,7 @@ class WorkerPool:
                 return replace(group, sample=sample, rollouts=rollouts)
             except ActorDiedError as error:
                 self.remove(remote)
-                remote.end(str(error).removeprefix(f"{remote.name} died: "))  # then another takes its place
+                remote.end(str(error))  # then another takes its place
                 deaths += not remote.excused
                 if deaths == self._max_attempts:
                     raise

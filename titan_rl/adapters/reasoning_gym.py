@@ -14,6 +14,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PrivateAttr, field_
 
 from titan_rl.adapters.names import check_name
 from titan_rl.calls.imports import require
+from titan_rl.calls.parsing import parse_json
 from titan_rl.calls.threads import DaemonThreads
 from titan_rl.errors import ConfigError, DataError
 from titan_rl.rollout.rewards.reward import Reward
@@ -176,7 +177,7 @@ def _make(name: str, config: str, key: str) -> Any:
     """
     seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=4).digest(), "big")
     gym = require("reasoning_gym", "reasoning-gym")
-    given = _settings_of(name, json.loads(config), "task.dataset", "task.config")
+    given = _settings_of(name, parse_json(config), "task.dataset", "task.config")
     try:
         return gym.create_dataset(name, seed=seed, size=ITEMS_PER_DATASET, **given)
     except Exception as error:  # data sets check their config with assertions

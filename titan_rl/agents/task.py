@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
@@ -17,6 +16,7 @@ from titan_rl.agents.env import SAMPLE, AgentRollout
 from titan_rl.agents.host import AgentHost, hosting
 from titan_rl.agents.settings import AgentSettings
 from titan_rl.agents.template import fields_of
+from titan_rl.calls.parsing import parse_json
 from titan_rl.calls.plain import plain_json
 from titan_rl.errors import ConfigError
 from titan_rl.rollout.environment.types import AgentEnv
@@ -95,7 +95,7 @@ def _read_rows(path: str, setting: str) -> list[Any]:
 
 def _row(line: str, where: str) -> dict[str, Any]:
     try:
-        row = json.loads(line)
+        row = parse_json(line)
     except ValueError as error:
         raise ConfigError(f"{where}: {error}; write JSON objects, one a line") from None
     if not isinstance(row, dict):

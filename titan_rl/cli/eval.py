@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from titan_rl.cli.options import Parser
+from titan_rl.cli.options import Parser, file_path
 from titan_rl.cli.run_folder import tell_imports
 from titan_rl.cli.verbosity import add_verbosity, verbosity_of
 from titan_rl.config.evaluation import EvalConfig, make_eval_config
@@ -36,14 +36,19 @@ def set_up(parser: Parser) -> None:
         "endpoint. Without a CONFIG.toml the first policy is a run, whose config it is. Several policies stand side by "
         "side, with the differences from the first."
     )
-    parser.add_argument("given", metavar="POLICY", nargs="+", help="CONFIG.toml files first, then policies")
+    parser.add_argument(
+        "given", type=file_path, metavar="POLICY", nargs="+", help="CONFIG.toml files first, then policies"
+    )
     parser.add_argument(
         "--compare",
         action="store_true",
         help="show evaluations that were kept, by the folders of --out",
     )
     parser.add_argument(
-        "--out", metavar="FOLDER", help="keep results and transcripts here; one that was stopped here goes on"
+        "--out",
+        type=file_path,
+        metavar="FOLDER",
+        help="keep results and transcripts here; one that was stopped here goes on",
     )
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
     add_verbosity(parser)

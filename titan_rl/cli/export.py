@@ -6,7 +6,7 @@ import argparse
 import asyncio
 from pathlib import Path
 
-from titan_rl.cli.options import Parser
+from titan_rl.cli.options import Parser, file_path
 from titan_rl.run.observability.progress import status
 from titan_rl.run.policies.exported import export_policy
 from titan_rl.run.terminal.standard_streams import say, tell
@@ -17,8 +17,10 @@ def set_up(parser: Parser) -> None:
         "Write a policy as a Hugging Face folder, which transformers, vLLM and titan-rl load: the newest checkpoint of "
         "a run, or the one that is named, of however many ranks. What was written is read again and compared with it."
     )
-    parser.add_argument("policy", metavar="RUN", help="a run's folder, or that of one of its checkpoints")
-    parser.add_argument("out", metavar="OUT", help="the folder to write, which must not exist")
+    parser.add_argument(
+        "policy", type=file_path, metavar="RUN", help="a run's folder, or that of one of its checkpoints"
+    )
+    parser.add_argument("out", type=file_path, metavar="OUT", help="the folder to write, which must not exist")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="of the weights; by default the run's")
     parser.set_defaults(run=run)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from titan_rl.cli.options import Parser
+from titan_rl.cli.options import Parser, file_path
 from titan_rl.cli.run_folder import find_run
 from titan_rl.run.hosts.requests import HostFiles, describe
 from titan_rl.run.terminal.standard_streams import say, tell
@@ -15,7 +15,7 @@ STOPPED = "waits no longer; the run does what it was asked, and `titan-rl hosts 
 
 def set_up(parser: Parser) -> None:
     parser.description = "Show the hosts of a run, or have one join or leave it while it goes on."
-    parser.add_argument("of", metavar="RUN", help="the run's folder")
+    parser.add_argument("of", type=file_path, metavar="RUN", help="the run's folder")
     actions = parser.add_subparsers(required=True, metavar="list|add|drain")
     listing = actions.add_parser("list", help="show the hosts and what runs on them")
     listing.set_defaults(run=_list)

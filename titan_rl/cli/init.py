@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 from typing import get_args
 
-from titan_rl.cli.options import Parser
+from titan_rl.cli.options import Parser, file_path
 from titan_rl.run.terminal.standard_streams import say, tell
 from titan_rl.starter.examples import copy_example, example_names
 from titan_rl.starter.write import TEMPLATES, Starter, write_starter
@@ -19,7 +19,7 @@ def set_up(parser: Parser) -> None:
         "Make a folder NAME with a task of your own: samples, rewards, demonstrations, settings, tests, a README. It "
         "can be learned on two cores in a minute or two as it is; change it step by step. Prints the files."
     )
-    parser.add_argument("name", metavar="NAME", help="the folder to make, and the Python package in it")
+    parser.add_argument("name", type=file_path, metavar="NAME", help="the folder to make, and the Python package in it")
     parser.add_argument(
         "--template",
         choices=TEMPLATES,
@@ -34,6 +34,7 @@ def set_up(parser: Parser) -> None:
     )
     parser.add_argument(
         "--model",
+        type=file_path,
         metavar="FOLDER",
         help="train this Hugging Face folder; by default a tiny model is made by titan-rl sft",
     )

@@ -9,18 +9,14 @@ import signal
 import sys
 from contextlib import contextmanager
 
+from titan_rl.cli.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_UNREAD, EXIT_USAGE
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Sequence
     from types import FrameType
 
     from titan_rl.cli.options import Parser
-
-EXIT_FAILED = 1
-EXIT_USAGE = 2
-EXIT_INTERRUPTED = 128 + signal.SIGINT
-EXIT_TERMINATED = 128 + signal.SIGTERM
-EXIT_UNREAD = 128 + signal.SIGPIPE
 
 COMMANDS = {
     "init": "make a package with a task of your own",

@@ -12,13 +12,13 @@ from typing import Any, Literal, NoReturn, cast, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from titan_rl.cli.main import EXIT_USAGE
+from titan_rl.cli.exit_codes import EXIT_USAGE
 from titan_rl.config.functions import function_name
 from titan_rl.config.suites import ValidationSuite
 from titan_rl.config.tables import parse_value
 from titan_rl.config.tasks import TaskSource
 from titan_rl.run.terminal.standard_streams import say, tell
-from titan_rl.settings import FunctionName, Section
+from titan_rl.settings import FunctionName, Section, path_problem
 
 _NEGATIVE = re.compile(r"-(\.?\d|inf$|nan$)")
 _OPTION = re.compile(r"--[^=]+")
@@ -119,6 +119,18 @@ class Parser(argparse.ArgumentParser):
                     metavar=None if choices and not function else "VALUE",
                     help=_help(field, function),
                 )
+
+
+def file_path(text: str) -> str:
+    """The type of an argument that names a file or folder, or a URL.
+
+    Raises:
+        argparse.ArgumentTypeError: no file can have that name.
+    """
+    problem = None if "://" in text else path_problem(text)
+    if problem is not None:
+        raise argparse.ArgumentTypeError(f"{text if len(text) <= 60 else f'{text[:60]}...'} {problem}")
+    return text
 
 
 def _with_negative_values(args: Sequence[str]) -> list[str]:

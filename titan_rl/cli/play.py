@@ -6,7 +6,7 @@ import argparse
 import asyncio
 import sys
 
-from titan_rl.cli.options import Parser
+from titan_rl.cli.options import Parser, file_path
 from titan_rl.config.evaluation import EvalConfig, make_eval_config
 from titan_rl.config.load import load_config
 from titan_rl.config.run import RunConfig
@@ -26,8 +26,10 @@ def set_up(parser: Parser) -> None:
         '""" begins one of several lines, and another ends it; /help lists the commands. An environment of tokens '
         "without messages is played in token ids."
     )
-    parser.add_argument("config", metavar="CONFIG.toml", nargs="+", help="the run's settings")
-    parser.add_argument("--policy", metavar="RUN", help="a run, a checkpoint, a model or an endpoint that plays")
+    parser.add_argument("config", type=file_path, metavar="CONFIG.toml", nargs="+", help="the run's settings")
+    parser.add_argument(
+        "--policy", type=file_path, metavar="RUN", help="a run, a checkpoint, a model or an endpoint that plays"
+    )
     parser.add_argument("--sample", metavar="N", type=int, default=0, help="the first sample (default: 0)")
     parser.add_argument("--count", metavar="N", type=int, default=1, help="samples, one after the other (default: 1)")
     parser.add_argument("--validation", action="store_true", help="held-out samples instead of those to train on")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from titan_rl.cli.options import Parser
+from titan_rl.cli.options import Parser, file_path
 from titan_rl.cli.run_folder import tell_imports
 from titan_rl.cli.verbosity import add_verbosity, verbosity_of
 from titan_rl.config.serve import ServeConfig, dump_serve_config, load_serve_config
@@ -21,7 +21,9 @@ def set_up(parser: Parser) -> None:
         "run's settings; the model of a Hugging Face folder; or the model that a TOML file names. An option "
         "--table.setting value, or --table.setting=value, replaces what the file says."
     )
-    parser.add_argument("policy", metavar="RUN_OR_MODEL", help="a run's folder, a model's folder, or a TOML file")
+    parser.add_argument(
+        "policy", type=file_path, metavar="RUN_OR_MODEL", help="a run's folder, a model's folder, or a TOML file"
+    )
     parser.add_argument("--dry-run", action="store_true", help="check everything, print the settings, and stop")
     add_verbosity(parser)
     parser.add_settings(ServeConfig)

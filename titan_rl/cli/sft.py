@@ -8,7 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from titan_rl.cli.options import Parser
+from titan_rl.cli.options import Parser, file_path
 from titan_rl.cli.run_folder import find_run, load_resumed
 from titan_rl.cli.verbosity import add_verbosity, verbosity_of
 from titan_rl.config.hosts import check_own_machine
@@ -25,8 +25,10 @@ def set_up(parser: Parser) -> None:
         "Teach a model demonstrations, and write it to the model.path of CONFIG.toml, for `titan-rl train` to begin "
         "with. Without sft.start a tiny model is made for them; without sft.data they are those of the task."
     )
-    parser.add_argument("config", metavar="CONFIG.toml", nargs="*", help="the run's settings")
-    parser.add_argument("--resume", metavar="RUN", help="continue the run in this folder from its newest checkpoint")
+    parser.add_argument("config", type=file_path, metavar="CONFIG.toml", nargs="*", help="the run's settings")
+    parser.add_argument(
+        "--resume", type=file_path, metavar="RUN", help="continue the run in this folder from its newest checkpoint"
+    )
     parser.add_argument(
         "--dry-run", action="store_true", help="check settings and demonstrations, print the settings, and stop"
     )

@@ -7,7 +7,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from titan_rl.cli.options import Parser
+from titan_rl.cli.options import Parser, file_path
 from titan_rl.cli.run_folder import find_run, load_resumed
 from titan_rl.cli.verbosity import add_verbosity, verbosity_of
 from titan_rl.config.concurrency import throttles
@@ -30,9 +30,12 @@ def set_up(parser: Parser) -> None:
         "option --table.setting value, or --table.setting=value, what all of them say. The value none unsets an "
         "optional setting."
     )
-    parser.add_argument("config", metavar="CONFIG.toml", nargs="*", help="the run's settings")
+    parser.add_argument("config", type=file_path, metavar="CONFIG.toml", nargs="*", help="the run's settings")
     parser.add_argument(
-        "--resume", metavar="RUN", help="continue the run in this folder from its newest checkpoint and its journal"
+        "--resume",
+        type=file_path,
+        metavar="RUN",
+        help="continue the run in this folder from its newest checkpoint and its journal",
     )
     parser.add_argument(
         "--dry-run",
@@ -62,7 +65,8 @@ def run(arguments: argparse.Namespace) -> int:
         else:
             from titan_rl.run.in_order import check_resumption
 
-            check_resumption(config, resume)
+            for loss in check_resumption(config, resume).losses:
+                tell(f"titan-rl: {loss}")
         say(dump_config(config))
         return _rehearse(config)
     # Not before the settings are known to be right: what starts processes also imports what they need.

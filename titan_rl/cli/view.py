@@ -11,7 +11,7 @@ import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
 
-from titan_rl.cli.options import Parser
+from titan_rl.cli.options import Parser, file_path
 from titan_rl.errors import ConfigError, MissingExtraError
 from titan_rl.run.machine.environment import file_modes
 from titan_rl.run.terminal.standard_streams import say, tell
@@ -28,13 +28,17 @@ def set_up(parser: Parser) -> None:
         "RUN is the folder of a run or of an evaluation, or one that has such in it; without one: ./runs. The page "
         "is served to this machine alone, and to whoever has the address that is printed, until Ctrl-C."
     )
-    parser.add_argument("runs", metavar="RUN", nargs="*", help="folder of a run, or of several (default: runs)")
+    parser.add_argument(
+        "runs", type=file_path, metavar="RUN", nargs="*", help="folder of a run, or of several (default: runs)"
+    )
     parser.add_argument("--port", type=int, help="to serve on; 0 takes any that is free (default: 8484 if it is free)")
     parser.add_argument("--open", action="store_true", help="open the page in a browser")
     parser.add_argument("--json", action="store_true", help="print what is known of each run, a line each, and stop")
-    parser.add_argument("--report", metavar="FILE", help="write the page as one HTML file, without a server, and stop")
     parser.add_argument(
-        "--trace", metavar="FILE", help="write the Chrome trace of a run, for ui.perfetto.dev, and stop"
+        "--report", type=file_path, metavar="FILE", help="write the page as one HTML file, without a server, and stop"
+    )
+    parser.add_argument(
+        "--trace", type=file_path, metavar="FILE", help="write the Chrome trace of a run, for ui.perfetto.dev, and stop"
     )
     parser.set_defaults(run=run)
 

@@ -22,6 +22,7 @@ from pydantic_core import PydanticCustomError
 
 from titan_rl.errors import ConfigError
 from titan_rl.providers.settings import ProviderSettings, split_list
+from titan_rl.settings import PathText
 
 OPEN = (
     "whoever reaches it can run programs as this user: nothing is encrypted, and nobody is asked who they are; close "
@@ -184,7 +185,7 @@ class HostsConfig(ProviderSettings):
     play: PositiveInt | None = None
     """Hosts of the rollout workers; by default those of the generators. Where all that generate play, so does a host
     that joins."""
-    addresses_file: str = ""
+    addresses_file: PathText = ""
     """A file of further addresses, one a line, that is read again and again: a host whose address comes joins the run,
     and one whose address goes is drained. None by default."""
     silence_s: PositiveFloat = 3.0

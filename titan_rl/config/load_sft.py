@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -65,7 +66,7 @@ def _data(sft: SFTConfig, origins: Origins) -> str:
     if not sft.data:
         return ""
     places = origins.folders_for("sft.data")
-    found = next((path for place in places if (path := place / Path(sft.data).expanduser()).exists()), None)
+    found = next((path for place in places if (path := place / os.path.expanduser(sft.data)).exists()), None)
     if found is None:
         raise ConfigError(
             f"{origins.of('sft.data')}: sft.data = {sft.data!r} is not there, {told_places(places)}; name a file "
@@ -85,7 +86,7 @@ def _out(config: RunConfig, origins: Origins) -> Path:
     places = origins.folders_for(key)
     if (folder := find_model_folder(path, places)) is not None:
         return folder
-    return (places[0 if origins.of(key) == COMMAND_LINE else 1] / Path(path).expanduser()).absolute()
+    return (places[0 if origins.of(key) == COMMAND_LINE else 1] / os.path.expanduser(path)).absolute()
 
 
 def _check_out(sft: SFTConfig) -> None:

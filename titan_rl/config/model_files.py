@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, cast
 
+from titan_rl.calls.parsing import parse_json
 from titan_rl.errors import ModelError
 
 
@@ -45,7 +45,7 @@ def read_header(path: Path) -> dict[str, tuple[list[int], int]]:
             start = 8 + int.from_bytes(file.read(8), "little")
             if not 8 < start <= size:
                 raise ValueError("its first 8 bytes give no length of a header")
-            entries = json.loads(file.read(start - 8))
+            entries = parse_json(file.read(start - 8))
         entries.pop("__metadata__", None)
         header = {name: (entry["shape"], start + entry["data_offsets"][1]) for name, entry in entries.items()}
         end = max((end for _, end in header.values()), default=start)
@@ -64,7 +64,7 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
         ModelError: there is no such file, or it is no JSON object.
     """
     try:
-        content = json.loads((folder / name).read_text(encoding="utf-8"))
+        content = parse_json((folder / name).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ModelError(f"{folder} is no model folder: it has no {name}") from None
     except (OSError, ValueError) as error:

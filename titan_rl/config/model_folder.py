@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ LARGEST_GPU_GIB = 288
 
 def find_model_folder(path: str, places: Sequence[Path]) -> Path | None:
     """The absolute folder that `path` names in the first place that has it, None where none has."""
-    folders = (place / Path(path).expanduser() for place in places)
+    folders = (place / os.path.expanduser(path) for place in places)
     return next((folder.resolve() for folder in folders if folder.is_dir()), None)
 
 

@@ -24,7 +24,7 @@ from titan_rl.config.suites import ResolvedSuite, ValidationSuite
 from titan_rl.config.tasks import TaskSource, is_alone
 from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.scheduling.settings import SchedulingConfig
-from titan_rl.settings import Section
+from titan_rl.settings import PathText, Section
 from titan_rl.sinks.settings import LoggingConfig
 from titan_rl.training.settings import CorrectionConfig, ModelConfig, TrainingConfig
 
@@ -49,9 +49,9 @@ class RunConfig(Section):
     """Of the data order, the sampling and the trainer."""
     name: Annotated[str, AfterValidator(_folder_name)] = ""
     """Of the run's folder, behind the time. By default the task, and what the command line sets."""
-    run_dir: str = "runs"
+    run_dir: PathText = "runs"
     """Folder in which each run makes a folder of its own."""
-    pythonpath: tuple[str, ...] = Field(default=(), strict=False)
+    pythonpath: tuple[PathText, ...] = Field(default=(), strict=False)
     """Folders in which the modules that settings name are found, behind the current one. Those that are needed are
     added: the current folder, and that of the TOML file or of the package that it lies in."""
     share_run_dir: bool = False

@@ -14,6 +14,7 @@ from typing import cast
 from titan_rl.calls.imports import search_in
 from titan_rl.config.explain import ARGUMENTS, COMMAND_LINE, Origins
 from titan_rl.config.tables import read_tables
+from titan_rl.settings import path_problem
 
 _NAMES_CODE = re.compile(r"([A-Za-z_]\w*(?:\.\w+)*):[A-Za-z_]\w*")
 
@@ -29,8 +30,7 @@ class SearchPath:
     def __init__(self, given: object, origins: Origins) -> None:
         is_of_file = origins.of("pythonpath") not in (COMMAND_LINE, ARGUMENTS)
         base = origins.folders_for("pythonpath")[-1] if is_of_file else Path()
-        folders = cast("Iterable[object]", given) if isinstance(given, list | tuple) else ()
-        self._given = [str((base / folder).resolve()) for folder in folders if isinstance(folder, str)]
+        self._given = [str((base / folder).resolve()) for folder in _folders(given)]
         self._others = [os.getcwd(), *(str(_import_root(toml)) for toml in origins.files)]
         search_in([*self._given, *self._others])
 
@@ -44,9 +44,8 @@ def recorded_modules(toml: Path) -> dict[str, str]:
     """Modules that a file of settings names and that its `pythonpath`, or the folder it lies in, holds, with the folder
     of each. Nothing is imported."""
     tables, _ = read_tables([toml], ())
-    given = tables.get("pythonpath")
-    folders = [toml.parent / folder for folder in given if isinstance(folder, str)] if isinstance(given, list) else []
-    places = [str(folder.resolve()) for folder in (*folders, _import_root(toml))]
+    places = [str((toml.parent / folder).resolve()) for folder in _folders(tables.get("pythonpath"))]
+    places.append(str(_import_root(toml)))
     found: dict[str, str] = {}
     for name in dict.fromkeys(_modules_in(tables)):
         spec = PathFinder.find_spec(name.partition(".")[0], places)
@@ -54,6 +53,12 @@ def recorded_modules(toml: Path) -> dict[str, str]:
         if origin is not None:
             found[name] = str(Path(origin).parent)
     return found
+
+
+def _folders(given: object) -> list[str]:
+    """Those that can be folders at all; others are an error of settings, told with the rest of them."""
+    items = cast("Iterable[object]", given) if isinstance(given, list | tuple) else ()
+    return [folder for folder in items if isinstance(folder, str) and not path_problem(folder)]
 
 
 def _modules_in(value: object) -> Iterator[str]:

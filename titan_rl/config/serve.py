@@ -18,7 +18,7 @@ from titan_rl.config.sections import GenerationConfig, RoutingConfig
 from titan_rl.config.tables import override, read_tables
 from titan_rl.config.unset import without_unset
 from titan_rl.errors import ConfigError
-from titan_rl.settings import Section
+from titan_rl.settings import PathText, Section
 from titan_rl.training.settings import ModelConfig
 
 
@@ -45,7 +45,7 @@ class ServeConfig(Section):
 
     seed: int = Field(default=0, ge=0, lt=2**32)
     """Of the sampling of requests that bring none."""
-    pythonpath: tuple[str, ...] = Field(default=(), strict=False)
+    pythonpath: tuple[PathText, ...] = Field(default=(), strict=False)
     """Folders in which the modules that settings name are found, behind the current one."""
     model: ModelConfig
     generation: GenerationConfig = GenerationConfig()

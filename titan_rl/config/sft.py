@@ -6,7 +6,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from titan_rl.settings import Section
+from titan_rl.settings import PathText, Section
 from titan_rl.tiny_model.vocabulary import Level
 from titan_rl.training.choices import LearningRateDecay
 
@@ -25,13 +25,13 @@ class SFTConfig(Section):
     """Supervised training on demonstrations, which makes the model at `model.path`. What the table lacks is as in
     [training]: optimizer, rows, several processes."""
 
-    start: str = ""
+    start: PathText = ""
     """Hugging Face folder of the model that is taught. By default a tiny one is made for the demonstrations."""
     tiny_model: TinyModelConfig = TinyModelConfig()
     """The model that is made where `start` names none."""
-    out: str = ""
+    out: PathText = ""
     """Folder that the taught model is written to at the end. By default model.path."""
-    data: str = ""
+    data: PathText = ""
     """Where demonstrations come from: a file of chats in JSON lines, or the folder of a run, of which the best rollouts
     are taken. By default what the task demonstrates."""
     top_k: PositiveInt = 1

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from titan_rl.calls.parsing import parse_toml
 from titan_rl.config.explain import ARGUMENTS, COMMAND_LINE, Origins
 from titan_rl.config.tasks import tables_by_name
 from titan_rl.errors import ConfigError
@@ -68,7 +69,7 @@ def dotted(settings: Mapping[str, object], prefix: str = "") -> Iterator[tuple[s
 
 def _read_toml(path: Path) -> Tables:
     try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+        tables = parse_toml(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         there = sorted(str(other) for other in path.parent.glob("*.toml"))
         hint = f"; that folder has {', '.join(there)}" if there else ""
@@ -114,7 +115,7 @@ def _override(tables: Tables, key: str, value: object, about: str) -> None:
 def parse_value(text: str) -> Any:
     """`text` as a TOML value, and as the string it is where it is none: `3`, `[0.9, 0.99]`, `cosine`."""
     try:
-        parsed = tomllib.loads(f"value = {text}")
+        parsed = parse_toml(f"value = {text}")
     except tomllib.TOMLDecodeError:
         return text
     # A line break in `text` could bring further keys; then it is no single value.

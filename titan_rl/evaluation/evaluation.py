@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from titan_rl.calls.parsing import parse_json
 from titan_rl.errors import DataError
 from titan_rl.evaluation.results import TaskResult
 
@@ -87,7 +88,7 @@ def read_evaluation(path: str | Path) -> Evaluation:
         raise DataError(f"{path} has {len(several)} evaluations, name one: {', '.join(map(str, several))}")
     file = several[0] / RESULTS if several[0].is_dir() else several[0]
     try:
-        told = json.loads(file.read_text(encoding="utf-8"))
+        told = parse_json(file.read_text(encoding="utf-8"))
         tasks = {name: TaskResult.from_json(result) for name, result in told["tasks"].items()}
         return Evaluation(
             told["policy"], told["version"], tasks, told["seconds"], told["is_complete"], file.absolute().parent

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import struct
 from math import prod
 from pathlib import Path
 
+from titan_rl.calls.parsing import parse_json
 from titan_rl.errors import ModelError
 
 WORK_BYTES = 3 * 2**30
@@ -44,5 +44,5 @@ def weight_bytes(folder: Path, dtype: str) -> int:
 def _numel(path: Path) -> int:
     with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
-        header = json.loads(file.read(length))
+        header = parse_json(file.read(length))
     return sum(prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")

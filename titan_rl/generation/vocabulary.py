@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from titan_rl.calls.parsing import parse_json
 from titan_rl.types import Completion, GenerateFn, SamplingParams
 
 
@@ -34,7 +34,7 @@ def within_vocabulary(generate: GenerateFn, model: str) -> GenerateFn:
 
 def _vocabulary_size(folder: Path) -> int | None:
     try:
-        size = json.loads((folder / "config.json").read_text()).get("vocab_size")
+        size = parse_json((folder / "config.json").read_text()).get("vocab_size")
     except (OSError, ValueError, AttributeError):
         return None
     return size if isinstance(size, int) else None

@@ -65,7 +65,8 @@ def _resolved(name: str, fix: str) -> str:
     """IPv4 before IPv6, as most private networks are."""
     try:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise ProviderError(f"{name} has no address here: {error.strerror}; {fix}") from None
+    except (OSError, ValueError) as error:  # the latter of what can be no name
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ProviderError(f"{name} has no address here: {why}; {fix}") from None
     addresses = [str(entry[4][0]) for entry in sorted(found, key=lambda entry: entry[0] != socket.AF_INET)]
     return addresses[0]

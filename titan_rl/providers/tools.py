@@ -29,6 +29,8 @@ def run_tool(words: Sequence[str], given: str = "") -> str:
         done = subprocess.run(words, input=given, capture_output=True, text=True, timeout=ANSWER_S)
     except OSError as error:
         raise ProviderError(f"{words[0]} cannot be run: {error.strerror}; is it on PATH?") from None
+    except ValueError as error:  # of what can be no argument, such as a NUL character
+        raise ProviderError(f"{words[0]} cannot be run with {' '.join(words[1:])!r}: {error}") from None
     except subprocess.TimeoutExpired:
         raise ProviderError(f"{' '.join(words[:2])} has not answered in {ANSWER_S:g} s") from None
     if done.returncode:

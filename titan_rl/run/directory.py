@@ -15,10 +15,12 @@ from typing import Any
 
 import msgspec
 
+from titan_rl.calls.parsing import parse_json
 from titan_rl.config.load import dump_config
 from titan_rl.config.run import RunConfig
 from titan_rl.errors import CheckpointError, ConfigError
-from titan_rl.run.json_lines import JsonLines, cut_records
+from titan_rl.run.journal.journal_state import ranges
+from titan_rl.run.json_lines import JsonLines, cut_records, records
 from titan_rl.run.run_name import run_name
 from titan_rl.run.trace_cut import cut_traces
 from titan_rl.viewer.records import read_json
@@ -147,6 +149,29 @@ class RunDirectory:
         fresh = self.config.with_suffix(".tmp")
         fresh.write_text(dump_config(config), encoding="utf-8")
         fresh.replace(self.config)
+
+    def lost_records(self, step: int, *, transcripts: bool) -> list[str]:
+        """What metrics and transcripts lack of the steps from 1 to `step`, for a person: lines that cannot be read, and
+        steps that no line is of.
+
+        Args:
+            transcripts: each step should have some.
+        """
+        complaints: list[str] = []
+        for path, kind in ((self.metrics, _Metrics), (self.rollouts, _Rollout)):
+            broken, steps = 0, set[float]()
+            for record in records(path, kind):
+                if record is None:
+                    broken += 1
+                elif isinstance(record, _Metrics) or record.phase == "train":
+                    steps.add(record.step)
+            if broken:
+                lines = "1 line that cannot be read is" if broken == 1 else f"{broken} lines that cannot be read are"
+                complaints.append(f"{path}: {lines} left out")
+            missing = [number for number in range(1, step + 1) if number not in steps]
+            if missing and (transcripts or path == self.metrics):
+                complaints.append(f"{path} has nothing of steps {ranges(missing)}: those lines are lost")
+        return complaints
 
     def cut_records(self, step: int, is_settled: Callable[[str], bool]) -> None:
         """Leave out the metrics and transcripts of steps after `step`, which are run again. A training group that was
@@ -286,6 +311,8 @@ def check_files(folder: Path | os.DirEntry[str], *, below: bool = False) -> None
             raise ConfigError(f"{entry.path} must be a file; remove it, or give it another name")
         if not below and entry.name in _FOLDERS and not entry.is_dir():
             raise ConfigError(f"{entry.path} must be a folder; remove it, or give it another name")
+        if below and not (entry.is_file() or entry.is_dir()):  # a pipe never ends
+            raise ConfigError(f"{entry.path} is neither a file nor a folder; remove it")
         if entry.is_dir() and (below or entry.name in _FOLDERS):
             check_files(entry, below=True)
 
@@ -303,7 +330,7 @@ def each_of(path: Path) -> Iterator[dict[str, Any]]:
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
             with contextlib.suppress(json.JSONDecodeError):
-                record = json.loads(line)
+                record = parse_json(line)
                 if isinstance(record, dict):
                     yield record  # pyright: ignore[reportUnknownVariableType]
 

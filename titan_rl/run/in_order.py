@@ -17,7 +17,7 @@ from titan_rl.config.changes import settings_of
 from titan_rl.config.concurrency import throttles
 from titan_rl.config.run import RunConfig
 from titan_rl.errors import ConfigError, TrainingError
-from titan_rl.run.checkpoints.resumption import Resumption, find_standing, resume_from_newest
+from titan_rl.run.checkpoints.resumption import Resumption, Standing, find_standing, resume_from_newest
 from titan_rl.run.directory import RunDirectory, check_files
 from titan_rl.run.end_messages import EndMessages
 from titan_rl.run.journal.run_state import RunState
@@ -59,8 +59,8 @@ def open_run_dir(
     return run_dir
 
 
-def check_resumption(config: RunConfig, resume: Path, *, supervised: bool = False) -> None:
-    """Find out whether a run could go on, and leave it as it is.
+def check_resumption(config: RunConfig, resume: Path, *, supervised: bool = False) -> Standing:
+    """Find out whether a run could go on, and from where, and leave it as it is.
 
     Args:
         config: with which it would.
@@ -71,7 +71,7 @@ def check_resumption(config: RunConfig, resume: Path, *, supervised: bool = Fals
     """
     run_dir = open_run_dir(config, resume, supervised=supervised)
     with run_dir.locked():
-        find_standing(config, run_dir)
+        return find_standing(config, run_dir)
 
 
 Program = Callable[[RunConfig, RunDirectory, Resumption, StopSignals, EndMessages], Coroutine[Any, Any, None]]

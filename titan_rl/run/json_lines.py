@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -47,6 +47,15 @@ def cut_records(path: Path, record: type[T], keeps: Callable[[T], bool]) -> None
     fresh.replace(path)
 
 
+def records(path: Path, record: type[T]) -> Iterator[T | None]:
+    """The records of a file, one in memory at a time, with None in the place of a line that is none; see `cut_records`.
+    Nothing where there is no file."""
+    if path.exists():
+        decoder = msgspec.json.Decoder(record)
+        with path.open("rb") as file:
+            yield from (_read(line, decoder) for line in file)
+
+
 def _copy(source: int, target: int, num_bytes: int) -> None:
     offset = 0
     while offset < num_bytes:
@@ -61,7 +70,7 @@ def _read(line: bytes, decoder: msgspec.json.Decoder[T]) -> T | None:
         return None
     try:
         return decoder.decode(line)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         pass
     try:  # msgspec takes neither a NaN nor half of a surrogate pair
         return msgspec.convert(json.loads(line), decoder.type)

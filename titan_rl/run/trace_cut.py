@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import msgspec
 
+from titan_rl.calls.parsing import parse_json
 from titan_rl.run.json_lines import cut_records
 
 
@@ -34,7 +34,7 @@ def _began(line: bytes, step: int) -> float | None:
     if b'"step"' not in line:
         return None
     try:
-        event = json.loads(line)
+        event = parse_json(line)
         return event["ts"] if event["args"]["step"] > step else None
     except (ValueError, KeyError, TypeError):
         return None

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from titan_rl.calls.imports import require
+from titan_rl.calls.parsing import parse_json
 from titan_rl.errors import ConfigError
 
 Row = dict[str, Any]
@@ -73,7 +74,7 @@ def _parquet(path: Path) -> Iterator[Row]:
 
 def _parsed(text: str, where: str) -> Any:
     try:
-        return json.loads(text)
+        return parse_json(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where} is no JSON: {error}") from None
 

@@ -15,7 +15,7 @@ from pydantic import (
 
 from titan_rl.rollout.renderer.registry import BY_NAME as RENDERERS
 from titan_rl.rollout.rewards.registry import BY_NAME as ADVANTAGES
-from titan_rl.settings import FunctionName, Section
+from titan_rl.settings import FunctionName, PathText, Section
 from titan_rl.training.choices import (
     ActivationCheckpointing,
     Attention,
@@ -39,7 +39,7 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 class ModelConfig(Section):
     """The policy."""
 
-    path: str
+    path: PathText
     """Hugging Face folder: config.json, safetensors, tokenizer and chat template."""
     dtype: DType = "float32"
     """Of the weights, in the trainer and in the engines."""

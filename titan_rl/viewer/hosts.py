@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from titan_rl.calls.parsing import parse_json_as
 from titan_rl.viewer.files import read_file
 
 HOSTS = "hosts.json"
@@ -52,7 +53,7 @@ def read_hosts(folder: Path) -> dict[str, Any] | None:
         order. None of a run that has one host, to which nothing happened.
     """
     try:
-        said = msgspec.json.decode(read_file(folder / HOSTS), type=_Said)
+        said = parse_json_as(read_file(folder / HOSTS), _Said)
     except (OSError, msgspec.MsgspecError):
         return None
     if len(said.hosts) < 2 and not said.events:

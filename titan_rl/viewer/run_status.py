@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import time
-import tomllib
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from titan_rl.calls.parsing import parse_json_as, parse_toml
 from titan_rl.config.tasks import name_of
 from titan_rl.viewer.files import file_status, read_file
 from titan_rl.viewer.records import as_list, as_table, read_json
@@ -65,7 +65,7 @@ def read_status(folder: Path) -> RunStatus:
     """What a folder says of itself, or what its files tell where it says nothing."""
     is_held = is_locked(folder / LOCK)
     try:
-        status = msgspec.json.decode(read_file(folder / STATUS), type=RunStatus)
+        status = parse_json_as(read_file(folder / STATUS), RunStatus)
     except (OSError, msgspec.MsgspecError):
         ended = None if is_held else _last_change(folder)
         state: State = "running" if is_held else "finished" if _has_result(folder) else "stopped"
@@ -142,7 +142,7 @@ def read_config(folder: Path) -> Mapping[str, Any]:
 @lru_cache(1024)
 def _parsed(path: Path, mtime_ns: int, size: int) -> Mapping[str, Any]:
     """Hundreds of runs are looked at twice a second, and their settings hardly ever differ."""
-    return tomllib.loads(read_file(path).decode())
+    return parse_toml(read_file(path).decode())
 
 
 def config_text(folder: Path) -> str:

@@ -82,11 +82,12 @@ class RemoteProcess:
         nothing.
 
         Args:
+            reason: may be the text of an error that names the process already, which is told once.
             excused: its host goes, or is gone.
         """
         if self.reason is not None:
             return
-        self.reason, self.excused = reason, excused
+        self.reason, self.excused = reason.replace(f"{self.name} died: ", ""), excused
         for watched in self._watched:
             watched.kill()
         self.close()

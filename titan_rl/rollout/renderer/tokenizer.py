@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
+from titan_rl.calls.parsing import parse_json
 from titan_rl.errors import MissingExtraError, ModelError
 
 _TOO_LONG = "sequence-length-is-longer-than-the-specified-maximum"
@@ -45,5 +45,5 @@ def _is_plain(folder: Path) -> bool:
     config = folder / "tokenizer_config.json"
     if not config.is_file():
         return False
-    settings = json.loads(config.read_text())
+    settings = parse_json(config.read_text())
     return settings.get("tokenizer_class") == "TokenizersBackend" and "auto_map" not in settings

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,6 +50,16 @@ class Standing:
     damaged: Mapping[Path, str]  # newer ones -> what is wrong with them
     state: RunState
     journal: JournalContents
+    lost_records: Sequence[str] = ()  # of metrics and transcripts
+
+    @property
+    def losses(self) -> list[str]:
+        """What the user is to know before the run goes on from here, of what is damaged or lost."""
+        aside = [
+            f"{complaint}; the run goes on from {self.checkpoint}, which is older"
+            for complaint in self.damaged.values()
+        ]
+        return [*aside, *self.journal.losses, *self.lost_records]
 
 
 def find_standing(config: RunConfig, run_dir: RunDirectory) -> Standing:
@@ -70,7 +80,10 @@ def find_standing(config: RunConfig, run_dir: RunDirectory) -> Standing:
             f"{run_dir.path} has trained all its {state.step} steps; give it more with "
             f"--training.steps {2 * state.step}"
         )
-    return Standing(checkpoint, damaged, state, read_segments(list_segments(run_dir.journal), state.position))
+    journal = read_segments(list_segments(run_dir.journal), state.position)
+    transcripts = config.logging.transcripts_per_step > 0 and not run_dir.supervised.is_file()
+    lost = run_dir.lost_records(state.step, transcripts=transcripts)
+    return Standing(checkpoint, damaged, state, journal, lost)
 
 
 def resume_from_newest(config: RunConfig, run_dir: RunDirectory) -> Resumption:
@@ -83,6 +96,7 @@ def resume_from_newest(config: RunConfig, run_dir: RunDirectory) -> Resumption:
     stands = find_standing(config, run_dir)
     checkpoint, state, journal = stands.checkpoint, stands.state, stands.journal
     losses = [_set_aside(path, complaint) for path, complaint in stands.damaged.items()]
+    losses += stands.lost_records
     if checkpoint is None and not journal.begins and not journal.losses:
         losses.append(f"{run_dir.path} has no checkpoint and no journal: the run begins anew")
     # Without a checkpoint the first validation is made again, too.

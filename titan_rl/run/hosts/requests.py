@@ -14,8 +14,10 @@ from typing import Literal
 import msgspec
 
 from titan_rl.actors.liveness.host_state import HostState
+from titan_rl.calls.parsing import parse_json_as
 from titan_rl.config.hosts import split_address
 from titan_rl.errors import ConfigError, TitanRLError
+from titan_rl.viewer.files import read_file
 from titan_rl.viewer.hosts import HOSTS, HostEvent
 from titan_rl.viewer.run_status import read_status
 
@@ -84,7 +86,7 @@ class HostFiles:
                 break
             self._read += len(line)
             try:
-                requests.append(msgspec.json.decode(line, type=HostRequest))
+                requests.append(parse_json_as(line, HostRequest))
             except msgspec.MsgspecError:
                 continue
         return requests
@@ -172,7 +174,7 @@ class HostFiles:
 
     def _said(self) -> HostStates | None:
         try:
-            return msgspec.json.decode(self._states.read_bytes(), type=HostStates)
+            return parse_json_as(read_file(self._states), HostStates)
         except (OSError, msgspec.MsgspecError):
             return None
 

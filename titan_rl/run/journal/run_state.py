@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from titan_rl.calls.parsing import parse_json
 from titan_rl.errors import CheckpointError
 
 FILE = "run_state.json"
@@ -59,7 +60,7 @@ class RunState:
         """
         path = folder / FILE
         try:
-            values = json.loads(path.read_text())
+            values = parse_json(path.read_text())
             return cls(
                 step=int(values["step"]),
                 tokens=int(values["tokens"]),

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TextIO
 
+from titan_rl.calls.parsing import parse_json
 from titan_rl.calls.plain import printable
 from titan_rl.calls.threads import in_thread
 from titan_rl.rollout.environment.chat import ChatReply
@@ -143,7 +143,7 @@ class Person:
     def _parsed_call(self, text: str) -> ToolCall | None:
         name, _, given = text.strip().partition(" ")
         try:
-            arguments: Any = json.loads(given or "{}")
+            arguments: Any = parse_json(given or "{}")
         except ValueError as error:
             self._tell(f"{given!r} is no JSON: {error}")
             return None

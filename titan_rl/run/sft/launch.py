@@ -6,10 +6,12 @@ import asyncio
 import contextlib
 import importlib.util
 import json
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+from titan_rl.calls.parsing import parse_json
 from titan_rl.config.hosts import check_own_machine
 from titan_rl.config.make_renderer import make_renderer
 from titan_rl.config.run import RunConfig
@@ -130,15 +132,16 @@ def check(config: RunConfig, folder: Path, resume: Path | None = None) -> tuple[
     """
     found = find_demonstrations(config)
     ready = prepared(config, found, folder)
+    losses: Sequence[str] = ()
     if resume is not None:
-        check_resumption(ready, resume, supervised=True)
+        losses = check_resumption(ready, resume, supervised=True).losses
         _check_data(RunDirectory(resume).supervised, digest(found))
     tokens = _token_source(ready.model, found)
     plan, held_out = plan_steps(ready, tokens, len(found))
     samples = tokens.samples(plan[0])
     lengths = [len(sample.token_ids) for sample in samples]
     learned = sum(sample.num_trained_tokens for sample in samples)
-    told = (
+    told = "".join(f"{loss}\ntitan-rl: " for loss in losses) + (
         f"{len(found) - len(held_out):,} demonstrations to learn in {len(plan):,} steps, and {len(held_out)} held out; "
         f"the first step learns {learned:,} of {sum(lengths):,} tokens, {max(lengths)} in the longest conversation"
     )
@@ -155,7 +158,12 @@ def _check_data(file: Path, now: str) -> None:
     if not file.exists():
         file.write_text(json.dumps({"demonstrations": now}) + "\n", encoding="utf-8")
         return
-    before = cast("dict[str, Any]", json.loads(file.read_text(encoding="utf-8")))["demonstrations"]
+    try:
+        before = cast("dict[str, Any]", parse_json(file.read_text(encoding="utf-8")))["demonstrations"]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise CheckpointError(
+            f"{file} does not say which demonstrations the run learns: {error}; put it back"
+        ) from None
     if before != now:
         raise CheckpointError(
             f"{file.parent} learned other demonstrations than there are now, or in another order; put them back, or "

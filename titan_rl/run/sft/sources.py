@@ -9,6 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
+from titan_rl.calls.parsing import parse_json
 from titan_rl.errors import ConfigError, DataError
 from titan_rl.rollout.task import DemonstratingTask, Demonstration, Task, calling
 
@@ -93,7 +94,7 @@ def read_chats(file: Path, count: int) -> list[Found]:
 
 def _chat(line: str, where: str) -> Demonstration:
     try:
-        row = json.loads(line)
+        row = parse_json(line)
     except json.JSONDecodeError as error:
         raise DataError(f"{where}: no JSON: {error}") from None
     if not isinstance(row, dict):
@@ -170,7 +171,7 @@ def best_rollouts(run: Path, count: int, *, top_k: int, min_reward: float | None
 
 def _record(line: str) -> dict[str, Any]:
     try:
-        record = json.loads(line)
+        record = parse_json(line)
     except json.JSONDecodeError:  # a killed process may have cut it short
         return {}
     return cast("dict[str, Any]", record) if isinstance(record, dict) else {}

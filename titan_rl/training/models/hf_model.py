@@ -9,7 +9,6 @@ and what each of them holds is then read from the files.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from copy import copy
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any, cast
 import torch
 
 import titan_rl.training.device  # noqa: F401  before torchtitan
+from titan_rl.calls.parsing import parse_json
 from titan_rl.errors import ModelError
 from titan_rl.training.models import ARCHITECTURES, Architecture
 from titan_rl.training.models.architecture import Dimensions
@@ -40,7 +40,7 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
     """
     path = folder / "config.json"
     try:
-        config = json.loads(path.read_text())
+        config = parse_json(path.read_text())
     except FileNotFoundError:
         raise ModelError(f"{folder} has no config.json; model.path must be a Hugging Face model folder") from None
     except ValueError as error:

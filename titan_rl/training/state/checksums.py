@@ -16,6 +16,7 @@ from io import FileIO
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
+from titan_rl.calls.parsing import parse_json
 from titan_rl.errors import DamagedCheckpointError
 
 NAME = "checksums.json"
@@ -106,7 +107,7 @@ def read_checksums(folder: Path) -> dict[str, FileChecksum]:
     """
     path = folder / NAME
     try:
-        entries: dict[str, dict[str, int]] = json.loads(path.read_text())
+        entries: dict[str, dict[str, int]] = parse_json(path.read_text())
         checksums = {name: FileChecksum(**values) for name, values in entries.items()}
     except FileNotFoundError:
         raise DamagedCheckpointError(f"{folder} has no {NAME}: it is no whole checkpoint") from None

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from titan_rl.calls.parsing import parse_json
 from titan_rl.training.settings import MADE_BY_SFT
 from titan_rl.training.state.checkpoint import atomic_directory
 from titan_rl.training.state.tensor_file import write_tensors
@@ -42,7 +43,7 @@ def export_hf(
         for file in source.iterdir():
             if file.is_file() and file.name != MADE_BY_SFT and not file.name.endswith(_WEIGHTS):
                 shutil.copyfile(file, temporary / file.name)
-        config: dict[str, Any] = json.loads((source / "config.json").read_text())
+        config: dict[str, Any] = parse_json((source / "config.json").read_text())
         config.pop("torch_dtype", None)
         config["dtype"] = dtype
         (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n")

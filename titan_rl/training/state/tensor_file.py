@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from titan_rl.calls.parsing import parse_json
 from titan_rl.errors import DamagedCheckpointError
 from titan_rl.training.state.checksums import FileChecksum, SummingWriter
 from titan_rl.weights.types import SlicePosition, TensorSlice
@@ -108,7 +109,7 @@ class TensorFiles:
         for path in paths:
             try:
                 with safe_open(path, framework="pt") as file:
-                    places = json.loads(file.metadata()[_PLACES])
+                    places = parse_json(file.metadata()[_PLACES])
                     for name, (start, whole_shape) in places.items():
                         position = SlicePosition(tuple(start), tuple(whole_shape))
                         stored = StoredSlice(path, tuple(file.get_slice(name).get_shape()), position)

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import Optimizer
 
+from titan_rl.calls.parsing import parse_json
 from titan_rl.errors import CheckpointError, DamagedCheckpointError, NoSpaceError
 from titan_rl.training.parallel.parallel import local_slice, owned_slice
 from titan_rl.training.parallel.world import World
@@ -185,7 +186,7 @@ def load_train_state(directory: Path, model: nn.Module, optimizers: Sequence[Opt
 
 
 def _read(directory: Path, model: nn.Module, optimizers: Sequence[Optimizer]) -> int:
-    stored = json.loads((directory / STATE).read_text())
+    stored = parse_json((directory / STATE).read_text())
     if stored["format"] != FORMAT:
         raise ValueError(
             f"it has format {stored['format']}, and this titan_rl reads {FORMAT}; go on with the version that wrote "

@@ -1,0 +1,85 @@
+"""Parsers of JSON and TOML from outside: files that anybody may have written, and arguments of commands.
+
+The parsers here raise the error that their format has for wrong text, whatever is wrong with it. Python's own also
+raise RecursionError for deep nesting, and a bare ValueError for a number of 4,301 digits.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from typing import Any, TypeVar, cast
+
+import msgspec
+
+T = TypeVar("T")
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The value of a JSON text.
+
+    Raises:
+        json.JSONDecodeError: it is none, nests too deeply, or has a number that is too long.
+        UnicodeDecodeError: bytes are no UTF-8.
+    """
+    try:
+        return json.loads(text)
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        raise
+    except RecursionError:
+        raise json.JSONDecodeError("nested too deeply", "", 0) from None
+    except ValueError:
+        raise json.JSONDecodeError("a number has too many digits", "", 0) from None
+
+
+def parse_json_as(data: bytes, kind: type[T]) -> T:
+    """The value of a JSON text, as `kind`.
+
+    Raises:
+        msgspec.MsgspecError: it is no JSON, or nothing of that kind.
+    """
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (RecursionError, UnicodeDecodeError) as error:
+        raise msgspec.DecodeError(f"{type(error).__name__}: {error}") from None
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """The table of a TOML text, which may begin with a byte order mark.
+
+    Raises:
+        tomllib.TOMLDecodeError: it is none, nests more than 100 levels deep, or has a number that is too long.
+    """
+    try:
+        table = tomllib.loads(text.removeprefix("\ufeff"))
+    except tomllib.TOMLDecodeError:
+        raise
+    except RecursionError:
+        raise tomllib.TOMLDecodeError("nested too deeply") from None
+    except ValueError:  # Python reads no longer ones
+        raise tomllib.TOMLDecodeError("a number has more than 4,300 digits") from None
+    if _depth(table) > MAX_LEVELS:  # what reads settings is recursive
+        raise tomllib.TOMLDecodeError(f"nested more than {MAX_LEVELS} levels deep")
+    return table
+
+
+MAX_LEVELS = 100
+"""Of tables and lists in TOML."""
+
+
+def _depth(value: object) -> int:
+    level, depth = [value], 0
+    while level:
+        level = [
+            inner
+            for outer in level
+            for inner in (
+                cast("dict[str, object]", outer).values()
+                if isinstance(outer, dict)
+                else cast("list[object]", outer)
+                if isinstance(outer, list)
+                else ()
+            )
+        ]
+        depth += 1
+    return depth
