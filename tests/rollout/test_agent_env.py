@@ -3,14 +3,18 @@
 import asyncio
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from stage import Generator, Stage
 
 from titan_rl import Completion, Rollout, RolloutStatus, Turn
 from titan_rl.rollout.environment.types import RolloutPolicy
 from titan_rl.rollout.settings import RolloutConfig
+from titan_rl.run.journal.records import encode, group_record
+from titan_rl.scheduling.mix.events import Assigned
 from titan_rl.training.data.sample_builder import build_samples
 
 pytestmark = pytest.mark.looptime
@@ -74,6 +78,29 @@ async def test_its_requests_have_ids_of_their_own_whatever_it_calls_them() -> No
     assert len(asked["g/0"]) == 3
     assert asked["g/0"] == asked["g/1"]
     assert {turn.completion.request_id for rollout in group.rollouts for turn in rollout.turns} == {"same"}
+
+
+async def test_numpy_numbers_that_it_fills_in_are_kept_as_plain_ones() -> None:
+    async def play(policy: RolloutPolicy, rollout: Rollout) -> None:
+        turn = await ask(policy, [1], "a")
+        rewards: Any = {"won": np.float32(0.5)}
+        rollout.turns = [replace(turn, rewards=rewards, token_advantages=np.array([1.0, 2.0], np.float32))]
+        rollout.metrics |= {"moves": np.int64(3)}
+
+    group = await stage_of(play).group(Generator(), size=2)
+    for rollout in group.rollouts:
+        assert rollout.status is RolloutStatus.COMPLETED
+        encode(group_record(Assigned(0, "task", 0), group))
+        assert (rollout.metrics["moves"], rollout.turns[0].rewards) == (3.0, {"won": 0.5})
+
+
+async def test_a_metric_that_is_no_number_is_its_error() -> None:
+    async def play(policy: RolloutPolicy, rollout: Rollout) -> None:
+        rollout.metrics |= {"moves": "three"}  # pyright: ignore[reportArgumentType]
+
+    (rollout,) = (await stage_of(play).group(Generator())).rollouts
+    assert rollout.status is RolloutStatus.ERROR_ENV
+    assert "play gave metrics with 'moves': 'three'; it must map names to numbers" in str(rollout.error)
 
 
 async def test_it_is_told_when_its_time_is_up_and_keeps_what_it_has() -> None:

@@ -198,7 +198,10 @@ def test_what_a_sync_environment_gives_to_be_awaited_is_awaited_within_its_time(
     loops: dict[str, asyncio.AbstractEventLoop] = {}
     limits = RolloutConfig(env_in_thread=in_thread, env_timeout_s=1.0, max_retries=0)
     try:
-        for env, message in ((Never, "attached to a different loop"), (Nested, "step gave coroutine; it must give")):
+        for env, message in (
+            (Never, "attached to a different loop"),
+            (Nested, "gave a coroutine; a TokenStep is expected"),
+        ):
             (rollout,) = run(Stage(lambda _, env=env: env(), limits=limits).group(Generator())).rollouts
             assert rollout.status is RolloutStatus.ERROR_ENV
             assert message in (rollout.error or "")

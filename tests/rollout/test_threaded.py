@@ -27,6 +27,8 @@ from titan_rl.rollout.rewards.reward import Reward
 from titan_rl.rollout.rewards.rubric import Rubric
 from titan_rl.rollout.settings import RolloutConfig
 
+RUBRIC = Rubric([Reward(lambda rollout: 1.0, name="one")])
+
 
 def nothing() -> None: ...
 
@@ -227,3 +229,75 @@ asyncio.run(main())
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=True)
     assert done.stdout == "left\n"
+
+
+async def test_plain_methods_run_in_a_thread_of_their_own_without_a_setting() -> None:
+    env = Blocking()
+    rollouter = Rollouter(lambda _: env, RUBRIC, max_context=64)  # pyright: ignore[reportArgumentType]
+    group = await rollouter.run_group(generate, None, group_id="g", group_size=1, sampling=SamplingParams(max_tokens=4))
+    assert [rollout.status for rollout in group.rollouts] == [RolloutStatus.COMPLETED]
+    made_in, *called_in = env.threads
+    assert len(set(called_in)) == 1
+    assert called_in[0] != made_in == threading.get_ident()
+    assert len(called_in) == 3
+    assert env.closed.is_set()
+
+
+@pytest.mark.parametrize("method", ["on_reset", "on_step"])
+@pytest.mark.parametrize("in_thread", [False, True])
+async def test_a_plain_method_that_never_returns_is_named_and_closed_once_it_does(method: str, in_thread: bool) -> None:
+    release = threading.Event()
+
+    def hang() -> None:
+        release.wait()
+
+    env = Blocking(**{method: hang})
+    limits = RolloutConfig(env_timeout_s=0.05, env_in_thread=in_thread)
+    rollouter = Rollouter(lambda _: env, RUBRIC, max_context=64, limits=limits)  # pyright: ignore[reportArgumentType]
+    group = await rollouter.run_group(generate, None, group_id="g", group_size=1, sampling=SamplingParams(max_tokens=4))
+    (rollout,) = group.rollouts
+    assert rollout.status is RolloutStatus.ERROR_TIMEOUT
+    assert rollout.failure is not None
+    assert "test_threaded.py" in str(rollout.failure.where)
+    assert str(rollout.failure.where).endswith("in hang")
+    assert not env.closed.is_set()
+    release.set()
+    assert await asyncio.to_thread(env.closed.wait, 10)
+
+
+async def test_a_coroutine_that_never_returns_is_named() -> None:
+    class Waits(Blocking):
+        async def step(self, completion: Completion) -> Step:  # pyright: ignore[reportIncompatibleMethodOverride]
+            await self.inner()
+            raise AssertionError
+
+        async def inner(self) -> None:
+            await asyncio.Event().wait()
+
+    rollouter = Rollouter(
+        lambda _: Waits(),  # pyright: ignore[reportArgumentType]
+        RUBRIC,
+        max_context=64,
+        limits=RolloutConfig(env_timeout_s=0.05),
+    )
+    group = await rollouter.run_group(generate, None, group_id="g", group_size=1, sampling=SamplingParams(max_tokens=4))
+    (rollout,) = group.rollouts
+    assert rollout.failure is not None
+    assert str(rollout.failure.where).endswith("in inner")
+
+
+async def test_a_plain_method_may_give_something_to_await() -> None:
+    class Passes(Blocking):
+        def step(self, completion: Completion) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+            return self.inner()
+
+        async def inner(self) -> Step:
+            await asyncio.sleep(0)
+            self.loop = asyncio.get_running_loop()
+            return Step(status=RolloutStatus.COMPLETED)
+
+    env = Passes()
+    rollouter = Rollouter(lambda _: env, RUBRIC, max_context=64)  # pyright: ignore[reportArgumentType]
+    group = await rollouter.run_group(generate, None, group_id="g", group_size=1, sampling=SamplingParams(max_tokens=4))
+    assert [rollout.status for rollout in group.rollouts] == [RolloutStatus.COMPLETED]
+    assert env.loop is asyncio.get_running_loop()

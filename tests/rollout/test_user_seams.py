@@ -84,7 +84,7 @@ async def test_a_bad_answer_of_generate_is_an_error_of_that_rollout(answer: str)
 
 
 BAD_STEPS: dict[str, tuple[Callable[[], Any], str]] = {
-    "None": (lambda: None, "step gave NoneType; it must give a TokenStep"),
+    "None": (lambda: None, "gave None; a TokenStep is expected"),
     "status as text": (
         lambda: TokenStep(status="completed"),  # pyright: ignore
         "TokenStep.status is 'completed'; it must be a RolloutStatus, such as RolloutStatus.COMPLETED",
@@ -121,7 +121,7 @@ async def test_a_bad_observation_is_the_environments_error(observation: Any) -> 
 
     (rollout,) = (await Stage(lambda _: Bad()).group(Generator())).rollouts
     assert rollout.status is RolloutStatus.ERROR_ENV
-    assert "it must give a TokenObservation" in (rollout.error or "")
+    assert "a TokenObservation is expected" in (rollout.error or "")
 
 
 @pytest.mark.parametrize("in_thread", [False, True])

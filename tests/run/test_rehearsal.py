@@ -17,9 +17,11 @@ from titan_rl.run import rehearsal
 __all__ = ["project"]
 
 TASK = """
-import asyncio, time
+import asyncio, threading, time
 from titan_rl import Demonstration, MessageObservation, MessageStep, MessageTask
 from titan_rl import Reward, RolloutStatus, Rubric, env_reward
+
+gate = threading.Event()  # what blocks goes on when its test is over
 
 class Env:
     def __init__(self, sample): self.sample = sample
@@ -76,6 +78,35 @@ class Hangs(Say):
             async def reset(self): await asyncio.Event().wait()
         return Waits(sample)
 
+class Blocks(Say):
+    def env(self, sample):
+        class Blocking(Env):
+            async def reset(self): gate.wait()  # the event loop, too
+        return Blocking(sample)
+
+class Plain(Say):
+    def env(self, sample):
+        class PlainEnv(Env):
+            def reset(self): return MessageObservation([{"role": "user", "content": "Say 7."}])
+            def step(self, message): return MessageStep(status=RolloutStatus.COMPLETED, rewards={"said": 1})
+            def close(self): ...
+        return PlainEnv(sample)
+
+class PlainBlocks(Say):
+    def env(self, sample):
+        class PlainEnv(Env):
+            def reset(self): gate.wait()  # its own thread alone
+        return PlainEnv(sample)
+
+class GivesNumber(Say):
+    def env(self, sample):
+        class Number(Env):
+            async def step(self, message): return 0.5
+        return Number(sample)
+
+class BlocksSample(Say):
+    def train_sample(self, seed, index): gate.wait()
+
 class Shows(Say):
     answer: str = "7"
     def demonstrations(self, count):
@@ -113,7 +144,9 @@ def dry_run(project: Path, capsys: pytest.CaptureFixture[str]):
         return code, streams.err
 
     yield run
-    sys.modules.pop("say_task", None)
+    task = sys.modules.pop("say_task", None)
+    if task is not None:
+        task.gate.set()
 
 
 def test_the_first_prompt_is_shown_with_what_becomes_of_it(dry_run):
@@ -142,7 +175,7 @@ def test_the_policy_says_what_a_demonstration_says(dry_run, monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("task", "says"),
     [
-        ("Raises", "error: a rollout ends with error_env: KeyError: 'answer' (say_task.py:22 in step)"),
+        ("Raises", "error: a rollout ends with error_env: KeyError: 'answer' (say_task.py:24 in step)"),
         ("GivesText", "error: a reward failed: "),
         ("Long", "error: a rollout ends with truncated_prompt: the prompt of turn 0 has "),
         (
@@ -169,12 +202,54 @@ def test_what_would_fail_a_run_is_told_with_the_users_line_in_a_second(dry_run, 
 
 
 def test_an_environment_that_hangs_is_left_to_itself(dry_run, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(rehearsal, "CALL_LIMIT_S", 0.05)
+    monkeypatch.setattr(rehearsal, "ROLLOUT_LIMIT_S", 0.05)
     began = time.monotonic()
     code, told = dry_run("Hangs")
     assert code == 1
     assert "error: a rollout ends with error_timeout" in told
+    assert line_of("await asyncio.Event().wait()") in told
     assert time.monotonic() - began < 30
+
+
+def test_a_plain_method_that_blocks_holds_up_its_own_thread_alone(dry_run, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(rehearsal, "ROLLOUT_LIMIT_S", 0.05)
+    code, told = dry_run("PlainBlocks")
+    assert code == 1
+    assert "error: a rollout ends with error_timeout" in told
+    assert line_of("its own thread alone") in told
+
+
+@pytest.mark.parametrize(("task", "line"), [("Blocks", "the event loop, too"), ("BlocksSample", "index): gate")])
+def test_what_blocks_the_event_loop_for_good_is_named(dry_run, monkeypatch: pytest.MonkeyPatch, task: str, line: str):
+    monkeypatch.setattr(rehearsal, "LIMIT_S", 0.3)
+    monkeypatch.setattr(rehearsal, "GRACE_S", 0.0)
+    code, told = dry_run(task)
+    assert code == 1
+    assert "a group of each task took longer than 0.3 s without a model" in told
+    assert f"{line_of(line)}" in told
+    assert "blocks, and does not return" in told
+
+
+def test_plain_methods_work(dry_run):
+    code, told = dry_run("Plain")
+    assert code == 0
+    assert "rewards: 1 1 1 0" in told or "rewards: 1 1 1 1" in told
+
+
+def test_what_a_method_gives_that_it_should_not_is_told_with_its_line(dry_run):
+    code, told = dry_run("GivesNumber")
+    assert code == 1
+    line = line_of("return 0.5").partition(" in ")[0]
+    assert f"TypeError: step of {line} gave a float; a MessageStep is expected" in told
+
+
+def line_of(text: str) -> str:
+    """The place of the line that has it."""
+    lines = textwrap.dedent(TASK).splitlines()
+    (number,) = (number for number, line in enumerate(lines, 1) if text in line)
+    method = re.search(r"def (\w+)", lines[number - 1])
+    assert method is not None
+    return f"say_task.py:{number} in {method[1]}"
 
 
 def test_held_out_samples_are_there_where_they_are_wanted(dry_run):

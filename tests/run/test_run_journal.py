@@ -562,3 +562,47 @@ async def test_a_segment_of_another_run_is_refused_though_both_stood_at_the_same
     shutil.copy(segment, tmp_path / "one" / segment.name)
     with pytest.raises(CheckpointError, match="is of another run than the checkpoint of version 1"):
         RunJournal(tmp_path / "one", one)
+
+
+async def test_numpy_numbers_of_a_generate_of_ones_own_are_plain_before_anything_reads_them(tmp_path):
+    async def generate(prompt_token_ids, *, request_id, **_):
+        return Completion(
+            request_id,
+            np.array([5, 6]),
+            np.array([-0.5, -0.25], np.float32),
+            FinishReason.STOP,
+            [VersionSpan(np.int64(3), np.int64(2))],
+            metrics={"queue_s": np.float32(0.5), "cached": np.int64(2)},
+            top_logprobs=[[(np.int64(5), np.float32(-0.5))]] * 2,
+        )
+
+    journal = RunJournal(tmp_path)
+    answer = await resume_on_abort(journal.record(generate, 0))([1, 2], request_id="a", sampling=SAMPLING)
+    journal.drain()
+    known = reopened(tmp_path).record(generate, 0)
+    again = await known([1, 2], request_id="a", sampling=SAMPLING)
+    assert answer == again
+    assert again.token_ids == [5, 6]
+    assert again.metrics == {"queue_s": 0.5, "cached": 2.0}
+    journal.close()
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"metrics": {"queue_s": float("nan")}}, r"generate gave metrics\['queue_s'\] = nan; it must be finite"),
+        ({"logprobs": [-0.5, float("inf")]}, "generate gave a logprob of inf"),
+        ({"token_ids": [5, -6]}, "the completion has token -6"),
+    ],
+)
+async def test_a_bad_answer_fails_with_its_field_and_is_not_noted(tmp_path, fields, says):
+    async def generate(prompt_token_ids, *, request_id, **_):
+        answer = Completion(request_id, [5, 6], [-0.5, -0.25], FinishReason.STOP, [VersionSpan(3, 2)])
+        return replace(answer, **fields)
+
+    journal = RunJournal(tmp_path)
+    with pytest.raises(ValueError, match=says):
+        await journal.record(generate, 0)([1, 2], request_id="a", sampling=SAMPLING)
+    journal.drain()
+    assert not reopened(tmp_path).state.completions
+    journal.close()

@@ -6,13 +6,16 @@ import asyncio
 import contextvars
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from typing import Any, ParamSpec, TypeVar, cast
 
 from titan_rl.calls.bounded import OutOfTimeError
+from titan_rl.calls.user_code import stood_at, thread_place
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -27,6 +30,50 @@ async def in_thread(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         RuntimeError: as `DaemonThreads.run`.
     """
     return await DaemonThreads(1, "titan_rl").run(partial(fn, *args, **kwargs))
+
+
+def call_within(
+    fn: Callable[[], T], limit_s: float, what: str, *, progress: Callable[[], object] | None = None, advice: str = ""
+) -> T:
+    """What `fn()` gives or raises, called in a thread that nothing waits for once its time is up. Ctrl-C and other
+    signals end the wait meanwhile.
+
+    Args:
+        limit_s: longest time without progress.
+        what: begins the message.
+        progress: differs once there is some; by default there is none before the end.
+        advice: ends the message.
+
+    Raises:
+        OutOfTimeError: it took longer. Names the line of the user's code at which it stands.
+    """
+    outcome: Future[T] = Future()
+    context = contextvars.copy_context()
+
+    def work() -> None:
+        try:
+            outcome.set_result(context.run(fn))
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    thread = threading.Thread(target=work, name="user-call", daemon=True)
+    thread.start()
+    began, seen = time.monotonic(), progress and progress()
+    while not outcome.done():
+        with suppress(TimeoutError):
+            outcome.exception(max(0.0, min(LOOK_S, began + limit_s - time.monotonic())))
+        if progress is not None and (now := progress()) != seen:
+            began, seen = time.monotonic(), now
+        elif not outcome.done() and time.monotonic() - began >= limit_s:
+            place = thread_place(thread.ident)
+            late = OutOfTimeError(f"{what} took longer than {limit_s:g} s{advice and '; '}{advice}")
+            stood_at(late, place)
+            raise late
+    return outcome.result()
+
+
+LOOK_S = 0.5
+"""At least so often it is looked whether there is progress."""
 
 
 class UsersThreads(ThreadPoolExecutor):

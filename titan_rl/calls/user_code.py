@@ -5,16 +5,18 @@ Standard library only.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import inspect
 import os
+import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from titan_rl.calls.plain import terminal_text
 from titan_rl.errors import TitanRLError
@@ -89,9 +91,38 @@ def where(error: BaseException) -> str | None:
     The path is relative to the current directory where it lies below it.
     """
     for one in _chain(error):
-        if (place := innermost(traceback.extract_tb(one.__traceback__))) is not None:
+        place = innermost(traceback.extract_tb(one.__traceback__)) or getattr(one, _STOOD_AT, None)
+        if place is not None:
             return place
     return None
+
+
+def stood_at(error: BaseException, place: str | None) -> None:
+    """Have `where` say this of an exception that came through no line of the user's: a call was given up there."""
+    if place is not None:
+        setattr(error, _STOOD_AT, place)
+
+
+def thread_place(thread_id: int | None) -> str | None:
+    """The innermost line of the user's own code that a thread is at now."""
+    frame = None if thread_id is None else sys._current_frames().get(thread_id)  # pyright: ignore[reportPrivateUsage]
+    return None if frame is None else innermost(traceback.extract_stack(frame))
+
+
+def task_place(task: asyncio.Task[Any]) -> str | None:
+    """The innermost line of the user's own code that a task waits at now."""
+    frames: list[traceback.FrameSummary] = []
+    waits: Any = task.get_coro()
+    while waits is not None:
+        if (frame := _first(waits, "cr_frame", "gi_frame", "ag_frame")) is not None:
+            frames.append(traceback.FrameSummary(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+        waits = _first(waits, "cr_await", "gi_yieldfrom", "ag_await")
+    return innermost(frames)
+
+
+def _first(owner: Any, *names: str) -> Any:
+    """The first of these attributes that it has."""
+    return next((found for name in names if (found := getattr(owner, name, None)) is not None), None)
 
 
 def with_cause(error: ErrorT, cause: BaseException | None) -> ErrorT:
@@ -116,6 +147,9 @@ def callers(frames: Sequence[traceback.FrameSummary]) -> Iterator[tuple[str, str
         if is_below and frame.filename.startswith(_OWN + os.sep):
             yield Path(frame.filename).relative_to(_OWN).as_posix(), frame.name
         is_below = is_below or not _is_library(frame.filename)
+
+
+_STOOD_AT = "_titan_rl_stood_at"
 
 
 def place_of(function: Callable[..., object]) -> str | None:

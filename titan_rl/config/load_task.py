@@ -9,6 +9,7 @@ from typing import Any, TypeVar, cast
 
 from pydantic import ValidationError
 
+from titan_rl.calls.threads import call_within
 from titan_rl.calls.user_code import describe
 from titan_rl.config.class_kinds import CURRICULUM, TASK, ClassKind, find_class
 from titan_rl.config.dump_tasks import task_table
@@ -187,6 +188,10 @@ def _fields(table: Any, origins: Origins, prefix: str) -> dict[str, Any]:
     return dict(cast("dict[str, Any]", table))
 
 
+CHECK_LIMIT_S = 60.0
+"""Longest time in which a task may check its settings."""
+
+
 def check_task(task: Task, origins: Origins, prefix: str = "task") -> None:
     """Have a task look at its settings, where it is one that does. It calls them `task.x`, not knowing its table.
 
@@ -199,7 +204,7 @@ def check_task(task: Task, origins: Origins, prefix: str = "task") -> None:
     if not isinstance(task, CheckedTask):
         return
     try:
-        task.check_settings()
+        call_within(task.check_settings, CHECK_LIMIT_S, "check_settings()")
     except ConfigError as error:
         problem = re.sub(r"(?<![\w.])task\.(?=\w)", f"{prefix}.", str(error))
         named = problem if f"{prefix}." in problem else f"{prefix}: {problem}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -13,6 +12,7 @@ from titan_rl.errors import PromptTooLongError
 from titan_rl.rollout.copies import messages_of
 from titan_rl.rollout.environment.chat import ChatFn, ChatReply
 from titan_rl.rollout.environment.message_token_env import MessageTokenEnv
+from titan_rl.rollout.environment.methods import EnvMethods
 from titan_rl.rollout.environment.types import MessageEnv, MessageObservation, MessageStep, RolloutPolicy
 from titan_rl.rollout.group.boundary import EndsWith, RolloutEnded
 from titan_rl.rollout.group.rollout_ids import turn_seed
@@ -44,7 +44,7 @@ class ChatEnv:
     """
 
     def __init__(self, env: MessageEnv, chat: ChatFn, limits: RolloutConfig | None = None) -> None:
-        self._env = env
+        self._env = EnvMethods(env)
         self._chat = chat
         self._limits = limits or RolloutConfig()
 
@@ -58,13 +58,11 @@ class ChatEnv:
             rollout.metrics["completion_tokens"] = sum(count for count in tokens if count is not None)
 
     async def close(self) -> None:
-        await _awaited(self._env.close())
+        await self._env.close()
 
     async def _take_turns(self, policy: RolloutPolicy, rollout: Rollout) -> RolloutStatus:
         async with self._env_call():
-            observation: Any = await _awaited(self._env.reset())
-            if not isinstance(observation, MessageObservation):
-                raise TypeError(f"reset gave {type(observation).__name__}; it must give a MessageObservation")
+            observation = await self._env.call("reset", MessageObservation)
             rollout.messages.extend(messages_of(observation.messages))
             tools = None if observation.tools is None else list(observation.tools)
         for turn in range(policy.max_turns):
@@ -79,9 +77,7 @@ class ChatEnv:
             if any(not isinstance(call["function"]["arguments"], Mapping) for call in answer.get("tool_calls", ())):
                 return RolloutStatus.ERROR_PARSE
             async with self._env_call():
-                step: Any = await _awaited(self._env.step(snapshot(answer)))
-                if not isinstance(step, MessageStep):
-                    raise TypeError(f"step gave {type(step).__name__}; it must give a MessageStep")
+                step = await self._env.call("step", MessageStep, snapshot(answer))
                 rewards = {name: float(reward) for name, reward in step.rewards.items()}
                 rollout.turns[-1] = replace(rollout.turns[-1], rewards=rewards)
                 rollout.messages.extend(messages_of(step.messages))
@@ -146,10 +142,6 @@ async def _until(time_is_up: asyncio.Event, reply: Any) -> ChatReply:
     finally:
         replying.cancel()
         waiting.cancel()
-
-
-async def _awaited(answer: Any) -> Any:
-    return await answer if inspect.isawaitable(answer) else answer
 
 
 class NoTokens:

@@ -22,7 +22,8 @@ class RolloutConfig(Section):
     env_timeout_s: PositiveFloat = 60.0
     """Longest time of one call into the environment."""
     env_in_thread: bool = False
-    """Each environment runs in a thread of its own. For those that block: a time limit then has an effect on them."""
+    """Each environment runs in a thread of its own, from its making to its end. For coroutines that block, and objects
+    bound to a thread: a time limit then has an effect on them. Plain methods run in a thread anyway."""
     judge_grace_s: NonNegativeFloat = 10.0
     """While generation is paused, rewards being computed have this long; they are then cancelled and begun anew."""
     num_workers: NonNegativeInt = 0

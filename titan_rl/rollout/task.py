@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from titan_rl.calls.ctrl_c import is_ctrl_c
-from titan_rl.calls.user_code import describe
+from titan_rl.calls.user_code import describe, reason
 from titan_rl.errors import DataError
 from titan_rl.rollout.environment.seats import SeatedEnv
 from titan_rl.rollout.environment.types import AgentEnv, TokenEnv
@@ -90,6 +91,11 @@ class Demonstration:
     tools: Sequence[Mapping[str, object]] | None = None
 
 
+DEMONSTRATED_CALL_S: ContextVar[float] = ContextVar("DEMONSTRATED_CALL_S", default=60.0)
+"""Longest time of one call into an environment that is played for a demonstration: `rollout.env_timeout_s` of the
+settings of a command."""
+
+
 @runtime_checkable
 class DemonstratingTask(Task, Protocol):
     """A task that can show how it is done, so that `titan-rl sft` can teach it."""
@@ -161,7 +167,8 @@ def calling(call: str, task: str | None = None) -> Generator[None]:
         if is_ctrl_c(error):
             raise
         owner = "the task" if task is None else f"task {task!r}"
-        raise DataError(f"{call} of {owner} failed: {describe(error)}") from error
+        told = reason(error) if isinstance(error, DataError) else describe(error)
+        raise DataError(f"{call} of {owner} failed: {told}") from error
 
 
 def measured(task: Task, groups: Sequence[RolloutGroup]) -> dict[str, float]:

@@ -4,6 +4,7 @@ renderer or a limit shows in a second, and not once processes have started."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -12,14 +13,17 @@ from itertools import groupby, islice, takewhile
 from pathlib import Path
 from typing import Any
 
-from titan_rl.calls.threads import UsersThreads
-from titan_rl.calls.watchdog import LoopWatchdog
+from titan_rl.calls.bounded import OutOfTimeError
+from titan_rl.calls.threads import UsersThreads, call_within
+from titan_rl.calls.user_code import where
+from titan_rl.calls.watchdog import BLOCKED_AFTER_S, LoopWatchdog
 from titan_rl.config.make_filters import make_filters
 from titan_rl.config.make_renderer import make_renderer
 from titan_rl.config.make_rollouter import open_rollouters
 from titan_rl.config.run import RunConfig
 from titan_rl.config.tasks import TaskSource
 from titan_rl.errors import ConfigError, DataError
+from titan_rl.generation.resume import resume_on_abort
 from titan_rl.rollout.environment.message_token_env import MessageTokenEnv
 from titan_rl.rollout.environment.seats import SeatedEnv
 from titan_rl.rollout.environment.types import AgentEnv, TokenEnv, TokenObservation, TokenStep
@@ -27,9 +31,11 @@ from titan_rl.rollout.group.rollouter import Rollouter
 from titan_rl.rollout.mock_policy import MockPolicy
 from titan_rl.rollout.renderer import Renderer
 from titan_rl.rollout.renderer.tokenizer import load_tokenizer
-from titan_rl.rollout.task import DemonstratingTask, calling
+from titan_rl.rollout.task import DEMONSTRATED_CALL_S, DemonstratingTask, calling
 from titan_rl.rollout.types import Message, Rollout, RolloutGroup, RolloutStatus
+from titan_rl.run.journal.run_journal import RunJournal
 from titan_rl.scheduling.filters import first_reason
+from titan_rl.scheduling.mix.events import Assigned
 from titan_rl.training.data.demonstrations import encode
 from titan_rl.training.losses import ClipRange, trial
 from titan_rl.types import Completion, SamplingParams
@@ -38,7 +44,9 @@ AnyEnv = TokenEnv | AgentEnv | SeatedEnv
 
 SIBLINGS = 4  # one for each thing that a mock policy does
 LIMIT_S = 60.0
-CALL_LIMIT_S = 20.0
+GRACE_S = 15.0
+"""What closing an environment that hangs may take beyond that."""
+ROLLOUT_LIMIT_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +78,21 @@ def rehearse(config: RunConfig, tell: Callable[[str], object]) -> list[Rehearsal
         RewardError: the advantage function failed, or a reward whose policy is to end the run.
         MissingExtraError: what reads tokenizers is not installed.
     """
-    with tempfile.TemporaryDirectory() as folder, asyncio.Runner() as runner:
-        runner.get_loop().set_default_executor(UsersThreads())  # the end waits for nothing that hangs there
-        return runner.run(_rehearse(config, Path(folder), tell))
+
+    def play() -> list[Rehearsal]:
+        DEMONSTRATED_CALL_S.set(min(config.rollout.env_timeout_s, ROLLOUT_LIMIT_S))
+        with asyncio.Runner() as runner:
+            runner.get_loop().set_default_executor(UsersThreads())  # the end waits for nothing that hangs there
+            return runner.run(_rehearse(config, Path(folder), tell))
+
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        try:
+            return call_within(play, LIMIT_S + GRACE_S, "a group of each task")
+        except OutOfTimeError as error:  # what blocks the event loop holds up its limits, too
+            place = where(error)
+            raise DataError(
+                f"{error} without a model" + ("" if place is None else f": {place} blocks, and does not return")
+            ) from None
 
 
 def problem_of_loss(config: RunConfig) -> str | None:
@@ -87,18 +107,21 @@ def problem_of_loss(config: RunConfig) -> str | None:
 
 async def _rehearse(config: RunConfig, folder: Path, tell: Callable[[str], object]) -> list[Rehearsal]:
     renderer = make_renderer(config.model)
-    limits = config.rollout.model_copy(update={"max_retries": 0, "rollout_timeout_s": CALL_LIMIT_S})
+    env_timeout_s = min(config.rollout.env_timeout_s, ROLLOUT_LIMIT_S)
+    brief = {"max_retries": 0, "rollout_timeout_s": ROLLOUT_LIMIT_S, "env_timeout_s": env_timeout_s}
+    limits = config.rollout.model_copy(update=brief)
     briefly = config.model_copy(update={"rollout": limits})
     try:
         opened = open_rollouters(briefly, folder, _say_nothing, renderer, dry=True)
         async with asyncio.timeout(LIMIT_S), opened as rollouters:
-            with LoopWatchdog(tell, blocked_after_s=CALL_LIMIT_S):
+            with LoopWatchdog(tell, blocked_after_s=BLOCKED_AFTER_S):
                 _check_held_out(config)
-                return [
-                    rehearsal
-                    for source in briefly.tasks
-                    if (rehearsal := await _play(briefly, source, rollouters[source.name], renderer)) is not None
-                ]
+                with contextlib.closing(RunJournal(folder / "journal")) as journal:
+                    played = [
+                        await _play(briefly, number, rollouters[source.name], renderer, journal)
+                        for number, source in enumerate(briefly.tasks)
+                    ]
+                return [rehearsal for rehearsal in played if rehearsal is not None]
     except TimeoutError:
         raise DataError(f"a group of each task takes longer than {LIMIT_S:g} s without a model") from None
 
@@ -113,16 +136,24 @@ def _check_held_out(config: RunConfig) -> None:
                 )
 
 
-async def _play(config: RunConfig, source: TaskSource, rollouter: Rollouter, renderer: Renderer) -> Rehearsal | None:
-    """None of a task of agents."""
+async def _play(
+    config: RunConfig,
+    number: int,
+    rollouter: Rollouter,
+    renderer: Renderer,
+    journal: RunJournal,
+) -> Rehearsal | None:
+    """Play a group as training does, by way of a journal. None of a task of agents."""
+    source = config.tasks[number]
     task, sampling = source.task, config.sampling_of(source)
     stop_token_ids = renderer.get_stop_token_ids()
     with calling(f"train_sample({config.seed}, 0)", source.name):
         sample = task.train_sample(config.seed, 0)
     shown = _shown(source, renderer)
     rollouter.make_env = agents = _WithoutAgents(rollouter.make_env)
+    policy = MockPolicy(shown, stop_token_ids[0])
     group = await rollouter.run_group(
-        MockPolicy(shown, stop_token_ids[0]),
+        resume_on_abort(journal.record(policy, number), max_context=config.model.max_context),
         sample,
         group_id=f"{source.name}-0",
         group_size=SIBLINGS,
@@ -132,6 +163,8 @@ async def _play(config: RunConfig, source: TaskSource, rollouter: Rollouter, ren
         return None
     group.task = source.name
     first_reason(make_filters(config), group)
+    journal.finished(Assigned(number, source.name, 0), group)
+    journal.drain()
     first = next((rollout.turns[0].prompt_token_ids for rollout in group.rollouts if rollout.turns), None)
     return Rehearsal(
         source.name,

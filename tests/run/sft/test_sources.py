@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,7 +14,9 @@ import pytest
 
 from titan_rl import Demonstration
 from titan_rl.errors import ConfigError, DataError
+from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.run.sft.sources import best_rollouts, read_chats, task_demonstrations
+from titan_rl.tasks.demonstrating import demonstrated
 
 CHAT = [{"role": "user", "content": "2 + 3?"}, {"role": "assistant", "content": "5"}]
 
@@ -67,6 +71,42 @@ def test_a_task_that_shows_nothing_is_told_of() -> None:
         match=r"demonstrations\(5\) of the task failed: .*number 0 is '5'; it must be a",
     ):
         task_demonstrations([(Loud("a"), 1.0)], 5)
+
+
+def test_a_task_that_shows_nothing_more_for_too_long_is_told_of_with_its_line() -> None:
+    gate = threading.Event()
+
+    class Slow(Showing):
+        def demonstrations(self, count: int) -> Iterable[Any]:
+            yield from super().demonstrations(2)
+            gate.wait()
+
+    limits = RolloutConfig(rollout_timeout_s=0.05)
+    with pytest.raises(
+        DataError,
+        match=r"demonstrations\(5\) of the task failed: .*one demonstration took longer than 0.05 s; raise "
+        r"rollout.rollout_timeout_s .*test_sources.py:\d+ in demonstrations\)",
+    ):
+        task_demonstrations([(Slow("a"), 1.0)], 5, limits)
+    gate.set()
+
+
+def test_an_environment_that_awaits_for_ever_is_told_of_within_the_limit_of_its_calls() -> None:
+    class Env:
+        async def reset(self) -> Any:
+            await asyncio.Event().wait()
+
+        async def step(self, message: Any) -> Any: ...
+
+        async def close(self) -> None: ...
+
+    class Waits(Showing):
+        def demonstrations(self, count: int) -> Iterable[Any]:
+            yield from demonstrated([(Env(), lambda messages: "5")])
+
+    limits = RolloutConfig(env_timeout_s=0.05)
+    with pytest.raises(DataError, match=r"longer than env_timeout_s \(.*test_sources.py:\d+ in reset\)"):
+        task_demonstrations([(Waits("a"), 1.0)], 5, limits)
 
 
 def chats(folder: Path, *rows: Any) -> Path:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
-from typing import Any
 
 from titan_rl.calls.plain import snapshot
 from titan_rl.rollout.environment.growing_prompt import GrowingPrompt
+from titan_rl.rollout.environment.methods import EnvMethods
 from titan_rl.rollout.environment.types import MessageEnv, MessageObservation, MessageStep, TokenObservation, TokenStep
 from titan_rl.rollout.renderer.types import Renderer
 from titan_rl.rollout.types import RolloutStatus
@@ -24,7 +23,7 @@ class MessageTokenEnv:
 
     Resetting fails where the environment gives tools that the renderer does not show, or whose calls it does not read.
 
-    The environment's methods may be plain functions where it runs in a thread: see `ThreadedEnv`.
+    The environment's methods may be plain functions, which run in a thread of its own: see `EnvMethods`.
 
     Example:
 
@@ -33,12 +32,13 @@ class MessageTokenEnv:
 
     def __init__(self, env: MessageEnv, renderer: Renderer) -> None:
         self.env = env
+        self._methods = EnvMethods(env)
         self.tools: list[Mapping[str, object]] | None = None  # that the policy may call, once it is reset
         self._renderer = renderer
         self._prompt = GrowingPrompt(renderer)
 
     async def reset(self) -> TokenObservation:
-        observation: MessageObservation = await _awaited(self.env.reset())
+        observation = await self._methods.call("reset", MessageObservation)
         self.tools = None if observation.tools is None else list(observation.tools)
         self._prompt = GrowingPrompt(self._renderer, self.tools)
         return TokenObservation(self._prompt.after(observation.messages), observation.messages)
@@ -52,16 +52,11 @@ class MessageTokenEnv:
         if answer is None or not answer.is_whole:
             return TokenStep(status=RolloutStatus.ERROR_PARSE, messages=said)
 
-        step: MessageStep = await _awaited(self.env.step(snapshot(answer.message)))
+        step = await self._methods.call("step", MessageStep, snapshot(answer.message))
         messages = [answer.message, *step.messages]
         if step.status is not None:
             return TokenStep(status=step.status, rewards=step.rewards, messages=messages)
         return TokenStep(self._prompt.after(step.messages), rewards=step.rewards, messages=messages)
 
     async def close(self) -> None:
-        await _awaited(self.env.close())
-
-
-async def _awaited(answer: Any) -> Any:
-    """The methods of an environment that runs in a thread may be plain functions."""
-    return await answer if inspect.isawaitable(answer) else answer
+        await self._methods.close()

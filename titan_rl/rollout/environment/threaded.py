@@ -13,11 +13,12 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any
 
-from titan_rl.calls.user_code import describe
+from titan_rl.calls.user_code import describe, stood_at, task_place, thread_place
 
 logger = logging.getLogger(__name__)
 
 _numbers = itertools.count()
+_here = threading.local()
 
 
 class ThreadedEnv:
@@ -39,32 +40,38 @@ class ThreadedEnv:
 
     def __init__(self, make_env: Callable[[], Any]) -> None:
         self._make_env = make_env
-        self._env: Any = None
-        self._calls = _CallsInThread()
+        self.made: Any = None  # the environment, once it is
+        self._calls = CallsInThread()
 
     async def reset(self) -> Any:
         def made() -> Any:
-            self._env = self._make_env()
-            return self._env.reset()
+            self.made = self._make_env()
+            return self.made.reset()
 
         return await self._calls.run(made)
 
     async def step(self, given: Any) -> Any:
-        return await self._calls.run(lambda: self._env.step(given))
+        return await self._calls.run(lambda: self.made.step(given))
 
     async def close(self) -> None:
         """Close the environment. Returns at once where an abandoned call is still at work; closing follows that."""
 
         def closed() -> Any:
-            return None if self._env is None else self._env.close()
+            return None if self.made is None else self.made.close()
 
-        await self._calls.end_with(closed)
+        if self._calls.has_begun:
+            await self._calls.end_with(closed)
 
 
 class _Call:
-    """One call, from the event loop that waits for it."""
+    """One call, from the event loop that waits for it.
 
-    def __init__(self, function: Callable[[], Any]) -> None:
+    Args:
+        awaits: what can be awaited is, in the thread; else it is the call's result.
+    """
+
+    def __init__(self, function: Callable[[], Any], awaits: bool) -> None:
+        self._awaits = awaits
         self.answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._function = function
         self._context = contextvars.copy_context()
@@ -77,12 +84,16 @@ class _Call:
             with suppress(RuntimeError):  # its loop is closed
                 task.get_loop().call_soon_threadsafe(task.cancel)
 
+    def place(self) -> str | None:
+        """The user's line that a coroutine of it waits at; None where no coroutine runs."""
+        return None if (task := self._task) is None else task_place(task)
+
     def run(self, runner: asyncio.Runner) -> None:
         """In the thread."""
         result, failure = None, None
         try:
             result = self._context.run(self._function)
-            if inspect.isawaitable(result):
+            if self._awaits and inspect.isawaitable(result):
                 result = runner.run(self._awaited(result), context=self._context)
         except (StopIteration, GeneratorExit) as error:  # cannot travel through a future
             failure = RuntimeError(f"{type(error).__name__}: {error}")
@@ -108,44 +119,65 @@ class _Call:
             self.answer.set_result(result)
 
 
-class _CallsInThread:
-    """Runs one call after the other in a thread that begins with the first. The process ends without waiting for it."""
+def in_env_thread() -> bool:
+    """Whether this is the thread of an environment."""
+    return getattr(_here, "is_env_thread", False)
 
-    def __init__(self) -> None:
+
+class CallsInThread:
+    """Runs one call after the other in a thread that begins with the first. The process ends without waiting for it.
+
+    Args:
+        awaits: coroutines that calls return are awaited in the thread, on an event loop of its own. Else a call's
+            result is the coroutine.
+    """
+
+    def __init__(self, *, awaits: bool = True) -> None:
+        self._awaits = awaits
         self._calls: SimpleQueue[_Call | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._gave_up = False
+        self._gave_up = self._is_ended = False
+
+    @property
+    def has_begun(self) -> bool:
+        return self._thread is not None
 
     async def run(self, function: Callable[[], Any]) -> Any:
-        call = _Call(function)
+        call = _Call(function, self._awaits)
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name=f"env-{next(_numbers)}", daemon=True)
             self._thread.start()
         self._calls.put(call)
         try:
             return await call.answer
-        except asyncio.CancelledError:
+        except asyncio.CancelledError as error:
             if call.answer.cancelled():
+                stood_at(error, call.place() or thread_place(self._thread.ident))
                 call.abandon()
                 self._gave_up = True
                 logger.warning("gave up on a call in thread %s", self._thread.name)
             raise
 
-    async def end_with(self, function: Callable[[], Any]) -> None:
-        """The last call."""
-        if self._thread is None:
-            return
+    async def end_with(self, function: Callable[[], Any]) -> Any:
+        """The result of the last call; None where that follows one that was given up."""
         try:
             if not self._gave_up:
-                await self.run(function)
-            else:
-                last = _Call(function)
-                last.answer.add_done_callback(_tell_failure)
-                self._calls.put(last)
+                return await self.run(function)
+            last = _Call(function, self._awaits)
+            last.answer.add_done_callback(_tell_failure)
+            self._calls.put(last)
+            return None
         finally:
+            self.end()
+
+    def end(self) -> None:
+        """End the thread once it has done what was asked of it. Ending again does nothing."""
+        if self._thread is not None and not self._is_ended:
+            self._is_ended = True
             self._calls.put(None)
 
     def _work(self) -> None:
+        _here.is_env_thread = True
         runner = asyncio.Runner()  # makes its loop when a coroutine first needs it: a loop holds three descriptors
         try:
             while (call := self._calls.get()) is not None:

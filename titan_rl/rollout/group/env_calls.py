@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
@@ -11,13 +12,13 @@ from functools import partial
 from typing import Any
 
 from titan_rl.calls.ctrl_c import is_ctrl_c, passes
-from titan_rl.calls.user_code import summary
+from titan_rl.calls.user_code import stood_at, summary, task_place
 from titan_rl.errors import StrayCancellationError
+from titan_rl.rollout.environment.methods import EnvMethods
 from titan_rl.rollout.environment.seats import SeatedEnv, TokenSeat
 from titan_rl.rollout.environment.types import AgentEnv, RolloutPolicy, TokenEnv
 from titan_rl.rollout.types import Rollout
 from titan_rl.tracing.spans import span
-from titan_rl.types import Completion
 
 CLEANUP_S = 5.0
 """What a call that is cancelled has to end."""
@@ -37,7 +38,8 @@ class EnvCalls:
     """
 
     def __init__(self, env: TokenEnv | AgentEnv | SeatedEnv) -> None:
-        self._env: Any = env
+        self.env: Any = env
+        self._methods = EnvMethods(env)
         self._calls: deque[_Call] = deque()  # not begun
         self._closes = False  # the last of them is to close
         self._idle: asyncio.Future[None] | None = None  # what the task waits for while there is none
@@ -56,23 +58,29 @@ class EnvCalls:
         return max(0.0, self._seconds - asked_s) if self.asks else self._seconds
 
     async def reset(self) -> Any:
-        return await self._run("env reset", self._env.reset)
+        return await self._run("env reset", lambda: self._methods.result("reset"))
 
-    async def step(self, completion: Completion) -> Any:
-        return await self._run("env step", lambda: self._env.step(completion))
+    async def step(self, given: Any) -> Any:
+        return await self._run("env step", lambda: self._methods.result("step", given))
 
     async def play(self, policy: RolloutPolicy, rollout: Rollout) -> None:
-        await self._run("env play", lambda: self._env.play(policy, rollout))
+        await self._run("env play", lambda: self._playing("play", policy, rollout))
 
     async def play_seats(self, seats: Mapping[str, TokenSeat]) -> None:
-        await self._run("env play", lambda: self._env.play_seats(seats))
+        await self._run("env play", lambda: self._playing("play_seats", seats))
+
+    async def _playing(self, name: str, *arguments: Any) -> None:
+        playing = getattr(self.env, name)(*arguments)
+        if not inspect.isawaitable(playing):
+            raise TypeError(f"{name} of {self._name} is a plain function; it must be async, since it awaits the policy")
+        await playing
 
     async def close(self, timeout_s: float) -> str | None:
         """Close the environment; return what went wrong. Cancellation waits for that, but not longer than the time
         limit, which is at most `MAX_CLOSE_S`. Returns at once where a call is left behind; closing follows that."""
         timeout_s = min(timeout_s, MAX_CLOSE_S)
         self._closes = True
-        call, task = self._begin(self._env.close)
+        call, task = self._begin(self._methods.close)
         if self._left_behind:
             call.then = self._tell
             return None
@@ -102,13 +110,16 @@ class EnvCalls:
         call, task = self._begin(function)
         try:
             await call.wait()
-        except asyncio.CancelledError:
+        except asyncio.CancelledError as error:
             if call.begun and not call.is_over:
                 call.is_given_up = True
+                stood_at(error, task_place(task))
                 task.cancel()
                 await _settle(call, CLEANUP_S)
                 self._leave_behind_unless_over(call, task)
             call.is_given_up = True
+            if call.failure is not None and call.failure is not error:
+                error.__cause__ = call.failure  # it knows the line at which a thread stood
             raise
         if call.failure is not None:
             raise call.failure
@@ -157,7 +168,7 @@ class EnvCalls:
 
     @property
     def _name(self) -> str:
-        return type(self._env).__name__
+        return type(self.env).__name__
 
 
 class _Call:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import Any, cast
 
 from titan_rl.calls.bounded import OutOfTimeError, limited
 from titan_rl.calls.stopwatch import Stopwatch
 from titan_rl.rollout.contexts import shared
+from titan_rl.rollout.copies import token_advantages_of
 from titan_rl.rollout.environment.types import RolloutPolicy
 from titan_rl.rollout.group.boundary import EndsWith, RolloutEnded
 from titan_rl.rollout.group.env_calls import EnvCalls
 from titan_rl.rollout.group.rollout_ids import RequestIds
 from titan_rl.rollout.group.timed import generate_within
 from titan_rl.rollout.types import Rollout, RolloutStatus, Turn
-from titan_rl.types import Completion, GenerateFn, SamplingParams, require_member
+from titan_rl.types import Completion, GenerateFn, SamplingParams, float_or_none, require_member
 
 _LOOK_S = 0.05  # at least between two looks at a watch that stands
 
@@ -105,12 +107,34 @@ async def _telling_when_over(watch: Stopwatch, time_is_up: asyncio.Event, grace_
 
 
 def _check(rollout: Rollout) -> None:
-    """
+    """Check what an environment has filled in, and keep its numbers as plain ones, which journals and logs take.
+
     Raises:
-        TypeError: a turn is no `Turn`.
+        TypeError: a turn is no `Turn`, or a metric or reward no number.
         ValueError: the status is no `RolloutStatus`.
     """
     require_member(rollout, "status", RolloutStatus)
+    rollout.metrics = _floats(rollout.metrics, "metrics")
     for turn in rollout.turns:
         if not isinstance(turn, Turn):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"play gave a turn of type {type(turn).__name__}; it must give a Turn")
+    rollout.turns = [_plain_turn(turn) for turn in rollout.turns]
+
+
+def _plain_turn(turn: Turn) -> Turn:
+    advantages = turn.token_advantages
+    if all(type(value) is float for value in turn.rewards.values()) and advantages is None:
+        return turn
+    return replace(
+        turn,
+        rewards=_floats(turn.rewards, "a turn's rewards"),
+        token_advantages=token_advantages_of(advantages, turn.completion),
+    )
+
+
+def _floats(values: Mapping[Any, Any], what: str) -> dict[str, float]:
+    floats = {str(name): float_or_none(value) for name, value in values.items()}
+    for name, value in floats.items():
+        if value is None:
+            raise TypeError(f"play gave {what} with {name!r}: {values[name]!r}; it must map names to numbers")
+    return cast("dict[str, float]", floats)

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from titan_rl.calls.stopwatch import Stopwatch
 from titan_rl.rollout.copies import completion_to_give, messages_of, token_advantages_of, token_ids_of
+from titan_rl.rollout.environment.methods import expected
 from titan_rl.rollout.environment.seats import Player, SeatedEnv
 from titan_rl.rollout.environment.threaded import ThreadedEnv
 from titan_rl.rollout.environment.types import AgentEnv, TokenEnv, TokenObservation, TokenStep
@@ -248,9 +249,7 @@ class Rollouter:
     async def _take_turns(self, env: EnvCalls, turns: TurnTaker) -> RolloutStatus:
         rollout, watch = turns.rollout, turns.watch
         async with self._env_call(rollout, watch):
-            observation: Any = await env.reset()
-            if not isinstance(observation, TokenObservation):
-                raise TypeError(f"reset gave {type(observation).__name__}; it must give a TokenObservation")
+            observation = expected(await env.reset(), TokenObservation, env.env, "reset")
             rollout.messages.extend(messages_of(observation.messages))
             prompt = token_ids_of(observation.prompt_token_ids, "the prompt")
 
@@ -258,9 +257,7 @@ class Rollouter:
             is_cut = await turns.take(prompt)
             completion = rollout.turns[-1].completion
             async with self._env_call(rollout, watch):
-                step: Any = await env.step(completion_to_give(completion))
-                if not isinstance(step, TokenStep):
-                    raise TypeError(f"step gave {type(step).__name__}; it must give a TokenStep")
+                step = expected(await env.step(completion_to_give(completion)), TokenStep, env.env, "step")
                 rollout.turns[-1] = replace(
                     rollout.turns[-1],
                     rewards={name: float(reward) for name, reward in step.rewards.items()},

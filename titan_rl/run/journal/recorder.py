@@ -9,6 +9,7 @@ from titan_rl.errors import RequestError
 from titan_rl.generation.listening import listener, listening
 from titan_rl.generation.partial import Partial
 from titan_rl.generation.request import EngineRequest, OnChunk
+from titan_rl.rollout.copies import completion_of
 from titan_rl.run.journal.records import CompletionRecord, digest
 from titan_rl.types import Completion, GenerateFn, SamplingParams, TokenChunk
 
@@ -34,6 +35,8 @@ class Recorder:
         not be saved. One that asks with another prompt or sampling than before gets new answers from there on. A part
         that was interrupted comes back as aborted, and `resume_on_abort` around this asks for the rest.
 
+        What `generate` gives is checked here, before anything reads it: see `completion_of`.
+
         Calls raise a `RequestError` while a request of the same ID is in flight: completions are recorded by their
         request's ID, so that two requests of one ID would get one answer.
 
@@ -57,7 +60,7 @@ class Recorder:
             heard = Partial(EngineRequest(request_id, prompt_token_ids, sampling, session_id))
             try:
                 with listening(_both(listener(), heard.begin())):
-                    answer = await generate(
+                    given = await generate(
                         prompt_token_ids, request_id=request_id, session_id=session_id, sampling=sampling
                     )
             except asyncio.CancelledError:  # who listens may have heard enough
@@ -66,6 +69,7 @@ class Recorder:
                 raise
             finally:
                 del self._asked[request_id]
+            answer = completion_of(given, sampling.max_tokens)
             if answer.token_ids:
                 self._on_completion(CompletionRecord(index, prompt_digest, sampling, answer))
             return answer

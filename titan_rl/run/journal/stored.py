@@ -154,7 +154,9 @@ def rollout_of(stored: StoredRollout) -> Rollout:
 
 
 def _top(rows: Sequence[Sequence[tuple[int, float]]] | None) -> list[list[tuple[int, float]]] | None:
-    return None if rows is None else [list(row) for row in rows]
+    if rows is None:
+        return None
+    return [[(int(token), float(logprob)) for token, logprob in row] for row in rows]  # which may be NumPy's
 
 
 def _experts_of(stored: StoredExperts) -> ExpertRows:

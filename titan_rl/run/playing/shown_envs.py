@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
+from titan_rl.rollout.environment.methods import EnvMethods
 from titan_rl.rollout.environment.types import (
     MessageEnv,
     MessageObservation,
@@ -23,6 +23,7 @@ class ShownTokenEnv:
 
     def __init__(self, env: TokenEnv, screen: Screen) -> None:
         self._env = env
+        self._methods = EnvMethods(env)
         self._screen = screen
 
     @property
@@ -31,40 +32,40 @@ class ShownTokenEnv:
         return getattr(self._env, "tools", None)
 
     async def reset(self) -> TokenObservation:
-        observation = await self._env.reset()
+        observation = await self._methods.call("reset", TokenObservation)
         self._screen.tools(self.tools)
         self._screen.messages(observation.messages)
         return observation
 
     async def step(self, completion: Completion) -> TokenStep:
-        step = await self._env.step(completion)
+        step = await self._methods.call("step", TokenStep, completion)
         self._screen.messages(step.messages)
         self._screen.rewards(step.rewards)
         return step
 
     async def close(self) -> None:
-        await self._env.close()
+        await self._methods.close()
 
 
 class ShownMessageEnv:
     """A `MessageEnv`, turn by turn."""
 
     def __init__(self, env: MessageEnv, screen: Screen) -> None:
-        self._env = env
+        self._methods = EnvMethods(env)
         self._screen = screen
 
     async def reset(self) -> MessageObservation:
-        observation: Any = await self._env.reset()
+        observation = await self._methods.call("reset", MessageObservation)
         self._screen.tools(observation.tools)
         self._screen.messages(observation.messages)
         return observation
 
     async def step(self, message: Message) -> MessageStep:
         self._screen.messages([message])
-        step: Any = await self._env.step(message)
+        step = await self._methods.call("step", MessageStep, message)
         self._screen.messages(step.messages)
         self._screen.rewards(step.rewards)
         return step
 
     async def close(self) -> None:
-        await self._env.close()
+        await self._methods.close()

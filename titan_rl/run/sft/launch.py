@@ -72,7 +72,8 @@ def run_sft(
     for module in ("torch", "monarch", "torchtitan", "transformers"):
         if importlib.util.find_spec(module) is None:
             raise MissingExtraError(module, "cpu")
-    found = find_demonstrations(config)
+    with status("reading the demonstrations", verbosity):
+        found = find_demonstrations(config)
     check_own_machine(config.hosts)
     with file_modes(share=config.share_run_dir):
         run_dir = open_run_dir(config, resume, name or f"sft-{run_name(config)}", supervised=True)

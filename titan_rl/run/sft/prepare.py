@@ -34,7 +34,9 @@ def find_demonstrations(config: RunConfig) -> list[Found]:
     """
     sft = config.sft
     if not sft.data:
-        return task_demonstrations([(source.task, source.weight) for source in config.tasks], sft.demonstrations)
+        return task_demonstrations(
+            [(source.task, source.weight) for source in config.tasks], sft.demonstrations, config.rollout
+        )
     data = Path(sft.data)
     if data.is_dir():
         return best_rollouts(data, sft.demonstrations, top_k=sft.top_k, min_reward=sft.min_reward)

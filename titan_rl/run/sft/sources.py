@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from titan_rl.calls.parsing import parse_json
+from titan_rl.calls.threads import call_within
 from titan_rl.errors import ConfigError, DataError
-from titan_rl.rollout.task import DemonstratingTask, Demonstration, Task, calling
+from titan_rl.rollout.settings import RolloutConfig
+from titan_rl.rollout.task import DEMONSTRATED_CALL_S, DemonstratingTask, Demonstration, Task, calling
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -20,19 +22,23 @@ Found = tuple[str, Demonstration]
 """Where a demonstration is found, for messages, and what it is."""
 
 
-def task_demonstrations(tasks: Sequence[tuple[Task, float]], count: int) -> list[Found]:
-    """What tasks demonstrate, each in its own order, mixed by weight as evenly as can be.
+def task_demonstrations(
+    tasks: Sequence[tuple[Task, float]], count: int, limits: RolloutConfig | None = None
+) -> list[Found]:
+    """Demonstrations of tasks, each in its own order, mixed by weight as evenly as can be.
 
     Args:
         tasks: with their weights.
         count: most of all together.
+        limits: seconds for each call into an environment, and for each demonstration.
 
     Raises:
         ConfigError: one of them demonstrates nothing.
-        DataError: its `demonstrations` raised, or gave something else.
+        DataError: its `demonstrations` raised, gave something else, or gave nothing for too long.
     """
+    limits = limits or RolloutConfig()
     total = sum(weight for _, weight in tasks)
-    queues = [(iter(_demonstrations(task, -(-count * weight // total))), weight) for task, weight in tasks]
+    queues = [(iter(_demonstrations(task, -(-count * weight // total), limits)), weight) for task, weight in tasks]
     return list(islice(_mixed(queues), count))
 
 
@@ -50,7 +56,7 @@ def _mixed(queues: Sequence[tuple[Iterator[Found], float]]) -> Iterator[Found]:
         yield found
 
 
-def _demonstrations(task: Task, count: float) -> list[Found]:
+def _demonstrations(task: Task, count: float, limits: RolloutConfig) -> list[Found]:
     name = type(task).__name__
     if not isinstance(task, DemonstratingTask):
         raise ConfigError(
@@ -58,11 +64,22 @@ def _demonstrations(task: Task, count: float) -> list[Found]:
             "name a file of chats or a run with sft.data"
         )
     found: list[Found] = []
-    with calling(f"demonstrations({int(count)})"):
+
+    def find() -> None:
+        DEMONSTRATED_CALL_S.set(limits.env_timeout_s)
         for number, demonstration in enumerate(islice(cast("Any", task.demonstrations(int(count))), int(count))):
             if not isinstance(demonstration, Demonstration):
                 raise TypeError(f"number {number} is {demonstration!r}; it must be a titan_rl.Demonstration")
             found.append((f"demonstration {number} of {name}", demonstration))
+
+    with calling(f"demonstrations({int(count)})"):
+        call_within(
+            find,
+            limits.rollout_timeout_s,
+            "one demonstration",
+            progress=lambda: len(found),
+            advice="raise rollout.rollout_timeout_s if it is at work",
+        )
     if not found:
         raise DataError(f"{name} gave no demonstration")
     return found

@@ -1,0 +1,147 @@
+"""Demonstrations that are played: of any environment, within limits, and with the line of what goes wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from titan_rl import MessageObservation, MessageStep, RolloutStatus
+from titan_rl.errors import ConfigError, DataError
+from titan_rl.rollout.task import DEMONSTRATED_CALL_S, Demonstration
+from titan_rl.tasks.demonstrating import demonstrated
+
+OPENING = MessageObservation([{"role": "user", "content": "2 + 3?"}])
+END = MessageStep(status=RolloutStatus.COMPLETED)
+
+
+GATE = threading.Event()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def whatever_blocks_goes_on() -> Iterator[None]:
+    yield
+    GATE.set()
+
+
+class Env:
+    def __init__(self) -> None:
+        self.closed = 0
+
+    async def reset(self) -> Any:
+        return OPENING
+
+    async def step(self, message: Any) -> Any:
+        return END
+
+    async def close(self) -> None:
+        self.closed += 1
+
+
+class PlainEnv:
+    def __init__(self) -> None:
+        self.closed = 0
+
+    def reset(self) -> Any:
+        return OPENING
+
+    def step(self, message: Any) -> Any:
+        return END
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+class NumberEnv(Env):
+    async def step(self, message: Any) -> Any:
+        return 0.5
+
+
+class PlainNumberEnv(PlainEnv):
+    def reset(self) -> Any:
+        return 0.5
+
+
+class AwaitsForEver(Env):
+    async def step(self, message: Any) -> Any:
+        await asyncio.Event().wait()  # for ever
+
+
+class BlocksForEver(PlainEnv):
+    def step(self, message: Any) -> Any:
+        GATE.wait()  # in its thread
+
+
+class Broken(Env):
+    async def step(self, message: Any) -> Any:
+        return {}["answer"]
+
+
+def say_5(messages: Any) -> str:
+    return "5"
+
+
+def think_for_ever(messages: Any) -> str:
+    GATE.wait()
+    return "5"
+
+
+def played(env: Any, player: Callable[[Any], Any] = say_5, limit_s: float = 0.05) -> list[Demonstration]:
+    def play() -> list[Demonstration]:
+        DEMONSTRATED_CALL_S.set(limit_s)
+        return list(demonstrated([(env, player)] * 2))
+
+    return contextvars.copy_context().run(play)
+
+
+@pytest.mark.parametrize("make", [Env, PlainEnv])
+def test_coroutines_and_plain_methods_are_played_alike(make: type[Any]) -> None:
+    env = make()
+    said = [*OPENING.messages, {"role": "assistant", "content": "5"}]
+    assert [list(one.messages) for one in played(env, limit_s=60.0)] == [said, said]
+    assert env.closed == 2
+
+
+async def test_they_are_played_while_the_callers_loop_runs() -> None:
+    assert len(played(Env(), limit_s=60.0)) == 2
+
+
+@pytest.mark.parametrize(
+    ("env", "says"),
+    [
+        (NumberEnv(), r"step of .*test_demonstrating.py:\d+ gave a float; a MessageStep is expected"),
+        (PlainNumberEnv(), r"reset of .*test_demonstrating.py:\d+ gave a float; a MessageObservation is expected"),
+        (Broken(), r"KeyError: 'answer' \(.*test_demonstrating.py:\d+ in step\)"),
+    ],
+)
+def test_what_an_environment_does_wrong_is_told_with_its_line(env: Any, says: str) -> None:
+    with pytest.raises(DataError, match=says):
+        played(env, limit_s=60.0)
+
+
+@pytest.mark.parametrize("env", [AwaitsForEver(), BlocksForEver()])
+def test_an_environment_that_never_returns_is_given_up_with_its_line(env: Any) -> None:
+    with pytest.raises(DataError, match=r"env_timeout_s \(.*test_demonstrating.py:\d+ in step\)"):
+        played(env)
+
+
+def test_a_player_that_never_returns_is_given_up() -> None:
+    with pytest.raises(DataError, match=r"took longer than 0.05 s|longer than env_timeout_s"):
+        played(Env(), think_for_ever)
+
+
+def test_a_player_that_says_neither_text_nor_a_message_is_told_of() -> None:
+    with pytest.raises(DataError, match=r"the player of .*test_demonstrating.py:\d+ in <lambda> gave 5; text or a"):
+        played(Env(), lambda messages: 5, 60.0)
+
+
+def test_an_error_of_the_library_stays_what_it_is() -> None:
+    def refuse(messages: Any) -> str:
+        raise ConfigError("task.answers is empty")
+
+    with pytest.raises(ConfigError, match=r"task\.answers is empty"):
+        played(Env(), refuse, 60.0)
