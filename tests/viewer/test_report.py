@@ -92,3 +92,23 @@ def test_several_runs_share_the_room(tmp_path: Path) -> None:
     _, data = report([write_run(tmp_path / name, steps=5, rollouts=16) for name in ("a", "b")], most_bytes=30_000)
     assert [run["id"] for run in data["runs"]] == ["a", "b"]
     assert any(text.startswith("b: ") for text in data["left_out"])
+
+
+def test_the_same_prompts_over_time_are_there_however_little_room_there_is(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", steps=400, rollouts=800)
+    with (folder / "rollouts.jsonl").open("ab") as file:
+        for step in range(0, 400, 20):
+            for sibling in range(4):
+                messages = [{"role": "user", "content": "Sort: Bo, Al"}, {"role": "assistant", "content": "Al, Bo"}]
+                labels = {"step": step, "phase": "validation", "task": "sort", "group_id": "validation-0"}
+                ids = {"rollout_id": f"validation-0/{sibling}", "sibling": sibling}
+                file.write(line({**labels, **ids, "status": "completed", "reward": sibling / 4, "messages": messages}))
+    _, data = report([folder], most_bytes=300_000)
+    of = data["of"]["run"]
+    assert of["prompts"]["same"]
+    (prompt,) = of["prompts"]["prompts"]
+    assert len(prompt["steps"]) == 12
+    assert (prompt["steps"][0]["step"], prompt["steps"][-1]["step"]) == (0, 380)
+    for at in prompt["steps"]:
+        record = of["rollouts"]["records"][str(at["index"])]
+        assert (record["step"], record["reward"]) == (at["step"], at["reward"]) == (at["step"], 0.25)

@@ -143,9 +143,9 @@ def _tiles_of_cost(folder: Path, config: Mapping[str, Any]) -> Iterator[Tile]:
 def _duration(seconds: float) -> str:
     """Example: 3725 s are "1 h 2 min"."""
     whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    return f"{whole // 60} min {whole % 60} s" if whole < 3600 else f"{whole // 3600} h {whole % 3600 // 60} min"
+    hours, minutes = divmod(whole // 60, 60)
+    parts = {"h": hours, "min": minutes, "s": 0 if hours else whole % 60}
+    return " ".join(f"{count} {unit}" for unit, count in parts.items() if count) or "0 s"
 
 
 def _count(value: object, default: int) -> int:

@@ -64,7 +64,7 @@ export class Panel {
   draw() {
     const { view, hidden, cursor, bundles } = this.shared;
     const seen = this.lines.filter(line => !this.off.has(line.name) && !hidden.has(line.run));
-    const shown = bundles ? averaged(seen, bundles) : seen;
+    const shown = bundles ? averaged(seen, bundles.filter(({ name }) => !hidden.has(name))) : seen;
     this.chart ??= new Chart(this.holder, {
       zoom: (from, to) => view.set({ from, to }), choose: x => cursor.choose(this.#step(x)),
       cursor: x => { this.#read(x); if (this.chart?.hovered) cursor.hover(x === null ? null : this.#step(x)); },
@@ -193,7 +193,7 @@ export function kindOf(run) {
 }
 
 /** A line for each bundle of runs and each curve: at each x the mean of its runs, and the least and the greatest of them. `bundles`: [{name, colour, ids}]. */
-function averaged(lines, bundles) {
+export function averaged(lines, bundles) {
   const names = [...new Set(lines.map(line => line.name))];
   return bundles.flatMap(({ name: bundle, colour, ids }) => names.flatMap(name => {
     const among = lines.filter(line => line.name === name && ids.has(line.run));

@@ -23,7 +23,8 @@ class Curves {
     this.words = state.get("metrics", "");
     this.closed = false;
     this.seeing = new IntersectionObserver(entries => entries.forEach(entry => entry.target.panel.see(entry.isIntersecting)), { rootMargin: "150px" });
-    this.bar = toolbar(this.view, { runs, words: this.words, hidden: this.hidden }, { search: words => this.search(words), toggleRun: id => this.#toggleRun(id) });
+    const chips = bundles ? bundles.map(bundle => ({ ...bundle, id: bundle.name })) : runs;
+    this.bar = toolbar(this.view, { runs: chips, words: this.words, hidden: this.hidden }, { search: words => this.search(words), toggleRun: id => this.#toggleRun(id) });
     this.sections = h("div", { class: "sections" });
     this.ended = new AbortController();
     document.addEventListener("keydown", event => this.#key(event), { signal: this.ended.signal });

@@ -2,7 +2,7 @@
 import { clock, short } from "viewer/quantities";
 import { h, settled } from "viewer/dom";
 
-/** `on`: {search(words), toggleRun(id)}; returns {element, search, show()}, where show() says again what the view is. */
+/** `runs`: or groups of them, {id, name, colour}; `on`: {search(words), toggleRun(id)}; returns {element, search, show()}, where show() says again what the view is. */
 export function toolbar(view, { runs, words, hidden }, on) {
   const search = h("input", {
     type: "search", placeholder: "Search metrics", value: words, "aria-label": "Search metrics", "aria-keyshortcuts": "/", spellcheck: "false", autocomplete: "off",

@@ -36,11 +36,12 @@ export class Comparison {
     const held = (name, lower) => {
       const trends = summaries.map(({ trend }) => (trend && lowerIsBetter(trend) === lower ? trend : null));
       if (!trends.some(Boolean)) return [];
+      const noise = i => 2 * Math.hypot(trends[i]?.error ?? 0, trends[base]?.error ?? 0) / Math.SQRT2; // of one measurement each
       const difference = i => (trends[i] && trends[base] && i !== base ? trends[i].after - trends[base].after : null);
       return [
         { label: name, of: i => trends[i]?.after, show: i => (trends[i] ? `${figure(trends[i].before)} → ${figure(trends[i].after)}` : "–") },
         ...(trends.filter(Boolean).length < 2 ? [] : [{ label: `${name}, to baseline`, of: difference, show: i => (i === base && trends[i] ? h("span", { class: "soft" }, "baseline") : difference(i) === null ? "–"
-          : h("span", { class: (lower ? -1 : 1) * difference(i) > 0 ? "good" : difference(i) ? "bad" : "soft" }, `${difference(i) < 0 ? "−" : "+"}${figure(Math.abs(difference(i)))}`)) }]),
+          : h("span", { class: Math.abs(difference(i)) <= noise(i) ? "soft" : (lower ? -1 : 1) * difference(i) > 0 ? "good" : "bad" }, `${difference(i) < 0 ? "−" : "+"}${figure(Math.abs(difference(i)))}`)) }]),
       ];
     };
     const labels = [...new Set(summaries.flatMap(({ tiles = [] }) => tiles.map(({ label }) => label)))];

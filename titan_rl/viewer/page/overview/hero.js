@@ -1,5 +1,6 @@
 // The curve of what is learned, for runs that are measured by the same quantity: rewards by step, or losses.
 import { Chart } from "viewer/curves/chart";
+import { averaged } from "viewer/curves/panel";
 import { h } from "viewer/dom";
 import { learned } from "viewer/overview/parts";
 import { colourOf } from "viewer/runs";
@@ -13,8 +14,8 @@ export const QUANTITIES = [
 ];
 
 export class Hero {
-  constructor(quantity, { store, cursor }) {
-    Object.assign(this, { quantity, store, cursor });
+  constructor(quantity, { store, cursor, bundles }) {
+    Object.assign(this, { quantity, store, cursor, bundles });
     this.learned = h("div", { class: "learned" });
     this.legend = h("div", { class: "hero-legend" });
     this.box = h("div", { class: "chart", role: "img", tabindex: "0" });
@@ -28,7 +29,7 @@ export class Hero {
     const several = runs.length > 1;
     const found = await Promise.all(runs.map((run, i) => this.#lines(run, summaries[i], several)));
     if (this.closed) return;
-    const lines = found.flat();
+    const lines = this.bundles ? averaged(found.flat(), this.bundles) : found.flat();
     const among = runs.filter((_, i) => found[i].length);
     this.element.hidden = !lines.length;
     if (!lines.length) return;
@@ -39,7 +40,7 @@ export class Hero {
     this.box.setAttribute("aria-label", `${this.quantity.name} by step: ${lines.map(({ label, y }) => `${label}, last ${y.at(-1)}`).join("; ")}`);
     const entry = ({ label, colour, dots }) => h("span", { class: dots ? "dots" : "", style: { "--run": colour } }, label);
     const heldOut = lines.some(line => line.dots) ? [{ label: "held out", colour: "var(--soft)", dots: true }] : [];
-    const entries = several ? [...among.map(({ name: label, colour }) => ({ label, colour })), ...heldOut] : lines.some(line => line.task) ? [...lines.filter(line => !line.dots), ...heldOut] : lines;
+    const entries = several ? [...(this.bundles ?? among).map(({ name: label, colour }) => ({ label, colour })), ...heldOut] : lines.some(line => line.task) ? [...lines.filter(line => !line.dots), ...heldOut] : lines;
     this.legend.replaceChildren(h("h2", {}, this.quantity.name), ...entries.map(entry));
   }
 
@@ -58,7 +59,7 @@ export class Hero {
     if (this.quantity.name === "Loss" && await this.#first(run, [...QUANTITIES[0].trained, QUANTITIES[0].heldOut])) return [];
     const { trained, heldOut, ofTask } = this.quantity;
     const [train, held] = await Promise.all([this.#first(run, trained), this.#first(run, [heldOut])]);
-    const line = (curve, label, more) => curve && { label: several ? `${run.name}, ${label}` : label, colour: run.colour, x: curve.steps, y: curve.values, low: curve.low, high: curve.high, ...more };
+    const line = (curve, label, more) => curve && { run: run.id, name: label, label: several ? `${run.name}, ${label}` : label, colour: run.colour, x: curve.steps, y: curve.values, low: curve.low, high: curve.high, ...more };
     const dots = { dots: true, dash: DASH };
     if (several || !summary.tasks?.length) return [line(train, "in training", {}), line(held, "held out", { ...dots, colour: colourOf(run, several ? 0 : 1) })].filter(Boolean);
     const ofTasks = await Promise.all(summary.tasks.map(async ({ name }, i) => {

@@ -56,7 +56,7 @@ export class Prompts {
     const of = this.several ? ` of ${this.run.name}` : "";
     const title = same ? `What the policy${of} says to the same prompt` : `What the policy${of} says: the median rollout of a step`;
     const held = found[0].record.phase === "validation" ? "held out" : "of the training data";
-    const about = [same ? held : "no prompt was asked twice", line.task, line.seat && `seat ${line.seat}`, place === median && same && prompts.length > 2 ? "this prompt earns the median of all" : null];
+    const about = [same ? held : "no prompt was asked twice", same && line.task, same && line.seat && `seat ${line.seat}`, place === median && same && prompts.length > 2 ? "this prompt earns the median of all" : null];
     this.element.replaceChildren(
       h("header", {}, h("h2", {}, title), h("span", { class: "soft" }, about.filter(Boolean).join(" · ")), h("span", { class: "spring" }), ...this.#choice(place, prompts)),
       opening.length ? h("div", { class: "transcript opening" }, opening.map(message => messageCard(message))) : "",

@@ -8,21 +8,21 @@ import { Prompts } from "viewer/overview/prompts";
 import { StepCard } from "viewer/overview/step";
 import { taskTable, verdicts } from "viewer/overview/verdicts";
 
-export function open(container, { source, runs, state, cursor }) {
-  const overview = new Overview(container, { source, runs, state, cursor });
+export function open(container, { source, runs, state, cursor, bundles = null }) {
+  const overview = new Overview(container, { source, runs, state, cursor, bundles });
   overview.opened = overview.update({ changed: [] });
   return overview;
 }
 
 class Overview {
-  constructor(container, { source, runs, state, cursor }) {
+  constructor(container, { source, runs, state, cursor, bundles }) {
     Object.assign(this, { container, source, runs, state });
     this.store = new CurveStore(source);
     this.closed = false;
     this.top = h("div", { class: "overview-top" }, h("p", { class: "empty" }, "Reading the run …"));
     this.comparison = new Comparison(state, () => this.update({ changed: [] }));
     this.verdicts = h("div", { class: "stack" });
-    this.heroes = QUANTITIES.map(quantity => new Hero(quantity, { store: this.store, cursor }));
+    this.heroes = QUANTITIES.map(quantity => new Hero(quantity, { store: this.store, cursor, bundles }));
     this.noCurve = h("p", { class: "empty", hidden: true }, "There is no curve yet.");
     this.tasks = h("div", { class: "stack" });
     this.step = new StepCard({ source, store: this.store, cursor });
@@ -44,7 +44,7 @@ class Overview {
       this.#tell();
       const several = this.runs.length > 1;
       const run = this.#foremost();
-      await Promise.all([...this.heroes.map(hero => hero.show(this.runs, summaries)), this.#showTasks(several), this.step.show(run, several), this.prompts.show(run, several)]);
+      await Promise.all([...this.heroes.map(hero => hero.show(this.runs, summaries)), this.#showTasks(), this.step.show(run, several), this.prompts.show(run, several)]);
       this.noCurve.hidden = this.heroes.some(({ element }) => !element.hidden);
     } catch (error) {
       if (!this.closed) this.top.replaceChildren(h("p", { class: "empty bad", role: "alert" }, `The run could not be read: ${error.message}`));
@@ -81,20 +81,18 @@ class Overview {
     const each = make => runs.map((run, i) => make(summaries[i], run, alone)).filter(Boolean);
     if (!alone) this.comparison.show(runs, summaries);
     this.top.replaceChildren(...(alone ? [headline(runs[0], summaries[0])] : [h("h1", {}, `${runs.length} runs`)]), ...each(failure), ...each(waiting), ...each(warnings), ...(alone ? [] : [this.comparison.element]));
-    this.verdicts.replaceChildren(...each((summary, run) => verdicts(run, summary, !alone)));
+    this.verdicts.replaceChildren(verdicts(runs, summaries) ?? "");
     this.tiles.replaceChildren(...(alone ? tiles(summaries[0]) : []));
     this.tiles.hidden = !this.tiles.childElementCount;
     this.waits.replaceChildren(time(runs, summaries) ?? "");
     this.hosts.replaceChildren(...each(hosts));
   }
 
-  async #showTasks(several) {
-    const tables = await Promise.all(this.runs.map(async (run, i) => {
-      const summary = this.summaries[i];
-      const curves = await Promise.all((summary.tasks ?? []).map(async ({ name }) => [name, await this.store.curve(run.id, `task/${name}/finished_reward_mean`) ?? await this.store.curve(run.id, `validation/${name}/reward_mean`)]));
-      return taskTable(run, summary, several, new Map(curves));
-    }));
-    if (!this.closed) this.tasks.replaceChildren(...tables.filter(Boolean));
+  async #showTasks() {
+    const { runs, summaries } = this;
+    const found = await Promise.all(runs.flatMap((run, i) => (summaries[i].tasks ?? []).map(async ({ name }) =>
+      [`${run.id}/${name}`, await this.store.curve(run.id, `task/${name}/finished_reward_mean`) ?? await this.store.curve(run.id, `validation/${name}/reward_mean`)])));
+    if (!this.closed) this.tasks.replaceChildren(taskTable(runs, summaries, new Map(found)) ?? "");
   }
 
   /** Of several runs the one whose step and prompts are shown: the baseline, or else the first that has rollouts. */

@@ -5,31 +5,37 @@ import { percent } from "viewer/quantities";
 
 const MARKS = { good: "✓", warn: "!", bad: "✗", "": "…" };
 
-/** A card with what is said of a run, each with what shows it; null where nothing is. `runs`: whether there are several. */
-export function verdicts(run, { verdicts: all = [] }, several) {
-  if (!all.length) return null;
-  const item = ({ tone, title, text, link: to }) => h("li", { class: `verdict ${tone}` },
+/** A card with what is said of a run, each with what shows it; of several runs, a line for each, and what speaks against it. Null where nothing is said. */
+export function verdicts(runs, summaries) {
+  const several = runs.length > 1;
+  const told = runs.map((run, i) => ({ run, all: summaries[i].verdicts ?? [] })).filter(({ all }) => all.length);
+  if (!told.length) return null;
+  const item = (run, { tone, title, text, link: to }) => h("li", { class: `verdict ${tone}` },
     h("span", { class: "mark", "aria-hidden": "true" }, MARKS[tone] ?? "…"),
-    h("div", {}, h("b", {}, title), text ? h("p", {}, text) : null),
+    h("div", {}, several ? h("span", { class: "dotted soft", style: { "--run": run.colour } }, run.name) : null, several ? " " : null, h("b", {}, title), text ? h("p", {}, text) : null),
     to && link(to.label, to.tab, { ...to.values, ...(several && to.tab === "rollouts" ? { "rollouts.run": run.id } : {}) }, { class: "see" }));
-  const [first, ...others] = all;
-  const name = several ? `Does ${run.name} learn?` : "Does it learn?";
-  return h("section", { class: "card verdicts", "aria-label": name }, h("h2", {}, several ? h("span", { class: "dotted", style: { "--run": run.colour } }, name) : name),
-    h("ul", {}, item(first)), others.length ? h("h2", {}, first.tone === "good" ? "What to look at" : "Why not") : null, others.length ? h("ul", {}, others.map(item)) : null);
+  const title = several ? "Do they learn?" : "Does it learn?";
+  const others = told.flatMap(({ run, all }) => all.slice(1).map(verdict => item(run, verdict)));
+  const learns = told.every(({ all }) => all[0].tone === "good");
+  return h("section", { class: `card verdicts${several ? " several" : ""}`, "aria-label": title }, h("h2", {}, title), h("ul", {}, told.map(({ run, all }) => item(run, all[0]))),
+    others.length ? h("h2", {}, learns ? "What to look at" : "Why not") : null, others.length ? h("ul", {}, others) : null);
 }
 
-/** A table with a line for each task; null for one task. `curves`: by the task's name, of what it earned. */
-export function taskTable(run, { tasks = [] }, several, curves) {
-  if (!tasks.length) return null;
+/** A table with a line for each task of each run; null where no run has several. `curves`: by run and task, "run/task", of what it earned. */
+export function taskTable(runs, summaries, curves) {
+  const several = runs.length > 1;
+  const lines = runs.flatMap((run, i) => (summaries[i].tasks ?? []).map(task => ({ run, task })));
+  if (!lines.length) return null;
   const change = one => one ? `${one.before.toFixed(3)} → ${one.after.toFixed(3)}` : "–";
-  const row = task => h("tr", {}, h("th", { scope: "row" }, link(task.name, "rollouts", { "rollouts.task": task.name, ...(several ? { "rollouts.run": run.id } : {}) })),
+  const row = ({ run, task }) => h("tr", {}, h("th", { scope: "row" }, link(task.name, "rollouts", { "rollouts.task": task.name, ...(several ? { "rollouts.run": run.id } : {}) })),
+    several ? h("td", {}, h("span", { class: "dotted", style: { "--run": run.colour } }, run.name)) : null,
     h("td", {}, h("span", { class: `tone ${task.tone}` }, task.title)), h("td", {}, change(task.held_out)), h("td", {}, change(task.earned)),
-    h("td", {}, task.now === null ? "–" : task.now.toFixed(3)), h("td", {}, task.share === null ? "–" : percent(task.share)), h("td", {}, sparkline(curves.get(task.name))));
-  const name = several ? `Tasks of ${run.name}` : "Tasks";
-  return h("section", { class: "card tasks", "aria-label": name }, h("h2", {}, name),
-    h("div", { class: "comparison", tabindex: "0", role: "region", "aria-label": `${name}, a line each` }, h("table", {},
-      h("thead", {}, h("tr", {}, ["Task", "Verdict", "Held out", "In training", "Now", "Share of groups", "Reward by step"].map(label => h("th", { scope: "col" }, label)))),
-      h("tbody", {}, tasks.map(row)))));
+    h("td", {}, task.now === null ? "–" : task.now.toFixed(3)), h("td", {}, task.share === null ? "–" : percent(task.share)), h("td", {}, sparkline(curves.get(`${run.id}/${task.name}`))));
+  const heads = ["Task", ...(several ? ["Run"] : []), "Verdict", "Held out", "In training", "Now", "Share of groups", "Reward by step"];
+  lines.sort((a, b) => a.task.name.localeCompare(b.task.name, "en", { numeric: true }));
+  return h("section", { class: "card tasks", "aria-label": "Tasks" }, h("h2", {}, "Tasks"),
+    h("div", { class: "comparison", tabindex: "0", role: "region", "aria-label": "Tasks, a line each" }, h("table", {},
+      h("thead", {}, h("tr", {}, heads.map(label => h("th", { scope: "col" }, label)))), h("tbody", {}, lines.map(row)))));
 }
 
 function sparkline(curve) {
