@@ -97,6 +97,8 @@ class RolloutIndex:
         self._searched: str = ""
         self._hits.clear()
         self._ranges: dict[str, list[float]] = {}
+        self._num_held_out = 0
+        self._found_prompts: tuple[int, dict[str, Any]] | None = None  # and of how many held-out rollouts
         self.num_broken = 0
 
     def __len__(self) -> int:
@@ -121,6 +123,7 @@ class RolloutIndex:
             if self._keeps_text:
                 self._texts.append(searched.encode())
             self._widen(record)
+            self._num_held_out += record.phase == "validation"
         self._size += len(rows)
         with self._database:
             self._database.executemany(_INSERT, rows)
@@ -183,6 +186,11 @@ class RolloutIndex:
             "highest", "count"}, where index and reward are those of the median.
             median: place of the prompt whose last reward is the median of all prompts; None where there is none.
         """
+        if self._found_prompts is None or self._found_prompts[0] != self._num_held_out or not self._num_held_out:
+            self._found_prompts = self._num_held_out, self._find_prompts()
+        return self._found_prompts[1]
+
+    def _find_prompts(self) -> dict[str, Any]:
         for phase in ("validation", "train"):
             for by in (_KEY, "NULL"):
                 found = self._prompts(phase, by)
@@ -199,18 +207,11 @@ class RolloutIndex:
 
     def _prompts(self, phase: str, by: str) -> list[dict[str, Any]]:
         """Lines of one phase, by what tells prompts apart."""
-        asked = "SELECT DISTINCT step FROM rollouts WHERE phase = ? AND dropped IS NULL AND step NOTNULL ORDER BY step"
-        steps = [step for (step,) in self._database.execute(asked, [phase])]
-        if by == _KEY and phase == "validation":
-            steps = _spread(steps, MAX_PROMPT_STEPS)
-            among = f"AND step IN ({', '.join(map(repr, steps))})"
-        else:
-            among = ""
         found = self._database.execute(
             'SELECT prompt, task, seat, group_id, step, "index", reward, lowest, highest, size FROM ('
             "SELECT *, row_number() OVER siblings AS place, count(*) OVER alike AS size, count(reward) OVER alike AS "
             "scored, min(reward) OVER alike AS lowest, max(reward) OVER alike AS highest FROM rollouts "
-            f"WHERE phase = ? AND dropped IS NULL AND step IS NOT NULL {among} "
+            f"WHERE phase = ? AND dropped IS NULL AND step IS NOT NULL "
             f"WINDOW alike AS (PARTITION BY {by}, step), siblings AS (PARTITION BY {by}, step ORDER BY reward IS NULL, "
             'reward, "index")) WHERE place = max(1, (scored + 1) / 2) ORDER BY step, "index"',
             [phase],
