@@ -179,6 +179,8 @@ class ScaledRun:
     def dropped(self, step: int, index: int, reason: str, group: RolloutGroup | None) -> None:
         self._mix.dropped(index)
 
+    def discarded(self, index: int, group: RolloutGroup) -> None: ...
+
     def batch(self, version: int, indices: Sequence[int]) -> None: ...
 
     async def _train(self, scheduler: GroupScheduler) -> None:

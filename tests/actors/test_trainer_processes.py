@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 
 from titan_rl.actors import trainer_processes
 from titan_rl.actors.hosts.placement import ProcessPlace, place_trainer_again
 from titan_rl.actors.processes.remote_process import RemoteProcess
-from titan_rl.actors.trainer_actor import TrainerSettings
+from titan_rl.actors.trainer_actor import ModelCheck, TrainerSettings
 from titan_rl.actors.trainer_processes import TrainerProcesses
-from titan_rl.errors import NoHostError
+from titan_rl.config.model_identity import model_identity
+from titan_rl.errors import ModelError, NoHostError
 from titan_rl.training.settings import CorrectionConfig, ModelConfig, TrainingConfig
 
 TRAINING = TrainingConfig(data_parallel=2)
@@ -50,6 +55,38 @@ async def test_what_is_left_of_it_is_cleared_before_another_starts_on_a_host_tha
     del hosts["a"]
     assert await training.restart() is training.trainer is not first
     assert processes.asked == ["start on a a", "clear", "start on b b"]
+
+
+def settings_of_model(folder: Path, **training: float) -> TrainerSettings:
+    """Of a run that began with the model of a folder."""
+    save_file({"weight": torch.zeros(8)}, folder / "model.safetensors")
+    (folder / "tokenizer.json").write_text("{}")
+    model = ModelConfig(path=str(folder), max_context=16)
+    began_with = model_identity(folder)
+    return replace(SETTINGS, model=model, training=TrainingConfig(**training), began_with=began_with)  # pyright: ignore
+
+
+def test_a_trainer_that_starts_again_does_not_train_weights_that_took_the_models_place(tmp_path: Path) -> None:
+    settings = settings_of_model(tmp_path)
+    ModelCheck(settings, "a").check_weights()
+    save_file({"weight": torch.ones(8)}, tmp_path / "model.safetensors")
+    check = ModelCheck(settings, "b")
+    with pytest.raises(ModelError, match="on host b is not the model that the run began with: weights changed; put"):
+        check.check_weights()
+    check.checkpoint_loaded()
+    check.check_weights()
+
+
+def test_a_trainer_does_not_start_with_another_reference_or_tokenizer(tmp_path: Path) -> None:
+    settings = settings_of_model(tmp_path, kl_coef=0.1)
+    ModelCheck(settings, "a").check_weights()
+    save_file({"weight": torch.ones(8)}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match="weights changed"):
+        ModelCheck(settings, "a")
+    settings = settings_of_model(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("[]")
+    with pytest.raises(ModelError, match="tokenizer changed"):
+        ModelCheck(settings, "a")
 
 
 async def test_where_no_host_is_left_it_waits_for_one_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import msgspec
 import pytest
-from user_project import project
+from user_project import project, write_tensors
 
 from titan_rl.config.changes import settings_of
 from titan_rl.config.load import load_config
+from titan_rl.config.model_identity import model_identity
 from titan_rl.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from titan_rl.rollout.types import RolloutGroup
 from titan_rl.run.checkpoints.resumption import resume_from_newest
@@ -67,6 +68,70 @@ def test_a_run_goes_on_from_its_newest_checkpoint_and_from_where_that_is_in_the_
     start = resume(run_dir)
     assert start.checkpoint == step_directory(run_dir.checkpoints, 3)
     assert (start.state.step, start.state.next_index, start.state.unsettled) == (3, 12, (11,))
+
+
+@pytest.fixture
+def of_known_model(run_dir: RunDirectory) -> RunDirectory:
+    """`run_dir`, all of whose states have the identity of its model."""
+    identity = model_identity(Path("policy"))
+    replace(RunState.read(run_dir.path), model=identity).write(run_dir.path)
+    for folder in list_checkpoints(run_dir.checkpoints):
+        save(folder, json.dumps(asdict(replace(RunState.read(folder), model=identity))))
+    return run_dir
+
+
+def other_weights() -> None:
+    write_tensors(Path("policy/model.safetensors"), "model.embed_tokens.weight", "another.weight")
+
+
+def test_a_model_that_is_as_it_was_may_lie_elsewhere(of_known_model: RunDirectory):
+    shutil.copytree("policy", "elsewhere")
+    other_weights()
+    start = resume(of_known_model, ("model.path", "elsewhere"))
+    assert not start.losses
+    assert start.state.model == model_identity(Path("elsewhere"))
+
+
+def test_other_weights_in_the_place_of_the_model_are_told_of_where_a_checkpoint_has_its_own(of_known_model):
+    other_weights()
+    (said,) = resume(of_known_model).losses
+    assert "policy' has other weights than the run began with; those of" in said
+    assert "step-000003" in said
+
+
+def test_other_weights_are_refused_where_the_run_begins_with_them(of_known_model):
+    shutil.rmtree(of_known_model.checkpoints)
+    other_weights()
+    with pytest.raises(CheckpointError, match=r"policy' is not .*: weights changed, .* no checkpoint .*--model.path"):
+        resume(of_known_model)
+
+
+def test_other_weights_are_refused_where_the_policy_is_held_to_them(of_known_model):
+    config = load_config(of_known_model.config, [("training.kl_coef", "0.1")])
+    for folder in (of_known_model.path, *list_checkpoints(of_known_model.checkpoints)):
+        state = replace(RunState.read(folder), settings=settings_of(config))
+        save(folder, json.dumps(asdict(state))) if folder != of_known_model.path else state.write(folder)
+    of_known_model.write_config(config)
+    resume(of_known_model)
+    other_weights()
+    with pytest.raises(CheckpointError, match=r"training.kl_coef = 0.1 holds the policy to them"):
+        resume(of_known_model)
+
+
+@pytest.mark.parametrize(
+    ("file", "part"),
+    [("tokenizer.json", "tokenizer"), ("chat_template.jinja", "chat template"), ("config.json", "config")],
+)
+def test_another_tokenizer_template_or_config_is_refused_whatever_checkpoint_there_is(of_known_model, file, part):
+    with (Path("policy") / file).open("a") as text:
+        text.write(" ")
+    with pytest.raises(CheckpointError, match=f"policy' is not the model that the run began with: {part} changed; put"):
+        resume(of_known_model)
+
+
+def test_a_run_that_is_older_than_these_digests_goes_on(run_dir):
+    other_weights()
+    assert not resume(run_dir).losses
 
 
 def test_metrics_and_transcripts_of_steps_that_are_run_again_are_left_out(run_dir):

@@ -81,6 +81,7 @@ class RunProcesses(GeneratorProcesses):
         self.training: TrainerProcesses
         self.workers = WorkerPool(wait_s=config.hosts.wait_s)
         self._config_path = files.config
+        self._began_with = files.model
         self._service = service
         self._trainer_places: tuple[ProcessPlace, ...]
         self._worker_places: list[ProcessPlace]
@@ -133,6 +134,7 @@ class RunProcesses(GeneratorProcesses):
             self._files.run_id,
             config.seed,
             lends_memory=self._plan.sleeps,
+            began_with=self._began_with,
         )
         self.training = TrainerProcesses(
             self, settings, self._place_trainer, wait_s=config.hosts.wait_s, tell=self._tell

@@ -6,9 +6,9 @@ import asyncio
 import contextvars
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,8 +19,9 @@ from titan_rl.actors.processes.garbage import growing_heap
 from titan_rl.actors.processes.process import ProcessActor, ProcessSpec
 from titan_rl.actors.weight_transport import transport_of
 from titan_rl.calls.threads import in_thread
+from titan_rl.config.model_identity import changed_parts
 from titan_rl.config.sections import StateDictConfig
-from titan_rl.errors import CheckpointError
+from titan_rl.errors import CheckpointError, ModelError
 from titan_rl.tracing.spans import Track, flush, span
 from titan_rl.training.data.step_plan import StepPlan
 from titan_rl.training.protocol import StepResult
@@ -43,6 +44,41 @@ class TrainerSettings:
     run_id: str
     seed: int
     lends_memory: bool = False  # engines on its GPUs have what it does not hold between two steps
+    began_with: Mapping[str, str] = field(default_factory=dict[str, str])  # `model_identity` of the run's model
+
+
+class ModelCheck:
+    """Compares a model folder, as a trainer's host has it, with the model that the run began with.
+
+    Other weights are refused once they are used: a checkpoint that is loaded replaces them, but not in the reference
+    that `kl_coef` holds the policy to.
+
+    Raises:
+        ModelError: something else of the model has changed, or the weights are those of a reference.
+    """
+
+    def __init__(self, settings: TrainerSettings, host: str) -> None:
+        path = settings.model.path
+        self._complaint: str | None = None
+        if changed := changed_parts(Path(path), settings.began_with):
+            self._complaint = (
+                f"model.path = {path!r} on host {host} is not the model that the run began with: {', '.join(changed)} "
+                "changed; put that model back, and go on with --resume"
+            )
+            if changed != ["weights"] or settings.training.kl_coef:
+                raise ModelError(self._complaint)
+
+    def checkpoint_loaded(self) -> None:
+        """The weights of the folder are in use no more."""
+        self._complaint = None
+
+    def check_weights(self) -> None:
+        """
+        Raises:
+            ModelError: the weights are neither of a checkpoint nor those that the run began with.
+        """
+        if self._complaint is not None:
+            raise ModelError(self._complaint)
 
 
 class TrainerActor(ProcessActor):
@@ -55,6 +91,7 @@ class TrainerActor(ProcessActor):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")
         self._track = Track("train", "trainer")  # of that thread
         self._has_stepped = False
+        self._model: ModelCheck
 
     async def _run(self, name: str, function: Callable[..., R], *args: Any) -> R:
         # Monarch keeps the actor that calls in the context.
@@ -97,6 +134,7 @@ class TrainerActor(ProcessActor):
                 tolerance=statedict.tolerance,
                 seed=settings.seed,
             )
+        self._model = ModelCheck(settings, self._spec.host)
         logger.info("training the model of %s", settings.model.path)
 
     @concurrent_endpoint
@@ -110,6 +148,7 @@ class TrainerActor(ProcessActor):
         if not self._has_stepped:
             self._track.take()
             self._has_stepped = True
+        self._model.check_weights()
         result = self._trainer.train(plan, skip=True)
         return replace(result, metrics={**result.metrics, "idle_s": self._track.take().get("idle", 0.0)})
 
@@ -122,6 +161,7 @@ class TrainerActor(ProcessActor):
         await self._run("publish", self._begin_publish)
 
     def _begin_publish(self) -> None:
+        self._model.check_weights()
         self._publisher.begin()
         if self._settings.lends_memory:
             import torch
@@ -155,6 +195,7 @@ class TrainerActor(ProcessActor):
     @concurrent_endpoint
     async def load(self, checkpoint: Path) -> int:
         await self._run("load", self._trainer.load, checkpoint)
+        self._model.checkpoint_loaded()
         return self._trainer.version
 
     @concurrent_endpoint

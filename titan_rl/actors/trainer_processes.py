@@ -161,6 +161,7 @@ class TrainerAlone(SupervisedProcesses):
         super().__init__(files, hosts, config.generation.start_timeout_s)
         self._config = config
         self._config_path = files.config
+        self._began_with = files.model
         self._tell = logged(tell, logger)
         self._trainer_places: tuple[ProcessPlace, ...]
 
@@ -173,6 +174,7 @@ class TrainerAlone(SupervisedProcesses):
             None,
             self._files.run_id,
             config.seed,
+            began_with=self._began_with,
         )
         train = Roles.of(config.hosts, self.hosts.names).train
         self._trainer_places = place_trainer(config.training, train, self.hosts.gpus)

@@ -20,6 +20,7 @@ from titan_rl.config.load import dump_config
 from titan_rl.config.run import RunConfig
 from titan_rl.errors import CheckpointError, ConfigError
 from titan_rl.run.journal.journal_state import ranges
+from titan_rl.run.journal.run_state import RunState
 from titan_rl.run.json_lines import JsonLines, cut_records, records
 from titan_rl.run.run_name import run_name
 from titan_rl.run.trace_cut import cut_traces
@@ -194,6 +195,13 @@ class RunDirectory:
     def run_id(self) -> str:
         """In the names of what the processes of this run share."""
         return self.path.name
+
+    @property
+    def model(self) -> Mapping[str, str]:
+        """The `model_identity` that the run began with; empty where that is not known."""
+        with contextlib.suppress(CheckpointError):
+            return RunState.read(self.path).model
+        return {}
 
     @property
     def config(self) -> Path:

@@ -15,6 +15,7 @@ from titan_rl.actors.hosts.scratch import scratch_root
 from titan_rl.calls.user_code import describe
 from titan_rl.config.changes import settings_of
 from titan_rl.config.concurrency import throttles
+from titan_rl.config.model_identity import model_identity
 from titan_rl.config.run import RunConfig
 from titan_rl.errors import ConfigError, TrainingError
 from titan_rl.run.checkpoints.resumption import Resumption, Standing, find_standing, resume_from_newest
@@ -103,7 +104,8 @@ def run_in_order(
     """
     with run_dir.locked(), logging_to(run_dir.logs / "controller.log"):
         if begins:
-            start = Resumption(None, RunState(settings=settings_of(config), run=uuid4().hex))
+            model = model_identity(Path(config.model.path))
+            start = Resumption(None, RunState(settings=settings_of(config), run=uuid4().hex, model=model))
             start.state.write(run_dir.path)
         else:
             start = resume_from_newest(config, run_dir)

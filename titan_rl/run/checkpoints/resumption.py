@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from titan_rl.config.changes import check_unchanged
+from titan_rl.config.model_identity import changed_parts
 from titan_rl.config.run import RunConfig
 from titan_rl.errors import CheckpointError, DamagedCheckpointError
 from titan_rl.run.directory import RunDirectory
@@ -51,6 +52,7 @@ class Standing:
     state: RunState
     journal: JournalContents
     lost_records: Sequence[str] = ()  # of metrics and transcripts
+    told: tuple[str, ...] = ()  # what else the user is to know
 
     @property
     def losses(self) -> list[str]:
@@ -59,7 +61,7 @@ class Standing:
             f"{complaint}; the run goes on from {self.checkpoint}, which is older"
             for complaint in self.damaged.values()
         ]
-        return [*aside, *self.journal.losses, *self.lost_records]
+        return [*self.told, *aside, *self.journal.losses, *self.lost_records]
 
 
 def find_standing(config: RunConfig, run_dir: RunDirectory) -> Standing:
@@ -68,11 +70,12 @@ def find_standing(config: RunConfig, run_dir: RunDirectory) -> Standing:
     Raises:
         ConfigError: a setting that weights and rollouts come from has changed since.
         CheckpointError: the run is finished, its state cannot be read or is of other tasks, all its checkpoints are
-            damaged, or its journal is of another run.
+            damaged, its journal is of another run, or `model.path` holds another model than the run began with.
     """
     checkpoint, damaged = newest_whole(run_dir.checkpoints)
     state = RunState.read(checkpoint or run_dir.path)
     check_unchanged(config, state.settings, source=run_dir.config)
+    told = _check_model(config, state, checkpoint)
     if state.tasks:
         _check_mix(config, state, checkpoint or run_dir.path)
     if is_finished(config, run_dir, checkpoint):
@@ -83,7 +86,7 @@ def find_standing(config: RunConfig, run_dir: RunDirectory) -> Standing:
     journal = read_segments(list_segments(run_dir.journal), state.position)
     transcripts = config.logging.transcripts_per_step > 0 and not run_dir.supervised.is_file()
     lost = run_dir.lost_records(state.step, transcripts=transcripts)
-    return Standing(checkpoint, damaged, state, journal, lost)
+    return Standing(checkpoint, damaged, state, journal, lost, told)
 
 
 def resume_from_newest(config: RunConfig, run_dir: RunDirectory) -> Resumption:
@@ -95,7 +98,7 @@ def resume_from_newest(config: RunConfig, run_dir: RunDirectory) -> Resumption:
     """
     stands = find_standing(config, run_dir)
     checkpoint, state, journal = stands.checkpoint, stands.state, stands.journal
-    losses = [_set_aside(path, complaint) for path, complaint in stands.damaged.items()]
+    losses = [*stands.told, *(_set_aside(path, complaint) for path, complaint in stands.damaged.items())]
     losses += stands.lost_records
     if checkpoint is None and not journal.begins and not journal.losses:
         losses.append(f"{run_dir.path} has no checkpoint and no journal: the run begins anew")
@@ -106,6 +109,33 @@ def resume_from_newest(config: RunConfig, run_dir: RunDirectory) -> Resumption:
     )
     run_dir.write_config(config)
     return Resumption(checkpoint, state, tuple(losses), journal)
+
+
+def _check_model(config: RunConfig, state: RunState, checkpoint: Path | None) -> tuple[str, ...]:
+    """Check that the folder of the model is as it was when the run began.
+
+    Returns:
+        what the user is to know: a checkpoint has weights of its own, so that those of the folder are not needed.
+
+    Raises:
+        CheckpointError: what is needed has changed.
+    """
+    path = config.model.path
+    if not (changed := changed_parts(Path(path), state.model)):
+        return ()
+    if changed == ["weights"] and checkpoint is not None and not config.training.kl_coef:
+        return (f"model.path = {path!r} has other weights than the run began with; those of {checkpoint} are used",)
+    needed_for = ""
+    if "weights" in changed:
+        needed_for = (
+            ", and the run has no checkpoint to go on from"
+            if checkpoint is None
+            else f", and training.kl_coef = {config.training.kl_coef:g} holds the policy to them"
+        )
+    raise CheckpointError(
+        f"model.path = {path!r} is not the model that the run began with: {', '.join(changed)} changed{needed_for}; "
+        "put that model back, name a folder that has it with --model.path FOLDER, or begin a new run"
+    )
 
 
 def _check_mix(config: RunConfig, state: RunState, folder: Path) -> None:

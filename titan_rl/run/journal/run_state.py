@@ -36,7 +36,7 @@ class RunState:
     Example:
         {"step": 40, "tokens": 181204, "reward_before": 0.44, "next_index": 164, "unsettled": [158, 160, 161, 162, 163],
          "tasks": {"taken": {"sums": 82, "sort": 82}, ...}, "settings": {"scheduling.groups_per_step": 4, ...},
-         "run": "5d0c..."}
+         "run": "5d0c...", "model": {"weights": "9b1e...", "config": "07aa...", "tokenizer": "c41d...", ...}}
     """
 
     step: int = 0  # also the policy version
@@ -47,6 +47,7 @@ class RunState:
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])  # by dotted name, that the run was made with
     run: str = ""  # drawn when the run began
     tasks: Mapping[str, Any] = field(default_factory=dict[str, Any])  # where their mix stands, see `TaskMix.state`
+    model: Mapping[str, str] = field(default_factory=dict[str, str])  # that the run began with, see `model_identity`
 
     @property
     def position(self) -> DataPosition:
@@ -70,6 +71,7 @@ class RunState:
                 tasks=dict(values["tasks"]),
                 settings=dict(values["settings"]),
                 run=str(values["run"]),
+                model=dict(values.get("model", {})),  # not of a run that is older than this
             )
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
