@@ -9,8 +9,9 @@ from functools import partial
 from itertools import count
 from typing import Any, TypeVar
 
-from monarch.actor import Actor, concurrent_endpoint
+from monarch.actor import concurrent_endpoint
 
+from titan_rl.actors.processes.answers import AnsweringActor
 from titan_rl.calls.stopwatch import Stopwatch
 from titan_rl.errors import RequestError
 from titan_rl.generation.request import EngineRequest
@@ -126,7 +127,7 @@ def listening(listener: Callable[[str], object]) -> Generator[None]:
         _listeners.remove(listener)
 
 
-class GenerateService(Actor):
+class GenerateService(AnsweringActor):
     """Spawned in the controller's own process."""
 
     @concurrent_endpoint

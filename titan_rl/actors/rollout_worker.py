@@ -12,6 +12,7 @@ from typing import Any
 
 from monarch.actor import concurrent_endpoint
 
+from titan_rl.actors.processes.answers import ActorHandle
 from titan_rl.actors.processes.process import ProcessActor, ProcessSpec
 from titan_rl.actors.processes.remote_process import call
 from titan_rl.calls import stopwatch
@@ -37,7 +38,7 @@ class RolloutWorkerActor(ProcessActor):
     def __init__(self, spec: ProcessSpec, settings: RolloutWorkerSettings, service: Any) -> None:
         super().__init__(spec)
         self._settings = settings
-        self._service = service
+        self._service = ActorHandle(service)
         self._groups: dict[str, asyncio.Task[RolloutGroup]] = {}
 
     @concurrent_endpoint

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from monarch.actor import Actor, concurrent_endpoint
+from monarch.actor import concurrent_endpoint
 
 from titan_rl.actors.hosts.clocks import Clocks
 from titan_rl.actors.hosts.facts import HostFacts, Question, look
@@ -21,6 +21,7 @@ from titan_rl.actors.liveness.lookout import DISMISSED, Lookout, LookoutSettings
 from titan_rl.actors.liveness.loop_thread import LoopThread
 from titan_rl.actors.liveness.process_tree import is_stopped
 from titan_rl.actors.liveness.worker_signs import leaving
+from titan_rl.actors.processes.answers import AnsweringActor
 from titan_rl.actors.processes.process import enter_actor_process
 from titan_rl.calls.threads import in_thread
 from titan_rl.errors import DataError
@@ -46,11 +47,12 @@ class RunOnHost:
     interface: str | None
 
 
-class HostAgent(Actor):
+class HostAgent(AnsweringActor):
     """On this machine it lives in the controller's process, on others in one of its own, whose end gives back the
     host's folders at the latest when another agent starts there."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._scratch: OwnedFolder | None = None
         self._copy: Path | None = None
 

@@ -23,6 +23,7 @@ from titan_rl.actors.hosts.preflight import HostNeeds, check_hosts
 from titan_rl.actors.hosts.run_token import RunToken
 from titan_rl.actors.liveness.host_monitor import HostMonitor, RemoteWatcher
 from titan_rl.actors.liveness.local_lookout import LocalLookout
+from titan_rl.actors.processes.answers import ActorHandle
 from titan_rl.actors.processes.gpus import visible_gpus
 from titan_rl.actors.processes.process import LOOPBACK
 from titan_rl.actors.processes.remote_process import call
@@ -287,7 +288,10 @@ async def open_hosts(
     async with contextlib.AsyncExitStack() as opened:
         if not config.elsewhere:
             hosts = Hosts(supervisor, config, needs, tell)
-            agent, lookout = this_proc().spawn("host_agent", HostAgent), opened.enter_context(LocalLookout())
+            agent, lookout = (
+                ActorHandle(this_proc().spawn("host_agent", HostAgent)),
+                opened.enter_context(LocalLookout()),
+            )
             here = Host(socket.gethostname(), LOOPBACK, agent, visible_gpus(), watcher=lookout, pulse=lookout.path)
             hosts.add(here)
         else:

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from monarch.actor import Actor, concurrent_endpoint
+from monarch.actor import concurrent_endpoint
 from monarch.config import configure
 
 from titan_rl.actors.liveness.pulse import Duty, begin_pulse
+from titan_rl.actors.processes.answers import AnsweringActor
 from titan_rl.tracing import spans
 from titan_rl.tracing.recorder import Tracing
 
@@ -83,7 +84,7 @@ class ProcessSpec:
         return self.logs / f"{self.name}{f'-rank{self.rank}' if self.rank else ''}.log"
 
 
-class ProcessActor(Actor):
+class ProcessActor(AnsweringActor):
     """The one actor of a process. Of a group that lives and dies together each has one.
 
     Attributes:
@@ -91,6 +92,7 @@ class ProcessActor(Actor):
     """
 
     def __init__(self, spec: ProcessSpec) -> None:
+        super().__init__()
         self._spec = spec
         self.duty = Duty()
         enter_actor_process(spec.log)

@@ -21,6 +21,7 @@ from monarch.actor import (
     this_host,
 )
 
+from titan_rl.actors.processes.answers import ActorHandle, AnsweringActor
 from titan_rl.actors.processes.remote_process import last_line
 
 logger = logging.getLogger(__name__)
@@ -104,7 +105,7 @@ class Supervisor(Actor):
             environment: variables of the process, beside those of its host.
 
         Returns:
-            the actor's handle.
+            the actor's handle; that of an `AnsweringActor` is an `ActorHandle`.
         """
         name = f"{process_id}-rank{rank}" if rank else process_id
         command = default_bootstrap_cmd().with_env(dict(environment)) if environment else None
@@ -115,7 +116,7 @@ class Supervisor(Actor):
         await processes.initialized  # else the answer blocks this actor until the host has spoken, and one may be gone
         actor = processes.spawn(name, actor_class, *args)
         await actor.initialized
-        return actor
+        return ActorHandle(actor) if issubclass(actor_class, AnsweringActor) else actor
 
     @concurrent_endpoint
     async def next_failure(self) -> ProcessFailure:

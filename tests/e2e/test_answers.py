@@ -1,0 +1,145 @@
+"""Answers of actors at a port that stays open, over real Monarch: values, errors, and what calls leave in memory."""
+
+import asyncio
+import re
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+
+pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
+
+from titan_rl.actors.processes.answers import ActorHandle, AnsweringActor
+from titan_rl.actors.processes.remote_process import RemoteProcess
+from titan_rl.actors.processes.supervisor import Supervisor
+from titan_rl.errors import ActorDiedError, RequestError, TitanRLError
+
+from monarch.actor import concurrent_endpoint, this_proc  # isort: skip
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # actor processes cannot import a test module
+
+LIMIT_S = 30
+
+
+class TwoArguments(Exception):
+    """Pickles, and cannot be read again."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(f"{first} and {second}")
+
+
+class Worker(AnsweringActor):
+    def __init__(self) -> None:
+        super().__init__()
+        self._release = asyncio.Event()
+
+    @concurrent_endpoint
+    async def echo(self, value: Any) -> Any:
+        return value
+
+    @concurrent_endpoint
+    async def fail(self, kind: str) -> None:
+        match kind:
+            case "refused":
+                raise RequestError("too long")
+            case "unreadable":
+                raise TwoArguments("one", "two")
+            case "unpicklable":
+                error = RuntimeError("it has a generator")
+                error.cause = (each for each in ())  # pyright: ignore[reportAttributeAccessIssue]
+                raise error
+            case "stop":
+                raise StopIteration("the end")
+
+    @concurrent_endpoint
+    async def unpicklable(self) -> Any:
+        return (each for each in ())
+
+    @concurrent_endpoint
+    async def wait(self) -> str:
+        await self._release.wait()
+        return "released"
+
+    @concurrent_endpoint
+    async def release(self) -> None:
+        self._release.set()
+
+    @concurrent_endpoint
+    async def memory_kb(self) -> int:
+        return memory_kb()
+
+
+def memory_kb() -> int:
+    found = re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1])
+
+
+@pytest.fixture
+async def worker() -> AsyncIterator[ActorHandle]:
+    supervisor = this_proc().spawn("answers_supervisor", Supervisor)
+    remote = RemoteProcess("worker")
+    yield await remote.call(supervisor.spawn, "worker", Worker, (), timeout_s=LIMIT_S)
+    await remote.call(supervisor.terminate, timeout_s=LIMIT_S)
+
+
+async def test_values_and_errors_come_back_as_they_are(worker: ActorHandle) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        assert await asyncio.gather(*[worker.echo.call_one(each) for each in range(100)]) == list(range(100))
+        with pytest.raises(RequestError, match=r"^too long$"):
+            await worker.fail.call_one("refused")
+        with pytest.raises(TypeError, match="echo"):
+            await worker.echo.call_one()
+        with pytest.raises(RuntimeError, match="StopIteration"):
+            await worker.fail.call_one("stop")
+        assert await worker.echo.call_one("still there") == "still there"
+
+
+async def test_an_error_that_does_not_travel_arrives_as_its_text(worker: ActorHandle) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        with pytest.raises(TitanRLError, match="TwoArguments: one and two"):
+            await worker.fail.call_one("unreadable")
+        with pytest.raises(TitanRLError, match="RuntimeError: it has a generator"):
+            await worker.fail.call_one("unpicklable")
+        with pytest.raises(TitanRLError, match=r"cannot be sent.*generator"):
+            await worker.unpicklable.call_one()
+
+
+async def test_an_answer_that_nobody_waits_for_is_dropped(worker: ActorHandle) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        waiting = asyncio.ensure_future(worker.wait.call_one())
+        await worker.echo.call_one(1)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        await worker.release.call_one()
+        assert await worker.wait.call_one() == "released"
+
+
+async def test_calls_in_flight_fail_when_their_process_ends(worker: ActorHandle) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        remote = RemoteProcess("worker")
+        calls = [asyncio.ensure_future(remote.call(endpoint)) for endpoint in (worker.wait, worker.wait)]
+        await worker.echo.call_one(1)
+        remote.end("process 7 ended")
+        for call in calls:
+            with pytest.raises(ActorDiedError, match="worker died: process 7 ended"):
+                await call
+
+
+async def test_calls_leave_nothing_in_memory(worker: ActorHandle) -> None:
+    """Monarch itself would keep some 6 MB of these calls in this process, and 2 MB in the actor's."""
+
+    async def calls(number: int) -> None:
+        for _ in range(number // 100):
+            await asyncio.gather(*[worker.echo.call_one(1) for _ in range(100)])
+
+    await calls(2_000)
+    before = memory_kb(), await worker.memory_kb.call_one()
+    await calls(6_000)
+    after = memory_kb(), await worker.memory_kb.call_one()
+    assert after[0] - before[0] < 3_000
+    assert after[1] - before[1] < 1_000
