@@ -23,11 +23,11 @@ def looked(*looks: tuple[bool, bool, bool], at_work: bool = True) -> Signs:
     return last
 
 
-def test_one_that_is_stopped_hangs_after_the_limit_and_not_before():
+def test_a_silent_process_hangs_after_the_limit_and_not_before():
     alive = (True, True, False)
-    stopped = (False, False, False)
-    assert hang([looked(alive, *[stopped] * 9)], LIMIT_S) is None
-    assert hang([looked(alive, *[stopped] * 10)], LIMIT_S) == (
+    silent = (False, False, False)
+    assert hang([looked(alive, *[silent] * 9)], LIMIT_S) is None
+    assert hang([looked(alive, *[silent] * 10)], LIMIT_S) == (
         "it hangs: it has neither answered nor computed for 10 s"
     )
 
@@ -52,6 +52,14 @@ def test_a_rank_may_wait_for_another_that_computes_or_is_done_with_nothing_at_wo
     assert hang([waits, idle], LIMIT_S) is not None
     assert hang([waits, waits], LIMIT_S) is not None
     assert hang([], LIMIT_S) is None
+
+
+def test_a_process_that_a_signal_has_stopped_is_killed_after_three_seconds_whatever_the_limit():
+    signs = VitalSigns(longest_look_s=2.0)
+    signs.answered(1, at_work=False)
+    looks = [signs.look(float(now), computed=False, stopped=True) for now in range(1, 4)]
+    assert [hang([look], 3600.0) for look in looks] == [None, None, "it has been stopped by a signal for 3 s"]
+    assert signs.look(4.0, computed=False, stopped=False).stopped_s == 0.0
 
 
 def test_one_silent_rank_is_enough():

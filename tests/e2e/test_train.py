@@ -16,7 +16,6 @@ from e2e.runs import Run, run_training
 from safetensors.torch import load_file
 
 ON_POLICY = {"generation__num_generators": 2, "scheduling__max_staleness": 0, "checkpoint__interval": 2}
-SOON_HANGS = {"hosts__hang_timeout_s": 3}
 
 
 @pytest.fixture(scope="module")
@@ -70,11 +69,11 @@ def test_another_run_with_the_same_seed_has_the_same_bits_also_by_a_users_own_en
 ):
     numbers, answers, weights = what_was_computed(finished)
     assert sum("train/loss" in record for record in numbers) == 3
-    with run_training(tmp_path, **ON_POLICY, **SOON_HANGS, generation__engine="tests.e2e.own_engine:make") as run:
+    with run_training(tmp_path, **ON_POLICY, generation__engine="tests.e2e.own_engine:make") as run:
         run.wait_for_step(1)
         os.kill(run.child("trainer"), signal.SIGSTOP)
         assert run.wait() == 0, run.output
-        assert "trainer died: it hangs" in run.output
+        assert "trainer died: it has been stopped by a signal for 3 s" in run.output
         assert "trainer is there again after" in run.output
         assert run.leftovers() == []
         again = what_was_computed(run)
@@ -91,7 +90,6 @@ def test_through_interruptions_and_deaths_no_group_is_lost(tmp_path: Path):
     replaced."""
     with run_training(
         tmp_path,
-        **SOON_HANGS,
         training__steps=40,
         generation__num_generators=2,
         rollout__num_workers=2,
@@ -109,7 +107,7 @@ def test_through_interruptions_and_deaths_no_group_is_lost(tmp_path: Path):
         assert run.wait() == 0, run.output
         assert f"generator-1 died: process {killed} " in run.output
         assert "generator-1 is there again after" in run.output
-        assert "rollout-worker-1 died: it hangs" in (run.folder / "logs" / "controller.log").read_text()
+        assert "rollout-worker-1 died: it has been stopped" in (run.folder / "logs" / "controller.log").read_text()
         steps = [record for record in run.metrics() if "train/loss" in record]
         assert [record["step"] for record in steps] == list(range(1, 41))
         assert all(record["rollout/num_rollouts"] == 16 for record in steps)

@@ -99,7 +99,7 @@ def test_whatever_is_stopped_on_a_host_is_as_good_as_dead_and_takes_nothing_else
     for pid in (generator, agent, monarch):
         os.kill(pid, signal.SIGSTOP)
     run.hears_all(
-        "died: it hangs: it has neither answered nor computed for 8 s; starting another",
+        "died: it has been stopped by a signal for 3 s; starting another",
         "is there again after",
         f"host {second.name} is lost: ",
         f"host {second.name} at {second.worker_address} has joined with generator-",

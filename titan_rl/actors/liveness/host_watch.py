@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from titan_rl.actors.liveness.kernel_watch import WatchedProcess
-from titan_rl.actors.liveness.process_tree import TreeUse, computed_between, use_of
+from titan_rl.actors.liveness.process_tree import TreeUse, computed_between, is_stopped, use_of
 from titan_rl.actors.liveness.pulse import ANSWER, HELLO, PING
 from titan_rl.actors.liveness.vital_signs import Signs, VitalSigns
 
@@ -131,7 +131,7 @@ class _Pulse:
         )
         self._looked_at = now
         self._ask()
-        return self._signs.look(now, computed=computed)
+        return self._signs.look(now, computed=computed, stopped=is_stopped(self.watched.pid))
 
     def close(self) -> None:
         self.watched.close()

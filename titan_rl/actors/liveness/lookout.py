@@ -158,7 +158,7 @@ class Lookout:
             self._hurry.clear()
             self._number += 1
             ended = {pid: how for pid, (_, how) in self._ends.items()}
-            quiet = {pid: signs for pid, signs in self._signs.items() if signs.silent_s or signs.still_s is not None}
+            quiet = {pid: signs for pid, signs in self._signs.items() if signs != Signs()}
             send(writer, Report(self._number, ended, quiet, self._leaving()).message())
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(BEAT_S):
