@@ -2,12 +2,15 @@
 
 import asyncio
 import gc
+import platform
+import re
 import weakref
+from pathlib import Path
 
 import looptime
 import pytest
 
-from titan_rl.actors.processes.garbage import LEAST_APART_S, growing_heap, settled_heap
+from titan_rl.actors.processes.garbage import LEAST_APART_S, growing_heap, return_free_memory, settled_heap
 
 
 def test_collections_rest_for_the_length_of_the_block():
@@ -57,3 +60,19 @@ def test_what_a_program_has_its_collections_skip_they_skip_after_a_run_too(is_se
     asyncio.run(live())
     assert bool(gc.get_freeze_count()) is is_settled
     gc.freeze()  # as the others have it
+
+
+def resident_kb() -> int:
+    found = re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1])
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators return free memory by themselves")
+def test_free_memory_between_what_is_in_use_is_returned() -> None:
+    blocks: list[bytes | None] = [bytes(20_000) for _ in range(5_000)]  # 100 MB
+    pages_of_all = resident_kb()
+    blocks = [block if index % 100 == 0 else None for index, block in enumerate(blocks)]
+    return_free_memory()
+    assert resident_kb() < pages_of_all - 80_000
+    assert len([block for block in blocks if block is not None]) == 50

@@ -27,9 +27,7 @@ def test_a_silent_process_hangs_after_the_limit_and_not_before():
     alive = (True, True, False)
     silent = (False, False, False)
     assert hang([looked(alive, *[silent] * 9)], LIMIT_S) is None
-    assert hang([looked(alive, *[silent] * 10)], LIMIT_S) == (
-        "it hangs: it has neither answered nor computed for 10 s"
-    )
+    assert hang([looked(alive, *[silent] * 10)], LIMIT_S) == ("it hangs: it has neither answered nor computed for 10 s")
 
 
 def test_a_native_call_that_holds_pythons_lock_and_computes_is_no_hang():

@@ -1,11 +1,12 @@
-"""Real Monarch: a process that dies fails its own calls, and no one else's."""
+"""Real Monarch, by its own supervision alone: a process that dies fails its own calls, and no one else's."""
 
 import asyncio
 import os
 import signal
+import subprocess
 import sys
+from pathlib import Path
 
-import cloudpickle
 import pytest
 
 pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
@@ -16,8 +17,6 @@ from titan_rl.actors.processes.supervisor import Supervisor
 from titan_rl.errors import ActorDiedError, RequestError
 
 from monarch.actor import Actor, concurrent_endpoint, this_proc  # isort: skip
-
-cloudpickle.register_pickle_by_value(sys.modules[__name__])  # actor processes cannot import a test module
 
 
 class Echo(Actor):
@@ -38,7 +37,15 @@ class Echo(Actor):
         await asyncio.Event().wait()
 
 
-async def test_death_is_reported_and_contained(tmp_path):
+def test_death_is_reported_and_contained(tmp_path: Path) -> None:
+    """In a process of its own, since Monarch reads when it is imported how often it looks."""
+    polls = {"HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "1s"}
+    command = [sys.executable, __file__, str(tmp_path)]
+    done = subprocess.run(command, env=os.environ | polls, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+async def see_a_death(tmp_path: Path) -> None:
     supervisor = this_proc().spawn("supervisor_under_test", Supervisor)
     first, second = [
         await call(supervisor.spawn, name, Echo, (str(tmp_path / name),), who="supervisor")
@@ -63,3 +70,7 @@ async def test_death_is_reported_and_contained(tmp_path):
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
     assert "hello" in (tmp_path / "echo-0").read_text()
+
+
+if __name__ == "__main__":
+    asyncio.run(see_a_death(Path(sys.argv[1])))

@@ -22,8 +22,8 @@ class Signs:
 
 
 STOPPED_LIMIT_S = 3.0
-"""Longest that a process may be stopped by a signal. What is busy, or waits, is never in that state, so the limit can be
-much shorter than that of silence."""
+"""Longest that a process may be stopped by a signal. What is busy, or waits, is never in that state, so that the limit
+is much shorter than that of silence."""
 
 
 class VitalSigns:
@@ -84,8 +84,8 @@ class VitalSigns:
 def hang(signs: Iterable[Signs], limit_s: float) -> str | None:
     """Why processes that are of no use without each other hang; None where they do not.
 
-    One of them that is stopped, or gives no sign of life, is enough. One that does not get on may wait for another that does, so all
-    that are at something have to stand still.
+    One of them that is stopped, or gives no sign of life, is enough. One that does not get on may wait for another that
+    does, so all that are at something have to stand still.
     """
     each = list(signs)
     if any(one.stopped_s >= STOPPED_LIMIT_S for one in each):

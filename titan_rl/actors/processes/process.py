@@ -17,6 +17,7 @@ from monarch.config import configure
 
 from titan_rl.actors.liveness.pulse import Duty, begin_pulse
 from titan_rl.actors.processes.answers import AnsweringActor
+from titan_rl.actors.processes.garbage import begin_returning_memory
 from titan_rl.tracing import spans
 from titan_rl.tracing.recorder import Tracing
 
@@ -100,6 +101,7 @@ class ProcessActor(AnsweringActor):
             configure(default_transport=f"tcp://{spec.address}:0")
         if spec.pulse is not None:
             begin_pulse(spec.pulse, self.duty)
+        begin_returning_memory()
         spans.begin_recording(spec.tracing, spec.log.stem, host=spec.host)
 
     @concurrent_endpoint
