@@ -74,10 +74,10 @@ class ActorHandle:
         self._actor = actor
         self._registered: dict[str, asyncio.Future[None]] = {}  # by caller
 
-    def __getattr__(self, name: str) -> Endpoint:
+    def __getattr__(self, name: str) -> ActorEndpoint:
         if name.startswith("_"):  # pickle and copy ask for some
             raise AttributeError(name)
-        return Endpoint(self, name)
+        return ActorEndpoint(self, name)
 
     def __reduce__(self) -> tuple[type[ActorHandle], tuple[Any]]:
         return ActorHandle, (self._actor,)
@@ -91,7 +91,7 @@ class ActorHandle:
         await asyncio.shield(done)
 
 
-class Endpoint:
+class ActorEndpoint:
     """One endpoint of an `ActorHandle`."""
 
     def __init__(self, handle: ActorHandle, name: str) -> None:
