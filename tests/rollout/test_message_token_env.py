@@ -1,7 +1,8 @@
 """MessageTokenEnv: prompts that only grow, and the ways a message can be bad."""
 
+import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,12 +14,19 @@ from titan_rl import (
     Message,
     MessageObservation,
     MessageStep,
+    Rollout,
     RolloutStatus,
+    Rubric,
+    SamplingParams,
     TokenEnv,
+    TokenObservation,
     VersionSpan,
+    env_reward,
 )
 from titan_rl.errors import DataError
 from titan_rl.rollout.environment.message_token_env import MessageTokenEnv
+from titan_rl.rollout.group.rollouter import Rollouter
+from titan_rl.rollout.settings import RolloutConfig
 
 STOP = 0
 
@@ -29,9 +37,11 @@ class LetterRenderer:
 
     def __init__(self) -> None:
         self.rendered: list[Message] = []
+        self.threads: list[int] = []
 
     def _ids(self, messages: Sequence[Message]) -> list[int]:
         self.rendered += messages
+        self.threads.append(threading.get_ident())
         return [ord(c) for message in messages for c in f"{message['content']}|"]
 
     def render_ids(self, messages: list[Any], *, tools: Any = None, add_generation_prompt: bool = False) -> list[int]:
@@ -206,3 +216,87 @@ async def test_half_a_character_is_rendered_as_a_replacement_and_recorded_as_it_
     step = await env.step(completion("a"))
     assert step.messages[1]["content"] == "no city \ud83d"
     assert renderer.rendered[-1]["content"] == "no city \ufffd"
+
+
+HUGE = 10_000_000
+TOO_LONG = "Verbose gave messages of 10,000,000 characters, which cannot fit into max_context = 256 tokens"
+
+
+@dataclass
+class Verbose(Talk):
+    """Says as much at its reset and after each answer as it is told to."""
+
+    opening: Any = "go"
+    more: Any = "more"
+
+    async def reset(self) -> MessageObservation:
+        return MessageObservation([{"role": "user", "content": self.opening}])
+
+    async def step(self, message: Message) -> MessageStep:
+        return MessageStep([{"role": "user", "content": self.more}], rewards={"so_far": 1.0})
+
+
+async def played(env: Verbose, renderer: LetterRenderer, max_context: int = 256) -> Rollout:
+    async def say(prompt_token_ids: Sequence[int], *, request_id: str, **_: Any) -> Completion:
+        return replace(completion("hi"), request_id=request_id)
+
+    rubric = Rubric([env_reward("so_far")])
+    make_env = lambda _: MessageTokenEnv(env, renderer)  # noqa: E731  # pyright: ignore
+    rollouter = Rollouter(make_env, rubric, max_context=max_context, limits=RolloutConfig(max_turns=2))
+    sampling = SamplingParams(max_tokens=8)
+    return (await rollouter.run_group(say, None, group_id="g", group_size=1, sampling=sampling)).rollouts[0]
+
+
+@pytest.mark.parametrize("huge", ["x" * HUGE, [{"type": "text", "text": "x" * HUGE}]])
+async def test_what_cannot_fit_into_the_context_is_not_tokenized(huge: Any) -> None:
+    renderer = LetterRenderer()
+    rollout = await played(Verbose(more=huge), renderer)
+    assert rollout.status is RolloutStatus.TRUNCATED_PROMPT
+    assert rollout.error == TOO_LONG
+    assert [message["content"] for message in renderer.rendered] == ["go"]
+    assert (rollout.reward, len(rollout.turns)) == (1.0, 1)
+
+
+async def test_an_opening_that_cannot_fit_is_not_tokenized_either() -> None:
+    renderer = LetterRenderer()
+    rollout = await played(Verbose(opening="x" * HUGE), renderer)
+    assert rollout.status is RolloutStatus.TRUNCATED_PROMPT
+    assert rollout.error == TOO_LONG
+    assert (renderer.rendered, rollout.turns, rollout.reward) == ([], [], None)
+
+
+async def test_a_long_text_is_tokenized_off_the_event_loop() -> None:
+    renderer = LetterRenderer()
+    rollout = await played(Verbose(more="x" * 30_000), renderer, max_context=100_000)
+    assert rollout.status is RolloutStatus.TRUNCATED_TURNS
+    opening, *others = renderer.threads
+    assert opening == threading.get_ident()
+    assert threading.get_ident() not in others
+
+
+async def test_a_prompt_in_tokens_that_cannot_fit_is_refused_by_its_length() -> None:
+    class Unread(Sequence[int]):
+        def __len__(self) -> int:
+            return HUGE
+
+        def __getitem__(self, place: Any) -> Any:
+            raise AssertionError("nobody reads it")
+
+    class Tokens:
+        async def reset(self) -> TokenObservation:
+            return TokenObservation(Unread())
+
+        async def step(self, completion: Completion) -> Any: ...
+
+        async def close(self) -> None: ...
+
+    rollouter = Rollouter(lambda _: Tokens(), Rubric([env_reward("x")]), max_context=256)
+    group = await rollouter.run_group(
+        None,  # pyright: ignore[reportArgumentType]  nothing is asked
+        None,
+        group_id="g",
+        group_size=1,
+        sampling=SamplingParams(max_tokens=8),
+    )
+    assert group.rollouts[0].status is RolloutStatus.TRUNCATED_PROMPT
+    assert group.rollouts[0].error == "the prompt of turn 0 has 10000000 tokens, max_context is 256"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any, cast
 
 from titan_rl.calls.plain import safe_text
-from titan_rl.errors import DataError
+from titan_rl.calls.threads import in_thread
+from titan_rl.errors import DataError, PromptTooLongError
 from titan_rl.rollout.renderer.messages import message_of, renderable
 from titan_rl.rollout.renderer.tool_support import require_tool_support
 from titan_rl.rollout.renderer.types import Renderer
@@ -30,6 +33,16 @@ _WELL_FORMED = ("ok", "unknown_tool")
 """Statuses of calls that environments answer. Only some renderers look at the names of the tools."""
 
 
+MAX_CONTEXT: ContextVar[int | None] = ContextVar("MAX_CONTEXT", default=None)
+"""Most tokens of the prompts of the present rollout, where that is known."""
+
+LONGEST_TOKEN = 256
+"""Characters; those of the vocabularies in use have at most 128."""
+
+LONG_TEXT = 20_000
+"""Characters whose tokenizing would hold up the event loop for longer than a thread takes to start."""
+
+
 class GrowingPrompt:
     """Messages of others and completions in turn. Each prompt begins with exactly the prompt and completion before.
 
@@ -45,6 +58,24 @@ class GrowingPrompt:
         self._tools = None if tools is None else list(tools)
         self._prompt: list[int] = []
         self._completion: list[int] | None = None  # the answer to it
+
+    async def next(self, messages: Sequence[Message], whose: str) -> list[int]:
+        """As `after`, of messages of any length: a long text is tokenized off the event loop, and one that cannot fit
+        into the rollout's context not at all.
+
+        Args:
+            whose: who gave the messages, for the error.
+
+        Raises:
+            PromptTooLongError: they have more characters than `MAX_CONTEXT` tokens can stand for.
+        """
+        size = sum(map(len, _texts(messages)))
+        most = MAX_CONTEXT.get()
+        if most is not None and size > most * LONGEST_TOKEN:
+            raise PromptTooLongError(
+                f"{whose} gave messages of {size:,} characters, which cannot fit into max_context = {most} tokens"
+            )
+        return self.after(messages) if size < LONG_TEXT else await in_thread(self.after, messages)
 
     def after(self, messages: Sequence[Message]) -> list[int]:
         """The next prompt.  # [num_prompt_tokens]
@@ -98,3 +129,14 @@ class GrowingPrompt:
                 "set the renderer to keep earlier reasoning (thinking_retention='all') or to leave it out"
             )
         return list(bridged.token_ids)
+
+
+def _texts(messages: Sequence[Message]) -> Iterator[str]:
+    """The text of each message, or of each of its parts."""
+    for message in messages:
+        content: Any = message.get("content")
+        parts: list[Any] = cast("list[Any]", content) if isinstance(content, list) else [content]
+        for part in parts:
+            text: Any = cast("Mapping[str, Any]", part).get("text") if isinstance(part, Mapping) else part
+            if isinstance(text, str):
+                yield text

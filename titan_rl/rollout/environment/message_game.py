@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from titan_rl.calls.plain import snapshot
+from titan_rl.errors import PromptTooLongError
 from titan_rl.rollout.environment.growing_prompt import GrowingPrompt
 from titan_rl.rollout.environment.seats import (
     MessagePlayer,
@@ -98,7 +99,11 @@ class _Chat:
         self._told = []
 
     async def _ask_in_tokens(self, heard: Sequence[Message]) -> Message:
-        completion = await self._seat.generate(self._prompt.after(heard))
+        try:
+            prompt = await self._prompt.next(heard, f"the game of seat {self.name!r}")
+        except PromptTooLongError as error:
+            raise self._seat.leave(RolloutStatus.TRUNCATED_PROMPT, str(error)) from None
+        completion = await self._seat.generate(prompt)
         answer = self._prompt.read(completion)
         if answer is not None and answer.is_whole and completion.finish_reason is not FinishReason.LENGTH:
             return answer.message

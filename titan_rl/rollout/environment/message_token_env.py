@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from titan_rl.calls.plain import snapshot
+from titan_rl.errors import PromptTooLongError
 from titan_rl.rollout.environment.growing_prompt import GrowingPrompt
 from titan_rl.rollout.environment.methods import EnvMethods
 from titan_rl.rollout.environment.types import MessageEnv, MessageObservation, MessageStep, TokenObservation, TokenStep
@@ -20,6 +21,8 @@ class MessageTokenEnv:
 
     - cannot be parsed, breaks off inside its reasoning, or holds a malformed tool call: ERROR_PARSE;
     - used up its token budget: TRUNCATED_LENGTH. What it says is in the transcript.
+
+    Messages that cannot fit into the context, which their length tells, are not tokenized: TRUNCATED_PROMPT.
 
     Resetting fails where the environment gives tools that the renderer does not show, or whose calls it does not read.
 
@@ -37,11 +40,15 @@ class MessageTokenEnv:
         self._renderer = renderer
         self._prompt = GrowingPrompt(renderer)
 
+    @property
+    def _name(self) -> str:
+        return type(self.env).__name__
+
     async def reset(self) -> TokenObservation:
         observation = await self._methods.call("reset", MessageObservation)
         self.tools = None if observation.tools is None else list(observation.tools)
         self._prompt = GrowingPrompt(self._renderer, self.tools)
-        return TokenObservation(self._prompt.after(observation.messages), observation.messages)
+        return TokenObservation(await self._prompt.next(observation.messages, self._name), observation.messages)
 
     async def step(self, completion: Completion) -> TokenStep:
         cut_off = completion.finish_reason is FinishReason.LENGTH
@@ -56,7 +63,12 @@ class MessageTokenEnv:
         messages = [answer.message, *step.messages]
         if step.status is not None:
             return TokenStep(status=step.status, rewards=step.rewards, messages=messages)
-        return TokenStep(self._prompt.after(step.messages), rewards=step.rewards, messages=messages)
+        try:
+            prompt = await self._prompt.next(step.messages, self._name)
+        except PromptTooLongError as error:
+            ended = RolloutStatus.TRUNCATED_PROMPT
+            return TokenStep(status=ended, rewards=step.rewards, messages=messages, error=str(error))
+        return TokenStep(prompt, rewards=step.rewards, messages=messages)
 
     async def close(self) -> None:
         await self._methods.close()

@@ -42,6 +42,7 @@ class TokenStep:
     rewards: Mapping[str, float] = field(default_factory=dict[str, float])
     messages: Sequence[Message] = ()  # the parsed completion, then the environment's answer
     token_advantages: Sequence[float] | None = None  # [num_completion_tokens], added to the rollout's advantage
+    error: str | None = None  # what to say of the status, in `Rollout.error`
 
     def __post_init__(self) -> None:
         if (self.prompt_token_ids is None) == (self.status is None):

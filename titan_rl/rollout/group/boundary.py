@@ -11,6 +11,7 @@ from titan_rl.calls.cancellation import asked_to_cancel
 from titan_rl.calls.ctrl_c import passes
 from titan_rl.calls.stopwatch import Stopwatch
 from titan_rl.calls.user_code import Failure
+from titan_rl.errors import PromptTooLongError
 from titan_rl.rollout.types import RolloutStatus
 
 
@@ -25,7 +26,8 @@ class RolloutEnded(Exception):
 
 
 class EndsWith:
-    """What the block raises ends the rollout with a status, or with ERROR_TIMEOUT once a deadline has passed.
+    """What the block raises ends the rollout with a status, or with ERROR_TIMEOUT once a deadline has passed. A
+    `PromptTooLongError` is TRUNCATED_PROMPT.
 
     Example:
 
@@ -78,6 +80,8 @@ class EndsWith:
             return
         # Else a cancellation is not the rollout's: something it waited for was cancelled, such as a future of a client
         # that closed. Any other BaseException may be the SystemExit of a tool that thinks it is a program.
+        if isinstance(error, PromptTooLongError):
+            raise RolloutEnded(RolloutStatus.TRUNCATED_PROMPT, str(error)) from error
         is_late = self._timeout is not None and self._timeout.expired()
         if not (is_late and isinstance(error, Exception)):
             raise RolloutEnded(self._status, Failure.of(error)) from error

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
 from titan_rl.calls.stopwatch import Stopwatch
 from titan_rl.rollout.copies import completion_to_give, messages_of, token_advantages_of, token_ids_of
+from titan_rl.rollout.environment.growing_prompt import MAX_CONTEXT
 from titan_rl.rollout.environment.methods import expected
 from titan_rl.rollout.environment.seats import Player, SeatedEnv
 from titan_rl.rollout.environment.threaded import ThreadedEnv
@@ -162,6 +163,7 @@ class Rollouter:
             await self._run_timed(generate, sampling, rollouts)
 
     async def _run_timed(self, generate: GenerateFn, sampling: SamplingParams, rollouts: list[Rollout]) -> None:
+        MAX_CONTEXT.set(self.max_context)
         loop = asyncio.get_running_loop()
         start = loop.time()
         watch = Stopwatch(self.limits.rollout_timeout_s)
@@ -251,7 +253,7 @@ class Rollouter:
         async with self._env_call(rollout, watch):
             observation = expected(await env.reset(), TokenObservation, env.env, "reset")
             rollout.messages.extend(messages_of(observation.messages))
-            prompt = token_ids_of(observation.prompt_token_ids, "the prompt")
+            prompt = self._prompt_of(observation.prompt_token_ids, "the prompt")
 
         for _ in range(self.limits.max_turns):
             is_cut = await turns.take(prompt)
@@ -264,14 +266,20 @@ class Rollouter:
                     token_advantages=token_advantages_of(step.token_advantages, completion),
                 )
                 rollout.messages.extend(messages_of(step.messages))
-                prompt = token_ids_of(step.prompt_token_ids or (), "the next prompt")
+                prompt = self._prompt_of(step.prompt_token_ids or (), "the next prompt")
             if is_cut:
                 raise self._time_is_up(rollout)
             if completion.finish_reason is FinishReason.LENGTH and step.status in (None, RolloutStatus.COMPLETED):
                 return RolloutStatus.TRUNCATED_LENGTH
             if step.status is not None:
+                rollout.error = step.error
                 return step.status
         return RolloutStatus.TRUNCATED_TURNS
+
+    def _prompt_of(self, given: Sequence[int], what: str) -> list[int]:
+        """The rollout's own. What is longer than the context is refused by its length, and nobody reads it."""
+        too_long = isinstance(given, Sized) and len(given) > self.max_context  # pyright: ignore[reportUnnecessaryIsInstance]
+        return [0] * len(given) if too_long else token_ids_of(given, what)
 
     def _env_call(self, rollout: Rollout, watch: Stopwatch) -> EndsWith:
         """A call into the environment, within its limit and what the rollout has left. What a finished answer led to
