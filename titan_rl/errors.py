@@ -115,6 +115,21 @@ class PromptTooLongError(RequestError):
     """The prompt of this request leaves no room for an answer in the context of the model that is asked."""
 
 
+class UnsupportedSamplingError(RequestError):
+    """The engine does not honour a field of the request's `SamplingParams`.
+
+    Attributes:
+        parameter: the field.
+    """
+
+    def __init__(self, message: str, parameter: str) -> None:
+        super().__init__(message, parameter)
+        self.parameter = parameter
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
 class EpisodeEndedError(RequestError):
     """The episode that a request belongs to is over. The message says how it ended."""
 

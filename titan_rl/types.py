@@ -108,6 +108,16 @@ class SamplingParams:
         stop_token_ids: tokens that end the completion; the stop token is part of it.
         return_routed_experts: ask a mixture-of-experts model for the experts each token took.
         top_logprobs: ask for so many of the likeliest tokens at each position, at most 20. What is sampled is the same.
+        presence_penalty: subtracted from the logits of tokens that the completion has already, in [-2, 2].
+        frequency_penalty: subtracted from a token's logit for each time that the completion has it, in [-2, 2].
+        repetition_penalty: divides the positive logits, and multiplies the negative ones, of tokens that prompt or
+            completion have already. 1 changes nothing.
+        logit_bias: (token, value) pairs, or a mapping; each value in [-100, 100] is added to its token's logit.
+        constraint: the texts that may be sampled, as JSON in the form of a structural tag of xgrammar, which vLLM
+            reads, too: `{"type": "structural_tag", "format": {"type": "json_schema", "json_schema": {...}}}`. Tokens
+            that lead to no such text are not sampled: the completion is one of them, or cut off at its budget.
+        num_continued: this many tokens at the end of the prompt are the completion's own, from an attempt that was
+            interrupted. A constraint goes on behind them. Only `after` sets it.
 
     Raises:
         ValueError: names the field, the value and what is allowed.
@@ -123,6 +133,12 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     return_routed_experts: bool = False
     top_logprobs: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    constraint: str | None = None
+    num_continued: int = 0
 
     def __post_init__(self) -> None:
         keep_integer(self, "max_tokens", 1, _MAX_INT, "an integer of at least 1")
@@ -143,6 +159,39 @@ class SamplingParams:
                     f"SamplingParams.return_routed_experts is {self.return_routed_experts!r}; it must be True or False"
                 )
             object.__setattr__(self, "return_routed_experts", bool(self.return_routed_experts))
+        keep_float(self, "presence_penalty", -2.0, 2.0, "in [-2, 2]")
+        keep_float(self, "frequency_penalty", -2.0, 2.0, "in [-2, 2]")
+        keep_float(self, "repetition_penalty", _LEAST_FLOAT, _MAX_FLOAT, "finite and above 0")
+        object.__setattr__(self, "logit_bias", self._checked_logit_bias())
+        keep_integer(self, "num_continued", 0, _MAX_INT, "an integer of at least 0")
+        if self.constraint is not None:
+            self._check_beside_constraint()
+
+    def _checked_logit_bias(self) -> tuple[tuple[int, float], ...]:
+        given: Any = self.logit_bias
+        try:
+            pairs = [(_integer_or_none(token), float_or_none(value)) for token, value in dict(given).items()]
+        except (TypeError, ValueError):
+            pairs = [(None, None)]
+        checked = [(token, value) for token, value in pairs if token is not None and value is not None]
+        if len(checked) < len(pairs) or not all(token >= 0 and -100 <= value <= 100 for token, value in checked):
+            raise ValueError(
+                f"SamplingParams.logit_bias is {given!r}; it must be token ids with values in [-100, 100]"
+            )
+        return tuple(sorted(checked))
+
+    def _check_beside_constraint(self) -> None:
+        if not isinstance(self.constraint, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(f"SamplingParams.constraint is {self.constraint!r}; it must be JSON as a string, or None")
+        if self.min_tokens:
+            raise ValueError(
+                f"SamplingParams.min_tokens is {self.min_tokens}; it must be 0 beside a constraint, which says itself when "
+                "a completion may end"
+            )
+        if not self.stop_token_ids:
+            raise ValueError(
+                "SamplingParams.stop_token_ids is (); beside a constraint there must be some: they end what it allows"
+            )
 
     def _checked_stop_token_ids(self) -> tuple[int, ...]:
         given: Any = self.stop_token_ids
@@ -152,6 +201,16 @@ class SamplingParams:
         if None in tokens:
             raise ValueError(f"SamplingParams.stop_token_ids is {given!r}; it must be a sequence of token ids")
         return cast("tuple[int, ...]", tokens)
+
+    @property
+    def shaping(self) -> dict[str, Any]:
+        """The parameters that make the distribution sampled from another than the policy's at this temperature, with
+        their values. A constraint is one of them.
+
+        Example: `SamplingParams(64, temperature=0.7, top_p=0.9).shaping` is `{"top_p": 0.9}`.
+        """
+        unshaped = ((each.name, each.default) for each in fields(self) if each.name in _SHAPING)
+        return {name: value for name, default in unshaped if (value := getattr(self, name)) != default}
 
     def within(self, room: int) -> SamplingParams:
         """The same with a budget of `room` tokens at most, which is at least 1.
@@ -174,7 +233,19 @@ class SamplingParams:
             max_tokens=self.max_tokens - num_tokens,
             min_tokens=max(0, self.min_tokens - num_tokens),
             seed=None if seed is None else zlib.crc32(f"{seed}/{num_tokens}".encode()),
+            num_continued=self.num_continued + num_tokens if self._looks_back else 0,
         )
+
+    @property
+    def _looks_back(self) -> bool:
+        """Whether what is sampled next depends on where in its context the completion began."""
+        return self.constraint is not None or bool(self.presence_penalty or self.frequency_penalty)
+
+
+EXTRA_SAMPLING = frozenset(("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "constraint"))
+"""Fields of `SamplingParams` that an engine honours only if it says so: see `titan_rl.generation.engine.Engine`."""
+
+_SHAPING = EXTRA_SAMPLING | {"top_p", "top_k", "min_p", "min_tokens"}
 
 
 TopLogprobs = Sequence[Sequence[tuple[int, float]]]
@@ -211,6 +282,11 @@ class Completion:
 
     `len(token_ids) == len(logprobs) == sum(span.num_tokens for span in version_spans)`. Who makes one gives whatever
     sequences it has; those that come from an engine, and those of a `Rollout`, are packed: see `titan_rl.arrays`.
+    `logprobs` are those of the distribution sampled from. Where a constraint left tokens out, `allowed_logprobs` has at
+    each position the log of the probability that the policy gives to all the tokens that were allowed, at the same
+    temperature: a token's own logprob under the policy without the constraint is the sum of the two, and 0 says that
+    nothing was left out.
+
     Completions of the same numbers are equal, in lists, tuples or arrays. For JSON `list(completion.token_ids)`, or of
     what is packed and of NumPy's `tolist()`, gives a list.
 
@@ -233,6 +309,7 @@ class Completion:
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     ended: FinishReason | None = None  # of one that says ABORT: how it ended by itself, if it did before it heard
     top_logprobs: TopLogprobs | None = None  # [num_tokens, ...] where they were asked for
+    allowed_logprobs: Sequence[float] | None = None  # [num_tokens] under a constraint, or None
 
     def __post_init__(self) -> None:
         if not isinstance(self.request_id, str):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -286,6 +363,7 @@ class TokenChunk:
     version_spans: Sequence[VersionSpan]
     routed_experts: Any = None  # [num_tokens, num_layers, top_k], or None
     top_logprobs: TopLogprobs | None = None  # [num_tokens, ...], or None
+    allowed_logprobs: Sequence[float] | None = None  # [num_tokens] under a constraint, or None
 
     def __post_init__(self) -> None:
         require_aligned(self)
@@ -294,8 +372,8 @@ class TokenChunk:
 def require_aligned(tokens: TokenChunk | Completion) -> None:
     """
     Raises:
-        ValueError: `version_spans` are of another type, a token lacks its logprob, version, routed experts or likeliest
-            tokens, or there are more of these.
+        ValueError: `version_spans` are of another type, a token lacks its logprob, version or one of the further rows that
+            there are, or there are more of these.
     """
     spans = tokens.version_spans
     if not all(isinstance(span, VersionSpan) for span in spans):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -306,9 +384,8 @@ def require_aligned(tokens: TokenChunk | Completion) -> None:
             f"{type(tokens).__name__} {tokens.request_id!r} has {len(tokens.token_ids)} token_ids, "
             f"{len(tokens.logprobs)} logprobs and {spanned} tokens in version_spans; the three must be equal"
         )
-    if tokens.routed_experts is None and tokens.top_logprobs is None:
-        return
-    for name, rows in (("routed_experts", tokens.routed_experts), ("top_logprobs", tokens.top_logprobs)):
+    for name in ("routed_experts", "top_logprobs", "allowed_logprobs"):
+        rows = getattr(tokens, name)
         if rows is not None and len(rows) != len(tokens.token_ids):
             raise ValueError(
                 f"{type(tokens).__name__} {tokens.request_id!r} has {len(tokens.token_ids)} token_ids and "

@@ -9,8 +9,9 @@ from titan_rl.errors import GenerationError
 from titan_rl.types import Completion, FinishReason, TokenChunk, VersionSpan
 
 TOP = [[(5, -0.5)], [(8, -0.05), (9, -0.1)], []]
+ALLOWED = [-0.25, 0.0, -3.5]
 SPANS = (VersionSpan(6, 1), VersionSpan(7, 2))
-CHUNK = TokenChunk("g/0/1", [5, 9, 2], [-0.5, -0.1, -2.0], SPANS, [[[1]], [[2]], [[3]]], TOP)
+CHUNK = TokenChunk("g/0/1", [5, 9, 2], [-0.5, -0.1, -2.0], SPANS, [[[1]], [[2]], [[3]]], TOP, ALLOWED)
 COMPLETION = Completion(
     "g/0/1",
     [5, 9, 2],
@@ -21,6 +22,7 @@ COMPLETION = Completion(
     {"queue_s": 0.5},
     FinishReason.TOOL_CALLS,
     TOP,
+    ALLOWED,
 )
 
 

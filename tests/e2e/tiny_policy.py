@@ -33,6 +33,7 @@ def make_tiny_qwen3(
     vocab_size: int = 128,
     num_layers: int = 2,
     rope: dict[str, Any] | None = None,
+    max_positions: int = 1024,
 ) -> Path:
     config = Qwen3Config(
         vocab_size=vocab_size,
@@ -42,7 +43,7 @@ def make_tiny_qwen3(
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
-        max_position_embeddings=1024,
+        max_position_embeddings=max_positions,
         tie_word_embeddings=tied,
         rope_parameters=rope or {"rope_type": "default", "rope_theta": 50000.0},
     )

@@ -80,8 +80,8 @@ def test_the_sync_client_too() -> None:
             with pytest.raises(openai.BadRequestError) as caught:
                 client.chat.completions.create(model="policy", messages=[user("hi")], frequency_penalty=1)
             assert caught.value.param == "frequency_penalty"
-            assert "frequency_penalty: not supported; it may be 0" in caught.value.message
-            with pytest.raises(openai.BadRequestError, match=r"response_format\.type: not supported; it may be 'text'"):
+            assert "frequency_penalty: not supported by the engine behind this server" in caught.value.message
+            with pytest.raises(openai.BadRequestError, match="response_format: not supported by the engine"):
                 client.chat.completions.create(
                     model="policy", messages=[user("hi")], response_format={"type": "json_object"}
                 )
@@ -208,8 +208,17 @@ async def test_text_completions() -> None:
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [{"type": "web"}]}, "tools[0].type"),
-        ({"response_format": {"type": "json_object"}}, "response_format.type"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format.type"),
+        ({"tool_choice": "sometimes"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {}}}, "tool_choice.function.name"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+            "response_format.json_schema.schema",
+        ),
+        ({"presence_penalty": 3}, "presence_penalty"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty"),
+        ({"logit_bias": {"5": 101}}, "logit_bias"),
         ({"logit_bias": {"5": 1.0}}, "logit_bias"),
         ({"audio": {}}, "audio"),
         ({"max_tokens": -1}, "max_tokens"),

@@ -78,6 +78,7 @@ def reference(rows: list[Row], training: TrainingConfig, correction: CorrectionC
                 weight = loss = slope = 0.0
             share = 1 / len(members) if training.average == "sequence" else 1.0
             kl, kl_slope = kl_loss(training, row)
+            weight *= row.get("loss_weight", 1.0)
             total += share * (weight * loss + training.kl_coef * kl)
             slopes[i] = share * (weight * slope + training.kl_coef * kl_slope)
     return {"loss": total, "slopes": slopes, "denominator": denominator, "masked": sum(masked)}
@@ -126,6 +127,7 @@ def batch_of(rows: list[Row], num_sequences: int) -> TensorBatch:
         blank,
         behaviour_logprobs_N=column("behaviour"),
         advantages_N=column("advantage"),
+        loss_weights_N=torch.tensor([row.get("loss_weight", 1.0) for row in rows], dtype=torch.float64),
         versions_N=column("version", torch.int64),
         oldest_versions_N=column("version", torch.int64),
         sequences_N=column("sequence", torch.int64),
@@ -167,6 +169,7 @@ token = st.fixed_dictionaries(
         "start": st.one_of(logprob, logprob, strange),
         "reference": st.one_of(logprob, logprob, strange),
         "advantage": st.floats(-5, 5),
+        "loss_weight": st.sampled_from([1.0, 1.0, 0.25, 0.0]),
         "version": st.integers(0, VERSION),
         "sequence": st.integers(0, 3),
     }

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -174,3 +175,72 @@ def test_tokens_that_are_too_old_are_context_only():
     assert list(sample.versions) == [-1, -1, 3, 3]
     assert list(sample.advantages) == [0, 0, 1.5, 1.5]
     assert build_samples(group(rollout(mixed)), 1.0, oldest_version=4) == []
+
+
+CONSTRAINED = SamplingParams(8, constraint='{"type": "structural_tag"}', stop_token_ids=(1,))
+
+
+def constrained_turn(prompt: Sequence[int], token_ids: Sequence[int], allowed: Sequence[float] | None) -> Turn:
+    spans = (VersionSpan(3, len(token_ids)),)
+    logprobs = [-0.5] * len(token_ids)
+    completion = Completion("r", token_ids, logprobs, FinishReason.STOP, spans, allowed_logprobs=allowed)
+    return Turn(prompt, completion, sampling=CONSTRAINED if allowed is not None else SamplingParams(8))
+
+
+@pytest.mark.parametrize(
+    ("constrained", "mask", "weights"),
+    [
+        ("masked", [0, 0, 0, 1, 0, 0, 1, 1], None),
+        ("trained", [0, 0, 1, 1, 1, 0, 1, 1], None),
+        ("corrected", [0, 0, 1, 1, 1, 0, 1, 1], [1, 1, 0.125, 0.125, 0.125, 1, 0.125, 0.125]),
+        ("corrected_by_token", [0, 0, 1, 1, 1, 0, 1, 1], [1, 1, 0.25, 1, 0.5, 1, 1, 1]),
+    ],
+)
+def test_constrained_tokens_are_masked_trained_or_corrected(
+    constrained: Any, mask: list[int], weights: list[float] | None
+):
+    turns = [
+        constrained_turn([7, 8], [5, 6, 1], [math.log(0.25), 0.0, math.log(0.5)]),  # at 6 nothing was left out
+        constrained_turn([7, 8, 5, 6, 1, 9], [4, 1], None),
+    ]
+    (sample,) = build_samples(group(rollout(*turns)), constrained=constrained)
+    assert list(sample.loss_mask) == [bool(one) for one in mask]
+    assert sample.loss_weights is None if weights is None else list(sample.loss_weights) == pytest.approx(weights)
+    own = [0, 0, -0.5 + math.log(0.25), -0.5, -0.5 + math.log(0.5), 0, -0.5, -0.5]
+    expected = [logprob if trained else 0 for logprob, trained in zip(own, mask, strict=True)]
+    assert list(sample.behaviour_logprobs) == pytest.approx(expected), "those of the policy without its constraint"
+    assert list(sample.advantages) == [1.5 * trained for trained in mask]
+    assert list(sample.versions) == [3 if trained else -1 for trained in mask]
+
+
+def test_a_rollout_is_corrected_by_all_of_its_branches_and_by_tokens_too_old_to_train():
+    turns = [
+        constrained_turn([7, 8], [5, 1], [math.log(0.5), 0.0]),
+        constrained_turn([9], [4, 1], [math.log(0.25), 0.0]),
+    ]
+    old = replace(turns[0], completion=replace(turns[0].completion, version_spans=(VersionSpan(0, 2),)))
+    (sample,) = build_samples(group(rollout(old, turns[1])), oldest_version=2, constrained="corrected")
+    assert list(sample.token_ids) == [9, 4, 1]
+    assert sample.loss_weights is not None
+    assert list(sample.loss_weights) == pytest.approx([1.0, 0.125, 0.125])
+
+
+def test_a_rollout_of_constrained_tokens_alone_trains_nothing_where_they_are_masked():
+    played = rollout(constrained_turn([7, 8], [5, 1], [-2.0, -0.1]))
+    assert build_samples(group(played)) == []
+
+
+def test_a_constraint_that_nobody_measured_is_refused():
+    nowhere = replace(constrained_turn([7], [5], None), sampling=CONSTRAINED)
+    with pytest.raises(ValueError, match="sampled under a constraint, and its completion has no allowed_logprobs"):
+        build_samples(group(rollout(nowhere)))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("presence_penalty", 0.5), ("frequency_penalty", 0.5), ("repetition_penalty", 1.1), ("logit_bias", {5: 1.0})],
+)
+def test_penalties_and_biases_are_no_policy_of_the_trainers(name: str, value: Any):
+    shaped = replace(turn([7], [5]), sampling=SamplingParams(8, **{name: value}))
+    with pytest.raises(ValueError, match=f"was sampled with {name} = "):
+        build_samples(group(rollout(shaped)))

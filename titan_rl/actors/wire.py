@@ -38,6 +38,7 @@ def pack(message: FromGenerator) -> Packed:
                 _pack_spans(message.version_spans),
                 message.routed_experts,
                 message.top_logprobs,
+                _pack_allowed(message.allowed_logprobs),
             )
         case Completion():
             return (
@@ -50,6 +51,7 @@ def pack(message: FromGenerator) -> Packed:
                 message.metrics,
                 None if message.ended is None else message.ended.value,
                 message.top_logprobs,
+                _pack_allowed(message.allowed_logprobs),
             )
         case RequestFailed():
             return message.request_id, message.error
@@ -58,7 +60,7 @@ def pack(message: FromGenerator) -> Packed:
 def unpack(packed: Packed) -> FromGenerator:
     """What `pack` was given."""
     match packed:
-        case (request_id, token_ids, logprobs, spans, experts, top):
+        case (request_id, token_ids, logprobs, spans, experts, top, allowed):
             return TokenChunk(
                 request_id,
                 array_from_bytes(TOKENS, token_ids),
@@ -66,8 +68,9 @@ def unpack(packed: Packed) -> FromGenerator:
                 _unpack_spans(spans),
                 experts,
                 top,
+                _unpack_allowed(allowed),
             )
-        case (request_id, token_ids, logprobs, reason, spans, experts, metrics, ended, top):
+        case (request_id, token_ids, logprobs, reason, spans, experts, metrics, ended, top, allowed):
             return Completion(
                 request_id,
                 array_from_bytes(TOKENS, token_ids),
@@ -78,11 +81,20 @@ def unpack(packed: Packed) -> FromGenerator:
                 metrics,
                 None if ended is None else FinishReason(ended),
                 top,
+                _unpack_allowed(allowed),
             )
         case (request_id, error):
             return RequestFailed(request_id, error)
         case _:
             raise ValueError(f"a generator sent a tuple of {len(packed)} values")
+
+
+def _pack_allowed(logprobs: Sequence[float] | None) -> bytes | None:
+    return None if logprobs is None else logprob_array(logprobs).tobytes()
+
+
+def _unpack_allowed(packed: bytes | None) -> Sequence[float] | None:
+    return None if packed is None else array_from_bytes(LOGPROBS, packed)
 
 
 def _pack_spans(spans: Sequence[VersionSpan]) -> tuple[tuple[int, int], ...]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+from titan_rl.errors import UnsupportedSamplingError
 from titan_rl.generation.request import EngineRequest
-from titan_rl.types import FinishReason, TopLogprobs
+from titan_rl.types import EXTRA_SAMPLING, FinishReason, TopLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,7 @@ class TokenDelta:
     metrics: dict[str, float] = field(default_factory=dict[str, float])  # e.g. cached_prompt_tokens, once
     failure: str | None = None  # why the engine gave the request up
     top_logprobs: TopLogprobs | None = None  # [num_new_tokens, ...] if the request asks for them
+    allowed_logprobs: Sequence[float] | None = None  # [num_new_tokens] if the request has a constraint
 
 
 def problem_of(delta: TokenDelta, request: EngineRequest) -> str | None:
@@ -37,10 +39,28 @@ def problem_of(delta: TokenDelta, request: EngineRequest) -> str | None:
     for name, is_asked, rows in (
         ("routed experts", sampling.return_routed_experts, delta.routed_experts),
         ("top logprobs", bool(sampling.top_logprobs), delta.top_logprobs),
+        ("the logprobs of what its constraint allows", sampling.constraint is not None, delta.allowed_logprobs),
     ):
         if is_asked and (num_rows := 0 if rows is None else len(rows)) != count:
             return f"asked for {name}, and {count} tokens came with {num_rows} rows of them"
     return None
+
+
+def check_sampling(engine: object, request: EngineRequest) -> None:
+    """
+    Raises:
+        UnsupportedSamplingError: the engine cannot sample as the request asks: see `Engine`.
+    """
+    honoured: Collection[str] = getattr(engine, "extra_sampling", ())
+    for name, value in request.sampling.shaping.items():
+        if name in EXTRA_SAMPLING and name not in honoured:
+            is_constraint = name == "constraint"
+            shown = "a constraint (a JSON schema or a forced tool)" if is_constraint else f"{name} = {value!r}"
+            raise UnsupportedSamplingError(
+                f"request {request.request_id!r} asks for {shown}, which {type(engine).__name__} does not honour; "
+                'leave it out, or use an engine that does: generation.engine = "vllm"',
+                name,
+            )
 
 
 @runtime_checkable
@@ -48,6 +68,10 @@ class Engine(Protocol):
     """A generation engine, owned and driven by one thread.
 
     Nothing here blocks longer than one step. An exception from anything but `add` means the engine is broken.
+
+    An attribute `extra_sampling` names the fields of `EXTRA_SAMPLING` (`titan_rl.types`) that the engine honours. A
+    request that sets another of them is refused by the engine loop; so all of them are, where there is no such
+    attribute.
     The tests of `titan_rl.testing.engine_contract` find out whether an engine keeps to this.
     """
 

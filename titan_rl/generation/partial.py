@@ -104,7 +104,7 @@ def tokens_between(tokens: Completion | TokenChunk, start: int, stop: int) -> To
         if num_tokens > 0:
             spans.append(VersionSpan(span.version, num_tokens))
         position += span.num_tokens
-    experts, top = tokens.routed_experts, tokens.top_logprobs
+    experts, top, allowed = tokens.routed_experts, tokens.top_logprobs, tokens.allowed_logprobs
     return TokenChunk(
         tokens.request_id,
         tokens.token_ids[start:stop],
@@ -112,6 +112,7 @@ def tokens_between(tokens: Completion | TokenChunk, start: int, stop: int) -> To
         tuple(spans),
         None if experts is None else experts[start:stop],
         None if top is None else top[start:stop],
+        None if allowed is None else allowed[start:stop],
     )
 
 
@@ -124,6 +125,7 @@ class _Tokens:
         self._spans: list[VersionSpan] = []
         self._experts: list[Any] = []
         self._top_logprobs: list[Any] = []
+        self._allowed_logprobs: array[float] | None = None
 
     def add(self, part: Completion | TokenChunk) -> None:
         self.token_ids.extend(token_array(part.token_ids).array())
@@ -137,6 +139,9 @@ class _Tokens:
             self._experts.append(part.routed_experts)
         if part.top_logprobs is not None:
             self._top_logprobs.append(part.top_logprobs)
+        if part.allowed_logprobs is not None:
+            self._allowed_logprobs = self._allowed_logprobs or array(LOGPROBS)
+            self._allowed_logprobs.extend(logprob_array(part.allowed_logprobs).array())
 
     def completion(self, request_id: str) -> Completion:
         """As an aborted one."""
@@ -148,6 +153,7 @@ class _Tokens:
             tuple(self._spans),
             _rows(self._experts),
             top_logprobs=_rows(self._top_logprobs),
+            allowed_logprobs=None if self._allowed_logprobs is None else NumberArray(self._allowed_logprobs[:]),
         )
 
 

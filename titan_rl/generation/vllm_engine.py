@@ -16,7 +16,7 @@ from titan_rl.generation.engine_spec import EngineSpec
 from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.vllm_arguments import ENVIRONMENT, engine_arguments, prepare_cpu
 from titan_rl.generation.vllm_weights import drop_packed_experts, with_tied_head
-from titan_rl.types import FinishReason, TopLogprobs
+from titan_rl.types import EXTRA_SAMPLING, FinishReason, TopLogprobs
 
 # Those of vLLM's that leave the tokens valid. Its others are "error" and "repetition".
 _FINISH_REASONS = {FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT}
@@ -25,7 +25,8 @@ _FINISH_REASONS = {FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT}
 class VLLMEngine:
     """Continuous batching with paged attention and a prefix cache.
 
-    Logprobs are those of the distribution sampled from: temperature, top_p, top_k and min_p applied.
+    Logprobs are those of the distribution sampled from: temperature, top_p, top_k, min_p, penalties, biases and the
+    constraint applied.
 
     Of several ranks that share a model each process has an engine, in lockstep with the others. They are started by
     whoever started this process, with torch.distributed's environment variables set.
@@ -37,6 +38,8 @@ class VLLMEngine:
         ModelError: the folder is not a model that vLLM can load, or does not fit the settings.
     """
 
+    extra_sampling = EXTRA_SAMPLING
+
     def __init__(self, spec: EngineSpec) -> None:
         if not (Path(spec.model_path) / "config.json").is_file():
             raise ModelError(f"{spec.model_path} has no config.json; it must be a Hugging Face model folder")
@@ -46,6 +49,7 @@ class VLLMEngine:
         from vllm.platforms import current_platform
         from vllm.v1.engine.core_client import InprocClient
 
+        from titan_rl.generation.vllm_constraints import Constraints
         from titan_rl.generation.vllm_requests import VLLMRequests
         from titan_rl.generation.vllm_scheduler import ScoringScheduler
 
@@ -69,6 +73,9 @@ class VLLMEngine:
             self._core = InprocClient(config, _executor(config), log_stats=False)
             assert isinstance(self._core.engine_core.scheduler, ScoringScheduler)
             self._scheduler = self._core.engine_core.scheduler
+            constraints = Constraints(config)
+            self._core.engine_core.structured_output_manager = constraints
+            self._scheduler.structured_output_manager = constraints
         except (ValueError, OSError, ImportError) as error:
             raise ModelError(f"vLLM cannot serve {spec.model_path}: {error}") from error
 
@@ -175,7 +182,12 @@ class VLLMEngine:
             experts = output.routed_experts  # of every position computed: the last ones produced the new tokens
             if experts is not None:
                 experts = experts[len(experts) - len(tokens) :]
-            deltas.append(TokenDelta(request_id, tokens, logprobs, finish_reason, experts, metrics, failure, top))
+            allowed = None
+            if request.sampling.constraint is not None and (not tokens or core_id in self._scheduler.allowed_logprobs):
+                allowed = [self._scheduler.allowed_logprobs[core_id] for _ in tokens]
+            deltas.append(
+                TokenDelta(request_id, tokens, logprobs, finish_reason, experts, metrics, failure, top, allowed)
+            )
         return deltas
 
 

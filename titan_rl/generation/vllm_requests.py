@@ -7,10 +7,12 @@ from array import array
 from collections.abc import Sequence
 
 from vllm import SamplingParams as VLLMSamplingParams
+from vllm.sampling_params import StructuredOutputsParams, check_json_nesting
 from vllm.v1.engine import EngineCoreRequest
 
 from titan_rl.errors import RequestError
 from titan_rl.generation.request import EngineRequest
+from titan_rl.generation.vllm_constraints import CONTINUED, check_constraint
 from titan_rl.types import SamplingParams
 
 
@@ -81,6 +83,15 @@ class VLLMRequests:
     def _params(self, request_id: str, sampling: SamplingParams) -> VLLMSamplingParams:
         if sampling.seed is not None and not -(2**63) <= sampling.seed < 2**63:
             raise RequestError(f"request {request_id!r} has seed {sampling.seed}; it must fit into 64 bits")
+        if beyond := [token for token, _ in sampling.logit_bias if token >= self._vocab_size]:
+            raise RequestError(
+                f"request {request_id!r} has logit_bias for token {beyond[0]}; the vocabulary has {self._vocab_size}"
+            )
+        if sampling.num_continued and (sampling.presence_penalty or sampling.frequency_penalty):
+            raise RequestError(
+                f"request {request_id!r} was interrupted after {sampling.num_continued} tokens, and its presence or "
+                "frequency penalty counts the tokens of one attempt alone; send it again"
+            )
         try:
             return VLLMSamplingParams(
                 max_tokens=sampling.max_tokens,
@@ -94,6 +105,12 @@ class VLLMRequests:
                 stop_token_ids=[token for token in sampling.stop_token_ids if 0 <= token < self._vocab_size],
                 ignore_eos=True,  # the request names its stop tokens itself
                 logprobs=sampling.top_logprobs,
+                presence_penalty=sampling.presence_penalty,
+                frequency_penalty=sampling.frequency_penalty,
+                repetition_penalty=sampling.repetition_penalty,
+                logit_bias=dict(sampling.logit_bias) or None,
+                structured_outputs=_structured(sampling),
+                extra_args={CONTINUED: sampling.num_continued} if sampling.num_continued else None,
                 detokenize=False,
                 skip_clone=True,
             )
@@ -111,14 +128,28 @@ class VLLMRequests:
         return ids
 
 
+def _structured(sampling: SamplingParams) -> StructuredOutputsParams | None:
+    """
+    Raises:
+        ValueError: the constraint is none that vLLM's grammars keep to.
+    """
+    if sampling.constraint is None:
+        return None
+    check_constraint(sampling.constraint)
+    check_json_nesting(sampling.constraint, structural_tag=True)
+    params = StructuredOutputsParams(structural_tag=sampling.constraint)
+    params._backend = "xgrammar"  # which vLLM finds out where it has a tokenizer
+    return params
+
+
 def _check_beside_guesses(request_id: str, sampling: SamplingParams) -> None:
     """
     Raises:
         RequestError: with guessed tokens vLLM would sample from another distribution: it leaves min_p out, and bans
-            stop tokens for longer than min_tokens says.
+            stop tokens for longer than min_tokens says. Nor is what a constraint leaves out measured there.
     """
-    for name in ("min_p", "min_tokens"):
-        if value := getattr(sampling, name):
+    for name, value in sampling.shaping.items():
+        if name not in ("top_p", "top_k"):
             raise RequestError(
                 f"request {request_id!r} has {name} = {value}, which vLLM does not keep to where it guesses tokens; "
                 "leave it out, or set generation.speculative.method to 'none'"

@@ -13,6 +13,8 @@ from vllm.v1.core.sched.request_queue import create_request_queue
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
+from titan_rl.generation.vllm_constraints import ConstrainedIds
+
 SCORE_PLACES = 8  # sequences run by themselves at a time, beside the requests that keep theirs
 
 
@@ -28,6 +30,7 @@ class ScoringScheduler(Scheduler):
         super().__init__(*args, **kwargs)
         self.num_preemptions = 0
         self.num_drafts = self.num_draft_tokens = self.num_accepted_tokens = 0
+        self.allowed_logprobs: dict[str, float] = {}  # of the last step's constrained requests: see `ConstrainedIds`
         self._begun: list[str] = []
         self._still: tuple[list[Request], Any] | None = None  # running and waiting requests, while others run alone
 
@@ -54,6 +57,17 @@ class ScoringScheduler(Scheduler):
             self._make_room(*self._still)
         output = super().schedule(*args, **kwargs)
         self._begun += (request.req_id for request in output.scheduled_new_reqs)
+        return output
+
+    def get_grammar_bitmask(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().get_grammar_bitmask(*args, **kwargs)
+        self.allowed_logprobs = {}
+        if output is not None:
+            ids = output.structured_output_request_ids
+            params = [self.requests[request_id].sampling_params for request_id in ids]
+            temperatures = [0.0 if each is None else each.temperature for each in params]
+            output.structured_output_request_ids = ids = ConstrainedIds(ids, dict(zip(ids, temperatures, strict=True)))
+            self.allowed_logprobs = ids.allowed_logprobs
         return output
 
     def take_begun(self) -> list[str]:

@@ -54,10 +54,7 @@ def completion_of(given: Any, max_tokens: int) -> Completion:
         raise ValueError(
             f"generate gave {len(given.token_ids)} tokens; it was asked for sampling.max_tokens = {max_tokens} at most"
         )
-    logprobs = logprob_array(given.logprobs)
-    if not logprobs.is_finite():
-        wrong = next(logprob for logprob in logprobs if not math.isfinite(logprob))
-        raise ValueError(f"generate gave a logprob of {wrong}; each must be finite")
+    logprobs = _finite(given.logprobs)
     metrics = dict(given.metrics)
     for name, value in metrics.items():
         if not math.isfinite(value):
@@ -73,7 +70,16 @@ def completion_of(given: Any, max_tokens: int) -> Completion:
         metrics,
         given.ended,
         given.top_logprobs,
+        None if given.allowed_logprobs is None else _finite(given.allowed_logprobs),
     )
+
+
+def _finite(logprobs: Sequence[float]) -> NumberArray[float]:
+    packed = logprob_array(logprobs)
+    if not packed.is_finite():
+        wrong = next(logprob for logprob in packed if not math.isfinite(logprob))
+        raise ValueError(f"generate gave a logprob of {wrong}; each must be finite")
+    return packed
 
 
 def completion_to_give(own: Completion) -> Completion:

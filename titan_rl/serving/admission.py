@@ -12,7 +12,7 @@ from titan_rl.serving.episodes.store import EpisodeStore
 from titan_rl.serving.http.api_error import ApiError
 from titan_rl.serving.http.keys import OPEN_PATHS, Keys
 
-_PROTOCOLS = ("v1", "inference")
+_PROTOCOLS = ("v1", "inference", "tokenize", "detokenize")
 
 
 class Admission:

@@ -36,6 +36,7 @@ from titan_rl.serving.protocols.openai.completions import CompletionEndpoint
 from titan_rl.serving.protocols.openai.responses import ResponsesEndpoint
 from titan_rl.serving.protocols.openai.stored_responses import StoredResponses
 from titan_rl.serving.protocols.openapi import openapi
+from titan_rl.serving.protocols.tokenizing import DetokenizeEndpoint, TokenizeEndpoint
 from titan_rl.serving.protocols.tokens import TokenEndpoint
 
 Endpoint = Callable[[Request], ASGIApp]
@@ -130,6 +131,8 @@ def make_app(
         "/v1/responses": ResponsesEndpoint(turns, exchanges, stored, stops),
         "/v1/messages": MessagesEndpoint(turns, exchanges, Threads(limits.response_bytes), stops),
         "/v1/messages/count_tokens": CountTokensEndpoint(turns, exchanges),
+        "/tokenize": TokenizeEndpoint(policy, exchanges, text, turns, tokenizing),
+        "/detokenize": DetokenizeEndpoint(policy, exchanges, text),
     }
     routes = [
         *about_routes(policy, metrics, trouble),

@@ -89,6 +89,10 @@ class HttpGenerateFn:
             GenerationError: the server cannot be reached, fails, is full for too long, or says what cannot be
                 understood.
         """
+        if sampling.constraint is not None:
+            raise RequestError(
+                f"request {request_id!r} has a constraint, and what it leaves out does not come over HTTP"
+            )
         if sampling.return_routed_experts or sampling.top_logprobs:
             asked = "routed experts" if sampling.return_routed_experts else "top logprobs"
             raise RequestError(f"request {request_id!r} asks for {asked}, which do not come over HTTP")
@@ -159,6 +163,10 @@ def _wire_sampling(sampling: SamplingParams) -> dict[str, Any]:
         "min_tokens": sampling.min_tokens,
         "seed": sampling.seed,
         "stop_token_ids": list(sampling.stop_token_ids),
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "repetition_penalty": sampling.repetition_penalty,
+        "logit_bias": {str(token): value for token, value in sampling.logit_bias} or None,
         "ignore_eos": True,  # the request names its stop tokens itself
         "logprobs": 0,
         "skip_special_tokens": False,

@@ -20,6 +20,7 @@ from titan_rl.training.choices import (
     ActivationCheckpointing,
     Attention,
     Average,
+    Constrained,
     CorrectionMask,
     CorrectionWeight,
     DType,
@@ -180,6 +181,9 @@ class CorrectionConfig(Section):
     """Lowest and highest ratio that `mask` keeps."""
     veto: PositiveFloat | None = None
     """Sequences are left out in which any token's ratio is below this. By default none are."""
+    constrained: Constrained = "masked"
+    """Tokens sampled under a constraint (forced tool, JSON schema) are left out, trained as if the policy had chosen
+    them freely, or corrected: weighed by policy over constrained probability, of the whole rollout or of each token."""
 
     @model_validator(mode="after")
     def _bounds_in_order(self) -> Self:

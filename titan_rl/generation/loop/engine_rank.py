@@ -10,7 +10,7 @@ from typing import Any
 
 from titan_rl.calls.user_code import summary, with_cause
 from titan_rl.errors import EngineDeadError, RequestError, StateDictError
-from titan_rl.generation.engine import Engine, SleepingEngine, TokenDelta
+from titan_rl.generation.engine import Engine, SleepingEngine, TokenDelta, check_sampling
 from titan_rl.generation.loop.loop_decision import LoopAction
 from titan_rl.generation.loop.ranks import Ranks
 from titan_rl.generation.request import EngineRequest
@@ -54,6 +54,7 @@ class EngineRank:
         rejected: dict[str, Exception] = {}
         for request in requests:
             try:
+                check_sampling(self.engine, request)
                 self.engine.add(request)
             except BaseException as error:  # nothing is awaited here, so that a CancelledError is the engine's own
                 # What the engine did not foresee is the request's doing, and would happen on every replica.

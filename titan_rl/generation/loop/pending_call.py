@@ -17,6 +17,7 @@ class PendingCall:
     under the lock of `LoopState`."""
 
     __slots__ = (
+        "_allowed_logprobs",
         "_clock",
         "_first_token_at",
         "_last_token_at",
@@ -49,6 +50,7 @@ class PendingCall:
         self.logprobs = array(LOGPROBS)
         self._routed_experts: list[ExpertRows] = []  # of one token each
         self._top_logprobs: list[Sequence[tuple[int, float]]] = []
+        self._allowed_logprobs = array(LOGPROBS)
         self._marks: list[tuple[int, int]] = []  # (index of the first token, version)
         self._metrics: dict[str, float] = {}
         self._streamed = 0
@@ -77,6 +79,8 @@ class PendingCall:
             self._routed_experts.extend(rows[place : place + 1] for place in range(len(rows)))
         if self.request.sampling.top_logprobs:
             self._top_logprobs.extend(delta.top_logprobs or ())
+        if self.request.sampling.constraint is not None:
+            self._allowed_logprobs.extend(delta.allowed_logprobs or ())
         if delta.metrics:
             self._metrics.update(delta.metrics)
         if delta.token_ids:
@@ -98,6 +102,7 @@ class PendingCall:
             self._spans(start),
             joined_rows(self._routed_experts[start:]),
             self._top_logprobs[start:] or None,
+            self._allowed(start),
         )
 
     def completion(self, finish_reason: FinishReason) -> Completion:
@@ -117,7 +122,11 @@ class PendingCall:
             joined_rows(self._routed_experts),
             metrics,
             top_logprobs=self._top_logprobs[:] or None,
+            allowed_logprobs=self._allowed(0),
         )
+
+    def _allowed(self, start: int) -> NumberArray[float] | None:
+        return None if self.request.sampling.constraint is None else NumberArray(self._allowed_logprobs[start:])
 
     def _spans(self, start: int) -> tuple[VersionSpan, ...]:
         spans, end = list[VersionSpan](), len(self.token_ids)

@@ -14,7 +14,7 @@ from titan_rl.generation.router.limits import Limits
 from titan_rl.generation.router.pause import Pause
 from titan_rl.generation.router.pool import Pool, PooledReplica, Reservation
 from titan_rl.generation.types import PauseMode
-from titan_rl.types import Completion, FinishReason
+from titan_rl.types import Completion, FinishReason, SamplingParams
 
 LOOK_S = 1.0
 """From what may call for moves to the look at what each replica has."""
@@ -33,7 +33,7 @@ class Moves:
     What may move: those that came last first, which may wait in an engine still, and have the fewest tokens to be
     computed anew. One moves again when its tokens have more than doubled, so that of an answer no more is computed anew
     than twice its tokens, and as many prompts as it has doublings. One with a seed stays: behind a seam it draws
-    another answer.
+    another answer. So does one whose penalties count its own tokens.
 
     Where to: to a replica of the same version, so that no answer goes back to an older one, and which has answered
     since it last failed. Not to one that failed this request. Where it fails nevertheless that is no attempt of the
@@ -169,7 +169,7 @@ class Moves:
         free = [
             request
             for request in self._requests.on(replica)
-            if not (request.is_leaving or request.aborted or request.partial.request.sampling.seed is not None)
+            if not (request.is_leaving or request.aborted or _must_stay(request.partial.request.sampling))
         ]
         due = [one for one in free if one.moved_with is None or one.partial.num_tokens > 2 * one.moved_with]
         if len(due) < len(free):
@@ -190,6 +190,10 @@ class Moves:
         except TimeoutError:
             for request in left():  # they stay, and may end there
                 request.give_place_back()
+
+
+def _must_stay(sampling: SamplingParams) -> bool:
+    return sampling.seed is not None or bool(sampling.presence_penalty or sampling.frequency_penalty)
 
 
 def _last_for(target: PooledReplica, requests: list[RequestInFlight]) -> RequestInFlight | None:

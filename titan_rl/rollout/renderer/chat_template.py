@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from titan_rl.errors import ModelError
+from titan_rl.errors import ModelError, RequestError
 from titan_rl.rollout.renderer.tokenizer import load_tokenizer
 from titan_rl.rollout.renderer.types import ParsedToolCall, Tools
 from titan_rl.rollout.types import Message
@@ -89,6 +89,28 @@ class ChatTemplateRenderer:
         if not tokenizer.chat_template:
             raise ModelError(f"model folder {str(path)!r} has no chat template; add a chat_template.jinja to it")
         return cls(tokenizer, template_kwargs=template_kwargs)
+
+    def with_template_kwargs(self, kwargs: Mapping[str, Any]) -> ChatTemplateRenderer:
+        """The same, with these keywords beside its own.
+
+        Raises:
+            RequestError: the template reads no such keyword, or cannot be extended turn by turn with it.
+        """
+        from jinja2 import Environment, TemplateError, meta
+
+        try:
+            read = meta.find_undeclared_variables(Environment().parse(self._tokenizer.chat_template))
+        except TemplateError:  # it has an extension of transformers' own
+            read = None
+        if read is not None and (unread := sorted(kwargs.keys() - read)):
+            raise RequestError(
+                f"chat_template_kwargs has {unread[0][:100]!r}, which the chat template does not read; it reads "
+                f"{', '.join(sorted(read - _GIVEN)) or 'none'}"
+            )
+        try:
+            return ChatTemplateRenderer(self._tokenizer, template_kwargs={**self._template_kwargs, **kwargs})
+        except ModelError as error:
+            raise RequestError(f"chat_template_kwargs = {dict(kwargs)!r}: {error}") from error
 
     def render_ids(
         self, messages: Sequence[Message], *, tools: Tools | None = None, add_generation_prompt: bool = False
@@ -208,6 +230,9 @@ class ChatTemplateRenderer:
             "Use another template, or the `renderers` package if it has a renderer for this model"
         )
 
+
+_GIVEN = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "raise_exception", "strftime_now"}
+"""Names in a chat template that are no keywords."""
 
 _QUESTION: tuple[Message, ...] = ({"role": "user", "content": "1"},)
 

@@ -42,6 +42,7 @@ class StoredCompletion(msgspec.Struct, array_like=True, frozen=True):
     metrics: dict[str, float]
     ended: FinishReason | None
     top_logprobs: list[list[tuple[int, float]]] | None
+    allowed_logprobs: bytes | None = None
 
 
 class StoredTurn(msgspec.Struct, array_like=True, frozen=True):
@@ -79,6 +80,7 @@ def stored_completion(completion: Completion) -> StoredCompletion:
         dict(completion.metrics),
         completion.ended,
         _top(completion.top_logprobs),
+        None if completion.allowed_logprobs is None else logprob_array(completion.allowed_logprobs).tobytes(),
     )
 
 
@@ -97,6 +99,7 @@ def completion_of(stored: StoredCompletion) -> Completion:
         stored.metrics,
         stored.ended,
         stored.top_logprobs,
+        None if stored.allowed_logprobs is None else array_from_bytes(LOGPROBS, stored.allowed_logprobs),
     )
 
 

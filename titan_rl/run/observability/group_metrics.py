@@ -33,6 +33,9 @@ def group_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
         rollout/completion_tokens_mean, completion_tokens_max: of a rollout, all turns together.
         rollout/turns_mean; rollout/branches_per_rollout: mean number of samples that a rollout's turns make, which is 1
         as long as each prompt extends the one before and its completion.
+        rollout/constrained_fraction: share of the completion tokens of which a constraint left others out;
+        rollout/constraint_weight_mean: of rollouts with such tokens, the probability that the policy gives to what was
+        allowed. Both are absent where nothing was constrained.
         rollout/metrics/<name>: mean of a metric that rollouts carry.
         completion/<name>: mean of a metric that completions carry.
         rollout/values_left_out: rewards and metrics that are no finite number, and so are in no mean.
@@ -50,6 +53,7 @@ def group_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     }
     if branches := [count_branches(rollout) for rollout in rollouts if rollout.turns]:
         metrics["rollout/branches_per_rollout"] = fmean(branches)
+    metrics |= _of_constraints(rollouts)
     for status in RolloutStatus:
         metrics[f"rollout/status/{status}"] = fmean(rollout.status is status for rollout in rollouts)
 
@@ -84,6 +88,21 @@ def group_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
                 metrics[f"{prefix}{name}"] = fmean(numbers)
     metrics["rollout/values_left_out"] = float(left_out)
     return metrics
+
+
+def _of_constraints(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    allowed = [
+        [value for turn in rollout.turns for value in turn.completion.allowed_logprobs or () if value < 0]
+        for rollout in rollouts
+    ]
+    constrained = [values for values in allowed if values]
+    if not constrained:
+        return {}
+    num_tokens = sum(rollout.num_completion_tokens for rollout in rollouts)
+    return {
+        "rollout/constrained_fraction": sum(map(len, constrained)) / num_tokens,
+        "rollout/constraint_weight_mean": fmean(math.exp(sum(values)) for values in constrained),
+    }
 
 
 def validation_metrics(groups: Sequence[RolloutGroup], prefix: str = "validation") -> dict[str, float]:

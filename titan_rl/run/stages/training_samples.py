@@ -16,4 +16,9 @@ def training_samples(config: RunConfig, batch: GroupBatch) -> list[TrainingSampl
             subtract_batch_mean([group for group in batch.groups if group.task == source.name])
     max_age = config.scheduling.max_token_age
     oldest = 0 if max_age is None else batch.version - max_age
-    return [s for group in batch.groups for s in build_samples(group, oldest_version=oldest)]
+    constrained = config.correction.constrained
+    return [
+        sample
+        for group in batch.groups
+        for sample in build_samples(group, oldest_version=oldest, constrained=constrained)
+    ]

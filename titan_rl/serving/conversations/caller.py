@@ -11,7 +11,7 @@ from titan_rl.errors import RequestError
 from titan_rl.rollout.renderer.types import Tools
 from titan_rl.rollout.types import Message
 from titan_rl.serving.conversations.sessions import Conversation, Conversations
-from titan_rl.serving.conversations.tree import Prompt
+from titan_rl.serving.conversations.tree import Prompt, Style
 from titan_rl.serving.policy.served_policy import Ask
 from titan_rl.types import Completion, SamplingParams
 
@@ -70,7 +70,9 @@ class Caller(Protocol):
 
     name: bytes
 
-    def talk(self, messages: Sequence[Message], tools: Tools | None, session_id: str | None) -> Talk:
+    def talk(
+        self, messages: Sequence[Message], tools: Tools | None, session_id: str | None, style: Style | None = None
+    ) -> Talk:
         """
         Raises:
             RequestError: the messages cannot be rendered.
@@ -96,11 +98,15 @@ class Client:
         self.name = name
         self._conversations = conversations
 
-    def talk(self, messages: Sequence[Message], tools: Tools | None, session_id: str | None) -> Talk:
+    def talk(
+        self, messages: Sequence[Message], tools: Tools | None, session_id: str | None, style: Style | None = None
+    ) -> Talk:
         if self._conversations is None:
             raise RequestError(NO_RENDERER)
         conversation = self._conversations.of(self.name, session_id, messages, tools)
-        return _RememberedTalk(self._conversations, conversation, conversation.tree.prompt(messages, tools))
+        return _RememberedTalk(
+            self._conversations, conversation, conversation.tree.prompt(messages, tools, style or Style())
+        )
 
     def talk_in_tokens(self, token_ids: Sequence[int], show: Show, session_id: str | None) -> Talk:
         return _ForgottenTalk(token_ids, session_id)

@@ -68,6 +68,11 @@ def identity_of_tools(tools: Tools | None) -> bytes:
     return _digest([_without_empty(tool) for tool in tools or ()])
 
 
+def identity_of_kwargs(kwargs: Mapping[str, Any]) -> bytes:
+    """Of the keywords of a chat template."""
+    return _digest(dict(kwargs))
+
+
 def _content(content: Any) -> Any:
     if not isinstance(content, Sequence) or isinstance(content, str):
         return content

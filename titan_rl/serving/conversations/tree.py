@@ -110,6 +110,24 @@ class Place:
         return place, _bytes_of(place.message)
 
 
+@dataclass(frozen=True, slots=True)
+class Style:
+    """How a prompt is rendered where that is not as usual.
+
+    Args:
+        renderer: in the place of the tree's own.
+        key: tells prompts of this renderer from those of others.
+        begun: of a reply that the client has begun itself; the prompt ends with it.
+    """
+
+    renderer: Renderer | None = None
+    key: bytes = b""
+    begun: Sequence[int] = ()
+
+
+_USUAL = Style()
+
+
 class ConversationTree:
     """The conversations of one episode, by their messages, and the turns in them.
 
@@ -153,7 +171,7 @@ class ConversationTree:
         """In the order in which they were added."""
         return self._turns
 
-    def prompt(self, messages: Sequence[Message], tools: Tools | None = None) -> Prompt:
+    def prompt(self, messages: Sequence[Message], tools: Tools | None = None, style: Style = _USUAL) -> Prompt:
         """The prompt for the next message. The tree is as before: any number may be asked for, and used or not.
 
         Args:
@@ -165,15 +183,17 @@ class ConversationTree:
         if not messages:
             raise RequestError("messages is empty; a conversation has at least one")
         identities = [identity_of(message) for message in messages]
-        root = identity_of_tools(tools)
+        root = identity_of_tools(tools) + style.key
+        renderer, begun = style.renderer or self._renderer, list(style.begun)
         turn, after, known = self._find(self._roots.get(root), identities)
         rest = list(zip(identities[known:], messages[known:], strict=True))
         if turn is not None:
             so_far = turn.token_ids
-            token_ids = self._extend(turn, messages[known:], tools)
+            token_ids = _extend(renderer, turn, messages[known:], tools)
             if token_ids[: len(so_far)] == so_far:
+                token_ids += begun
                 return Prompt(token_ids, turn, token_ids[len(so_far) :], root, after, rest)
-        token_ids = self._render(messages, tools)
+        token_ids = _render(renderer, messages, tools) + begun
         return Prompt(token_ids, None, token_ids, root, after, rest)
 
     def prompt_of_tokens(self, token_ids: Sequence[int], show: Callable[[Sequence[int]], str]) -> Prompt:
@@ -254,31 +274,35 @@ class ConversationTree:
                 found = (*min(turns, key=lambda pair: _first_to_go_on_from(pair[0])), number)
         return found
 
-    def _extend(self, turn: TurnNode, new_messages: Sequence[Message], tools: Tools | None) -> list[int]:
-        """The tokens of a turn and of what comes after it; none where the renderer cannot extend it."""
-        assert self._renderer is not None
-        try:
-            bridged = self._renderer.bridge_to_next_turn(
-                turn.prompt_token_ids,
-                list(turn.completion.token_ids),
-                renderable(new_messages),
-                tools=None if tools is None else list(tools),
-            )
-        except Exception:  # a template may refuse these messages alone, and take the conversation
-            return []
-        return [] if bridged is None else list(bridged.token_ids)
 
-    def _render(self, messages: Sequence[Message], tools: Tools | None) -> list[int]:
-        if self._renderer is None:
-            raise RequestError("there is no renderer for messages")
-        try:
-            return list(
-                self._renderer.render_ids(
-                    renderable(messages), tools=None if tools is None else list(tools), add_generation_prompt=True
-                )
+def _extend(
+    renderer: Renderer | None, turn: TurnNode, new_messages: Sequence[Message], tools: Tools | None
+) -> list[int]:
+    """The tokens of a turn and of what comes after it; none where the renderer cannot extend it."""
+    assert renderer is not None
+    try:
+        bridged = renderer.bridge_to_next_turn(
+            turn.prompt_token_ids,
+            list(turn.completion.token_ids),
+            renderable(new_messages),
+            tools=None if tools is None else list(tools),
+        )
+    except Exception:  # a template may refuse these messages alone, and take the conversation
+        return []
+    return [] if bridged is None else list(bridged.token_ids)
+
+
+def _render(renderer: Renderer | None, messages: Sequence[Message], tools: Tools | None) -> list[int]:
+    if renderer is None:
+        raise RequestError("there is no renderer for messages")
+    try:
+        return list(
+            renderer.render_ids(
+                renderable(messages), tools=None if tools is None else list(tools), add_generation_prompt=True
             )
-        except Exception as error:  # a template may raise anything
-            raise RequestError(f"messages cannot be rendered for this model: {summary(error)}") from error
+        )
+    except Exception as error:  # a template may raise anything
+        raise RequestError(f"messages cannot be rendered for this model: {summary(error)}") from error
 
 
 def _first_to_go_on_from(turn: TurnNode) -> tuple[int, int]:

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from cachetools import LRUCache
+
+from titan_rl.errors import UnsupportedSamplingError
+from titan_rl.rollout.renderer.template_kwargs import with_template_kwargs
 from titan_rl.rollout.renderer.types import Renderer
 from titan_rl.rollout.types import Message
 from titan_rl.serving.conversations.caller import Caller, Talk
+from titan_rl.serving.conversations.constraint import Constraining, Constraint
+from titan_rl.serving.conversations.identity import identity_of_kwargs
 from titan_rl.serving.conversations.reply import Delta, Reply, ReplyForm, ReplyReader
+from titan_rl.serving.conversations.tree import Style
+from titan_rl.serving.http.api_error import NOT_HONOURED, UNSUPPORTED_VALUE, ApiError
 from titan_rl.serving.policy.served_policy import ServedPolicy
 from titan_rl.serving.policy.text import Text
 from titan_rl.serving.policy.tokenizing import Tokenizing
-from titan_rl.types import TokenChunk
+from titan_rl.types import SamplingParams, TokenChunk
+
+_MOST_VARIANTS = 16
 
 _PER_MESSAGE = 64
 """Characters whose tokenizing takes as long as what else there is to do with a message."""
@@ -33,6 +43,9 @@ class TurnAsk:
         max_tokens: None is all the room there is.
         one_call: a reply ends with the first call of a tool.
         param: the field that the messages are from.
+        constraint: what the replies have to be.
+        template_kwargs: of the chat template.
+        begun: a reply that the client has begun, which the completion goes on with.
     """
 
     caller: Caller
@@ -45,6 +58,9 @@ class TurnAsk:
     one_call: bool = False
     session_id: str | None = None
     param: str = "messages"
+    constraint: Constraint | None = None
+    template_kwargs: Mapping[str, Any] | None = None
+    begun: str | None = None
 
 
 class Turns:
@@ -55,6 +71,8 @@ class Turns:
         self.text = text
         self._renderer = renderer
         self._tokenizing = tokenizing
+        self._constraining = Constraining(renderer, text)
+        self._variants: LRUCache[bytes, Renderer] = LRUCache(_MOST_VARIANTS)  # by the keywords of the template
 
     def begin(self, asked: TurnAsk, id_prefix: str) -> ServedTurn:
         """The turn that is asked for. Nothing is tokenized, generated or kept before its `replies`."""
@@ -67,12 +85,47 @@ class Turns:
         """
         num_characters = sum(_PER_MESSAGE + len(message.get("content") or "") for message in asked.messages)
         return await self._tokenizing(
-            lambda: asked.caller.talk(asked.messages, asked.tools, asked.session_id), num_characters
+            lambda: asked.caller.talk(asked.messages, asked.tools, asked.session_id, self._style(asked)),
+            num_characters,
         )
+
+    def _style(self, asked: TurnAsk) -> Style:
+        """
+        Raises:
+            RequestError: the renderer takes no such keywords.
+        """
+        begun = () if asked.begun is None else self.text.encode(asked.begun, add_special_tokens=False)
+        if not asked.template_kwargs:
+            return Style(begun=begun)
+        key = identity_of_kwargs(asked.template_kwargs)
+        return Style(self._renderer_of(asked), key, begun)
+
+    def _renderer_of(self, asked: TurnAsk) -> Renderer:
+        if not asked.template_kwargs:
+            return self._renderer
+        key = identity_of_kwargs(asked.template_kwargs)
+        if (found := self._variants.get(key)) is None:
+            found = with_template_kwargs(self._renderer, asked.template_kwargs, self.text.tokenizer)
+            self._variants[key] = found
+        return found
+
+    def sampling(self, asked: TurnAsk, prompt_token_ids: Sequence[int]) -> SamplingParams:
+        """How the replies to a prompt are sampled.
+
+        Raises:
+            ApiError: 400, the conversation fills the context, two values do not go together, or the replies cannot be
+                held to what is wanted.
+        """
+        given = asked.sampling
+        if asked.constraint is not None:
+            given = {**given, "constraint": self._constraining.tag(asked.constraint, asked.tools, prompt_token_ids)}
+        return self.policy.sampling(len(prompt_token_ids), asked.max_tokens, asked.param, **given)
 
     def form(self, asked: TurnAsk, prompt_token_ids: Sequence[int]) -> ReplyForm:
         """What the replies to a prompt are read with."""
-        return ReplyForm(self._renderer, self.text, prompt_token_ids, asked.tools, asked.one_call, asked.stops)
+        return ReplyForm(
+            self._renderer_of(asked), self.text, prompt_token_ids, asked.tools, asked.one_call, asked.stops
+        )
 
 
 class ServedTurn:
@@ -102,7 +155,7 @@ class ServedTurn:
         asked, policy = self._asked, self._turns.policy
         self._talk = talk = await self._turns.talk(asked)
         self.prompt_token_ids = prompt_token_ids = talk.prompt_token_ids
-        sampling = policy.sampling(len(prompt_token_ids), asked.max_tokens, asked.param, **asked.sampling)
+        sampling = self._turns.sampling(asked, prompt_token_ids)
         ask = talk.ask(sampling, asked.num_choices, self.id)
         form = self._turns.form(asked, prompt_token_ids)
         readers = [ReplyReader(form) for _ in range(asked.num_choices)]
@@ -115,7 +168,13 @@ class ServedTurn:
 
         # Nobody reads the text before it is whole, unless there is something in it to look for.
         is_watched = on_delta is not None or form.may_cut
-        completions = await policy.complete(ask, on_tokens if is_watched else None)
+        try:
+            completions = await policy.complete(ask, on_tokens if is_watched else None)
+        except UnsupportedSamplingError as error:
+            if error.parameter != "constraint" or asked.constraint is None:
+                raise
+            param = asked.constraint.param
+            raise ApiError(400, f"{param}: {NOT_HONOURED}", param=param, code=UNSUPPORTED_VALUE) from None
         replies: list[Reply] = []
         for index, (reader, completion) in enumerate(zip(readers, completions, strict=True)):
             if on_delta is None:
@@ -137,4 +196,7 @@ class ServedTurn:
         """
         assert self._talk is not None, "there are no replies before they are generated"
         for index, reply in enumerate(replies):
-            self._talk.record(index, reply.completion, reply.message)
+            message = reply.message
+            if self._asked.begun is not None:
+                message = {**message, "content": self._asked.begun + (message["content"] or "")}
+            self._talk.record(index, reply.completion, message)

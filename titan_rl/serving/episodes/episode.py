@@ -17,7 +17,7 @@ from titan_rl.rollout.copies import completion_of
 from titan_rl.rollout.renderer.types import Renderer, Tools
 from titan_rl.rollout.types import Message, Rollout, RolloutStatus, Turn
 from titan_rl.serving.conversations.caller import Show, Talk
-from titan_rl.serving.conversations.tree import ConversationTree, Prompt, TurnNode
+from titan_rl.serving.conversations.tree import ConversationTree, Prompt, Style, TurnNode
 from titan_rl.serving.episodes.limits import EpisodeLimits
 from titan_rl.serving.episodes.rewards import Answer, EpisodeRewards
 from titan_rl.serving.episodes.sampling import EpisodeSampling
@@ -113,14 +113,16 @@ class Episode:
     def num_in_flight(self) -> int:
         return len(self._in_flight)
 
-    def talk(self, messages: Sequence[Message], tools: Tools | None, session_id: str | None) -> Talk:
+    def talk(
+        self, messages: Sequence[Message], tools: Tools | None, session_id: str | None, style: Style | None = None
+    ) -> Talk:
         """
         Raises:
             EpisodeEndedError: it is over.
             RequestError: the messages cannot be rendered.
         """
         self._require_open()
-        return _EpisodeTalk(self, self.tree.prompt(messages, tools))
+        return _EpisodeTalk(self, self.tree.prompt(messages, tools, style or Style()))
 
     def talk_in_tokens(self, token_ids: Sequence[int], show: Show, session_id: str | None) -> Talk:
         self._require_open()

@@ -9,12 +9,21 @@ from typing import Any
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
-from titan_rl.errors import ActorDiedError, BusyError, EpisodeEndedError, GenerationError, RequestError
+from titan_rl.errors import (
+    ActorDiedError,
+    BusyError,
+    EpisodeEndedError,
+    GenerationError,
+    RequestError,
+    UnsupportedSamplingError,
+)
 
 logger = logging.getLogger(__name__)
 
 UNSUPPORTED_VALUE = "unsupported_value"
 """The code of a field that is known, with a value that is not."""
+
+NOT_HONOURED = "not supported by the engine behind this server; leave it out"
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
@@ -60,6 +69,9 @@ def api_error_of(error: Exception) -> ApiError:
         return ApiError(410, str(error), code="episode_ended")
     if isinstance(error, BusyError):
         return ApiError(429, str(error), code="too_many_requests", headers={"retry-after": "1"})
+    if isinstance(error, UnsupportedSamplingError):
+        name = error.parameter
+        return ApiError(400, f"{name}: {NOT_HONOURED}", param=name, code=UNSUPPORTED_VALUE)
     if isinstance(error, RequestError):
         return ApiError(400, str(error))
     if isinstance(error, GenerationError | ActorDiedError):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from titan_rl.generation.partial import Partial, tokens_between
 from titan_rl.generation.request import EngineRequest, OnChunk
-from titan_rl.serving.http.api_error import ApiError
+from titan_rl.serving.http.api_error import UNSUPPORTED_VALUE, ApiError
 from titan_rl.serving.http.metrics import ServerMetrics
 from titan_rl.serving.policy.stream import StreamFn
 from titan_rl.types import Completion, FinishReason, SamplingParams, TokenChunk
@@ -189,10 +189,13 @@ class ServedPolicy:
 def _check_asked(sampling: SamplingParams, given: Completion | TokenChunk) -> None:
     """
     Raises:
-        ApiError: 400, what generates has no other logprobs than the sampled tokens'.
+        ApiError: 400, what generates has no other logprobs than the sampled tokens', or cannot constrain.
     """
     if sampling.top_logprobs and given.token_ids and given.top_logprobs is None:
         raise ApiError(400, "what generates here gives the sampled tokens' logprobs alone", param="top_logprobs")
+    if sampling.constraint is not None and given.token_ids and given.allowed_logprobs is None:
+        message = "what generates here cannot hold an answer to a JSON schema or to calls of tools; leave that out"
+        raise ApiError(400, message, code=UNSUPPORTED_VALUE)
 
 
 def _is_cancelled() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 from titan_rl.rollout.renderer.detokenizer import Decode, Detokenizer
@@ -12,15 +13,32 @@ class Text:
     """A tokenizer of `transformers` or of `tokenizers`. It belongs to one event loop."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = self._tokenizer = tokenizer
         self._backend: Any = getattr(tokenizer, "backend_tokenizer", tokenizer)
         added: dict[int, Any] = self._backend.get_added_tokens_decoder()
         self._special = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._markup = {token.content: token_id for token_id, token in sorted(added.items())}
 
-    def encode(self, text: str) -> list[int]:
-        """With the special tokens that the tokenizer begins a text with."""
-        encoded = self._tokenizer.encode(text)
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """
+        Args:
+            add_special_tokens: those that the tokenizer begins a text with.
+        """
+        encoded = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return list(getattr(encoded, "ids", encoded))
+
+    def shown(self, token_ids: Sequence[int]) -> str:
+        """With special tokens."""
+        return self._backend.decode(list(token_ids), skip_special_tokens=False)
+
+    def markup(self) -> list[str]:
+        """Tokens that are part of no text, such as `<think>` and `<|im_end|>`: the first 64 that the tokenizer adds to
+        its vocabulary."""
+        return list(islice(self._markup, 64))
+
+    def token_of(self, markup: str) -> int:
+        """The token that is written so."""
+        return self._markup[markup]
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Without special tokens."""

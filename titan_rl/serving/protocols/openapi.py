@@ -15,6 +15,7 @@ from titan_rl.serving.http.admin import Nothing, PauseBody, PullBody
 from titan_rl.serving.http.keys import ADMIN_PREFIX, OPEN_PATHS
 from titan_rl.serving.protocols.anthropic.bodies import ConversationBody, MessagesBody
 from titan_rl.serving.protocols.openai.bodies import ChatBody, CompletionBody, ResponsesBody
+from titan_rl.serving.protocols.tokenizing import DetokenizeBody, TokenizeBody
 from titan_rl.serving.protocols.tokens import GenerateBody
 
 _JSON = "application/json"
@@ -47,6 +48,8 @@ _OPERATIONS = {
     "/v1/responses/{id}": Operation("A response that is stored.", also_deletes=True),
     "/v1/messages": Operation("Blocks in, blocks out.", MessagesBody, _GENERATES, "AnthropicError"),
     "/v1/messages/count_tokens": Operation("Tokens of a conversation.", ConversationBody, errors="AnthropicError"),
+    "/tokenize": Operation("The tokens of a text or a conversation.", TokenizeBody),
+    "/detokenize": Operation("The text of tokens.", DetokenizeBody),
     "/v1/models": Operation("The model."),
     "/v1/models/{name}": Operation("The model, by its name."),
     "/health": Operation("Whether the policy can answer; 503 with the reason where it cannot."),

@@ -5,30 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, cast
 
-from pydantic import AfterValidator, Field, WithJsonSchema
-from pydantic_core import PydanticCustomError
+from pydantic import Field
 from starlette.requests import Request
 
 from titan_rl.serving.conversations.caller import NO_RENDERER
+from titan_rl.serving.conversations.constraint import Constraint
 from titan_rl.serving.conversations.turn import Turns
 from titan_rl.serving.http.api_error import UNSUPPORTED_VALUE, ApiError
 from titan_rl.serving.http.body import Body, Many
 from titan_rl.types import MOST_TOP_LOGPROBS, Completion
 
-
-def _only(value: int) -> Any:
-    """Of a number that changes nothing if it is this one, and is not supported otherwise."""
-
-    def check(given: float) -> float:
-        if given != value:
-            raise PydanticCustomError(UNSUPPORTED_VALUE, "not supported; it may be {value}", {"value": value})
-        return given
-
-    return AfterValidator(check), WithJsonSchema({"type": "number", "minimum": value, "maximum": value})
-
-
-Zero = Annotated[float, *_only(0)] | None
-One = Annotated[float, *_only(1)] | None
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Temperature = Annotated[float, Field(ge=0, le=2)]
@@ -36,6 +22,9 @@ Probability = Annotated[float, Field(ge=0, le=1)]
 TopP = Annotated[float, Field(gt=0, le=1)]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 TopCount = Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+TemplateKwargs = Annotated[dict[str, Any], Field(max_length=64)]
+Biases = Annotated[dict[TokenId, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)]
 
 
 def object_schema(required: Sequence[str], **properties: Any) -> dict[str, Any]:
@@ -61,12 +50,13 @@ class SamplingBody(Body):
     temperature: Temperature | None = None
     top_p: TopP | None = None
     seed: Seed | None = None
-    frequency_penalty: Zero = None
-    presence_penalty: Zero = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    logit_bias: Biases | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     min_p: Probability | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    repetition_penalty: One = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
     stop_token_ids: Many[TokenId] | None = None
     ignore_eos: bool = False
 
@@ -87,7 +77,80 @@ class SamplingBody(Body):
             "seed": self.seed,
             "top_logprobs": self.num_top_logprobs,
             "stop_token_ids": tuple(dict.fromkeys((*(self.stop_token_ids or ()), *own))),
+            "frequency_penalty": self.frequency_penalty or 0.0,
+            "presence_penalty": self.presence_penalty or 0.0,
+            "repetition_penalty": self.repetition_penalty or 1.0,
+            "logit_bias": self.logit_bias or (),
         }
+
+
+Forced = str | bool | None
+"""The tool that has to be called; True is any of those offered, and None says that none has to."""
+
+
+def forced_in(choice: str | Mapping[str, Any] | None, name_in: Sequence[str]) -> Forced:
+    """What a `tool_choice` forces.
+
+    Args:
+        name_in: keys that lead to the name of a tool: ("function", "name").
+
+    Raises:
+        ApiError: 400, it is no choice.
+    """
+    if choice in (None, "auto", "none"):
+        return None
+    if choice == "required":
+        return True
+    if not isinstance(choice, Mapping) or choice.get("type") != "function":
+        told = "is not supported; it may be 'auto', 'none', 'required', or a function by its name"
+        raise ApiError(400, f"tool_choice {told}", param="tool_choice", code=UNSUPPORTED_VALUE)
+    found: Any = choice
+    for key in name_in:
+        found = cast("Mapping[str, Any]", found).get(key) if isinstance(found, Mapping) else None
+    if not isinstance(found, str):
+        raise wrong("tool_choice." + ".".join(name_in), "must be a string")
+    return found
+
+
+def constraint_of(
+    tools: Sequence[Mapping[str, Any]] | None,
+    forced: Forced,
+    schema: Mapping[str, Any] | bool | None,
+    *,
+    one_call: bool,
+    params: tuple[str, str],
+) -> Constraint | None:
+    """The constraint on a reply; None where it is free.
+
+    Args:
+        tools: offered, in the form of OpenAI's chat.
+        schema: of the reply's text; True is any JSON object.
+        params: the fields that force a tool, and ask for a schema.
+
+    Raises:
+        ApiError: 400, there is no such tool.
+    """
+    if forced is None or forced is False:
+        return None if schema is None else Constraint(params[1], schema=schema, one_call=one_call)
+    if not tools:
+        raise ApiError(400, f"{params[0]} forces a call of a tool, and no tools are offered", param=params[0])
+    if forced is True:
+        return Constraint(params[0], tools, one_call=one_call)
+    named = [tool for tool in tools if tool["function"]["name"] == forced]
+    if not named:
+        raise ApiError(400, f"{params[0]} names {forced[:100]!r}, which is none of the tools offered", param=params[0])
+    return Constraint(params[0], named[:1], one_call=True)
+
+
+def schema_in(kind: str, given: Mapping[str, Any] | None, param: str) -> Mapping[str, Any] | bool | None:
+    """The schema of a reply's text, by the type of the format that is asked for.
+
+    Raises:
+        ApiError: 400, a schema is asked for and not there.
+    """
+    if kind == "json_schema" and given is None:
+        raise ApiError(400, f"{param} is missing; it is the schema of the answer", param=param)
+    return {"text": None, "json_object": True, "json_schema": given}[kind]
 
 
 def wrong(param: str, message: str) -> ApiError:

@@ -18,6 +18,8 @@ class TrainingSample:
     `temperature` is what the trained tokens were sampled at, and what the loss scores them at: one number where it is
     the same for all of them, else a number for each token.
 
+    `loss_weights[t]` is what the loss of token t is multiplied by; None is 1 for all of them.
+
     `routed_experts[t]` are those of the forward pass that produced token t, from the tokens before it.
 
     Example: a two-token prompt, a two-token completion:
@@ -36,6 +38,7 @@ class TrainingSample:
     versions: Sequence[int]  # [num_tokens]
     temperature: float | Sequence[float]  # [num_tokens] where it differs
     routed_experts: Sequence[Any] | None = None  # [num_tokens], [num_layers, top_k] or None where the router chooses
+    loss_weights: Sequence[float] | None = None  # [num_tokens]
 
     @property
     def temperatures(self) -> Sequence[float]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from titan_rl.arrays import (
     LOGPROBS,
@@ -26,15 +27,20 @@ from titan_rl.arrays import (
 )
 from titan_rl.rollout.contexts import goes_on
 from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus, Turn
+from titan_rl.training.choices import Constrained
 from titan_rl.training.data.sample import TrainingSample
-from titan_rl.types import SamplingParams, float_or_none
+from titan_rl.types import Completion, SamplingParams, float_or_none
 
 UNSHAPED = SamplingParams(max_tokens=1)
-"""Its `top_p`, `top_k`, `min_p` and `min_tokens` leave every token its probability, as the loss takes for granted."""
+"""It leaves every token its probability, as the loss takes for granted."""
 
 
 def build_samples(
-    group: RolloutGroup, temperature: float | None = None, *, oldest_version: int = 0
+    group: RolloutGroup,
+    temperature: float | None = None,
+    *,
+    oldest_version: int = 0,
+    constrained: Constrained = "masked",
 ) -> list[TrainingSample]:
     """The samples of every rollout that takes part in training.
 
@@ -48,6 +54,19 @@ def build_samples(
             differ from turn to turn: the loss scores each token at the temperature that it was sampled at.
         oldest_version: tokens of earlier versions are context and are not trained; a sample of none but those is left
             out.
+        constrained: how to treat tokens of which a constraint has left other tokens out, those whose
+            `Completion.allowed_logprobs` is below 0. The behaviour logprob of such a token is always that of the policy
+            without the constraint, so that ratios compare like with like.
+
+            masked               context, and not trained
+            trained              as any other token, which is biased: they are not the policy's own choice
+            corrected            each token of the rollout is weighed by the probability of its constrained tokens under
+                                 the policy over that under the constraint, prod_t Z_t. The expected gradient is that of
+                                 the policy without constraint, over the texts that the constraint allows.
+            corrected_by_token   each constrained token is weighed by its own Z_t: more is learned from improbable
+                                 texts, and the contexts stay those that the constraint leads to
+
+            where Z_t <= 1 is the probability that the policy gives to what was allowed at t.
 
     Example: two turns, the second prompt being the first prompt [7, 8], its completion [5, 1] and an answer [9]:
 
@@ -57,7 +76,8 @@ def build_samples(
     Raises:
         ValueError: names the rollout and the setting. A turn was sampled in a way that the loss cannot account for: at
             temperature 0, so that there is no behaviour distribution to correct for, or with tokens left out by
-            `top_p`, `top_k`, `min_p` or `min_tokens`. Or it does not say how it was sampled, and neither does
+            `top_p`, `top_k`, `min_p` or `min_tokens`, or preferred by penalties or biases. Or it was sampled under a
+            constraint, and has no `allowed_logprobs`. Or it does not say how it was sampled, and neither does
             `temperature`; or the two differ. Or a completion has lost rows of its routed experts.
     """
     if temperature is not None:
@@ -71,8 +91,9 @@ def build_samples(
     for rollout in group.rollouts:
         if rollout.advantage is None or rollout.status.is_fault or rollout.status is RolloutStatus.ABORTED:
             continue
+        treatment = _Treatment(constrained, _rollout_weight(rollout) if constrained == "corrected" else 1.0)
         for turns in _extending_runs(rollout):
-            sample = _merge(rollout, turns, rollout.advantage, temperature, oldest_version)
+            sample = _merge(rollout, turns, rollout.advantage, temperature, oldest_version, treatment)
             if sample.num_trained_tokens:
                 samples.append(sample)
     return samples
@@ -81,6 +102,35 @@ def build_samples(
 def count_branches(rollout: Rollout) -> int:
     """How many samples a rollout's turns make: 1 as long as each prompt extends what was before it."""
     return sum(1 for _ in _extending_runs(rollout))
+
+
+@dataclass(frozen=True, slots=True)
+class _Treatment:
+    """
+    Args:
+        weight: of every token of the rollout.
+    """
+
+    constrained: Constrained
+    weight: float
+
+    def weights_of(self, completion: Completion) -> array[float]:
+        """What the loss of each token is multiplied by.  # [num_tokens]"""
+        allowed = completion.allowed_logprobs
+        if allowed is not None and self.constrained == "corrected_by_token":
+            return array(LOGPROBS, map(math.exp, allowed))
+        return array(LOGPROBS, (self.weight,)) * len(completion.token_ids)
+
+    def left_out(self, completion: Completion) -> list[int]:
+        """The places of the tokens that are not trained."""
+        if self.constrained != "masked":
+            return []
+        return [place for place, allowed in enumerate(completion.allowed_logprobs or ()) if allowed < 0]
+
+
+def _rollout_weight(rollout: Rollout) -> float:
+    """The probability of its constrained tokens under the policy, over that under their constraints."""
+    return math.exp(sum(sum(turn.completion.allowed_logprobs or ()) for turn in rollout.turns))
 
 
 def _extending_runs(rollout: Rollout) -> Iterator[list[Turn]]:
@@ -96,9 +146,14 @@ def _extending_runs(rollout: Rollout) -> Iterator[list[Turn]]:
 
 
 def _merge(
-    rollout: Rollout, turns: list[Turn], advantage: float, temperature: float | None, oldest_version: int
+    rollout: Rollout,
+    turns: list[Turn],
+    advantage: float,
+    temperature: float | None,
+    oldest_version: int,
+    treatment: _Treatment,
 ) -> TrainingSample:
-    tokens = _SampleTokens()
+    tokens = _SampleTokens(treatment)
     for turn in turns:
         completion = turn.completion
         tokens.add_context(token_array(turn.prompt_token_ids[len(tokens.token_ids) :]))
@@ -118,8 +173,10 @@ def _merge(
 class _SampleTokens:
     """What a sample's turns add up to."""
 
-    def __init__(self) -> None:
+    def __init__(self, treatment: _Treatment) -> None:
         self.token_ids = array(TOKENS)
+        self._treatment = treatment
+        self._weights = array(LOGPROBS)
         self._loss_mask = bytearray()
         self._logprobs = array(LOGPROBS)
         self._advantages = array(LOGPROBS)
@@ -138,21 +195,28 @@ class _SampleTokens:
     def add_completion(self, turn: Turn, advantage: float, sampled_at: float, oldest_version: int) -> None:
         completion = turn.completion
         self.token_ids.extend(token_array(completion.token_ids).array())
-        logprobs, begin = logprob_array(completion.logprobs), 0
+        logprobs, begin = _policy_logprobs(completion), 0
+        weights, first = self._treatment.weights_of(completion), len(self._loss_mask)
         for span in completion.version_spans:
             count, end = span.num_tokens, begin + span.num_tokens
             if span.version < oldest_version:
                 self._add_untrained(count)
             elif count:
                 self._loss_mask += b"\1" * count
+                self._weights += weights[begin:end]
                 self._logprobs.extend(logprobs[begin:end].array())
                 self._versions += array(VERSIONS, (span.version,)) * count
                 if turn.token_advantages is None:
                     self._advantages += array(LOGPROBS, (advantage,)) * count
                 else:
                     self._advantages.extend([advantage + own for own in turn.token_advantages[begin:end]])
-                self._trained_at.add(sampled_at)
             begin = end
+        for place in self._treatment.left_out(completion):
+            at = first + place
+            self._loss_mask[at], self._versions[at] = 0, -1
+            self._logprobs[at] = self._advantages[at] = 0.0
+        if any(self._loss_mask[first:]):
+            self._trained_at.add(sampled_at)
         self._temperatures.append((sampled_at, begin))
         experts = completion.routed_experts
         self._experts.append(begin if experts is None else expert_rows(experts))
@@ -180,6 +244,7 @@ class _SampleTokens:
             versions=NumberArray(self._versions),
             temperature=temperature,
             routed_experts=experts,
+            loss_weights=None if all(weight == 1.0 for weight in self._weights) else NumberArray(self._weights),
         )
 
     def _add_untrained(self, count: int) -> None:
@@ -187,6 +252,15 @@ class _SampleTokens:
         self._logprobs += array(LOGPROBS, (0.0,)) * count
         self._advantages += array(LOGPROBS, (0.0,)) * count
         self._versions += array(VERSIONS, (-1,)) * count
+        self._weights += array(LOGPROBS, (1.0,)) * count
+
+
+def _policy_logprobs(completion: Completion) -> NumberArray[float]:
+    """Under the policy alone, without the constraint that the completion was sampled under.  # [num_tokens]"""
+    logprobs, allowed = logprob_array(completion.logprobs), completion.allowed_logprobs
+    if allowed is None:
+        return logprobs
+    return NumberArray(array(LOGPROBS, (sum(pair) for pair in zip(logprobs, allowed, strict=True))))
 
 
 def _temperature_of(turn: Turn, rollout: Rollout, otherwise: float | None) -> float:
@@ -198,11 +272,16 @@ def _temperature_of(turn: Turn, rollout: Rollout, otherwise: float | None) -> fl
                 f"{turn_of} does not say how it was sampled; give the Turn its sampling, or build_samples a temperature"
             )
         return otherwise
-    for name in ("top_p", "top_k", "min_p", "min_tokens"):
-        if (value := getattr(turn.sampling, name)) != (unshaped := getattr(UNSHAPED, name)):
+    for name, value in turn.sampling.shaping.items():
+        if name != "constraint":
             raise ValueError(
                 f"{turn_of} was sampled with {name} = {value!r}, which the loss cannot account for; sample with "
-                f"{name} = {unshaped!r} what is trained on"
+                f"{name} = {getattr(UNSHAPED, name)!r} what is trained on"
+            )
+        if turn.completion.allowed_logprobs is None:
+            raise ValueError(
+                f"{turn_of} was sampled under a constraint, and its completion has no allowed_logprobs, without which "
+                "the loss cannot account for that; have the GenerateFn give them, or leave the constraint out"
             )
     own = turn.sampling.temperature
     if not own > 0:

@@ -21,7 +21,8 @@ CorrectFn = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], Correction
 class Objective:
     """`sum(loss_N * share_N) / denominator`, where the denominator is summed over the whole batch.
 
-    A token with a value that is not finite is in neither; one that a correction masks is in the denominator alone.
+    A token with a value that is not finite is in neither; one that a correction masks is in the denominator alone. The
+    weights of a sample's tokens (`TrainingSample.loss_weights`) multiply those of the correction.
 
     Args:
         clip: of the ratios, as the loss understands it.
@@ -82,7 +83,8 @@ class Objective:
         policy = self._loss(tokens, self._clip)
         correction = self._correct(old_N[at], batch.behaviour_logprobs_N[at], sequences_M, num_sequences)
         # Multiplying by 0 would leave NaN where the loss of a masked token overflows.
-        loss_M = (policy.loss_N * correction.weights_N).where(~correction.masked_N, 0.0)
+        weights_M = correction.weights_N * batch.loss_weights_N[at]
+        loss_M = (policy.loss_N * weights_M).where(~correction.masked_N & (weights_M > 0), 0.0)
         kl_M = torch.zeros_like(loss_M)
         if reference_logprobs_N is not None:
             kl_M = self._kl(tokens.logprobs_N, reference_logprobs_N[at])

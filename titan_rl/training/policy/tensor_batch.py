@@ -32,6 +32,7 @@ class TensorBatch:
     behaviour_logprobs_N: torch.Tensor  # float32
     advantages_N: torch.Tensor  # float32
     temperatures_N: torch.Tensor  # float32
+    loss_weights_N: torch.Tensor  # float32, 1 where a sample gives none
     versions_N: torch.Tensor  # int64
     oldest_versions_N: torch.Tensor  # int64, of any token of the same sample
     sequences_N: torch.Tensor  # int64, the number of the sample in this micro-batch
@@ -110,6 +111,7 @@ def make_tensor_batch(
         behaviour_logprobs_N=floats([each.behaviour_logprobs for each in trained]),
         advantages_N=floats([each.advantages for each in trained]),
         temperatures_N=floats([each.temperatures for each in trained]),
+        loss_weights_N=floats([each.loss_weights for each in trained]),
         versions_N=ints([each.versions for each in trained]),
         oldest_versions_N=ints([each.oldest_versions for each in trained]),
         sequences_N=ints([each.sequences for each in trained]),
@@ -127,6 +129,7 @@ class _TrainedTokens:
     behaviour_logprobs: NDArray[Any]
     advantages: NDArray[Any]
     temperatures: NDArray[Any]
+    loss_weights: NDArray[Any]
     versions: NDArray[Any]
     oldest_versions: NDArray[Any]
     sequences: NDArray[Any]
@@ -141,6 +144,7 @@ class _TrainedTokens:
             np.asarray(sample.behaviour_logprobs)[targets],
             np.asarray(sample.advantages)[targets],
             np.full(len(targets), sample.temperature) if alone else np.asarray(sample.temperatures)[targets],
+            np.ones(len(targets)) if sample.loss_weights is None else np.asarray(sample.loss_weights)[targets],
             versions,
             np.full(len(targets), versions.min()) if len(targets) else versions,
             np.full(len(targets), number),

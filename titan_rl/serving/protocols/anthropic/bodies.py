@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, WithJsonSchema
 
 from titan_rl.serving.http.body import Body, Many
-from titan_rl.serving.protocols.wire import STRING, Count, SamplingBody, object_schema, union_schema
+from titan_rl.serving.protocols.wire import STRING, Count, SamplingBody, TemplateKwargs, object_schema, union_schema
 
 _TEXT = object_schema(["type", "text"], type={"const": "text"}, text=STRING)
 _TEXTS = union_schema(STRING, {"type": "array", "items": _TEXT})
@@ -38,12 +38,20 @@ StopSequence = Annotated[str, Field(min_length=1, max_length=1024)]
 
 
 class ToolChoice(Body):
-    type: Literal["auto", "none"]
+    type: Literal["auto", "none", "any", "tool"]
+    name: str | None = None
+    """Of the tool, where the type is "tool"."""
     disable_parallel_tool_use: bool | None = None
+
+
+class OutputFormat(Body):
+    type: Literal["json_schema"]
+    json_schema: Annotated[dict[str, Any], Field(alias="schema")]
 
 
 class OutputConfig(Body):
     effort: str | None = None
+    format: OutputFormat | None = None
 
 
 class NothingCleared(Body):
@@ -63,6 +71,7 @@ class ConversationBody(SamplingBody):
     system: str | Many[TextBlock] | None = None
     tools: Many[Tool] | None = None
     tool_choice: ToolChoice | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
     # These say nothing of the completion: how much it thinks is the policy's own.
     thinking: dict[str, Any] | None = None
     output_config: OutputConfig | None = None

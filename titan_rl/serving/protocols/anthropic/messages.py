@@ -18,7 +18,14 @@ from titan_rl.serving.protocols.anthropic.blocks import ReplyBlocks, messages_fr
 from titan_rl.serving.protocols.anthropic.bodies import ConversationBody, MessagesBody
 from titan_rl.serving.protocols.anthropic.errors import ANTHROPIC
 from titan_rl.serving.protocols.anthropic.threads import Threads, WholeConversation
-from titan_rl.serving.protocols.wire import session_id_of, turns_of, weight_versions
+from titan_rl.serving.protocols.wire import (
+    Forced,
+    constraint_of,
+    session_id_of,
+    string_in,
+    turns_of,
+    weight_versions,
+)
 from titan_rl.types import FinishReason
 
 _STOP_REASONS = {FinishReason.LENGTH: "max_tokens", FinishReason.TOOL_CALLS: "tool_use"}
@@ -74,9 +81,27 @@ def _asked(
     turns: Turns, body: ConversationBody, request: Request, conversation: WholeConversation, **more: Any
 ) -> TurnAsk:
     turns.policy.check_model(body.model)
-    is_none = body.tool_choice is not None and body.tool_choice.type == "none"
-    tools = None if is_none else conversation.tools
-    return TurnAsk(caller_of(request), conversation.messages, tools, session_id=session_id_of(request), **more)
+    choice, output = body.tool_choice, body.output_config
+    is_none = choice is not None and choice.type == "none"
+    forced: Forced = None
+    if choice is not None and choice.type in ("any", "tool"):
+        forced = string_in({"name": choice.name}, "name", "tool_choice") if choice.type == "tool" else True
+    schema = None if output is None or output.format is None else output.format.json_schema
+    return TurnAsk(
+        caller_of(request),
+        conversation.messages,
+        None if is_none else conversation.tools,
+        session_id=session_id_of(request),
+        constraint=constraint_of(
+            conversation.tools,
+            forced,
+            schema,
+            one_call=bool(more.get("one_call")),
+            params=("tool_choice", "output_config.format"),
+        ),
+        template_kwargs=body.chat_template_kwargs,
+        **more,
+    )
 
 
 class _Work:

@@ -13,6 +13,7 @@ from titan_rl.serving.protocols.wire import (
     Count,
     SamplingBody,
     StreamOptions,
+    TemplateKwargs,
     TokenId,
     TopCount,
     object_schema,
@@ -76,6 +77,11 @@ ResponsesTool = Annotated[
         )
     ),
 ]
+_MODES = {"enum": ["auto", "none", "required"]}
+_NAMED = object_schema(["type", "function"], type={"const": "function"}, function=object_schema(["name"], name=STRING))
+_RESPONSES_NAMED = object_schema(["type", "name"], type={"const": "function"}, name=STRING)
+ToolChoice = Annotated[str | dict[str, Any], WithJsonSchema(union_schema(_MODES, _NAMED))]
+ResponsesToolChoice = Annotated[str | dict[str, Any], WithJsonSchema(union_schema(_MODES, _RESPONSES_NAMED))]
 T = TypeVar("T")
 Prompts = Annotated[Many[T], Field(max_length=4096)]
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
@@ -90,7 +96,6 @@ class TextBody(SamplingBody):
     stop: StopString | Annotated[Many[StopString], Field(max_length=16)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
     user: str | None = None
     return_token_ids: bool = False
 
@@ -102,7 +107,7 @@ class TextBody(SamplingBody):
 class CompletionBody(TextBody):
     prompt: str | Prompts[str] | Many[TokenId] | Prompts[Many[TokenId]]
     logprobs: TopCount | None = None
-    echo: Literal[False] | None = None
+    echo: bool = False
     best_of: Literal[1] | None = None
     suffix: Literal[""] | None = None
 
@@ -117,9 +122,12 @@ class ChatBody(TextBody):
     logprobs: bool | None = None
     top_logprobs: TopCount | None = None
     tools: Many[Tool] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    response_format: TextFormat | None = None
+    response_format: ResponseFormat | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
     modalities: Annotated[Many[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
     store: Literal[False] | None = None
     # These say nothing of the completion: how much it thinks is the policy's own.
@@ -135,12 +143,24 @@ class ChatBody(TextBody):
         return self.top_logprobs or 0
 
 
-class TextFormat(Body):
-    type: Literal["text"]
+class JsonSchema(Body):
+    name: Annotated[str, Field(max_length=256)] | None = None
+    description: str | None = None
+    json_schema: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None  # it always is
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class ResponsesFormat(JsonSchema):
+    type: Literal["text", "json_object", "json_schema"]
 
 
 class ResponsesText(Body):
-    format: TextFormat | None = None
+    format: ResponsesFormat | None = None
     verbosity: str | None = None
 
 
@@ -153,12 +173,13 @@ class ResponsesBody(SamplingBody):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     tools: Many[ResponsesTool] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
+    tool_choice: ResponsesToolChoice | None = None
     parallel_tool_calls: bool | None = None
     store: bool | None = None
     include: Many[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
     top_logprobs: TopCount | None = None
     text: ResponsesText | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
     truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
     return_token_ids: bool = False

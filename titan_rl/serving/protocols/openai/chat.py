@@ -9,6 +9,7 @@ from typing import Any
 from starlette.requests import Request
 
 from titan_rl.serving.conversations.caller import caller_of
+from titan_rl.serving.conversations.constraint import Constraint
 from titan_rl.serving.conversations.reply import Delta, Reply
 from titan_rl.serving.conversations.turn import ServedTurn, TurnAsk, Turns
 from titan_rl.serving.http.api_error import ApiError
@@ -17,9 +18,12 @@ from titan_rl.serving.http.exchange import Answer, Emit, Exchanges, encoded
 from titan_rl.serving.policy.text import Text
 from titan_rl.serving.protocols.logprobs import Tokens, token_logprobs
 from titan_rl.serving.protocols.openai.bodies import ChatBody
-from titan_rl.serving.protocols.openai.messages import messages_from, tools_from
+from titan_rl.serving.protocols.openai.messages import begun_in, messages_from, tools_from
 from titan_rl.serving.protocols.wire import (
     check_choices,
+    constraint_of,
+    forced_in,
+    schema_in,
     session_id_of,
     turns_of,
     usage,
@@ -43,6 +47,7 @@ class ChatEndpoint:
         if body.top_logprobs and not body.logprobs:
             raise ApiError(400, "top_logprobs are told with logprobs; set logprobs to true", param="top_logprobs")
         messages, tools = messages_from(body.messages), tools_from(body.tools)
+        begun = begun_in(messages, body.continue_final_message, body.add_generation_prompt)
         turn = turns.begin(
             TurnAsk(
                 caller,
@@ -54,11 +59,28 @@ class ChatEndpoint:
                 body.stops,
                 one_call=body.parallel_tool_calls is False,
                 session_id=session_id_of(request),
+                constraint=_constraint(body, tools),
+                template_kwargs=body.chat_template_kwargs,
+                begun=begun,
             ),
             "chatcmpl-",
         )
         work = _Work(turn, body, turns.policy.model, turns.text)
         return Answer(self._exchanges, work, num_places=num_choices, stream=bool(body.stream))
+
+
+def _constraint(body: ChatBody, tools: list[dict[str, Any]] | None) -> Constraint | None:
+    schema: Any = None
+    if (wanted := body.response_format) is not None:
+        given = None if wanted.json_schema is None else wanted.json_schema.json_schema
+        schema = schema_in(wanted.type, given, "response_format.json_schema.schema")
+    return constraint_of(
+        tools,
+        forced_in(body.tool_choice, ("function", "name")),
+        schema,
+        one_call=body.parallel_tool_calls is False,
+        params=("tool_choice", "response_format"),
+    )
 
 
 class _Work:

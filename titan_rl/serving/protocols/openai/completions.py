@@ -12,7 +12,7 @@ from starlette.requests import Request
 from titan_rl.generation.partial import tokens_between
 from titan_rl.serving import LEAST_LOGPROB
 from titan_rl.serving.conversations.caller import Talk, caller_of
-from titan_rl.serving.http.api_error import ApiError
+from titan_rl.serving.http.api_error import UNSUPPORTED_VALUE, ApiError
 from titan_rl.serving.http.body import read
 from titan_rl.serving.http.exchange import Answer, Emit, Exchanges, encoded
 from titan_rl.serving.policy.served_policy import Ask, ServedPolicy
@@ -51,6 +51,9 @@ class CompletionEndpoint:
         body = read(request, CompletionBody)
         caller = caller_of(request)
         self._policy.check_model(body.model)
+        if body.echo and body.logprobs is not None:
+            message = "echo tells the prompt's text and none of its logprobs; leave logprobs out"
+            raise ApiError(400, message, param="echo", code=UNSUPPORTED_VALUE)
         given, num_choices = _given(body), body.n or 1
         num_places = num_choices * len(given)
         check_choices(num_places, self._exchanges.limits.num_choices, "n")
@@ -159,9 +162,11 @@ class _Choice:
         self._pieces: list[str] = []
         self._offset = 0  # of the next token in the text
         self._is_first = True
+        self._echo = work.text.decode(self._prompt_token_ids) if work.body.echo else ""
 
     def take(self, chunk: TokenChunk) -> int | None:
         piece, count = self._reader.add(chunk.token_ids)
+        piece, self._echo = self._echo + piece, ""
         self._pieces.append(piece)
         if self._emit is not None:
             self._tell(piece, chunk, count)

@@ -36,6 +36,25 @@ def tools_from(given: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]
     return [dict(tool) for tool in given] if given else None
 
 
+def begun_in(messages: list[dict[str, Any]], continue_final: bool, add_generation_prompt: bool | None) -> str | None:
+    """The text of the reply that the last message has begun, which is taken off; None where none is gone on with.
+
+    Raises:
+        ApiError: 400, the last message is no text of the assistant's, or the two fields do not go together.
+    """
+    if not continue_final:
+        if add_generation_prompt is False:
+            raise wrong("add_generation_prompt", "is false; a prompt without it is gone on with by no reply")
+        return None
+    if add_generation_prompt:
+        raise wrong("add_generation_prompt", "is true beside continue_final_message, which begins no new message")
+    last = messages[-1]
+    if last["role"] != "assistant" or last.get("tool_calls") or len(messages) < 2:
+        where = f"messages[{len(messages) - 1}]"
+        raise wrong(where, "must be a text that the assistant has begun, behind another message, to be continued")
+    return messages.pop()["content"]
+
+
 def _message(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     role = given.get("role")
     if not isinstance(role, str) or role not in _ROLES:

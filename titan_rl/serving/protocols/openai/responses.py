@@ -13,6 +13,7 @@ from starlette.requests import Request
 
 from titan_rl.rollout.types import Message
 from titan_rl.serving.conversations.caller import caller_of
+from titan_rl.serving.conversations.constraint import Constraint
 from titan_rl.serving.conversations.reply import Delta, Reply
 from titan_rl.serving.conversations.turn import ServedTurn, TurnAsk, Turns
 from titan_rl.serving.http.api_error import ApiError
@@ -23,7 +24,14 @@ from titan_rl.serving.protocols.logprobs import token_logprobs
 from titan_rl.serving.protocols.openai.bodies import ResponsesBody
 from titan_rl.serving.protocols.openai.response_items import OutputItems, messages_from_input, tools_from_responses
 from titan_rl.serving.protocols.openai.stored_responses import StoredResponses
-from titan_rl.serving.protocols.wire import session_id_of, turns_of, weight_versions
+from titan_rl.serving.protocols.wire import (
+    constraint_of,
+    forced_in,
+    schema_in,
+    session_id_of,
+    turns_of,
+    weight_versions,
+)
 from titan_rl.types import FinishReason
 
 
@@ -54,6 +62,8 @@ class ResponsesEndpoint:
                 one_call=body.parallel_tool_calls is False,
                 session_id=session_id_of(request),
                 param="input",
+                constraint=_constraint(body, tools),
+                template_kwargs=body.chat_template_kwargs,
             ),
             "resp_",
         )
@@ -61,6 +71,17 @@ class ResponsesEndpoint:
         work = _Work(turns, turn, body, said, keep)
         dialect = replace(OPENAI, event=named_event, stream_error=work.error_event, last=b"")
         return Answer(self._exchanges, work, num_places=1, stream=bool(body.stream), dialect=dialect)
+
+
+def _constraint(body: ResponsesBody, tools: list[dict[str, Any]] | None) -> Constraint | None:
+    wanted = None if body.text is None else body.text.format
+    return constraint_of(
+        tools,
+        forced_in(body.tool_choice, ("name",)),
+        None if wanted is None else schema_in(wanted.type, wanted.json_schema, "text.format.schema"),
+        one_call=body.parallel_tool_calls is False,
+        params=("tool_choice", "text.format"),
+    )
 
 
 class _Work:
@@ -173,13 +194,21 @@ class _Work:
             "tools": [{"strict": None, **tool} for tool in body.tools or ()],
             "tool_choice": body.tool_choice or "auto",
             "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": _format_of(body)},
             "truncation": "disabled",
             "background": False,
             "store": self._keep is not None,
             "metadata": body.metadata or {},
             "usage": None,
         }
+
+
+def _format_of(body: ResponsesBody) -> dict[str, Any]:
+    wanted = None if body.text is None else body.text.format
+    if wanted is None or wanted.type != "json_schema":
+        return {"type": "text" if wanted is None else wanted.type}
+    told = {"type": "json_schema", "name": wanted.name or "answer", "schema": wanted.json_schema, "strict": True}
+    return told if wanted.description is None else {**told, "description": wanted.description}
 
 
 def _with_bytes(told: dict[str, Any]) -> dict[str, Any]:

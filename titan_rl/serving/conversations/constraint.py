@@ -1,0 +1,210 @@
+"""Constraints on replies, in the form of structural tags: calls of tools as a model writes them, and JSON of a schema.
+
+How a model writes its calls is read off its renderer: one renders a call of a made-up tool, and what stands around the
+name and the arguments is what stands around those of every call.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from titan_rl.rollout.renderer.types import Renderer
+from titan_rl.serving.http.api_error import UNSUPPORTED_VALUE, ApiError
+from titan_rl.serving.policy.text import Text
+
+Format = dict[str, Any]
+"""One of xgrammar's: `{"type": "const_string", "value": "a"}`."""
+
+MOST_SPACES = 32
+"""White space in a row between the parts of JSON. Without a limit a model may go on with it until its budget ends."""
+
+_THINK, _THINK_END = "<think>", "</think>"
+_NAME, _FIELD, _VALUE = "made_up_tool", "made_up_field", "made_up_value"
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": _NAME,
+        "description": "Made up.",
+        "parameters": {"type": "object", "properties": {_FIELD: {"type": "string"}}, "required": [_FIELD]},
+    },
+}
+_ARGUMENTS = re.compile(rf'\{{\s*"{_FIELD}"\s*:\s*"{_VALUE}"\s*\}}')
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """What a reply has to be.
+
+    Args:
+        tools: one of these has to be called. None forces no call.
+        schema: of the JSON that the reply's text has to be, unless it calls a tool; True is any JSON object. None
+            leaves the text free.
+        one_call: there is one call and no more.
+        param: the field that asks for it.
+    """
+
+    param: str
+    tools: Sequence[Mapping[str, Any]] | None = None
+    schema: Mapping[str, Any] | bool | None = None
+    one_call: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CallForm:
+    """How a model writes a call: `<begin>name<middle>{"arguments": ...}<end>`, and `<between>` two of them.
+
+    Args:
+        between: None where it writes no more than one.
+    """
+
+    begin: str
+    middle: str
+    end: str
+    between: str | None
+
+
+class Constraining:
+    """Writes constraints for the replies of one model."""
+
+    def __init__(self, renderer: Renderer, text: Text) -> None:
+        self._renderer = renderer
+        self._text = text
+        self._form: CallForm | str | None = None  # or why there is none; found when it is first asked for
+
+    def tag(
+        self, wanted: Constraint, offered: Sequence[Mapping[str, Any]] | None, prompt_token_ids: Sequence[int]
+    ) -> str:
+        """The structural tag that holds the completion of a prompt to what is wanted.
+
+        Args:
+            offered: tools that the reply may call in the place of its JSON.
+
+        Raises:
+            ApiError: 400, the model's calls have no form that a grammar can describe.
+        """
+        ways: list[Format] = []
+        if wanted.tools is None:
+            ways.append(self._json({"type": "object"} if wanted.schema is True else wanted.schema or {}))
+        callable_tools = offered if wanted.tools is None else wanted.tools
+        if callable_tools and (wanted.tools is not None or isinstance(self.call_form, CallForm)):
+            ways.append(self._calls(callable_tools, wanted))
+        return json.dumps({"type": "structural_tag", "format": self._behind_reasoning(_one_of(ways), prompt_token_ids)})
+
+    @property
+    def call_form(self) -> CallForm | str:
+        """Or why there is none."""
+        if self._form is None:
+            try:
+                self._form = self._found_form()
+            except Exception as error:  # a renderer may raise anything
+                self._form = f"its renderer cannot show one ({type(error).__name__})"
+        return self._form
+
+    def _calls(self, tools: Sequence[Mapping[str, Any]], wanted: Constraint) -> Format:
+        form = self.call_form
+        if isinstance(form, str):
+            raise ApiError(
+                400,
+                f"{wanted.param} forces a call of a tool, and how this model writes calls cannot be described to a "
+                f"grammar: {form}. Offer the tools without forcing one",
+                param=wanted.param,
+                code=UNSUPPORTED_VALUE,
+            )
+        call = _one_of([self._call(form, tool.get("function", tool)) for tool in tools])
+        if wanted.one_call or form.between is None:
+            return call
+        return _sequence([call, {"type": "star", "content": _sequence([*self._pieces(form.between), call])}])
+
+    def _call(self, form: CallForm, function: Any) -> Format:
+        name = json.dumps(function["name"])[1:-1]
+        arguments = self._json(function.get("parameters") or {"type": "object"})
+        parts = [*self._pieces(form.begin), _const(name + form.middle), arguments, *self._pieces(form.end)]
+        return _sequence(parts)
+
+    def _json(self, schema: Mapping[str, Any]) -> Format:
+        return {
+            "type": "json_schema",
+            "json_schema": schema,
+            "max_whitespace_cnt": MOST_SPACES,
+            "excludes": self._text.markup(),
+        }
+
+    def _behind_reasoning(self, reply: Format, prompt_token_ids: Sequence[int]) -> Format:
+        """A prompt may have begun to reason. Where it has not, a model that can is free to."""
+        begun = self._text.shown(prompt_token_ids[-64:]).rpartition(_THINK)
+        is_open = bool(begun[1]) and _THINK_END not in begun[2]
+        is_over = bool(begun[1]) and not is_open and not begun[2].partition(_THINK_END)[2].strip()
+        if is_over or _THINK not in self._text.markup():
+            return reply
+        rest = [
+            {"type": "any_text", "excludes": self._text.markup()},
+            *self._pieces(_THINK_END),
+            {"type": "regex", "pattern": r"\n{0,2}"},
+        ]
+        if is_open:
+            return _sequence([*rest, reply])
+        return _sequence([{"type": "optional", "content": _sequence([*self._pieces(_THINK), *rest])}, reply])
+
+    def _pieces(self, text: str) -> list[Format]:
+        """A text, of which the tokenizer's own markup has to be written as the tokens that it is: spelled out in other
+        tokens, no renderer reads it."""
+        markup = self._text.markup()
+        split = (
+            re.split(f"({'|'.join(map(re.escape, sorted(markup, key=len, reverse=True)))})", text) if markup else [text]
+        )
+        return [
+            {"type": "token", "token": self._text.token_of(piece)} if piece in markup else _const(piece)
+            for piece in split
+            if piece
+        ]
+
+    def _found_form(self) -> CallForm | str:
+        one, two = self._rendered_calls(1), self._rendered_calls(2)
+        if isinstance(one, str):
+            return one
+        begin, middle, end = one
+        if isinstance(two, str) or not two[1].startswith(middle):
+            return CallForm(begin, middle, end, None)
+        between = two[2].partition(end)[2] if end else two[2]
+        after, _, rest = between.partition(_NAME)
+        seen = after.endswith(begin) and rest.startswith(middle) and bool(_ARGUMENTS.match(rest[len(middle) :]))
+        return CallForm(begin, middle, end, after.removesuffix(begin) if seen else None)
+
+    def _rendered_calls(self, count: int) -> tuple[str, str, str] | str:
+        """What stands before the name, between it and the arguments, and behind these, up to the end of the message."""
+        function = {"name": _NAME, "arguments": {_FIELD: _VALUE}}
+        calls = [{"type": "function", "id": f"call_{index}", "function": function} for index in range(count)]
+        asked, tools = [{"role": "user", "content": "1"}], [_TOOL]
+        prompt = list(self._renderer.render_ids(asked, tools=tools, add_generation_prompt=True))
+        called = [*asked, {"role": "assistant", "content": "", "tool_calls": calls}]
+        whole = list(self._renderer.render_ids(called, tools=tools))
+        if whole[: len(prompt)] != prompt:
+            return "a reply that calls a tool does not begin where other replies do"
+        reply = whole[len(prompt) :]
+        stops = set(self._renderer.get_stop_token_ids())
+        reply = reply[: next((place for place, token in enumerate(reply) if token in stops), len(reply))]
+        parsed = self._renderer.parse_response(reply, tools=tools, prompt_ids=prompt)
+        if not getattr(self._renderer, "reads_tool_calls", True) or len(parsed.tool_calls) != count:
+            return "its renderer reads no calls of tools; set model.renderer to one that does"
+        before, name, rest = self._text.shown(reply).partition(_NAME)
+        arguments = _ARGUMENTS.search(rest)
+        if not name or arguments is None:
+            return "the arguments of a call are no JSON object there"
+        begin = before.rpartition(_THINK_END)[2].lstrip("\n")  # reasoning has a place of its own
+        return begin, rest[: arguments.start()], rest[arguments.end() :]
+
+
+def _const(text: str) -> Format:
+    return {"type": "const_string", "value": text}
+
+
+def _sequence(parts: Sequence[Format]) -> Format:
+    return parts[0] if len(parts) == 1 else {"type": "sequence", "elements": list(parts)}
+
+
+def _one_of(ways: Sequence[Format]) -> Format:
+    return ways[0] if len(ways) == 1 else {"type": "or", "elements": list(ways)}
