@@ -175,9 +175,7 @@ class SamplingParams:
             pairs = [(None, None)]
         checked = [(token, value) for token, value in pairs if token is not None and value is not None]
         if len(checked) < len(pairs) or not all(token >= 0 and -100 <= value <= 100 for token, value in checked):
-            raise ValueError(
-                f"SamplingParams.logit_bias is {given!r}; it must be token ids with values in [-100, 100]"
-            )
+            raise ValueError(f"SamplingParams.logit_bias is {given!r}; it must be token ids with values in [-100, 100]")
         return tuple(sorted(checked))
 
     def _check_beside_constraint(self) -> None:
@@ -185,8 +183,8 @@ class SamplingParams:
             raise ValueError(f"SamplingParams.constraint is {self.constraint!r}; it must be JSON as a string, or None")
         if self.min_tokens:
             raise ValueError(
-                f"SamplingParams.min_tokens is {self.min_tokens}; it must be 0 beside a constraint, which says itself when "
-                "a completion may end"
+                f"SamplingParams.min_tokens is {self.min_tokens}; it must be 0 beside a constraint, which says itself when"
+                " a completion may end"
             )
         if not self.stop_token_ids:
             raise ValueError(
@@ -372,8 +370,8 @@ class TokenChunk:
 def require_aligned(tokens: TokenChunk | Completion) -> None:
     """
     Raises:
-        ValueError: `version_spans` are of another type, a token lacks its logprob, version or one of the further rows that
-            there are, or there are more of these.
+        ValueError: `version_spans` are of another type, a token lacks its logprob, version or one of the further rows,
+            or there are more of these.
     """
     spans = tokens.version_spans
     if not all(isinstance(span, VersionSpan) for span in spans):  # pyright: ignore[reportUnnecessaryIsInstance]

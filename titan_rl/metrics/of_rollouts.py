@@ -176,16 +176,16 @@ ROLLOUT_METRICS = (
         "Completion tokens of which a forced tool or a schema had left others out. Absent where there are none.",
         ENDS,
         "What the agent asks for. `correction.constrained` says how these tokens are trained.",
-        "Near 1 with `correction.constrained = \"masked\"`: hardly anything is trained.",
+        'Near 1 with `correction.constrained = "masked"`: hardly anything is trained.',
     ),
     Metric(
         "rollout/constraint_weight_mean",
         "share",
         "Mean over the constrained rollouts of the probability that the policy gives to what their constraints allowed: the "
-        "weight of `correction.constrained = \"corrected\"`.",
+        'weight of `correction.constrained = "corrected"`.',
         ENDS,
         "Rises as the policy learns to keep to the constraints by itself.",
-        "Near 0: with \"corrected\" hardly anything is learned from these rollouts.",
+        'Near 0: with "corrected" hardly anything is learned from these rollouts.',
     ),
     Metric("rollout/metrics/seconds", "s", "Mean time of a rollout from its reset to its end.", ENDS),
     Metric(
