@@ -183,8 +183,8 @@ class SamplingParams:
             raise ValueError(f"SamplingParams.constraint is {self.constraint!r}; it must be JSON as a string, or None")
         if self.min_tokens:
             raise ValueError(
-                f"SamplingParams.min_tokens is {self.min_tokens}; it must be 0 beside a constraint, which says itself when"
-                " a completion may end"
+                f"SamplingParams.min_tokens is {self.min_tokens}; it must be 0 beside a constraint, "
+                "which itself says when a completion may end"
             )
         if not self.stop_token_ids:
             raise ValueError(

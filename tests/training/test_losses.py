@@ -131,7 +131,7 @@ def batch_of(rows: list[Row], num_sequences: int) -> TensorBatch:
         versions_N=column("version", torch.int64),
         oldest_versions_N=column("version", torch.int64),
         sequences_N=column("sequence", torch.int64),
-        num_sequences=num_sequences,
+        rollout_ids=tuple(f"g/{number}" for number in range(num_sequences)),
     )
 
 

@@ -181,8 +181,8 @@ ROLLOUT_METRICS = (
     Metric(
         "rollout/constraint_weight_mean",
         "share",
-        "Mean over the constrained rollouts of the probability that the policy gives to what their constraints allowed: the "
-        'weight of `correction.constrained = "corrected"`.',
+        "Mean over the constrained rollouts of the probability that the policy gives to what their constraints allowed: "
+        'the weight of `correction.constrained = "corrected"`.',
         ENDS,
         "Rises as the policy learns to keep to the constraints by itself.",
         'Near 0: with "corrected" hardly anything is learned from these rollouts.',
