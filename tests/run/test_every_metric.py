@@ -67,8 +67,9 @@ def of_code() -> set[str]:
 def of_games_and_agents() -> set[str]:
     """What the library gives rollouts of some kinds alone."""
     of_some = ("retries", "close_failed", "branches", "completion_tokens")
+    metrics = {"completion_tokens": 1.0}
     completion = Completion(
-        "r", [9], [-0.5], FinishReason.STOP, [VersionSpan(0, 1)], metrics={"completion_tokens": 1.0}
+        "r", [9], [-0.5], FinishReason.STOP, [VersionSpan(0, 1)], metrics=metrics, allowed_logprobs=[-0.1]
     )
     rollout = Rollout("g/0", "g", 0, None, turns=[Turn([1], completion)], reward=1.0, seat="first")
     rollout.metrics |= dict.fromkeys(of_some, 1.0)

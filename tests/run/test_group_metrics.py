@@ -76,3 +76,16 @@ def test_seats_have_a_mean_each_and_are_equal_among_themselves():
     assert metrics["rollout/seat/second/reward_mean"] == -1.0
     assert metrics["rollout/zero_variance_groups"] == 0.5
     assert validation_metrics([game(2.0)])["validation/seat/first/reward_mean"] == 2.0
+
+
+def test_what_constraints_left_is_told_where_there_were_any():
+    def turn(allowed: list[float] | None) -> Turn:
+        spans = [VersionSpan(0, 2)]
+        return Turn([1], Completion("r", [9, 8], [-0.5, -0.5], FinishReason.STOP, spans, allowed_logprobs=allowed))
+
+    free = Rollout("g/0", "g", 0, None, turns=[turn(None)])
+    held = Rollout("g/1", "g", 1, None, turns=[turn([np.log(0.5), 0.0]), turn([np.log(0.25), np.log(0.5)])])
+    metrics = group_metrics([RolloutGroup("g", None, [free, held])])
+    assert metrics["rollout/constrained_fraction"] == 3 / 6
+    assert metrics["rollout/constraint_weight_mean"] == pytest.approx(1 / 16)
+    assert not {name for name in group_metrics([RolloutGroup("g", None, [free])]) if "constrain" in name}

@@ -181,7 +181,7 @@ ROLLOUT_METRICS = (
     Metric(
         "rollout/constraint_weight_mean",
         "share",
-        "Mean over the constrained rollouts of the probability that the policy gives to what their constraints allowed: "
+        "Mean over constrained rollouts of the probability that the policy gives to what their constraints allowed: "
         'the weight of `correction.constrained = "corrected"`.',
         ENDS,
         "Rises as the policy learns to keep to the constraints by itself.",
