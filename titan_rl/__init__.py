@@ -35,6 +35,7 @@ from titan_rl.errors import (
     TitanRLError,
     TrainingError,
     UnavailableWeightsError,
+    UnsupportedSamplingError,
     UntrainableError,
     VerificationError,
 )
@@ -269,6 +270,7 @@ __all__ = [
     "TrainingSample",
     "Turn",
     "UnavailableWeightsError",
+    "UnsupportedSamplingError",
     "UntrainableError",
     "VerificationError",
     "VersionSpan",
