@@ -11,16 +11,18 @@ import pytest
 
 pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 
+from titan_rl.actors.processes.answers import AnsweringActor
 from titan_rl.actors.processes.process import enter_actor_process
 from titan_rl.actors.processes.remote_process import call
 from titan_rl.actors.processes.supervisor import Supervisor
 from titan_rl.errors import ActorDiedError, RequestError
 
-from monarch.actor import Actor, concurrent_endpoint, this_proc  # isort: skip
+from monarch.actor import concurrent_endpoint, this_proc  # isort: skip
 
 
-class Echo(Actor):
+class Echo(AnsweringActor):
     def __init__(self, log_path: str) -> None:
+        super().__init__()
         enter_actor_process(log_path)
         print("hello from the log")
 

@@ -39,6 +39,11 @@ class AnsweringActor(Actor):
         self._answers_to[caller] = port
 
     @concurrent_endpoint
+    async def stay(self) -> None:
+        """Never return: this call fails when the actor stops, whether its process lives on or not."""
+        await asyncio.Event().wait()
+
+    @concurrent_endpoint
     async def answer(self, caller: str, number: int, endpoint: str, args: tuple[Any, ...]) -> None:
         """Run an endpoint, and send the caller its value or its error."""
         value, error = None, None
@@ -66,13 +71,18 @@ def _pickled(value: Any, error: BaseException | None) -> bytes:
 class ActorHandle:
     """Handle of an `AnsweringActor`, with the endpoints of its class: `await handle.pull.call_one(4)`.
 
+    One call that Monarch answers lasts for as long as the actor: its end fails those in flight, and all to come.
+
     Args:
         actor: Monarch's handle of it.
     """
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
-        self._registered: dict[str, asyncio.Future[None]] = {}  # by caller
+        self._answers: _Answers | None = None
+        self._registered: asyncio.Future[None] | None = None
+        self._staying: asyncio.Future[None] | None = None
+        self._pending: set[asyncio.Future[Any]] = set()
 
     def __getattr__(self, name: str) -> ActorEndpoint:
         if name.startswith("_"):  # pickle and copy ask for some
@@ -82,13 +92,36 @@ class ActorHandle:
     def __reduce__(self) -> tuple[type[ActorHandle], tuple[Any]]:
         return ActorHandle, (self._actor,)
 
+    async def _call(self, endpoint: str, args: tuple[Any, ...]) -> Any:
+        answers = _Answers.of_running_loop()
+        if self._registered is None or self._answers is not answers:
+            self._answers = answers
+            self._registered = asyncio.ensure_future(self._register(answers))
+        await asyncio.shield(self._registered)
+        with answers.expected() as (number, answer):
+            self._pending.add(answer)
+            try:
+                self._actor.answer.broadcast(answers.caller, number, endpoint, args)
+                return await answer
+            finally:
+                self._pending.discard(answer)
+
     async def _register(self, answers: _Answers) -> None:
-        """Have the actor know where its answers go, once."""
-        done = self._registered.get(answers.caller)
-        if done is None or (done.done() and (done.cancelled() or done.exception() is not None)):
-            done = asyncio.ensure_future(self._actor.register_caller.call_one(answers.caller, answers.port))
-            self._registered[answers.caller] = done
-        await asyncio.shield(done)
+        """Have the actor know where its answers go."""
+        await self._actor.register_caller.call_one(answers.caller, answers.port)
+        staying = self._staying = asyncio.ensure_future(self._actor.stay.call_one())
+        staying.add_done_callback(self._stopped)
+
+    def _stopped(self, staying: asyncio.Future[None]) -> None:
+        if staying.cancelled():  # with its event loop, and so are those that wait
+            return
+        error = staying.exception() or ActorDiedError("the actor has stopped")
+        self._registered = asyncio.get_running_loop().create_future()
+        self._registered.set_exception(error)  # for calls to come
+        self._registered.exception()  # which are not the only ones to know: it is no unretrieved error
+        for answer in self._pending:
+            if not answer.done():
+                answer.set_exception(error)
 
 
 class ActorEndpoint:
@@ -99,13 +132,12 @@ class ActorEndpoint:
         self._name = name
 
     async def call_one(self, *args: Any) -> Any:
-        """Return what the actor returns, or raise what it raises. Waits for ever where the actor dies; see
-        `RemoteProcess.call`."""
-        answers = _Answers.of_running_loop()
-        await self._handle._register(answers)
-        with answers.expected() as (number, answer):
-            self._handle._actor.answer.broadcast(answers.caller, number, self._name, args)
-            return await answer
+        """Return what the actor returns.
+
+        Raises:
+            Exception: what the actor raises, or Monarch's error where the actor has stopped.
+        """
+        return await self._handle._call(self._name, args)
 
     def broadcast(self, *args: Any) -> None:
         """Send a message that needs no answer."""
