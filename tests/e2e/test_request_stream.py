@@ -41,6 +41,13 @@ def chunk(request: EngineRequest, tokens: list[int]) -> TokenChunk:
     return TokenChunk(request.request_id, tokens, [0.0] * len(tokens), [VersionSpan(0, len(tokens))])
 
 
+class Unpicklable(str):
+    """A session that goes nowhere."""
+
+    def __reduce__(self) -> Any:
+        raise TypeError("it does not pickle")
+
+
 class Parrot(ProcessActor):
     """Says back what it is asked, with the number of requests that came in the same message. The prompt [0] is refused,
     [1] fails, [2] is told of and never answered, and the answer to [3] cannot be sent."""
@@ -165,7 +172,7 @@ async def test_requests_do_not_outlast_the_listening(replica) -> None:
 
 
 async def test_a_request_that_cannot_be_sent_fails_alone(replica) -> None:
-    bad = replica.generate([threading.Lock()], request_id="bad", sampling=SAMPLING)  # pyright: ignore
+    bad = replica.generate([0], request_id="bad", session_id=Unpicklable("s"), sampling=SAMPLING)
     refused, answer = await asyncio.gather(bad, ask(replica, "good", 4), return_exceptions=True)
     assert isinstance(refused, RequestError)
     assert "request 'bad' could not be sent to parrot: TypeError" in str(refused)
