@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +32,13 @@ from titan_rl import (
 from titan_rl.config.run import RunConfig
 from titan_rl.config.sections import CheckpointConfig, SamplingConfig, ValidationConfig
 from titan_rl.config.tasks import TaskSource
+from titan_rl.errors import TrainingError
 from titan_rl.rollout.environment.chat import ChatReply
 from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.scheduling.settings import SchedulingConfig
 from titan_rl.training.protocol import StepResult
 from titan_rl.training.settings import ModelConfig, TrainingConfig
+from titan_rl.viewer.run_status import read_status
 
 
 def config(folder: Path, **tables: Any) -> RunConfig:
@@ -345,3 +350,45 @@ assert not heavy, heavy
 def test_what_trains_is_imported_when_it_is_asked_for_and_is_light() -> None:
     done = subprocess.run([sys.executable, "-c", LIGHT], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+class LastStep(FakeTrainer):
+    """Fails in its second step. From then on the disk is full: no file of the run takes any more, open or new."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.folder = folder
+        self.monkeypatch = monkeypatch
+
+    async def step(self, samples: Any) -> StepResult:
+        if len(self.trained) == 1:
+            self.fill_disk()
+            raise TrainingError("the loss of step 2 is nan")
+        return await super().step(samples)
+
+    def fill_disk(self) -> None:
+        full = os.open("/dev/full", os.O_WRONLY)
+        for descriptor in map(int, os.listdir("/proc/self/fd")):
+            with suppress(OSError):
+                path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+                if path.is_relative_to(self.folder) and path.name != "lock":
+                    os.dup2(full, descriptor)
+        os.close(full)
+
+        def refuse(*_: object, **__: object) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        self.monkeypatch.setattr(Path, "write_bytes", refuse)
+        self.monkeypatch.setattr(Path, "write_text", refuse)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
+def test_a_disk_that_is_full_at_the_end_hides_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither log, journal, report nor status, none of which can be written, take the place of what ended the run."""
+    given = parts() | {"trainer": LastStep(tmp_path, monkeypatch)}
+    with pytest.raises(TrainingError, match="the loss of step 2 is nan"):
+        titan_rl.train(config(tmp_path), **given)
+    (folder,) = (path for path in tmp_path.iterdir() if path.is_dir() and not path.is_symlink())
+    status = read_status(folder)
+    assert status.state == "failed"
+    assert status.reason.startswith("the loss of step 2 is nan")

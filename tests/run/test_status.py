@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import signal
@@ -116,3 +117,20 @@ def test_a_run_gives_a_sign_of_life_again_and_again(tmp_path: Path, monkeypatch:
         assert lock.stat().st_mtime > 0
     os.utime(lock, (0, 0))
     assert not [thread for thread in threading.enumerate() if thread.name == "sign of life"]
+
+
+@pytest.mark.parametrize("reason", ["the loss is nan", "x" * 100_000])
+def test_a_full_disk_keeps_no_run_from_saying_how_it_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(TrainingError), noted(tmp_path, begins=True):  # noqa: PT012
+        monkeypatch.setattr(Path, "write_bytes", refuse)
+        raise TrainingError(reason)
+    ended = read_status(tmp_path)
+    assert (ended.state, ended.reason) == ("failed", reason[: len(ended.reason)])
+    assert ended.reason
+    assert (tmp_path / "status.json").stat().st_size <= 4096
+    assert [path.name for path in tmp_path.iterdir()] == ["status.json"]

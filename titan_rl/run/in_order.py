@@ -12,6 +12,7 @@ from typing import Any
 from uuid import uuid4
 
 from titan_rl.actors.hosts.scratch import scratch_root
+from titan_rl.calls.first_error import FirstError
 from titan_rl.calls.user_code import describe
 from titan_rl.config.changes import settings_of
 from titan_rl.config.concurrency import throttles
@@ -102,7 +103,8 @@ def run_in_order(
     Raises:
         TitanRLError: what ended the run.
     """
-    with run_dir.locked(), logging_to(run_dir.logs / "controller.log"):
+    first = FirstError()
+    with first.wins(), run_dir.locked(), logging_to(run_dir.logs / "controller.log"):
         if begins:
             model = model_identity(Path(config.model.path))
             start = Resumption(None, RunState(settings=settings_of(config), run=uuid4().hex, model=model))
@@ -117,6 +119,7 @@ def run_in_order(
             reported(run_dir.path, run_dir.report),
             noted(run_dir.path, begins=begins) as outcome,
             _machine(config, run_dir, messages, starts_processes=starts_processes) as signals,
+            first.source(),
         ):
             try:
                 run = program(config, run_dir, start, signals, messages)

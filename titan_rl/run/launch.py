@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from titan_rl.actors.processes.garbage import settled_heap
+from titan_rl.calls.first_error import FirstError
 from titan_rl.calls.watchdog import LoopWatchdog
 from titan_rl.config.hosts import check_own_machine
 from titan_rl.config.make_renderer import find_token_texts, make_renderer
@@ -132,7 +133,8 @@ async def _run(
         use_monarch(config.hosts, tell_on_stderr)
     renderer = parts.renderer or make_renderer(config.model)
     outputs = open_outputs(config, run_dir, parts.sinks, step=start.state.step, verbosity=verbosity)
-    with outputs as (progress, sinks), contextlib.ExitStack() as resources:
+    first = FirstError()
+    with first.wins(), outputs as (progress, sinks), contextlib.ExitStack() as resources:
         signals.tell = progress.end_with
         resources.callback(clean_dead_shards)  # of a trainer that was killed
         resources.enter_context(traced(config.logging, run_dir.trace, progress.message))
@@ -177,9 +179,10 @@ async def _run(
                 planes.trouble, progress.warning, partial(note_waiting, run_dir.path), planes.trainer_lacks
             )
             background = {"shortage": shortage.watch(), "standstill": standstill.watch(), "following": following}
-            async with beside(watch=planes.watch(), **background):
-                signals.stopping = STOPPING
-                return await controller.run()
+            with first.source():
+                async with beside(watch=planes.watch(), **background):
+                    signals.stopping = STOPPING
+                    return await controller.run()
 
 
 @contextlib.asynccontextmanager

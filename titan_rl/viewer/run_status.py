@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import time
@@ -14,12 +15,15 @@ import msgspec
 
 from titan_rl.calls.parsing import parse_json_as, parse_toml
 from titan_rl.config.tasks import name_of
+from titan_rl.errors import means_no_space
 from titan_rl.viewer.files import file_status, read_file
 from titan_rl.viewer.records import as_list, as_table, read_json
 from titan_rl.viewer.tail import last_lines
 
 STATUS = "status.json"
 LOCK = "lock"
+BLOCK_BYTES = 4096
+"""What a file of any size has on a disk."""
 SILENT_S = 120.0
 """Longest time without a sign of life of a run whose lock is not seen from here. A file system that is shared may tell
 a minute late."""
@@ -51,14 +55,29 @@ class RunStatus(msgspec.Struct, forbid_unknown_fields=False, omit_defaults=True)
     seen_from: str = ""
 
     def write(self, folder: Path) -> None:
-        """Replace the file in one step.
+        """Replace the file in one step; on a disk that is full, overwrite the one that is there, which takes no room.
 
         Raises:
             OSError: it could not be written.
         """
         fresh = folder / f".{STATUS}-{os.getpid()}"
-        fresh.write_bytes(msgspec.json.encode(self))
-        fresh.replace(folder / STATUS)
+        try:
+            fresh.write_bytes(msgspec.json.encode(self))
+            fresh.replace(folder / STATUS)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                fresh.unlink(missing_ok=True)
+            if not means_no_space(error):
+                raise
+            self._overwrite(folder / STATUS)
+
+    def _overwrite(self, path: Path) -> None:
+        brief = self
+        while len(text := msgspec.json.encode(brief)) > BLOCK_BYTES and brief.reason:
+            brief = msgspec.structs.replace(brief, reason=brief.reason[: len(brief.reason) // 2])
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_NOFOLLOW), "wb", buffering=0) as file:
+            file.write(text)
+            file.truncate()
 
 
 def read_status(folder: Path) -> RunStatus:

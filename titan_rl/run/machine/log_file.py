@@ -28,7 +28,8 @@ def logging_to(path: Path) -> Generator[None]:
     finally:
         for handler in root.handlers[:]:
             root.removeHandler(handler)
-            handler.close()
+            with contextlib.suppress(OSError):  # of lines that a full disk has not taken
+                handler.close()
         root.handlers[:] = handlers
         root.setLevel(level)
         logging.raiseExceptions = raises

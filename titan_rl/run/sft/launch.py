@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+from titan_rl.calls.first_error import FirstError
 from titan_rl.calls.parsing import parse_json
 from titan_rl.config.hosts import check_own_machine
 from titan_rl.config.make_renderer import make_renderer
@@ -189,7 +190,8 @@ async def _run(
     await asyncio.sleep(0)  # a signal that came during those imports stops the run here
     use_monarch(config.hosts, tell_on_stderr)
     outputs = open_outputs(config, run_dir, step=start.state.step, verbosity=verbosity)
-    with outputs as (progress, sinks), contextlib.ExitStack() as resources:
+    first = FirstError()
+    with first.wins(), outputs as (progress, sinks), contextlib.ExitStack() as resources:
         signals.tell = progress.end_with
         resources.enter_context(traced(config.logging, run_dir.trace, progress.message))
         progress.message(f"run directory: {run_dir.path}")
@@ -240,7 +242,8 @@ async def _run(
             signals.stopping = STOPPING
             lacks = partial(lacks_of, training)
             shortage = Shortage(lambda: None, progress.warning, partial(note_waiting, run_dir.path), lacks)
-            async with beside(hosts=watch(), shortage=shortage.watch()):
-                summary = await loop.run()
+            with first.source():
+                async with beside(hosts=watch(), shortage=shortage.watch()):
+                    summary = await loop.run()
             await training.close()
     show_summary(summary)
