@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationInfo
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
@@ -53,6 +53,43 @@ class FunctionName:
             about = {"names": f"one of {', '.join(self.names)}, or your own as " if self.names else ""}
             raise PydanticCustomError("function", 'must be {names}"module:function"', about)
         return value
+
+
+@dataclass(frozen=True, slots=True)
+class TakesEffect:
+    """Condition under which a setting has an effect, declared in its annotation: another setting has a certain value.
+
+    A run refuses a setting whose condition does not hold and whose value is not its default, see
+    `titan_rl.config.effects`. The condition of a table holds for all settings in it.
+
+    Args:
+        setting: the other setting, or a property of its table, by its dotted name from the run's settings.
+        one_of: values with which there is an effect; of a list, one item is enough.
+        none_of: values without one, where any other will do.
+        up_to: there is an effect up to the value of the other setting.
+        without: says what is lacking, where the other's value does not say it to a user: "without hosts.provider".
+        fix: what to do; by default made of the values.
+
+    Example: `tail_age: Annotated[PositiveInt, TakesEffect("scheduling.tail", one_of=("drop",))] = 1`
+    """
+
+    setting: str
+    one_of: tuple[object, ...] = ()
+    none_of: tuple[object, ...] = ()
+    up_to: bool = False
+    without: str = ""
+    fix: str = ""
+
+    def holds(self, value: Any, other: Any) -> bool:
+        """
+        Args:
+            value: of the setting that this is declared for.
+            other: of the other setting.
+        """
+        if self.up_to:
+            return value is None or value <= other
+        items: tuple[Any, ...] = cast("tuple[Any, ...]", other) if isinstance(other, tuple) else (other,)
+        return any(item in self.one_of for item in items) if self.one_of else any(i not in self.none_of for i in items)
 
 
 INNER = ""

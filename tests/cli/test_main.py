@@ -429,8 +429,8 @@ def test_what_the_weights_come_from_cannot_change_on_resume(stopped: RunDirector
     assert main([*resume, "--sampling.temperature=0.5"]) == 2
     one = "--sampling.temperature is 0.5, and the run has 1.0: that cannot change when a run is resumed; leave it out, "
     assert f"titan-rl: {one}or begin a new run; training.steps, " in capsys.readouterr().err
-    assert main([*resume, "--seed=9", "--correction.cap=3"]) == 2
-    two = '--correction.cap is 3.0, and the run has "none": that cannot'
+    assert main([*resume, "--seed=9", "--scheduling.max_token_age=3"]) == 2
+    two = '--scheduling.max_token_age is 3, and the run has "none": that cannot'
     told = capsys.readouterr().err
     assert "--seed is 9, and the run has 7; " in told
     assert two in told

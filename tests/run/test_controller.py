@@ -177,7 +177,9 @@ class Rig:
             rollout=RolloutConfig(group_size=3),
             scheduling=SchedulingConfig(groups_per_step=2, max_staleness=staleness),
             training=TrainingConfig(steps=steps, row_tokens=16, **training or {}),
-            validation=ValidationConfig(num_prompts=held_out, samples_per_prompt=2, interval=2),
+            validation=ValidationConfig(
+                num_prompts=held_out, **{"samples_per_prompt": 2, "interval": 2} if held_out else {}
+            ),
             checkpoint=CheckpointConfig(interval=checkpoint_interval),
             generation=generation or GenerationConfig(),
         )

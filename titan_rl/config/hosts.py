@@ -21,7 +21,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from titan_rl.errors import ConfigError
-from titan_rl.providers.settings import ProviderSettings, split_list
+from titan_rl.providers.settings import ON_SEVERAL_HOSTS, ProviderSettings, split_list
 from titan_rl.settings import PathText
 
 OPEN = (
@@ -175,23 +175,23 @@ class HostsConfig(ProviderSettings):
     ] = ()
     """HOST:PORT of `titan-rl worker` on each machine, a list or between commas, where no provider starts
     them; none for this machine alone."""
-    listen: Annotated[str, AfterValidator(_one_interface)] = ""
+    listen: Annotated[str, AfterValidator(_one_interface), ON_SEVERAL_HOSTS] = ""
     """Address of this machine on which the others reach it; by default that from which it reaches the first of them.
     Whoever reaches it can run programs here: only within a network that you trust."""
     train: PositiveInt = 1
     """Hosts of the trainer's ranks, which are shared out evenly."""
-    generate: PositiveInt | None = None
+    generate: Annotated[PositiveInt | None, ON_SEVERAL_HOSTS] = None
     """Hosts of the generators; by default those that do not train, or all if there are no others."""
-    play: PositiveInt | None = None
+    play: Annotated[PositiveInt | None, ON_SEVERAL_HOSTS] = None
     """Hosts of the rollout workers; by default those of the generators. Where all that generate play, so does a host
     that joins."""
     addresses_file: PathText = ""
     """A file of further addresses, one a line, that is read again and again: a host whose address comes joins the run,
     and one whose address goes is drained. None by default."""
-    silence_s: PositiveFloat = 3.0
+    silence_s: Annotated[PositiveFloat, ON_SEVERAL_HOSTS] = 3.0
     """A host of which nothing is heard for so long is gone. What it was at goes on elsewhere. At least 1: hosts give
     four signs of life a second."""
-    lease_s: PositiveFloat = 15.0
+    lease_s: Annotated[PositiveFloat, ON_SEVERAL_HOSTS] = 15.0
     """A host that hears nothing of the controller for so long ends its processes. More than silence_s."""
     hang_timeout_s: PositiveFloat = 60.0
     """A process that for so long neither answers nor computes is killed, and so is one whose step does not get on. At
@@ -200,7 +200,7 @@ class HostsConfig(ProviderSettings):
     """Longest wait for hosts, where fewer generators serve than generation.least_generators, or none can train or play
     rollouts."""
 
-    sync: bool = False
+    sync: Annotated[bool, ON_SEVERAL_HOSTS] = False
     """Copy the model's folder, and those of `pythonpath` and PYTHONPATH, to hosts that lack what is in them. The copies
     go with the run."""
 

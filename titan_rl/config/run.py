@@ -10,6 +10,7 @@ from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from titan_rl.config import conflicts
+from titan_rl.config.effects import of_effects
 from titan_rl.config.hosts import HostsConfig
 from titan_rl.config.sections import (
     CheckpointConfig,
@@ -90,6 +91,7 @@ class RunConfig(Section):
         )
         yield from conflicts.of_generators(generation)
         yield from self.hosts.too_few()
+        yield from of_effects(self)
         yield from conflicts.of_suites(self.validation, self.tasks)
 
     @property

@@ -23,7 +23,8 @@ from titan_rl.config.speculative import SpeculativeConfig
 from titan_rl.config.suites import ValidationSuite
 from titan_rl.generation.registry import BY_NAME as ENGINES
 from titan_rl.generation.router.registry import BY_NAME as STRATEGIES
-from titan_rl.settings import FunctionName, Section
+from titan_rl.providers.settings import ON_SEVERAL_HOSTS
+from titan_rl.settings import FunctionName, Section, TakesEffect
 from titan_rl.weights.transports.registry import BY_NAME as TRANSPORTS
 
 
@@ -43,7 +44,7 @@ class GenerationConfig(Section):
     """Generator actors, one engine each."""
     least_generators: PositiveInt = 1
     """While fewer are in service the run waits for more, hosts.wait_s at most."""
-    most_generators: PositiveInt | None = None
+    most_generators: Annotated[PositiveInt | None, ON_SEVERAL_HOSTS] = None
     """As hosts join a run, it gets no more than these. By default each host brings as many as the others have."""
     tensor_parallel_size: PositiveInt = 1
     """Processes that share the model of one generator; it divides the model's attention heads."""
@@ -60,11 +61,13 @@ class GenerationConfig(Section):
     """Training completions tell which experts each token took. For mixtures of experts, on GPUs."""
     pull_mode: Literal["hot_swap", "drain"] = "hot_swap"
     """New weights are loaded between two tokens of running requests, or once a generator's requests have finished."""
-    running_kv: Literal["keep", "recompute"] = "keep"
+    running_kv: Annotated[Literal["keep", "recompute"], TakesEffect("generation.pull_mode", one_of=("hot_swap",))] = (
+        "keep"
+    )
     """At a hot swap running requests keep the KV cache of the old weights, or compute it anew."""
     prefix_cache: bool = True
     """Requests reuse the KV cache of others that begin with the same tokens."""
-    reset_prefix_cache: bool = True
+    reset_prefix_cache: Annotated[bool, TakesEffect("generation.prefix_cache", one_of=(True,))] = True
     """With new weights later requests reuse no KV cache of the old ones."""
     stream_interval: PositiveInt = 32
     """Engine steps between two messages of new tokens to the router, which goes on from those if a generator dies."""
@@ -83,7 +86,9 @@ class RoutingConfig(Section):
 
     strategy: Annotated[str, FunctionName(tuple(STRATEGIES), ("max_sessions",))] = "sticky"
     """sticky keeps a rollout on the replica that holds its KV cache; group_affinity also starts its siblings there."""
-    max_sessions: PositiveInt = 65536
+    max_sessions: Annotated[
+        PositiveInt, TakesEffect("routing.strategy", none_of=("consistent_hash", "least_loaded", "round_robin"))
+    ] = 65536
     """Sessions remembered; the one longest unused is forgotten first. At least as many as rollouts in flight."""
     move_below: Annotated[float, Field(gt=0, lt=1)] | None = None
     """A generator with at most this part of the requests of the fullest takes some over, with their tokens, which are
@@ -102,6 +107,9 @@ class SamplingConfig(Section):
     a request and step. By default only where scheduling.max_staleness = 0 without oversample: no other run repeats."""
 
 
+_TCP = TakesEffect("statedict.transport", none_of=("shared_memory", "rdma", "cuda_ipc"), fix='set that to "tcp"')
+
+
 class StateDictConfig(Section):
     """How every published version travels to the generators, and how they verify it."""
 
@@ -110,18 +118,21 @@ class StateDictConfig(Section):
     before it, and of most versions what changed; with rdma each generator reads the trainer's memory over the network.
     With cuda_ipc all are on GPUs of one host, and read from the trainer's GPU memory, which has two more copies
     then."""
-    fanout: PositiveInt = 1
+    fanout: Annotated[PositiveInt, _TCP, ON_SEVERAL_HOSTS] = 1
     """With tcp, hosts that each host sends a version to: 1 makes a chain of them, in which the trainer sends it once,
     and more a tree."""
-    anchor_interval: PositiveInt = 16
+    anchor_interval: Annotated[PositiveInt, _TCP] = 16
     """With tcp, every so many versions all bytes are sent, and of the others only what changed; 1 always sends all."""
     num_probes: NonNegativeInt | None = None
     """Sequences whose logprobs the trainer publishes with each version; 0 verifies nothing. By default 4 in float32 and
     32 in bfloat16."""
-    tolerance: PositiveFloat | None = None
+    tolerance: Annotated[PositiveFloat | None, TakesEffect("statedict.num_probes", none_of=(0,))] = None
     """Largest mean logprob difference of a probe; by default 1e-5 in float32 and 0.1 in bfloat16."""
     pull_timeout_s: PositiveFloat = 120.0
     """Longest wait for a generator to load a version."""
+
+
+_VALIDATED = TakesEffect("validation.num_prompts", none_of=(0,), fix="set that above 0")
 
 
 class ValidationConfig(Section):
@@ -129,13 +140,13 @@ class ValidationConfig(Section):
 
     num_prompts: NonNegativeInt = 64
     """Held-out samples; 0 validates never."""
-    samples_per_prompt: PositiveInt = 4
+    samples_per_prompt: Annotated[PositiveInt, _VALIDATED] = 4
     """Rollouts of each; the reward is their mean."""
-    temperature: NonNegativeFloat = 1.0
+    temperature: Annotated[NonNegativeFloat, _VALIDATED] = 1.0
     """0 is greedy."""
-    interval: NonNegativeInt = 0
+    interval: Annotated[NonNegativeInt, _VALIDATED] = 0
     """Steps between validations; 0 validates only before and after."""
-    suites: tuple[ValidationSuite, ...] = Field(default=(), strict=False)
+    suites: Annotated[tuple[ValidationSuite, ...], _VALIDATED] = Field(default=(), strict=False)
     """By default one of each task of the run."""
 
 

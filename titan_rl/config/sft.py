@@ -6,7 +6,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from titan_rl.settings import PathText, Section
+from titan_rl.settings import PathText, Section, TakesEffect
 from titan_rl.tiny_model.vocabulary import Level
 from titan_rl.training.choices import LearningRateDecay
 
@@ -34,7 +34,7 @@ class SFTConfig(Section):
     data: PathText = ""
     """Where demonstrations come from: a file of chats in JSON lines, or the folder of a run, of which the best rollouts
     are taken. By default what the task demonstrates."""
-    top_k: PositiveInt = 1
+    top_k: Annotated[PositiveInt, TakesEffect("sft.data", none_of=("",), fix="set that to the folder of a run")] = 1
     """Most rollouts of each group of a run, those with the highest rewards."""
     min_reward: float | None = None
     """Rollouts of a run below this reward are left out. By default none are."""
@@ -44,7 +44,7 @@ class SFTConfig(Section):
     """Demonstrations that are not learned, on which the loss is measured; at most a tenth of them."""
     steps: PositiveInt | None = None
     """Optimizer steps. By default as many as the epochs have."""
-    epochs: PositiveInt = 1
+    epochs: Annotated[PositiveInt, TakesEffect("sft.steps", one_of=(None,))] = 1
     """How often each demonstration is learned, where `steps` does not say it."""
     batch_size: PositiveInt = 32
     """Demonstrations in one optimizer step."""
@@ -58,7 +58,7 @@ class SFTConfig(Section):
     """Share of the steps over which the learning rate rises."""
     lr_decay: LearningRateDecay = "cosine"
     """Shape of the learning rate after that."""
-    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1), TakesEffect("sft.lr_decay", none_of=("constant",))] = 0.1
     """Learning rate at the last step relative to `lr`."""
     weight_decay: NonNegativeFloat = 0.01
     """Weight decay of the optimizer."""

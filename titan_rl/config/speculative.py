@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
-from titan_rl.settings import FilePath, Section
+from titan_rl.settings import FilePath, Section, TakesEffect
 
 MOST_GUESSED = 128
 """Tokens that vLLM checks at a time, at most: MAX_SPEC_LEN of its rejection sampler."""
 
 WITH_MODEL = ("draft_model", "eagle", "eagle3")
+
+
+_LOOKS_UP = TakesEffect("generation.speculative.method", one_of=("ngram",))
 
 
 class SpeculativeConfig(Section):
@@ -25,9 +28,9 @@ class SpeculativeConfig(Section):
     """Guessed at a time, at most; vLLM checks no more than 128."""
     model: FilePath | None = None
     """Folder of what guesses, on every host: of draft_model, eagle and eagle3."""
-    prompt_lookup_min: PositiveInt = 2
+    prompt_lookup_min: Annotated[PositiveInt, _LOOKS_UP] = 2
     """Fewest tokens that ngram looks for."""
-    prompt_lookup_max: PositiveInt = 4
+    prompt_lookup_max: Annotated[PositiveInt, _LOOKS_UP] = 4
     """Most tokens that ngram looks for, which it begins with."""
 
     @property

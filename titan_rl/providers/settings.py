@@ -13,7 +13,7 @@ from typing import Annotated, Self
 from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeFloat, PositiveInt, model_validator
 from pydantic_core import PydanticCustomError
 
-from titan_rl.settings import FunctionName, Section
+from titan_rl.settings import FunctionName, Section, TakesEffect
 
 WORKER_DRAIN_S = 120
 """The --drain-s of a worker to which nothing else is said."""
@@ -22,6 +22,12 @@ DETACH_S = 60
 
 NAMES = ("ssh", "slurm", "kubernetes")
 """The library's own providers, see `titan_rl.providers.registry`."""
+
+
+_WITH_PROVIDER = TakesEffect("hosts.provider", none_of=(None,), without="without hosts.provider", fix="set that")
+ON_SEVERAL_HOSTS = TakesEffect(
+    "hosts.elsewhere", one_of=(True,), without="on one machine", fix="set hosts.addresses or hosts.provider"
+)
 
 
 def split_list(value: object) -> object:
@@ -217,17 +223,17 @@ class ProviderSettings(Section):
     provider: Annotated[str, FunctionName(NAMES, ("spec",), may_be_class=False)] | None = None
     """Starts a worker on each host: over ssh, in an allocation of Slurm, or as pods of Kubernetes. A function of yours
     gives an async context manager for a `titan_rl.providers.registry.ProviderSpec`, of the workers' addresses."""
-    port: int = Field(default=22222, ge=0, le=65535)
+    port: Annotated[int, _WITH_PROVIDER] = Field(default=22222, ge=0, le=65535)
     """On which the workers of a provider listen; with 0 each takes one that is free, but for kubernetes."""
-    command: Annotated[str, AfterValidator(_words)] | None = None
+    command: Annotated[Annotated[str, AfterValidator(_words)] | None, _WITH_PROVIDER] = None
     """What runs titan-rl there; by default what runs it here, and with kubernetes titan-rl."""
-    drain_s: NonNegativeFloat = 60.0
+    drain_s: Annotated[NonNegativeFloat, ON_SEVERAL_HOSTS] = 60.0
     """A host that is to go has so long to finish what it is at, and to have the trainer saved and another host found
     for it; what is left then goes on elsewhere. A worker that a provider starts waits longer on SIGTERM; one that is
     started by hand as long as its --drain-s says."""
-    ssh: SSHConfig = SSHConfig()
-    slurm: SlurmConfig = SlurmConfig()
-    kubernetes: KubernetesConfig = KubernetesConfig()
+    ssh: Annotated[SSHConfig, TakesEffect("hosts.provider", one_of=("ssh",))] = SSHConfig()
+    slurm: Annotated[SlurmConfig, TakesEffect("hosts.provider", one_of=("slurm",))] = SlurmConfig()
+    kubernetes: Annotated[KubernetesConfig, TakesEffect("hosts.provider", one_of=("kubernetes",))] = KubernetesConfig()
 
     @property
     def worker_drain_s(self) -> int:

@@ -9,7 +9,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from titan_rl.scheduling.registry import BY_NAME
 from titan_rl.scheduling.tail import Tail
-from titan_rl.settings import FunctionName, Section
+from titan_rl.settings import FunctionName, Section, TakesEffect
 
 
 class SchedulingConfig(Section):
@@ -21,7 +21,7 @@ class SchedulingConfig(Section):
     """Optimizer steps between the weights that sampled a token and the step it is trained in. 0 is on-policy."""
     oversample: NonNegativeFloat = 0.0
     """Groups that run beyond those needed, as a share of groups_per_step, rounded up; the first to finish go first."""
-    window: PositiveInt | None = None
+    window: Annotated[PositiveInt | None, TakesEffect("scheduling.num_slots", up_to=True)] = None
     """A finished group overtakes an unfinished one by fewer places than this. By default 1, which is data order, or
     with oversample as many as run for a step."""
     max_group_age: NonNegativeInt | None = None
@@ -32,7 +32,7 @@ class SchedulingConfig(Section):
     leaves them while they give the memory of weights and KV cache to a trainer on the same GPUs, until the pull."""
     tail: Tail = "carry_over"
     """Unfinished groups that a batch overtook run on, wait until groups_per_step of them do, or are dropped by age."""
-    tail_age: PositiveInt = 1
+    tail_age: Annotated[PositiveInt, TakesEffect("scheduling.tail", one_of=("drop",))] = 1
     """With tail = "drop": versions pulled since its admission at which an unfinished group is dropped."""
     max_token_age: NonNegativeInt | None = None
     """Tokens older than so many versions are context and not trained. By default all are trained."""

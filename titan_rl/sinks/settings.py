@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from titan_rl.settings import FunctionName, Section
+from titan_rl.settings import FunctionName, Section, TakesEffect
 
 NAMES = ("wandb", "tensorboard", "trackio", "prometheus")
 """The library's own sinks, see `titan_rl.sinks.registry`."""
@@ -64,10 +64,12 @@ class LoggingConfig(Section):
     """Write the tokens of these rollouts, too, each with its text and logprob: about 30 bytes a token."""
     trace: bool = True
     """Write what each process does when into trace/ of the run's folder, for `titan-rl view` and Perfetto."""
-    trace_mib: PositiveInt = 32
+    trace_mib: Annotated[PositiveInt, TakesEffect("logging.trace", one_of=(True,))] = 32
     """Most MiB of a process's trace: some hundred steps of single environment calls, which go first, and many thousand
     of the rest."""
-    wandb: WandbConfig = WandbConfig()
-    tensorboard: TensorBoardConfig = TensorBoardConfig()
-    trackio: TrackioConfig = TrackioConfig()
-    prometheus: PrometheusConfig = PrometheusConfig()
+    wandb: Annotated[WandbConfig, TakesEffect("logging.sinks", one_of=("wandb",))] = WandbConfig()
+    tensorboard: Annotated[TensorBoardConfig, TakesEffect("logging.sinks", one_of=("tensorboard",))] = (
+        TensorBoardConfig()
+    )
+    trackio: Annotated[TrackioConfig, TakesEffect("logging.sinks", one_of=("trackio",))] = TrackioConfig()
+    prometheus: Annotated[PrometheusConfig, TakesEffect("logging.sinks", one_of=("prometheus",))] = PrometheusConfig()

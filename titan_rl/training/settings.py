@@ -15,7 +15,7 @@ from pydantic import (
 
 from titan_rl.rollout.renderer.registry import BY_NAME as RENDERERS
 from titan_rl.rollout.rewards.registry import BY_NAME as ADVANTAGES
-from titan_rl.settings import FunctionName, PathText, Section
+from titan_rl.settings import FunctionName, PathText, Section, TakesEffect
 from titan_rl.training.choices import (
     ActivationCheckpointing,
     Attention,
@@ -35,6 +35,9 @@ MADE_BY_SFT = "sft.json"
 """A file that `titan-rl sft` leaves in each model's folder that it writes. Others it does not replace."""
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+_CLIPS = TakesEffect("training.loss", none_of=("reinforce", "nll"), fix='set that to "grpo", "gspo" or "cispo"')
 
 
 class ModelConfig(Section):
@@ -61,7 +64,9 @@ class TrainingConfig(Section):
     """Highest learning rate."""
     warmup_steps: NonNegativeInt = 0
     """Steps over which the learning rate rises linearly to `lr`."""
-    min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
+    min_lr_ratio: Annotated[float, TakesEffect("training.lr_decay", none_of=("constant",))] = Field(
+        default=0.1, ge=0, le=1
+    )
     """Learning rate at the last step relative to `lr`; the decay from one to the other is `lr_decay`."""
     lr_decay: LearningRateDecay = "constant"
     """Shape of the learning rate after the warm-up, over the run's own steps."""
@@ -69,7 +74,7 @@ class TrainingConfig(Section):
     """Of the parameters; muon takes adamw for what is no matrix."""
     betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), strict=False)  # TOML has lists, no tuples
     """Decay rates of the first and second moment; for sgd and muon the first is the momentum."""
-    eps: PositiveFloat = 1e-8
+    eps: Annotated[PositiveFloat, TakesEffect("training.optimizer", none_of=("sgd",))] = 1e-8
     """Added to the root of the second moment in adamw and adam."""
     weight_decay: NonNegativeFloat = 0.0
     """Weight decay, decoupled in adamw and muon, and added to the gradient in adam and sgd."""
@@ -83,11 +88,11 @@ class TrainingConfig(Section):
     """All tokens of the batch count alike, all sequences do, or a sequence's sum is divided by model.max_context."""
     kl_coef: NonNegativeFloat = 0.0
     """Weight of the KL to the model as loaded, which is then kept beside the policy; 0 leaves both out."""
-    kl: KLEstimate = "k3"
+    kl: Annotated[KLEstimate, TakesEffect("training.kl_coef", none_of=(0.0,))] = "k3"
     """Estimate of that KL."""
-    clip_low: float = Field(default=0.2, gt=0, le=1)
+    clip_low: Annotated[float, _CLIPS] = Field(default=0.2, gt=0, le=1)
     """The policy ratio is clipped below 1 - clip_low."""
-    clip_high: PositiveFloat = 0.28
+    clip_high: Annotated[PositiveFloat, _CLIPS] = 0.28
     """The policy ratio is clipped above 1 + clip_high."""
     advantage: Annotated[str, FunctionName(tuple(ADVANTAGES), ("rewards",), may_be_class=False)] = "standardized"
     """What makes advantages of the rewards of a group."""
@@ -173,11 +178,13 @@ class CorrectionConfig(Section):
     """Ratios are clipped against what the generator sampled from, the policy at the start of the step, or a mean."""
     weight: CorrectionWeight = "none"
     """Losses are weighed by proximal over behaviour probability, of the token or of the whole sequence."""
-    cap: PositiveFloat | None = None
+    cap: Annotated[PositiveFloat | None, TakesEffect("correction.weight", one_of=("token", "sequence"))] = None
     """Largest such weight. By default there is no limit."""
     mask: CorrectionMask = "none"
     """Tokens or sequences are left out whose proximal over behaviour probability is out of `bounds`."""
-    bounds: tuple[PositiveFloat, PositiveFloat] = Field(default=(0.5, 5.0), strict=False)
+    bounds: Annotated[tuple[PositiveFloat, PositiveFloat], TakesEffect("correction.mask", none_of=("none",))] = Field(
+        default=(0.5, 5.0), strict=False
+    )
     """Lowest and highest ratio that `mask` keeps."""
     veto: PositiveFloat | None = None
     """Sequences are left out in which any token's ratio is below this. By default none are."""

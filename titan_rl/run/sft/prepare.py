@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from titan_rl.config.effects import reset_without_effect
 from titan_rl.config.make_renderer import make_renderer
 from titan_rl.config.run import RunConfig
 from titan_rl.errors import ConfigError, DataError
@@ -132,6 +133,5 @@ def supervised(config: RunConfig, model: ModelConfig, steps: int) -> RunConfig:
         }
     )
     started = sft.model_copy(update={"start": model.path})
-    return config.model_copy(
-        update={"model": model, "training": training, "correction": CorrectionConfig(), "sft": started}
-    )
+    update = {"model": model, "training": training, "correction": CorrectionConfig(), "sft": started}
+    return reset_without_effect(config.model_copy(update=update))

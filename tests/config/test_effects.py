@@ -1,0 +1,179 @@
+"""A setting that is given and has no effect is an error that says what would make it take effect."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from user_project import project
+
+from titan_rl.config.effects import Setting, of_effects, reset_without_effect, settings_in
+from titan_rl.config.load import dump_config, load_config
+from titan_rl.errors import ConfigError
+from titan_rl.settings import Section, TakesEffect
+
+__all__ = ["project"]
+
+ELSEWHERE = {"hosts.addresses": ("10.0.0.1:22222", "10.0.0.2:22222")}
+MADE_TRUE: dict[str, dict[str, Any]] = {"hosts.elsewhere": ELSEWHERE, "hosts.provider": {"hosts.provider": "ssh"}}
+"""Settings that make a condition hold whose own setting cannot simply be set to a value."""
+
+OTHER_VALUES: dict[str, Any] = {
+    "correction.cap": 2.0,
+    "correction.bounds": (0.25, 4.0),
+    "generation.most_generators": 9,
+    "generation.running_kv": "recompute",
+    "hosts.command": "titan-rl",
+    "hosts.generate": 1,
+    "hosts.listen": "10.0.0.1",
+    "hosts.play": 1,
+    "hosts.ssh.hosts": ("a",),
+    "hosts.ssh.options": ("-v",),
+    "hosts.ssh.addresses": {"a": "10.0.0.1"},
+    "hosts.slurm.time_limit": "24:00:00",
+    "hosts.slurm.options": ("--exclusive",),
+    "hosts.slurm.setup": ("module load cuda",),
+    "hosts.kubernetes.resources": {"cpu": "8"},
+    "hosts.kubernetes.controller_resources": {"cpu": "8"},
+    "logging.wandb.tags": ("a",),
+    "logging.wandb.mode": "offline",
+    "scheduling.window": 10**6,
+    "statedict.tolerance": 0.5,
+    "training.kl": "k2",
+    "validation.suites": ("a suite",),
+}
+
+
+def with_value(section: Section, name: str, value: Any) -> Section:
+    first, _, below = name.partition(".")
+    inner = with_value(getattr(section, first), below, value) if below else value
+    return section.model_copy(update={first: inner})
+
+
+def other_value(setting: Setting) -> Any:
+    """A value that is not the default."""
+    if setting.name in OTHER_VALUES:
+        return OTHER_VALUES[setting.name]
+    match setting.default:
+        case bool():
+            return not setting.default
+        case int() | float():
+            return setting.default + 1
+        case None | str():
+            return "another"
+    raise AssertionError(f"{setting.name}: give OTHER_VALUES a value for {setting.default!r}")
+
+
+def made_true(config: Section, condition: TakesEffect) -> Section:
+    changes = MADE_TRUE.get(condition.setting)
+    if condition.one_of and condition.setting != "hosts.elsewhere":
+        value: Any = condition.one_of[0]
+        changes = {condition.setting: (value,) if condition.setting == "logging.sinks" else value}
+    elif changes is None:
+        values: tuple[Any, ...] = (7, "my_module:mine")
+        value = values[isinstance(condition.none_of[0], str)] if condition.setting != "sft.data" else "runs/latest"
+        changes = {condition.setting: value}
+    for name, value in changes.items():
+        config = with_value(config, name, value)
+    return config
+
+
+def made_false(config: Section, condition: TakesEffect) -> Section:
+    if condition.up_to or condition.setting == "hosts.elsewhere":
+        return config
+    if condition.none_of:
+        return with_value(config, condition.setting, condition.none_of[0])
+    value: Any = not condition.one_of[0] if isinstance(condition.one_of[0], bool) else "something else"
+    value = 3 if condition.one_of[0] is None else value
+    return with_value(config, condition.setting, (value,) if condition.setting == "logging.sinks" else value)
+
+
+def test_every_setting_with_a_condition_is_refused_where_it_does_not_hold_and_taken_where_all_do(project: Path):
+    config = load_config("config.toml")
+    seen = 0
+    for setting in settings_in(config):
+        for condition in setting.conditions:
+            holds = with_value(config, setting.name, other_value(setting))
+            for other in setting.conditions:
+                if not other.up_to:
+                    holds = made_true(holds, other)
+            told = [line for line in of_effects(made_false(holds, condition)) if line.startswith(f"{setting.name} = ")]
+            if condition.setting == "hosts.elsewhere":
+                told = [
+                    line
+                    for line in of_effects(with_value(holds, "hosts.addresses", ()))
+                    if line.startswith(f"{setting.name} = ")
+                ]
+            assert len(told) == 1, (setting.name, condition)
+            assert condition.without or condition.setting in told[0]
+            assert f"leave {setting.name} out" in told[0]
+            if not condition.up_to:
+                assert [line for line in of_effects(holds) if line.startswith(f"{setting.name} = ")] == [], condition
+            seen += 1
+    assert seen > 40
+
+
+def test_conditions_name_settings_that_there_are(project: Path):
+    config = load_config("config.toml")
+    for setting in settings_in(config):
+        for condition in setting.conditions:
+            value: Any = config
+            for part in condition.setting.split("."):
+                value = getattr(value, part)
+            assert bool(condition.one_of) + bool(condition.none_of) + condition.up_to == 1, setting.name
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("hosts.ssh.hosts=a,b", 'hosts.provider = none; set hosts.provider to "ssh"'),
+        ("correction.cap=2", 'correction.weight = "none"; set correction.weight to "token" or "sequence"'),
+        ("training.clip_low=0.1 training.loss=reinforce", 'training.loss = "reinforce"; set that to "grpo", "gspo" or'),
+        ("scheduling.tail_age=2", 'scheduling.tail = "carry_over"; set scheduling.tail to "drop"'),
+        ("scheduling.window=999", "beyond scheduling.num_slots = 32; lower it to at most 32"),
+        ("validation.interval=5 validation.num_prompts=0", "validation.num_prompts = 0; set that above 0"),
+        ("logging.wandb.project=mine", 'logging.sinks = []; set logging.sinks to "wandb"'),
+        ("training.kl=k2", "training.kl_coef = 0; set training.kl_coef to something else than 0"),
+        ("training.min_lr_ratio=0.5", 'training.lr_decay = "constant"; set training.lr_decay to something else than'),
+        ("statedict.fanout=2 statedict.transport=tcp", "on one machine; set hosts.addresses or hosts.provider"),
+        ("hosts.sync=true", "on one machine; set hosts.addresses or hosts.provider"),
+    ],
+)
+def test_a_setting_without_effect_names_what_would_give_it_one(project: Path, given: str, says: str):
+    overrides = [(name, value) for name, _, value in (word.partition("=") for word in given.split())]
+    with pytest.raises(ConfigError) as refused:
+        load_config("config.toml", overrides)
+    name = overrides[0][0]
+    assert f"{name} = " in str(refused.value)
+    assert " has no effect " in str(refused.value)
+    assert says in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "correction.cap=2 correction.weight=token correction.proximal=recomputed",
+        "training.clip_low=0.1 training.loss=reinforce training.clip_low=0.2",
+        "training.clip_low=0.1 training.loss=gspo",
+        "scheduling.tail_age=2 scheduling.tail=drop",
+        "scheduling.window=32",
+        "validation.interval=5",
+        "logging.wandb.project=mine logging.sinks=wandb",
+        "training.kl=k2 training.kl_coef=0.1",
+    ],
+)
+def test_a_setting_with_an_effect_and_one_at_its_default_are_taken(project: Path, given: str):
+    overrides = [(name, value) for name, _, value in (word.partition("=") for word in given.split())]
+    if any(name == "logging.sinks" for name, _ in overrides):
+        overrides = [(name, '["wandb"]' if name == "logging.sinks" else value) for name, value in overrides]
+    config = load_config("config.toml", overrides)
+    (project / "again.toml").write_text(dump_config(config))
+    assert load_config("again.toml") == config
+
+
+def test_what_has_no_effect_can_be_reset(project: Path):
+    config = load_config("config.toml", [("training.clip_low", "0.1")])
+    config = with_value(config, "training.loss", "nll")
+    assert list(of_effects(config)) != []
+    assert list(of_effects(reset_without_effect(config))) == []
