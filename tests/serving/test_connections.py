@@ -72,7 +72,8 @@ async def test_a_head_that_does_not_come_is_not_waited_for(sent: bytes) -> None:
 
 
 async def test_nor_is_that_of_a_second_request() -> None:
-    async with connected() as (_, connection):
+    patient = ServerLimits(head_s=1.0, request_s=30.0)  # the first one has to be answered meanwhile
+    async with connected(patient) as (_, connection):
         await connection.send(request() + b"POST ")
         assert (await connection.rest()).startswith(b"HTTP/1.1 200 ")
 

@@ -327,3 +327,30 @@ async def test_the_port_is_free_however_the_block_is_left(cancelled: bool) -> No
 def test_a_string_is_no_list_of_keys() -> None:
     with pytest.raises(ConfigError, match="list of keys"):
         Keys(api="secret")
+
+
+@pytest.mark.parametrize(("version", "status"), [("1.0", 200), ("1.1", 400)])
+async def test_a_request_without_a_host_is_from_no_browser(version: str, status: int) -> None:
+    """HTTP/1.0 has none, as some health checks speak it, and HTTP/1.1 asks for one."""
+    async with serve(app()) as url:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+        writer.write(f"GET /v1/models HTTP/{version}\r\nConnection: close\r\n\r\n".encode())
+        answer = await asyncio.wait_for(reader.read(), 20)
+        writer.close()
+    assert int(answer.split()[1]) == status
+    assert status == 200 or b"Host header" in answer
+
+
+async def test_an_answer_has_the_requests_id_and_so_has_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    async with served() as stage, client_of(stage.app) as client:
+        given = {"x-request-id": "mine-17"}
+        for path, body in ((GENERATE, ASK), (GENERATE, {**ASK, "stream": True}), (GENERATE, {}), ("/nowhere", {})):
+            assert (await client.post(path, json=body, headers=given)).headers["x-request-id"] == "mine-17"
+        made = [(await client.get("/health", headers={"x-request-id": bad})).headers for bad in ("", "a b", "x" * 200)]
+        assert len({headers["x-request-id"] for headers in made}) == 3
+        told = (await client.post("/v1/messages", json={}, headers=given)).headers
+        assert (told["request-id"], told["x-request-id"]) == ("mine-17", "mine-17")
+    async with client_of(app()) as client:
+        answer = await client.post(GENERATE, json=ASK, headers=given)
+    assert (answer.status_code, answer.headers["x-request-id"]) == (500, "mine-17")
+    assert "request mine-17 failed" in caplog.text

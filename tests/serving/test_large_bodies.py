@@ -22,11 +22,23 @@ LONG = "word " * 20_000
 
 
 class Stuck:
-    """A tokenizer and a renderer that are at a long text until a test lets them go on."""
+    """A tokenizer and a renderer that are at a long text until a test lets them go on.
 
-    def __init__(self) -> None:
+    Args:
+        can_copy: whether threads can have copies of it.
+    """
+
+    def __init__(self, *, can_copy: bool = True) -> None:
         self.began, self.go_on = threading.Event(), threading.Event()
+        self._can_copy = can_copy
         self._renderer = ChatTemplateRenderer(TOKENIZER)
+
+    def __deepcopy__(self, memo: Any) -> Stuck:
+        if not self._can_copy:
+            raise TypeError("it holds a lock")
+        other = Stuck()
+        other.began, other.go_on = self.began, self.go_on
+        return other
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._renderer if hasattr(self._renderer, name) else TOKENIZER, name)
@@ -53,9 +65,13 @@ ASKS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.parametrize("can_copy", [True, False])
 @pytest.mark.parametrize(("path", "body"), ASKS, ids=lambda value: value if isinstance(value, str) else "")
-async def test_others_are_answered_while_a_long_text_is_tokenized(path: str, body: dict[str, Any]) -> None:
-    stuck = Stuck()
+async def test_others_are_answered_while_a_long_text_is_tokenized(
+    path: str, body: dict[str, Any], can_copy: bool
+) -> None:
+    """What needs the tokenizer waits only where there cannot be another of it."""
+    stuck = Stuck(can_copy=can_copy)
     async with talking(stuck, tokenizer=stuck) as stage, client_of(stage.app) as client, asyncio.timeout(20):
         asked = asyncio.create_task(client.post(path, json=body))
         await asyncio.to_thread(stuck.began.wait, 20)
@@ -63,6 +79,9 @@ async def test_others_are_answered_while_a_long_text_is_tokenized(path: str, bod
         sky = {"messages": [{"role": "user", "content": "sky"}]}
         short = asyncio.create_task(client.post("/v1/chat/completions", json=sky))
         assert (await client.get("/health")).status_code == 200
+        if can_copy:
+            await short
+        assert not asked.done()
         stuck.go_on.set()
         assert (await asked).status_code == 400  # it is longer than the context
         assert (await short).json()["choices"][0]["message"]["content"] == "blue"
@@ -105,3 +124,37 @@ async def test_of_many_fields_their_number_is_told() -> None:
         answer = await client.post("/v1/chat/completions", json=body)
     assert answer.status_code == 400
     assert "10000 fields" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("value", ["[" * 40_000 + "]" * 40_000, '{"a":' * 40_000 + "1" + "}" * 40_000])
+@pytest.mark.parametrize("path", [*(path for path, _ in ASKS), "/inference/v1/generate", "/v1/messages/count_tokens"])
+async def test_what_nests_too_deeply_is_a_400(path: str, value: str) -> None:
+    async with talking() as stage, client_of(stage.app) as client:
+        for body in (value, f'{{"messages": [{{"role": "user", "content": {value}}}]}}'):
+            answer = await client.post(path, content=body, headers={"content-type": "application/json"})
+            assert (answer.status_code, "Invalid JSON" in answer.text) == (400, True)
+
+
+async def test_a_long_request_is_read_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that others are answered meanwhile, also by what reads theirs."""
+    began, go_on, read = threading.Event(), threading.Event(), ChatBody.model_validate_json
+
+    def slowly(body: bytes) -> ChatBody:
+        if len(body) > len(LONG):
+            began.set()
+            assert go_on.wait(20)
+        return read(body)
+
+    monkeypatch.setattr(ChatBody, "model_validate_json", slowly)
+    async with talking() as stage, client_of(stage.app) as client, asyncio.timeout(20):
+        asked = [
+            asyncio.create_task(
+                client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": text}]})
+            )
+            for text in (LONG, "sky")
+        ]
+        await asyncio.to_thread(began.wait, 20)
+        assert (await asked[1]).json()["choices"][0]["message"]["content"] == "blue"
+        assert not asked[0].done()
+        go_on.set()
+        assert (await asked[0]).status_code == 400  # it is longer than the context

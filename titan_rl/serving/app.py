@@ -18,6 +18,7 @@ from titan_rl.serving.episodes.endpoints import Open, Opened, episode_routes
 from titan_rl.serving.episodes.store import EpisodeStore
 from titan_rl.serving.http.admin import Control, admin_routes
 from titan_rl.serving.http.api_error import ApiError
+from titan_rl.serving.http.body import Reading
 from titan_rl.serving.http.exchange import Exchanges
 from titan_rl.serving.http.keys import Keys
 from titan_rl.serving.http.limits import ServerLimits
@@ -95,7 +96,7 @@ def make_app(
         wait_until_resumed: awaited before an aborted completion is gone on with.
         control: what the admin calls act on. Without it, or without an admin key, there are none.
         trouble: why the policy cannot answer at present, for `/health`; None while it can.
-        episodes: whose keys are let in, too, each for its episode alone.
+        episodes: whose keys are let in, too, each for its episode alone. Those opened from now on use this renderer.
         open_episode: what `POST /episodes` does. Without it harnesses cannot open any.
     """
     limits = limits or ServerLimits()
@@ -104,8 +105,11 @@ def make_app(
     exchanges = Exchanges(limits, metrics)
     whole = unbroken(stream, wait_until_resumed=wait_until_resumed)
     policy = ServedPolicy(model, whole, max_context, metrics, any_model=any_model)
-    text = None if tokenizer is None else Text(tokenizer)
     tokenizing = Tokenizing()
+    text = None if tokenizer is None else Text(tokenizing.own(tokenizer))
+    renderer = None if renderer is None else tokenizing.own(renderer)
+    if episodes is not None and renderer is not None:
+        episodes.renderer = renderer
     conversations, turns = None, None
     if text is not None and renderer is not None:
         conversations = Conversations(
@@ -148,13 +152,14 @@ def make_app(
     async def no_such_path(scope: Scope, receive: Receive, send: Send) -> None:
         raise ApiError(404, f"there is no such path here; there are {', '.join(paths)}", code="unknown_path")
 
+    reading = Reading()
     router = Router(routes, redirect_slashes=False, default=no_such_path)
     admit = Admission(keys, conversations, episodes)
 
     async def answered(scope: Scope, receive: Receive, send: Send) -> None:
         """What generates has one path each, which need not be looked for among all."""
         endpoint = endpoints.get(scope["path"]) if scope["method"] == "POST" else None
-        await (router if endpoint is None else endpoint(Request(scope)))(scope, receive, send)
+        await (router if endpoint is None else await reading(endpoint, Request(scope)))(scope, receive, send)
 
     told = {route.path for route in routes}
     middleware = RequestMiddleware(answered, admit, limits, metrics, told, dialects, keyed=keys.required)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import string
 import threading
@@ -74,6 +75,13 @@ class ChatTemplateRenderer:
         self._one_at_a_time = threading.RLock()  # no two threads may render at once
         self._answers = self._find_answers()
         self._stop_token_ids = self._find_stop_token_ids()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ChatTemplateRenderer:
+        """A renderer with a tokenizer of its own, for another thread."""
+        other = copy.copy(self)
+        other._tokenizer = copy.deepcopy(self._tokenizer, memo)
+        other._rendered, other._one_at_a_time = {}, threading.RLock()
+        return other
 
     @classmethod
     def from_pretrained(

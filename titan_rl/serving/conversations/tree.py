@@ -74,7 +74,26 @@ class Prompt:
     added_token_ids: Sequence[int] = field(repr=False)  # those behind the parent's, or all
     root: bytes = field(repr=False)  # of the tools that it begins with
     after: Place | None = field(repr=False)  # how far the tree knows the conversation, if at all
-    new_messages: Sequence[tuple[Identity, Message]] = field(repr=False)  # the rest of it
+    new_messages: Sequence[NewMessage] = field(repr=False)  # the rest of it
+
+
+@dataclass(frozen=True, slots=True)
+class NewMessage:
+    """A message that a tree may keep.
+
+    Args:
+        message: nobody else's.
+        num_bytes: about what it takes up in memory.
+    """
+
+    identity: Identity
+    message: Message
+    num_bytes: int
+
+    @classmethod
+    def of(cls, identity: Identity, message: Message) -> NewMessage:
+        kept = snapshot(message)
+        return cls(identity, kept, _bytes_of(kept))
 
 
 class Place:
@@ -101,13 +120,13 @@ class Place:
             return tuple(same.values())
         return (same[identity.reasoning],) if identity.reasoning in same else ()
 
-    def enter(self, identity: Identity, message: Message) -> tuple[Place, int]:
+    def enter(self, new: NewMessage) -> tuple[Place, int]:
         """Its place, and the bytes that are new with it."""
-        same = self.next.setdefault(identity.digest, {})
-        if identity.reasoning in same:
-            return same[identity.reasoning], 0
-        place = same[identity.reasoning] = Place(snapshot(message), self)
-        return place, _bytes_of(place.message)
+        same = self.next.setdefault(new.identity.digest, {})
+        if new.identity.reasoning in same:
+            return same[new.identity.reasoning], 0
+        place = same[new.identity.reasoning] = Place(new.message, self)
+        return place, new.num_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +205,7 @@ class ConversationTree:
         root = identity_of_tools(tools) + style.key
         renderer, begun = style.renderer or self._renderer, list(style.begun)
         turn, after, known = self._find(self._roots.get(root), identities)
-        rest = list(zip(identities[known:], messages[known:], strict=True))
+        rest = list(map(NewMessage.of, identities[known:], messages[known:]))
         if turn is not None:
             so_far = turn.token_ids
             token_ids = _extend(renderer, turn, messages[known:], tools)
@@ -208,7 +227,7 @@ class ConversationTree:
         self._num_in_prefixes = len(self._turns)
         parent = min(self._prefixes.longest(token_ids), key=_first_to_go_on_from, default=None)
         added = list(token_ids[0 if parent is None else len(parent.token_ids) :])
-        said = [(identity_of_tokens(added), {"role": "user", "content": show(added)})] if added else []
+        said = [NewMessage.of(identity_of_tokens(added), {"role": "user", "content": show(added)})] if added else []
         after = self._roots.get(_IN_TOKENS) if parent is None else parent.place
         return Prompt(list(token_ids), parent, added, _IN_TOKENS, after, said)
 
@@ -219,12 +238,13 @@ class ConversationTree:
             message: the completion as the client is given it, with all that a client may send back: ids of tool calls.
         """
         place = prompt.after or self._roots.setdefault(prompt.root, Place())
-        for identity, said in [*prompt.new_messages, (identity_of(message), message)]:
-            place, num_bytes = place.enter(identity, said)
+        reply = NewMessage.of(identity_of(message), message)
+        for new in (*prompt.new_messages, reply):
+            place, num_bytes = place.enter(new)
             self.num_bytes += num_bytes
         self.num_bytes += _TURN_BYTES + _TOKEN_BYTES * (len(prompt.added_token_ids) + 2 * len(completion.token_ids))
         parent = prompt.parent
-        turn = TurnNode(len(self._turns), parent, prompt.added_token_ids, completion, snapshot(message), place)
+        turn = TurnNode(len(self._turns), parent, prompt.added_token_ids, completion, reply.message, place)
         self._turns.append(turn)
         place.turns.append(turn)
         if parent is not None:

@@ -19,6 +19,9 @@ from titan_rl.types import SamplingParams
 class EpisodeStore:
     """The episodes of a server, by their keys.
 
+    Args:
+        renderer: of the episodes that are opened.
+
     A key is looked up by a digest that nobody outside can foresee, so that the time it takes tells nothing of other
     keys. It opens one episode and no other.
 
@@ -32,7 +35,7 @@ class EpisodeStore:
     """
 
     def __init__(self, renderer: Renderer | None, limits: EpisodeLimits | None = None) -> None:
-        self._renderer = renderer
+        self.renderer = renderer
         self._limits = limits or EpisodeLimits()
         self._secret = secrets.token_bytes(32)
         self._by_key: dict[bytes, Episode] = {}
@@ -65,7 +68,7 @@ class EpisodeStore:
             raise BusyError(f"{self._num_open} episodes are open, which is the limit")
         episode = Episode(
             episode_id,
-            self._renderer,
+            self.renderer,
             self._limits if max_turns is None else replace(self._limits, turns=max_turns),
             stream=stream,
             sampling=sampling,

@@ -59,8 +59,8 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
-def api_error_of(error: Exception) -> ApiError:
-    """What a client may know of an exception. What it may not is logged."""
+def api_error_of(error: Exception, request_id: str) -> ApiError:
+    """What a client may know of an exception. What it may not is logged, with the request's ID, which it has too."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, HTTPException):  # there is no such path, or it has no such method
@@ -75,9 +75,9 @@ def api_error_of(error: Exception) -> ApiError:
     if isinstance(error, RequestError):
         return ApiError(400, str(error))
     if isinstance(error, GenerationError | ActorDiedError):
-        logger.warning("a request failed: %r", error)
+        logger.warning("request %s failed: %r", request_id, error)
         return ApiError(503, "the policy cannot answer at present; try again", headers={"retry-after": "1"})
-    logger.error("a request failed", exc_info=error)
+    logger.error("request %s failed", request_id, exc_info=error)
     return ApiError(500, "the server failed; its log says why")
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Annotated, TypeVar
 
@@ -44,7 +47,23 @@ def read(request: Request, kind: type[M]) -> M:
 
 def _check_fields(body: bytes) -> None:
     """Telling of a million fields one by one that they are not supported takes seconds."""
-    with suppress(msgspec.DecodeError):  # what it is instead is told by who reads it
+    with suppress(msgspec.DecodeError, RecursionError):  # what it is instead is told by who reads it
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
         if len(fields) > _MOST_FIELDS:
             raise ApiError(400, f"the body has {len(fields)} fields; no request has more than {_MOST_FIELDS}")
+
+
+class Reading:
+    """Reads requests beside the event loop: short ones at once, and long ones in a thread."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "reading")
+
+    async def __call__(self, read: Callable[[Request], T], request: Request) -> T:
+        """
+        Raises:
+            ApiError: what `read` raises.
+        """
+        if len(request.scope["body"]) <= _SHORT:
+            return read(request)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, read, request)

@@ -19,12 +19,14 @@ class Dialect:
         event: one server-sent event.
         stream_error: the event of an error, in a stream that has begun.
         last: ends a stream.
+        request_id_headers: of each answer, in which clients look for the request's ID.
     """
 
     error: Callable[[ApiError], Any]
     event: Callable[[Any], bytes]
     stream_error: Callable[[ApiError], Any]
     last: bytes = b""
+    request_id_headers: tuple[bytes, ...] = (b"x-request-id",)
 
 
 def plain_event(data: Any) -> bytes:

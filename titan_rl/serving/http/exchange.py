@@ -145,7 +145,7 @@ class Answer:
         except ClientGoneError:
             self._exchanges.metrics.gone.inc()
         except Exception as error:
-            told = api_error_of(error)
+            told = api_error_of(error, scope["request_id"])
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LAST_WORD_S):  # a client that does not read is not waited for
                     if not started:

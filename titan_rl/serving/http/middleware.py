@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
+import uuid
 from collections.abc import Callable, Container, Mapping
 
 from starlette.requests import ClientDisconnect
@@ -17,6 +19,8 @@ from titan_rl.serving.http.limits import ServerLimits
 from titan_rl.serving.http.metrics import ServerMetrics
 
 logger = logging.getLogger(__name__)
+
+_REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 
 Admit = Callable[[str, bytes | None], tuple[str, object]]
 
@@ -55,16 +59,19 @@ class RequestMiddleware:
         if scope["type"] != "http":
             return
         started, path = False, scope["path"]
+        headers = dict(scope["headers"])
+        request_id = _request_id(headers)
 
         async def noted(message: Message) -> None:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
                 self._metrics.responses.labels(path if path in self._paths else "other", str(message["status"])).inc()
+                own = [(name, request_id) for name in self._dialect(path).request_id_headers]
+                message = {**message, "headers": [*message.get("headers", ()), *own]}
             await send(message)
 
         try:
-            headers = dict(scope["headers"])
             path, caller = self._admit(scope["path"], _key(headers))
             body = await self._body(headers, receive)
             if scope["method"] == "POST" and not _is_json(headers):
@@ -72,22 +79,24 @@ class RequestMiddleware:
                 raise ApiError(415, "the content-type is not application/json")
             if headers.get(b"content-encoding", b"identity") != b"identity":
                 raise ApiError(415, "the body is compressed; send it as it is, without a content-encoding")
-            self._check_page(headers.get(b"origin"), headers.get(b"host", b""), scope.get("server"))
+            self._check_page(headers.get(b"origin"), _host(headers, scope["http_version"]), scope.get("server"))
             # With an "app" in its scope, the router raises where it finds no route.
-            await self._app({**scope, "app": self, "path": path, "caller": caller, "body": body}, receive, noted)
+            own = {"app": self, "path": path, "caller": caller, "body": body, "request_id": request_id.decode()}
+            await self._app({**scope, **own}, receive, noted)
         except ClientDisconnect:
             self._metrics.gone.inc()
         except Exception as error:
             if started:
-                logger.error("a request failed after its answer had begun", exc_info=error)
+                logger.error("request %s failed after its answer had begun", request_id.decode(), exc_info=error)
                 raise
-            await send_error(noted, api_error_of(error), self._dialect(path))
+            await send_error(noted, api_error_of(error, request_id.decode()), self._dialect(path))
 
-    def _check_page(self, origin: bytes | None, host: bytes, server: tuple[str, int | None] | None) -> None:
-        """Browsers name the page that asks, unless they take the server for one of the page's own."""
+    def _check_page(self, origin: bytes | None, host: bytes | None, server: tuple[str, int | None] | None) -> None:
+        """Browsers name the page that asks, unless they take the server for one of the page's own. They always name the
+        host, so that a request without one is none of theirs."""
         if origin is not None and not names_this_machine(host_of(origin.decode(errors="replace"))):
             raise ApiError(403, "pages of other hosts are not answered")
-        if self._keyed or server is None or not names_this_machine(server[0]):
+        if self._keyed or host is None or server is None or not names_this_machine(server[0]):
             return
         if not names_this_machine(host_of(host.decode(errors="replace"))):
             raise ApiError(
@@ -129,3 +138,20 @@ def _key(headers: dict[bytes, bytes]) -> bytes | None:
 
 def _is_json(headers: dict[bytes, bytes]) -> bool:
     return headers.get(b"content-type", b"").partition(b";")[0].strip().lower() == b"application/json"
+
+
+def _host(headers: dict[bytes, bytes], http_version: str) -> bytes | None:
+    """
+    Raises:
+        ApiError: 400, a request has none that must have one.
+    """
+    host = headers.get(b"host")
+    if host is None and http_version == "1.1":
+        raise ApiError(400, "the request has no Host header, which HTTP/1.1 asks for", code="missing_host")
+    return host
+
+
+def _request_id(headers: dict[bytes, bytes]) -> bytes:
+    """The one that the client gives, so that it finds its request in logs, or a new one."""
+    given = headers.get(b"x-request-id", b"")
+    return given if _REQUEST_ID.fullmatch(given) else b"req_" + uuid.uuid4().hex.encode()

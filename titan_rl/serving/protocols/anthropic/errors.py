@@ -33,4 +33,4 @@ def _error(error: ApiError) -> dict[str, Any]:
     return {"type": "error", "error": told}
 
 
-ANTHROPIC = Dialect(_error, named_event, _error)
+ANTHROPIC = Dialect(_error, named_event, _error, request_id_headers=(b"request-id", b"x-request-id"))

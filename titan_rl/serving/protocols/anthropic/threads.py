@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ class Threads:
 
     def __init__(self, most_bytes: int) -> None:
         self._held: LRUCache[tuple[bytes, str], bytes] = LRUCache(most_bytes, getsizeof=len)
+        self._lock = threading.Lock()  # long requests are read in a thread
 
     def conversation(self, caller: Caller, body: MessagesBody) -> WholeConversation:
         """The whole conversation of a request, with what its thread holds.
@@ -67,14 +69,16 @@ class Threads:
 
     def hold(self, caller: Caller, message_id: str, conversation: WholeConversation, reply: Message) -> None:
         """Hold a conversation with its reply, so that it can be continued."""
-        held = {"messages": [*conversation.messages, reply], "tools": conversation.tools}
-        with suppress(ValueError):  # one that is larger than all may be
-            self._held[caller.name, message_id] = msgspec.json.encode(held)
+        held = msgspec.json.encode({"messages": [*conversation.messages, reply], "tools": conversation.tools})
+        with suppress(ValueError), self._lock:  # one that is larger than all may be
+            self._held[caller.name, message_id] = held
 
     def _find(self, caller: Caller, message_id: Any) -> WholeConversation:
         if not isinstance(message_id, str):
             raise ApiError(400, "thread.previous_message_id must be a string", param="thread.previous_message_id")
-        if (held := self._held.get((caller.name, message_id))) is None:
+        with self._lock:
+            held = self._held.get((caller.name, message_id))
+        if held is None:
             message = "thread.previous_message_id is of no message that is held here; send the whole conversation"
             raise ApiError(404, message, param="thread.previous_message_id", code="thread_not_found")
         return WholeConversation(**msgspec.json.decode(held))

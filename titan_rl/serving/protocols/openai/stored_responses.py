@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,10 +29,12 @@ class StoredResponses:
 
     def __init__(self, most_bytes: int) -> None:
         self._stored: LRUCache[tuple[bytes, str], _Stored] = LRUCache(most_bytes, getsizeof=_num_bytes)
+        self._lock = threading.Lock()  # long requests are read in a thread
 
     def add(self, caller: Caller, response_id: str, response: msgspec.Raw, messages: Sequence[Message]) -> None:
-        with suppress(ValueError):  # one that is larger than all may be
-            self._stored[caller.name, response_id] = _Stored(bytes(response), msgspec.json.encode(messages))
+        stored = _Stored(bytes(response), msgspec.json.encode(messages))
+        with suppress(ValueError), self._lock:  # one that is larger than all may be
+            self._stored[caller.name, response_id] = stored
 
     def messages(self, caller: Caller, response_id: str | None) -> Sequence[Message]:
         """The conversation that a request goes on from; none where it names no response.
@@ -41,7 +44,9 @@ class StoredResponses:
         """
         if response_id is None:
             return ()
-        if (found := self._stored.get((caller.name, response_id))) is None:
+        with self._lock:
+            found = self._stored.get((caller.name, response_id))
+        if found is None:
             message = "previous_response_id is of no response that is stored here; send the whole input"
             raise ApiError(400, message, param="previous_response_id", code="previous_response_not_found")
         return msgspec.json.decode(found.messages)
@@ -53,11 +58,12 @@ class StoredResponses:
             key = caller_of(request).name, request.path_params["id"]
             for name in request.query_params:
                 raise ApiError(400, f"{name} is not supported", param=name, code=UNSUPPORTED_VALUE)
-            found = self._stored.get(key)
+            is_over = request.method == "DELETE"
+            with self._lock:
+                found = self._stored.pop(key, None) if is_over else self._stored.get(key)
             if found is None:
                 raise ApiError(404, "no response of this id is stored here", param="id", code="response_not_found")
-            if request.method == "DELETE":
-                del self._stored[key]
+            if is_over:
                 return JSONResponse({"id": key[1], "object": "response", "deleted": True})
             return Response(found.response, media_type="application/json")
 
