@@ -18,7 +18,7 @@ from titan_rl.serving.episodes.endpoints import Open, Opened, episode_routes
 from titan_rl.serving.episodes.store import EpisodeStore
 from titan_rl.serving.http.admin import Control, admin_routes
 from titan_rl.serving.http.api_error import ApiError
-from titan_rl.serving.http.body import Reading
+from titan_rl.serving.http.body import BodyReading
 from titan_rl.serving.http.exchange import Exchanges
 from titan_rl.serving.http.keys import Keys
 from titan_rl.serving.http.limits import ServerLimits
@@ -152,7 +152,7 @@ def make_app(
     async def no_such_path(scope: Scope, receive: Receive, send: Send) -> None:
         raise ApiError(404, f"there is no such path here; there are {', '.join(paths)}", code="unknown_path")
 
-    reading = Reading()
+    reading = BodyReading()
     router = Router(routes, redirect_slashes=False, default=no_such_path)
     admit = Admission(keys, conversations, episodes)
 

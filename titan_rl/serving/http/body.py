@@ -53,7 +53,7 @@ def _check_fields(body: bytes) -> None:
             raise ApiError(400, f"the body has {len(fields)} fields; no request has more than {_MOST_FIELDS}")
 
 
-class Reading:
+class BodyReading:
     """Reads requests beside the event loop: short ones at once, and long ones in a thread."""
 
     def __init__(self) -> None:
