@@ -47,7 +47,8 @@ async def test_runs_are_found_in_folders_of_runs_and_among_evaluations(tmp_path:
     (tmp_path / "runs" / "latest").symlink_to("20260102-000000-b")
     evaluation = tmp_path / "runs" / "evaluations" / "20260103-000000-c" / "step-80"
     evaluation.mkdir(parents=True)
-    results = {"policy": "step 80", "version": 80, "is_complete": True, "seconds": 9.0, "tasks": {"sort": {}}}
+    tasks = {"sort": {"unreached_success": "no sample reached success = 1"}, "count": {"unreached_success": None}}
+    results = {"policy": "step 80", "version": 80, "is_complete": True, "seconds": 9.0, "tasks": tasks}
     (evaluation / "results.json").write_text(json.dumps(results))
     async with viewing(tmp_path / "runs") as client:
         runs = {run["id"]: run for run in (await get(client, "/api/runs"))["runs"]}
@@ -65,6 +66,8 @@ async def test_runs_are_found_in_folders_of_runs_and_among_evaluations(tmp_path:
         assert runs["20260102-000000-b"]["state"] == "failed"
         assert "the loss is nan" in runs["20260102-000000-b"]["reason"]
         evaluated = runs["step-80"]
+        summary = await get(client, "/api/runs/step-80/summary")
+        assert summary["warnings"] == ["sort: no sample reached success = 1"]
         assert (evaluated["kind"], evaluated["state"], evaluated["steps"], evaluated["seconds"]) == (
             "evaluation",
             "finished",

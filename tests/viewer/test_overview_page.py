@@ -90,7 +90,10 @@ async def test_each_task_has_a_line_and_one_that_earns_nothing_is_named(open_pag
     }
     assert told == {"sort": "learns", "countdown": "earns nothing"}
     assert {"sort", "countdown"} <= set(await axis(page, "Reward"))
-    assert "The task countdown earns nothing" in await page.locator(".verdicts").inner_text()
+    said = await page.locator(".verdicts").inner_text()
+    assert "The task countdown earns nothing" in said
+    assert "step 3: for 3 steps in no group do rewards differ" in said, "what the run said of itself stands beside it"
+    assert await page.locator(".notice").count() == 0
 
 
 async def test_a_verdict_leads_to_the_rollouts_behind_it(open_page: OpenPage, dull: str) -> None:

@@ -50,6 +50,7 @@ def summarize(folder: Path, columns: MetricColumns, warnings: list[str]) -> dict
     """
     status, config = read_status(folder), read_config(folder)
     planned = steps_planned(folder, config)
+    results = read_results(folder)
     tasks = task_lines(columns, tasks_of(config))
     changes = (held_out_change(columns, name) for name in (HELD_OUT, LOSSES[0]))
     return {
@@ -57,9 +58,9 @@ def summarize(folder: Path, columns: MetricColumns, warnings: list[str]) -> dict
             *_tiles(columns),
             *_tiles_of_cost(folder, config),
             *_tiles_of_settings(config),
-            *_tiles_of_evaluation(read_results(folder)),
+            *_tiles_of_evaluation(results),
         ],
-        "warnings": warnings,
+        "warnings": [*warnings, *_warnings_of_evaluation(results)],
         "verdicts": verdicts(columns, tasks),
         "tasks": tasks,
         "trend": next((change.to_json() for change in changes if change is not None), None),
@@ -164,6 +165,12 @@ def _tiles_of_evaluation(results: Mapping[str, Any]) -> Iterator[Tile]:
             error = reward.get("standard_error")
             note = f"± {error:.3f}" if isinstance(error, int | float) else ""
             yield _tile(f"Reward of {name}", f"{reward['mean']:.3f}", note)
+
+
+def _warnings_of_evaluation(results: Mapping[str, Any]) -> Iterator[str]:
+    for name, task in as_table(results.get("tasks")).items():
+        if isinstance(text := as_table(task).get("unreached_success"), str):
+            yield f"{name}: {text}"
 
 
 def _tile(label: str, value: str, note: str = "", tone: str = "") -> Tile:

@@ -36,9 +36,16 @@ export function waiting(_summary, run, alone) {
   return h("div", { class: "notice warn", role: "status" }, h("b", {}, `${alone ? "The run" : run.name} waits for `), run.waits_for);
 }
 
+/** What is wrong with a run's files; what it said of its steps stands beside the verdicts, where there are such. */
 export function warnings(summary, run, alone) {
-  if (!summary.warnings?.length) return null;
-  return h("div", { class: "notice warn" }, summary.warnings.map(text => h("p", {}, alone ? "" : h("b", {}, `${run.name}: `), text)));
+  const all = (summary.warnings ?? []).filter(text => !(summary.verdicts?.length && isOfStep(text)));
+  if (!all.length) return null;
+  return h("div", { class: "notice warn" }, all.map(text => h("p", {}, alone ? "" : h("b", {}, `${run.name}: `), text)));
+}
+
+/** Whether a warning is one that a run gave at a step. */
+export function isOfStep(text) {
+  return /^step \d+: /.test(text);
 }
 
 /** What is held out before and after, of a run that is measured by `quantity`: "Reward" or "Loss". */

@@ -1,6 +1,7 @@
 // Whether the run learns, why not, and a line for each of its tasks.
 import { h, svg } from "viewer/dom";
 import { link } from "viewer/links";
+import { isOfStep } from "viewer/overview/parts";
 import { percent } from "viewer/quantities";
 
 const MARKS = { good: "✓", warn: "!", bad: "✗", "": "…" };
@@ -16,9 +17,11 @@ export function verdicts(runs, summaries) {
     to && link(to.label, to.tab, { ...to.values, ...(several && to.tab === "rollouts" ? { "rollouts.run": run.id } : {}) }, { class: "see" }));
   const title = several ? "Do they learn?" : "Does it learn?";
   const others = told.flatMap(({ run, all }) => all.slice(1).map(verdict => item(run, verdict)));
+  const said = runs.flatMap((run, i) => (summaries[i].verdicts?.length ? (summaries[i].warnings ?? []).filter(isOfStep) : []).map(text => (several ? `${run.name}, ${text}` : text)));
   const learns = told.every(({ all }) => all[0].tone === "good");
   return h("section", { class: `card verdicts${several ? " several" : ""}`, "aria-label": title }, h("h2", {}, title), h("ul", {}, told.map(({ run, all }) => item(run, all[0]))),
-    others.length ? h("h2", {}, learns ? "What to look at" : "Why not") : null, others.length ? h("ul", {}, others) : null);
+    others.length ? h("h2", {}, learns ? "What to look at" : "Why not") : null, others.length ? h("ul", {}, others) : null,
+    said.length ? h("details", { open: true }, h("summary", { class: "soft" }, "What the run warned of"), said.map(text => h("p", { class: "soft" }, text))) : null);
 }
 
 /** A table with a line for each task of each run; null where no run has several. `curves`: by run and task, "run/task", of what it earned. */
