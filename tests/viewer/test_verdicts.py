@@ -46,6 +46,18 @@ def test_few_steps_are_too_early_to_tell_and_none_say_nothing() -> None:
     assert told(MetricColumns()) == []
 
 
+def test_noise_of_few_steps_and_of_few_held_out_prompts_is_no_verdict() -> None:
+    found = columns(12, rollout__finished_reward_mean=noisy(0.3, 0.3, 12))
+    for step, reward in ((0, 0.30), (12, 0.45)):
+        suites = {f"validation/{suite}/reward_mean": reward for suite in ("long", "short")}
+        spreads = {f"validation/{suite}/reward_std": 0.3 for suite in ("long", "short")}
+        counts = {f"validation/{suite}/num_groups": 8.0 for suite in ("long", "short")}
+        found.add({"step": step, "validation/reward_mean": reward, **suites, **spreads, **counts})
+    assert told(found, "long", "short") == [("", "Too early to tell whether it learns")]
+    lines = task_lines(found, ["long", "short"])
+    assert [line["title"] for line in lines] == ["too early to tell", "too early to tell"]
+
+
 def test_held_out_prompts_that_fall_while_training_rises_are_learned_by_heart() -> None:
     found = columns(40, rollout__finished_reward_mean=noisy(0.3, 0.8, 40))
     for step, reward in ((0, 0.5), (40, 0.3)):

@@ -80,12 +80,21 @@ def held_out_change(columns: MetricColumns, metric: str) -> Change | None:
     if len(points) < 2:
         return None
     (first, before), (last, after) = points[0], points[-1]
-    prefix = metric.rpartition("/")[0]
+    return Change(metric, before, after, first, last, _held_out_error(columns, metric))
+
+
+def _held_out_error(columns: MetricColumns, metric: str) -> float | None:
+    """Of the difference of two validations; for the mean of several suites, made of theirs."""
+    prefix, _, name = metric.rpartition("/")
+    if name != "reward_mean":
+        return None
     spreads, counts = columns.values(f"{prefix}/reward_std"), columns.values(f"{prefix}/num_groups")
-    error = None
-    if metric.endswith("reward_mean") and spreads and counts and counts[-1] > 0:
-        error = math.hypot(spreads[0], spreads[-1]) / math.sqrt(counts[-1])
-    return Change(metric, before, after, first, last, error)
+    if spreads and counts and counts[-1] > 0:
+        return math.hypot(spreads[0], spreads[-1]) / math.sqrt(counts[-1])
+    suites = _named(columns, r"validation/([^/]+)/reward_mean") if metric == HELD_OUT else []
+    errors = [_held_out_error(columns, f"validation/{suite}/reward_mean") for suite in suites]
+    known = [error for error in errors if error is not None]
+    return math.hypot(*known) / len(known) if known and len(known) == len(errors) else None
 
 
 def earned_change(columns: MetricColumns, metric: str) -> Change | None:
@@ -120,7 +129,7 @@ def task_lines(columns: MetricColumns, names: Sequence[str]) -> list[dict[str, A
         metric = f"task/{name}/finished_reward_mean"
         earned, held_out = earned_change(columns, metric), held_out_change(columns, f"validation/{name}/reward_mean")
         recent = columns.values(metric)[-RECENT:]
-        tone, title = _of_task(earned, held_out, recent)
+        tone, title = _of_task(earned, held_out, recent, columns.count(metric))
         shares = columns.values(f"task/{name}/share")[-RECENT:]
         lines.append(
             {
@@ -145,7 +154,8 @@ def verdicts(columns: MetricColumns, tasks: Sequence[Mapping[str, Any]]) -> list
     learning = _learning(columns)
     if learning is None:
         return []
-    reasons = sorted([*_of_tasks(columns, tasks), *_reasons(columns)], key=lambda one: one["tone"] != "bad")
+    hidden = "The mean of all tasks hides it." if learning["tone"] == "good" else ""
+    reasons = sorted([*_of_tasks(columns, tasks, hidden), *_reasons(columns)], key=lambda one: one["tone"] != "bad")
     if learning["tone"] == "bad" and not reasons:
         learning["text"] += " No metric says why: read what it writes, the median first."
     return [learning, *reasons]
@@ -173,7 +183,11 @@ def _learning(columns: MetricColumns) -> Verdict | None:
         return _verdict("good", "It learns", f"{told}.", link)
     if min(directions) < 0:
         return _verdict("bad", "It gets worse", f"{told}. Try a lower training.lr.", link)
-    return _verdict("bad", "It does not learn", f"{told}: no more than noise.", _median(columns))
+    if max(columns.count(name) for name in EARNED) < 2 * RECENT:
+        return _verdict("", "Too early to tell whether it learns", f"{told}: no more than noise so far.", link)
+    return _verdict(
+        "bad", "It does not learn", f"{told}: no more than noise.", _rollouts(columns, "its latest rollouts")
+    )
 
 
 def _of_loss(columns: MetricColumns) -> Verdict | None:
@@ -197,19 +211,23 @@ def _told(change: Change) -> str:
     return f"{name} {change.figures} ({change.after - change.before:+.3f}{error}, {steps})"
 
 
-def _of_task(earned: Change | None, held_out: Change | None, recent: Sequence[float]) -> tuple[Tone, str]:
-    if recent and max(map(abs, recent)) <= _NOTHING:
+def _of_task(
+    earned: Change | None, held_out: Change | None, recent: Sequence[float], num_steps: int
+) -> tuple[Tone, str]:
+    if len(recent) >= _FEWEST and max(map(abs, recent)) <= _NOTHING:
         return "bad", "earns nothing"
     directions = [change.direction for change in (held_out, earned) if change is not None]
     if not directions:
         return "", "too early to tell"
     if min(directions) < 0:
         return "bad", "gets worse"
-    return ("good", "learns") if max(directions) > 0 else ("bad", "does not learn")
+    if max(directions) > 0:
+        return "good", "learns"
+    return ("bad", "does not learn") if num_steps >= 2 * RECENT else ("", "too early to tell")
 
 
-def _of_tasks(columns: MetricColumns, tasks: Sequence[Mapping[str, Any]]) -> Iterator[Verdict]:
-    """Of tasks that do not learn, which the mean of all hides."""
+def _of_tasks(columns: MetricColumns, tasks: Sequence[Mapping[str, Any]], hidden: str) -> Iterator[Verdict]:
+    """Of tasks that do not learn."""
     for task in tasks:
         if task["tone"] == "bad":
             name = task["name"]
@@ -294,10 +312,6 @@ def _reasons(columns: MetricColumns) -> Iterator[Verdict]:
         yield _verdict(
             "bad", "The gradient is zero", "No step changes the weights.", _curves("train/grad_norm", "the curve")
         )
-
-
-def _median(columns: MetricColumns) -> dict[str, Any]:
-    return _rollouts(columns, "its latest rollouts")
 
 
 def _rollouts(columns: MetricColumns, label: str, **filters: str) -> dict[str, Any]:
