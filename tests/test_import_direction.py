@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "calls": "errors",
     "starter": "errors",
     "tiny_model": "errors",
-    "weights": "calls errors",
+    "weights": "arrays calls errors",
     "generation": "arrays calls errors tracing types",
     "rollout": "arrays calls errors settings tracing types",
     "tasks": "calls errors rollout settings",

@@ -18,7 +18,7 @@ from titan_rl.generation.engine import TokenDelta
 from titan_rl.generation.loop.engine_loop import EngineLoop
 from titan_rl.generation.loop.engine_rank import Weights, follow_leader
 from titan_rl.generation.loop.loop_decision import LoopAction, LoopDecision
-from titan_rl.generation.loop.ranks import ThreadRanks
+from titan_rl.generation.loop.ranks import ThreadRanks, agree
 from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.scripted_engine import ScriptedEngine
 from titan_rl.types import FinishReason, SamplingParams
@@ -214,12 +214,12 @@ def test_a_rank_that_is_slow_to_wake_misses_nothing_of_a_leader_that_leaves() ->
         heard: list[Any] = []
 
         def listen(follower: ThreadRanks = follower, heard: list[Any] = heard) -> None:
-            heard.append(follower.agree(None))
+            heard.append(agree(follower, None))
             heard.append(follower.receive().action)
 
         thread = threading.Thread(target=listen)
         thread.start()
-        leader.agree("torn")
+        agree(leader, "torn")
         leader.broadcast(LoopDecision(LoopAction.CLOSE))
         leader.close()
         thread.join(10)

@@ -26,12 +26,14 @@ from titan_rl.generation.engine_spec import EngineSpec
 from titan_rl.generation.loop.engine_loop import EngineLoop
 from titan_rl.generation.loop.engine_rank import Items, Weights, follow_leader
 from titan_rl.generation.loop.ranks import GlooRanks, OneRank
+from titan_rl.generation.readback import describe
 from titan_rl.generation.registry import make_engine
 from titan_rl.generation.request import EngineRequest
-from titan_rl.generation.types import GaugeSummary, KVPolicy, PauseMode
+from titan_rl.generation.types import GaugeSummary, KVPolicy, PauseMode, PullResult
 from titan_rl.tracing.spans import flush
+from titan_rl.weights.checksums import published_checksums
 from titan_rl.weights.layouts import KnownLayouts, PackedManifest
-from titan_rl.weights.probes import ProbeFigures, SwapCheck
+from titan_rl.weights.probes import NOTICED, ProbeFigures, SwapCheck
 from titan_rl.weights.types import Manifest, MeasuredTransport, StateDictTransport
 
 logger = logging.getLogger(__name__)
@@ -118,8 +120,9 @@ class GeneratorActor(ProcessActor):
 
         Returns:
             The version that is loaded then, this or a newer one.
-            load_s, verify_s, stall_s (how long the engine did not step) and probe_diff; probe_margin and probe_missed
-            from the second on, in which a version is compared with the one before; and what the transport measured.
+            load_s, readback_s, verify_s, stall_s (how long the engine did not step), probe_diff and unverified_share;
+            probe_margin and probe_missed from the second on, in which a version is compared with the one before; and
+            what the transport measured.
             What the engine said of itself since the pull before.
         """
         (manifest,) = self._layouts.unpack([packed])
@@ -128,21 +131,46 @@ class GeneratorActor(ProcessActor):
         def check(engine: Engine) -> None:
             probes.append(self._verify(manifest, engine))
 
-        result = await self._loop.pull(manifest.version, lambda: self._items(manifest), check, manifest=manifest)
+        result = await self._loop.pull(
+            manifest.version,
+            lambda: self._items(manifest),
+            check,
+            manifest=manifest,
+            published=await in_thread(published_checksums, manifest),
+        )
         figures = {
             "load_s": result.load_s,
+            "readback_s": result.readback_s,
             "verify_s": result.verify_s,
             "stall_s": result.stall_s,
             "probe_diff": max((each.diff for each in probes), default=0.0),
         }
+        if probes:  # else another pull has loaded this version, and tells of it
+            figures["unverified_share"] = self._unverified_share(result, probes[-1])
         if probes and not math.isnan(probes[-1].margin):
             figures |= {"probe_margin": probes[-1].margin, "probe_missed": probes[-1].missed}
         if isinstance(self._transport, MeasuredTransport):
             figures |= self._transport.pull_figures()
         return result.version, figures, result.gauges
 
+    def _unverified_share(self, result: PullResult, probes: ProbeFigures) -> float:
+        """The part of the weights that nothing has shown to be loaded: 0 where all were read back, or where the probes
+        could tell this version from the one before."""
+        share = 1.0 if result.readback is None else result.readback.unread_share
+        if share and not probes.margin <= NOTICED:
+            why = "the engine cannot be read back" if result.readback is None else describe(result.readback)
+            logger.warning(
+                "version %d is unverified: %s, and the probes' margin is %.2g, where %g or less would tell it from the "
+                "version before",
+                *(result.version, why, probes.margin, NOTICED),
+            )
+            return share
+        return 0.0
+
     def _open(self, manifest: Manifest) -> Weights:
-        return Weights(self._items(manifest), lambda engine: self._verify(manifest, engine))
+        return Weights(
+            self._items(manifest), lambda engine: self._verify(manifest, engine), published_checksums(manifest)
+        )
 
     def _verify(self, manifest: Manifest, engine: Engine) -> ProbeFigures:
         """Compare the engine with what the trainer measured."""

@@ -158,3 +158,35 @@ class GaugedEngine(Engine, Protocol):
         Example: {"running_requests": 12.0, "kv_cache_usage": 0.4, "preemptions_total": 3.0}
         """
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class HeldTensor:
+    """A box of a Hugging Face tensor, as an engine holds it.
+
+    An engine that has packed a tensor so that it cannot be read gives the `box_checksum` that it took of it right before
+    it was packed, with the dtype and shape that the box had then.
+    """
+
+    name: str  # of the Hugging Face tensor
+    parameter: str  # of the engine; a tensor that it keeps twice, as a tied head may be, is two parameters
+    tensor: Any  # the box, in the layout of the Hugging Face tensor; None where there is a checksum
+    start: tuple[int, ...]  # of the box's first element
+    whole_shape: tuple[int, ...]
+    checksum: int | None = None
+    dtype: Any = None
+    shape: tuple[int, ...] = ()
+
+
+@runtime_checkable
+class ReadableEngine(Engine, Protocol):
+    """An engine whose weights can be read back, by which every pull is verified exactly."""
+
+    def held_weights(self) -> Iterable[HeldTensor]:
+        """All weights that this rank holds, as they are now, with fused tensors apart. Those that it cannot read are
+        left out.
+
+        Raises:
+            VerificationError: the engine finds that it does not compute with what it was given.
+        """
+        ...

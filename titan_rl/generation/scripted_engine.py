@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from titan_rl.errors import RequestError
-from titan_rl.generation.engine import TokenDelta
+from titan_rl.generation.engine import HeldTensor, TokenDelta
 from titan_rl.generation.request import EngineRequest
 from titan_rl.types import FinishReason
 
@@ -171,6 +171,12 @@ class ScriptedEngine:
         if self._cost.load:
             self._sleep(self._cost.load)
         self.versions.append(version)
+
+    def held_weights(self) -> Iterable[HeldTensor]:
+        for name, tensor in self.state_dict.items():
+            if hasattr(tensor, "shape"):  # tests load anything
+                shape = tuple(tensor.shape)
+                yield HeldTensor(name, name, tensor, (0,) * len(shape), shape)
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         for sequence in sequences:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
+from titan_rl.generation.readback import Readback
+
 
 class PauseMode(StrEnum):
     """What a pause does with the requests that are running. Whatever takes one takes its value too: "keep".
@@ -102,8 +104,10 @@ class PullResult:
 
     version: int
     load_s: float
-    verify_s: float
+    verify_s: float  # reading back what is held included
     stall_s: float  # how long the engine did not step
+    readback_s: float = 0.0
     gauges: GaugeSummary | None = (
         None  # of its steps since the pull before; None where this one took no place of its own
     )
+    readback: Readback | None = None  # None where nothing could be read back

@@ -42,12 +42,14 @@ def prepare_cpu(spec: EngineSpec) -> None:
         )
     import torch._dynamo.config
 
+    from titan_rl.generation.vllm_held_weights import note_packing
     from titan_rl.generation.vllm_speculation import keep_kernels, repair_sampler
 
     # Compiling takes 20 s or more at start and at the first step, and gains nothing for models that fit a CPU.
     torch._dynamo.config.disable = True
 
     keep_kernels()
+    note_packing()
     if spec.speculative is not None:
         repair_sampler()
 

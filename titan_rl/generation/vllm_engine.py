@@ -11,7 +11,7 @@ from typing import Any
 
 from titan_rl.calls.imports import require
 from titan_rl.errors import ModelError, RequestError
-from titan_rl.generation.engine import TokenDelta
+from titan_rl.generation.engine import HeldTensor, TokenDelta
 from titan_rl.generation.engine_spec import EngineSpec
 from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.vllm_arguments import ENVIRONMENT, engine_arguments, prepare_cpu
@@ -100,6 +100,12 @@ class VLLMEngine:
         if self._on_cpu:
             self._core.collective_rpc(drop_packed_experts)
         self._core.collective_rpc("reload_weights", kwargs={"weights_iterator": pairs})
+
+    def held_weights(self) -> list[HeldTensor]:
+        from titan_rl.generation.vllm_held_weights import held_weights
+
+        (held,) = self._core.collective_rpc(held_weights, args=(self._tied,))
+        return held
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         requests = self._requests.scoring(sequences)

@@ -124,7 +124,24 @@ SYNC_METRICS = (
     Metric("sync/publish_s", "s", "From the copy of the weights until all of a version can be read.", SYNC),
     Metric("sync/pull_s", "s", "Until every generator has loaded and verified it.", SYNC),
     Metric("sync/load_s", "s", "Loading it, of the slowest generator.", SYNC),
-    Metric("sync/verify_s", "s", "Verifying it with probes, of the slowest generator.", SYNC),
+    Metric(
+        "sync/readback_s",
+        "s",
+        "Reading the weights back and comparing their checksums with the trainer's, of the slowest generator.",
+        SYNC,
+        "A quarter of sync/load_s at most.",
+    ),
+    Metric("sync/verify_s", "s", "Verifying it, reading back and probes together, of the slowest generator.", SYNC),
+    Metric(
+        "sync/unverified_share",
+        "share",
+        "Part of the weights that a generator may not have loaded: they were not read back from its engine, and the "
+        "probes cannot tell this version from the one before. The largest of all generators.",
+        SYNC,
+        "0 from the first version on, with the engines of the library.",
+        "An engine without held_weights(), a layer that cannot be read back (the generator's log names it), or a "
+        "transport whose manifests list no tensors: add what is missing, or more statedict.num_probes.",
+    ),
     Metric(
         "sync/stall_s",
         "s",

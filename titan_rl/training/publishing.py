@@ -15,6 +15,7 @@ from titan_rl.tracing.spans import span
 from titan_rl.training.device import side_stream
 from titan_rl.training.readers import LIMIT_S
 from titan_rl.training.trainer import TrainerCore
+from titan_rl.weights.checksums import with_checksums
 from titan_rl.weights.probes import make_probes
 from titan_rl.weights.types import NUM_KEPT, Manifest, Probe, StateDictTransport, TensorSlice
 
@@ -116,9 +117,11 @@ class WeightPublisher:
         """Copy this rank's slices, and wait for no other rank. What fails is for `_settle` to raise."""
         try:
             with snapshot.side_stream, span("publish copy", "sync", lane="publish", version=snapshot.version):
-                return self._transport.publish(
-                    snapshot.version, self._as_published(snapshot), probes=snapshot.probes, tolerance=self._tolerance
+                named = list(self._as_published(snapshot))
+                manifest = self._transport.publish(
+                    snapshot.version, named, probes=snapshot.probes, tolerance=self._tolerance
                 )
+                return with_checksums(manifest, named)
         except Exception as error:
             return error
 

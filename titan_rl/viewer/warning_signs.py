@@ -50,6 +50,13 @@ SIGNS = (
         "nearly no answer can be parsed (error_parse). Try: the model.renderer that is made for this model; titan-rl "
         "sft on demonstrations, for the form of calls of tools",
     ),
+    Sign(
+        "sync/unverified_share",
+        1e-9,
+        "nothing has shown that the generators hold the trainer's weights: the engine cannot be read back, and the probes "
+        "cannot tell a version from the one before. Try: held_weights() in an engine of your own; more "
+        "statedict.num_probes",
+    ),
 )
 
 

@@ -138,7 +138,7 @@ class EngineDriver:
         self._track.pulls(version)
         outcome: PullResult | StateDictError
         try:
-            weights = self._rank.open(lambda: Weights(newest.items, newest.verify))
+            weights = self._rank.open(lambda: Weights(newest.items, newest.verify, newest.published))
         except StateDictError as error:
             outcome = error
         else:
@@ -156,12 +156,21 @@ class EngineDriver:
         with span("load", "sync"):
             self._rank.load(weights, pull.version)
         loaded = state.clock()
+        with span("read back", "sync"):
+            readback = self._rank.read_back(weights, pull.version)
+        read = state.clock()
         with span("verify", "sync"):
             self._rank.verify(weights)
         done = state.clock()
         state.loaded(pull.version)
         return PullResult(
-            pull.version, loaded - began, done - loaded, done - began, self._gauges.take(self._track.take())
+            pull.version,
+            load_s=loaded - began,
+            readback_s=read - loaded,
+            verify_s=done - loaded,
+            stall_s=done - began,
+            gauges=self._gauges.take(self._track.take()),
+            readback=readback,
         )
 
     def _distrust(self, cause: Exception) -> None:

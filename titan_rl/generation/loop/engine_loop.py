@@ -18,11 +18,12 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import chain
 from typing import Any
 
+from titan_rl.arrays.tensor_checksum import TensorChecksum
 from titan_rl.calls.threads import in_thread
 from titan_rl.calls.user_code import summary
 from titan_rl.errors import RequestError, StateDictError, UnavailableWeightsError
@@ -229,6 +230,7 @@ class EngineLoop:
         verify: Verify | None = None,
         *,
         manifest: Any = None,
+        published: Mapping[str, TensorChecksum] | None = None,
     ) -> PullResult:
         """Load weights between two engine steps, also while paused. Pulls that wait together become the newest one, and
         one that comes late, after a newer version was loaded, is answered with that one.
@@ -239,6 +241,8 @@ class EngineLoop:
             make_items: (Hugging Face parameter name, tensor) pairs of the version.
             verify: looks at the loaded engine, in its thread, and raises if the weights are not right.
             manifest: what the other ranks open the version from. It pickles.
+            published: checksums by Hugging Face name, with which what a `ReadableEngine` holds is compared before
+                `verify` is called.
 
         Raises:
             UnavailableWeightsError: `make_items` failed before its first pair, and the old weights go on serving.
@@ -251,7 +255,7 @@ class EngineLoop:
             return answer
         items, source = await in_thread(_open, make_items, version)
         future: asyncio.Future[PullResult] = asyncio.get_running_loop().create_future()
-        pull = PendingPull(version, items, source, verify, manifest, future)
+        pull = PendingPull(version, items, source, verify, manifest, published or {}, future)
         if (answer := self._state.add_pull(pull)) is not None:
             pull.close()
             return answer

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from titan_rl.arrays.tensor_checksum import TensorChecksum
 from titan_rl.calls.user_code import summary, with_cause
 from titan_rl.errors import EngineDeadError, RequestError, StateDictError
 from titan_rl.generation.engine import Engine, SleepingEngine, TokenDelta, check_sampling
 from titan_rl.generation.loop.loop_decision import LoopAction
-from titan_rl.generation.loop.ranks import Ranks
+from titan_rl.generation.loop.ranks import Ranks, agree
+from titan_rl.generation.readback import Readback, compare, read_back
 from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.types import KVPolicy
 
@@ -29,6 +31,7 @@ class Weights:
 
     items: Items
     verify: Verify | None = None  # looks at the loaded engine, and raises if the weights are not right
+    published: Mapping[str, TensorChecksum] = field(default_factory=dict[str, TensorChecksum])
 
 
 class EngineRank:
@@ -109,8 +112,26 @@ class EngineRank:
         if self._kv_policy.reset_prefix_cache or distrusted:
             self.engine.reset_prefix_cache(recompute_running=self._kv_policy.running == "recompute")
 
+    def read_back(self, weights: Weights, version: int) -> Readback | None:
+        """Compare what the engines of all ranks hold with the checksums of what was published.
+
+        Returns:
+            None where there is nothing to compare with, or no engine that can be read.
+
+        Raises:
+            VerificationError: they differ.
+            StateDictError: an engine cannot be read though it should.
+        """
+        if not weights.published:
+            return None
+        mine = self._together("the weights loaded could not be read", lambda: read_back(self.engine, weights.published))
+        held = self._ranks.gather(mine)
+        if not any(held):
+            return None
+        return self._together("the weights loaded differ", lambda: compare(weights.published, held, version))
+
     def verify(self, weights: Weights) -> None:
-        """Check what was loaded.
+        """Run the check that came with the version. The weights are trusted from here on.
 
         Raises:
             StateDictError: as `load`.
@@ -128,7 +149,7 @@ class EngineRank:
             if not isinstance(error, StateDictError):
                 error = with_cause(StateDictError(f"{complaint}: {summary(error)}"), error)
             mine = error
-        problem = self._ranks.agree(None if mine is None else str(mine))
+        problem = agree(self._ranks, None if mine is None else str(mine))
         if mine is not None:
             raise mine
         if problem is not None:
@@ -166,6 +187,7 @@ def follow_leader(
                     try:
                         weights = rank.open(lambda manifest=decision.manifest: open_weights(manifest))
                         rank.load(weights, decision.version)
+                        rank.read_back(weights, decision.version)
                         rank.verify(weights)
                     except StateDictError:
                         logger.exception("version %s was not pulled", decision.version)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from titan_rl.arrays.tensor_checksum import TensorChecksum
 from titan_rl.generation.engine import Engine
 from titan_rl.generation.types import PullResult
 
@@ -23,6 +24,7 @@ class PendingPull:
     source: Iterator[tuple[str, Any]]  # what `items` reads from; closed if nobody does
     verify: Callable[[Engine], object] | None
     manifest: Any
+    published: Mapping[str, TensorChecksum]
     future: asyncio.Future[PullResult]
 
     def close(self) -> None:

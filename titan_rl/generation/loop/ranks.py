@@ -29,8 +29,8 @@ class Ranks(Protocol):
         """
         ...
 
-    def agree(self, problem: str | None) -> str | None:
-        """Every rank says what went wrong with it, and all learn of the first problem, or None."""
+    def gather(self, value: Any) -> list[Any]:
+        """Exchange a value that pickles. Returns those of all ranks, rank 0 first."""
         ...
 
     def close(self) -> None:
@@ -47,8 +47,8 @@ class OneRank:
     def receive(self) -> LoopDecision:
         raise RuntimeError("a single rank decides; it has nobody to follow")
 
-    def agree(self, problem: str | None) -> str | None:
-        return problem
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
 
     def close(self) -> None:
         pass
@@ -64,7 +64,7 @@ class ThreadRanks:
     def __init__(self, rank: int, inboxes: list[queue.Queue[Any]], replies: queue.Queue[Any]) -> None:
         self._rank = rank
         self._inboxes = inboxes  # of the followers; None says that rank 0 has left
-        self._replies = replies  # to rank 0: (rank, problem), or None from one that has left
+        self._replies = replies  # to rank 0: (rank, value), or None from one that has left
 
     @classmethod
     def make(cls, num_ranks: int) -> list[ThreadRanks]:
@@ -83,14 +83,14 @@ class ThreadRanks:
             raise EngineDeadError("rank 0 has ended")
         return decision
 
-    def agree(self, problem: str | None) -> str | None:
+    def gather(self, value: Any) -> list[Any]:
         if self._rank:
-            self._replies.put((self._rank, problem))
-            agreed = self._inboxes[self._rank].get()
-            if agreed is None:
+            self._replies.put((self._rank, value))
+            gathered = self._inboxes[self._rank].get()
+            if gathered is None:
                 raise EngineDeadError("rank 0 has ended")
-            return agreed[0]
-        problems: list[str | None] = [problem] + [None] * (len(self._inboxes) - 1)
+            return gathered
+        values: list[Any] = [value] + [None] * (len(self._inboxes) - 1)
         for _ in self._inboxes[1:]:
             try:
                 reply = self._replies.get(timeout=REPLY_TIMEOUT_S)
@@ -98,10 +98,9 @@ class ThreadRanks:
                 raise EngineDeadError(f"a rank of this replica gave no answer in {REPLY_TIMEOUT_S:g} s") from None
             if reply is None:
                 raise EngineDeadError("a rank of this replica has ended")
-            problems[reply[0]] = reply[1]
-        first = _first(problems)
-        self._tell((first,))
-        return first
+            values[reply[0]] = reply[1]
+        self._tell(values)
+        return values
 
     def close(self) -> None:
         if self._rank == 0:
@@ -138,15 +137,17 @@ class GlooRanks:
             raise EngineDeadError(f"rank 0 has ended: {error}") from error
         return box[0]
 
-    def agree(self, problem: str | None) -> str | None:
-        problems: list[Any] = [None] * self._dist.get_world_size(self._group)
-        self._dist.all_gather_object(problems, problem, group=self._group)
-        return _first(problems)
+    def gather(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * self._dist.get_world_size(self._group)
+        self._dist.all_gather_object(values, value, group=self._group)
+        return values
 
     def close(self) -> None:
         # The group ends with the process: to destroy it would wait for ranks that may be gone.
         pass
 
 
-def _first(problems: list[Any]) -> str | None:
-    return next((f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem is not None), None)
+def agree(ranks: Ranks, problem: str | None) -> str | None:
+    """Every rank says what went wrong with it, and all learn of the first problem, or None."""
+    problems = ranks.gather(problem)
+    return next((f"rank {rank}: {each}" for rank, each in enumerate(problems) if each is not None), None)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+
 from titan_rl.errors import StateDictError, TrainingError
 from titan_rl.generation.router.pull import PullMode
 from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.tracing.spans import span
 from titan_rl.training.protocol import Trainer
 from titan_rl.weights.published_weights import PublishedWeights
+
+logger = logging.getLogger(__name__)
 
 
 class WeightSync:
@@ -25,6 +29,7 @@ class WeightSync:
         self._published = published
         self._router = router
         self._pull_mode: PullMode = pull_mode
+        self._is_unverified = False
 
     async def begin(self) -> None:
         """Fix the trainer's version as the one to publish. The next step may begin; it waits for the copy before it
@@ -55,7 +60,21 @@ class WeightSync:
         self._published.announce(manifest)
         with span("pull", "sync", version=version) as pulling:
             await self._pull(version)
-        return self._published.worst() | {"publish_s": publishing.seconds, "pull_s": pulling.seconds}
+        figures = self._published.worst()
+        self._tell(version, figures.get("unverified_share", 0.0))
+        return figures | {"publish_s": publishing.seconds, "pull_s": pulling.seconds}
+
+    def _tell(self, version: int, unverified: float) -> None:
+        """Say in the log when versions begin to be unverified, and when they are verified again."""
+        if unverified and not self._is_unverified:
+            logger.warning(
+                "version %d is unverified: nothing has shown that the generators hold %.0f%% of its weights; "
+                "sync/unverified_share says how long that goes on, the generators' logs why",
+                *(version, 100 * unverified),
+            )
+        elif self._is_unverified and not unverified:
+            logger.warning("version %d is verified; those before it were not", version)
+        self._is_unverified = bool(unverified)
 
     async def _pull(self, version: int) -> None:
         while True:

@@ -31,6 +31,7 @@ const GROUPS = [
     ["Accepted length", { "scheduling/accepted_tokens_mean": "trained on", "scheduling/generated_tokens_mean": "generated" }],
     ["Logprobs, trainer - generator", { "train/on_policy_logprob_diff_mean": "mean", "train/on_policy_logprob_diff_max": "largest" }],
     ["Probes after a pull", { "sync/probe_diff": "worst probe" }],
+    ["Unverified weights", { "sync/unverified_share": "share" }],
   ]],
   ["Throughput and time", [
     ["Throughput", { "throughput/tokens_per_s": "completion tokens" }],

@@ -1,0 +1,310 @@
+"""Whether an engine that holds wrong weights is found out, and what finding out costs.
+
+    python -m benchmarks.verification [--tries 100] [--kinds dense tied mixture] [--dtypes float32 bfloat16]
+
+A trainer makes steps of AdamW at learning rates of 1e-6, 1e-5 and 1e-4, a third of the tries each, and publishes every
+version. vLLM's engines load the version before; then the next one is loaded wrongly, in one of these ways, by an engine
+that says nothing of it, and read back as a pull does:
+
+- nothing: the engine ignores the load;
+- layer: one decoder layer keeps its old weights;
+- lm_head: the output head does, of tied embeddings the packed copy that computes logits;
+- expert: one expert of one layer does (mixture);
+- rank: of two tensor parallel ranks, one ignores the load;
+- previous: the tensors loaded under the new version's name are those of the version before.
+
+After each the version is loaded as it should be, and must pass. `verification_vs_load` is the processor time of taking
+checksums as weights are packed and of reading back, over that of a load without either; probes are not run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pickle
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+
+LRS = (1e-6, 1e-5, 1e-4)
+FAULTS = ("nothing", "layer", "lm_head", "expert", "previous")
+LAYERS, EXPERTS, VOCABULARY = 4, 8, 512
+TARGET = 0.25
+
+
+def make_model(folder: Path, kind: str) -> Path:
+    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    shape = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": kind == "tied",
+    }
+    torch.manual_seed(0)
+    if kind == "mixture":
+        moe = {"moe_intermediate_size": 96, "num_experts": EXPERTS, "num_experts_per_tok": 2, "norm_topk_prob": True}
+        model: Any = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **moe))
+    else:
+        model = Qwen3ForCausalLM(Qwen3Config(**shape))
+    model.save_pretrained(folder)
+    return folder
+
+
+@dataclass
+class Chain:
+    """Versions that were published one after the other."""
+
+    lr: float
+    manifests: list[Any]
+
+
+def publish_chains(folder: Path, dtype: str, steps: int, root: Path, transports: list[Any]) -> list[Chain]:
+    """As many steps at each learning rate. The versions live as long as the transports."""
+    from titan_rl.training.data.sample import TrainingSample
+    from titan_rl.training.publishing import WeightPublisher
+    from titan_rl.training.settings import ModelConfig, TrainingConfig
+    from titan_rl.training.trainer import TrainerCore
+    from titan_rl.weights.transports.shared_memory import SharedMemoryTransport
+
+    class Keeping(SharedMemoryTransport):
+        def release(self, version: int) -> None:
+            pass
+
+    chance, chains = random.Random(0), []
+    for lr in LRS:
+        trainer = TrainerCore(
+            ModelConfig.model_validate({"path": str(folder), "dtype": dtype}),
+            TrainingConfig(steps=steps, lr=lr, warmup_steps=0),
+            seed=0,
+        )
+        transports.append(transport := Keeping("verification", keep=steps + 2, root=root))
+        publisher = WeightPublisher(trainer, transport, num_probes=0)
+        manifests = [publisher.publish()]
+        for step in range(steps):
+            samples = []
+            for index in range(4):
+                ids = [chance.randrange(VOCABULARY) for _ in range(24)]
+                mask, logprobs = [False] * 4 + [True] * 20, [0.0] * 4 + [-6.0] * 20
+                advantages = [0.0] * 4 + [chance.choice((-1.0, 1.0))] * 20
+                samples.append(
+                    TrainingSample(str(step), f"{step}/{index}", ids, mask, logprobs, advantages, [step] * 24, temperature=1.0)
+                )  # fmt: skip
+            trainer.step(samples)
+            manifests.append(publisher.publish())
+        chains.append(Chain(lr, manifests))
+    return chains
+
+
+@dataclass
+class Plan:
+    """The work of one world of engines. It pickles."""
+
+    folder: str
+    kind: str
+    dtype: str
+    chains: list[Chain]
+    out: str
+
+
+def run_engines(plan: Plan) -> None:
+    """One rank: try every fault on every pair of versions."""
+    from titan_rl.errors import VerificationError
+    from titan_rl.generation.engine_spec import EngineSpec
+    from titan_rl.generation.loop.engine_rank import EngineRank, Weights
+    from titan_rl.generation.loop.ranks import GlooRanks, OneRank
+    from titan_rl.generation.types import KVPolicy
+    from titan_rl.generation.vllm_engine import VLLMEngine
+    from titan_rl.weights.checksums import published_checksums
+    from titan_rl.weights.transports.shared_memory import SharedMemoryTransport
+
+    rank_number, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    chance = random.Random(1)  # the same on every rank
+
+    class FaultyEngine(VLLMEngine):
+        fault = ""
+        old: dict[str, torch.Tensor]
+
+        def load_state_dict(self, items: Iterable[tuple[str, Any]], version: int) -> None:
+            part = self.part()
+            if self.fault == "nothing" or (self.fault == "rank" and rank_number == 1):
+                return
+            if self.fault == "lm_head" and self._tied:
+                self._core.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(items)})
+                return
+            if self.fault:
+                items = [(name, self.old[name] if part in name else tensor) for name, tensor in items]
+            super().load_state_dict(items, version)
+
+        def part(self) -> str:
+            """What keeps its old weights."""
+            layer = f"model.layers.{chance.randrange(LAYERS)}."
+            expert = f"{layer}mlp.experts.{chance.randrange(EXPERTS)}."
+            return {"layer": layer, "expert": expert, "lm_head": "lm_head.", "previous": ""}.get(self.fault, "?")
+
+    spec = EngineSpec(plan.folder, dtype=plan.dtype, max_context=64, kv_cache_gib=0.02, tensor_parallel_size=world)
+    engine = FaultyEngine(spec)
+    rank = EngineRank(engine, GlooRanks() if world > 1 else OneRank(), KVPolicy())
+    transport = SharedMemoryTransport("verification")
+    if world > 1:
+        faults: tuple[str, ...] = ("rank",)
+    else:
+        faults = tuple(fault for fault in FAULTS if fault != "expert" or plan.kind == "mixture")
+    caught, tries, alarms, passes = dict.fromkeys(faults, 0), dict.fromkeys(faults, 0), 0, 0
+    loads, readbacks = [], []
+
+    def pull(manifest: Any, fault: str = "", old: Any = None) -> float:
+        """Seconds of the load.
+
+        Raises:
+            VerificationError: it was found to be wrong.
+        """
+        weights = Weights(transport.pull(manifest), None, published_checksums(manifest))
+        engine.fault = fault
+        engine.old = dict(transport.pull(old)) if old is not None else {}
+        began = time.thread_time()
+        rank.load(weights, manifest.version)
+        loaded = time.thread_time()
+        readback = rank.read_back(weights, manifest.version)
+        if readback is None or readback.unread:
+            raise RuntimeError(f"not all could be read back: {readback}")
+        readbacks.append(time.thread_time() - loaded)
+        return loaded - began
+
+    for chain in plan.chains:
+        if unchanged := _unchanged(chain):
+            raise RuntimeError(f"at a learning rate of {chain.lr:g} there are steps that change nothing: {unchanged}")
+        for before, now in zip(chain.manifests, chain.manifests[1:], strict=False):
+            for fault in faults:
+                pull(before)
+                tries[fault] += 1
+                try:
+                    pull(now, fault, before)
+                except VerificationError:
+                    caught[fault] += 1
+                passes += 1
+                try:
+                    loads.append(pull(now))
+                except VerificationError:
+                    alarms += 1
+    figures: dict[str, Any] = {"caught": caught, "tries": tries, "alarms": alarms, "passes": passes}
+    if world == 1:
+        figures["vs_load"] = cost(engine, plan, transport, readbacks)
+    if rank_number == 0:
+        Path(plan.out).write_bytes(pickle.dumps(figures))
+
+
+def _unchanged(chain: Chain) -> list[int]:
+    """Steps that leave something as it was of which a fault keeps the old weights."""
+    from titan_rl.weights.checksums import published_checksums
+
+    found = [published_checksums(manifest) for manifest in chain.manifests]
+    has_experts = any("experts." in name for name in found[0])
+    wholes = [f"model.layers.{layer}." for layer in range(LAYERS)] + ["model.embed_tokens.", "lm_head."]
+    if has_experts:
+        wholes += [f"model.layers.{layer}.mlp.experts.{each}." for layer in range(LAYERS) for each in range(EXPERTS)]
+    parts = [[{n: v for n, v in each.items() if whole in n} for whole in wholes] for each in found]
+    return [
+        step
+        for step, (old, new) in enumerate(zip(parts, parts[1:], strict=False))
+        if any(before and before == after for before, after in zip(old, new, strict=True))
+    ]
+
+
+def cost(engine: Any, plan: Plan, transport: Any, readbacks: list[float]) -> float:
+    """Verification over load, in processor time."""
+    from vllm.model_executor.layers import utils
+
+    noting: Any = utils.dispatch_cpu_unquantized_gemm
+    engine.fault = ""
+    manifest = plan.chains[0].manifests[0]
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    for index in range(40):
+        utils.dispatch_cpu_unquantized_gemm = noting if index % 2 else noting.packs
+        items = transport.pull(manifest)
+        began = time.thread_time()
+        engine.load_state_dict(items, 0)
+        seconds[bool(index % 2)].append(time.thread_time() - began)
+    plain, noted = median(seconds[False]), median(seconds[True])
+    return (median(readbacks) + noted - plain) / plain
+
+
+def measure(kind: str, dtype: str, tries: int, folder: Path) -> Iterator[dict[str, Any]]:
+    """The figures of one rank, and of two."""
+    model, transports = make_model(folder / "model", kind), []
+    try:
+        chains = publish_chains(model, dtype, -(-tries // len(LRS)), folder, transports)
+        excess = len(LRS) * (len(chains[0].manifests) - 1) - tries
+        chains[-1].manifests = chains[-1].manifests[: len(chains[-1].manifests) - excess]
+        for world in (1, 2):
+            plan = Plan(str(model), kind, dtype, chains, str(folder / f"figures-{world}"))
+            (folder / "plan").write_bytes(pickle.dumps(plan))
+            port = str(random.randrange(20_000, 30_000))
+            processes = [
+                subprocess.Popen(
+                    [sys.executable, "-m", "benchmarks.verification", "--plan", str(folder / "plan")],
+                    env=os.environ
+                    | ({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world), "RANK": str(rank),
+                        "LOCAL_RANK": str(rank)} if world > 1 else {}),
+                )
+                for rank in range(world)
+            ]  # fmt: skip
+            try:
+                codes = [process.wait(timeout=1800) for process in processes]
+            finally:
+                for process in processes:
+                    process.kill()
+            if any(codes):
+                raise SystemExit(f"engines of {kind}, {dtype} ended with {codes}")
+            yield pickle.loads(Path(plan.out).read_bytes())
+    finally:
+        for transport in transports:
+            transport.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--tries", type=int, default=100, help="of each fault, of each kind and dtype")
+    parser.add_argument("--kinds", nargs="+", default=["dense", "tied", "mixture"])
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--plan", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.plan:
+        run_engines(pickle.loads(Path(options.plan).read_bytes()))
+        return
+    worst, alarms, passes, costs = 1.0, 0, 0, []
+    for kind in options.kinds:
+        for dtype in options.dtypes:
+            with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="titan_rl-verification-") as folder:
+                for figures in measure(kind, dtype, options.tries, Path(folder)):
+                    for fault, tries in figures["tries"].items():
+                        share = figures["caught"][fault] / tries
+                        worst = min(worst, share)
+                        print(f"  {kind}, {dtype}, {fault}: {share:g} of {tries} caught", flush=True)
+                    alarms, passes = alarms + figures["alarms"], passes + figures["passes"]
+                    if "vs_load" in figures:
+                        costs.append(figures["vs_load"])
+                        print(f"  {kind}, {dtype}: verification_vs_load {costs[-1]:.3f}", flush=True)
+    print(f"wrong_weights_caught = {worst}")
+    print(f"right_weights_refused = {alarms} of {passes}")
+    print(f"verification_vs_load = {max(costs):.3f} (target: at most {TARGET})")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""Checksums of tensors add up over slices, and differ where a bit does."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("torch", reason="needs the cpu or gpu extra")
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from titan_rl.arrays.tensor_checksum import box_checksum, covers, is_exact_in
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8)
+
+
+def drawn(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 40).to(dtype)
+
+
+@given(
+    st.sampled_from(DTYPES),
+    st.lists(st.integers(1, 7), min_size=1, max_size=3),
+    st.data(),
+)
+def test_the_checksums_of_slices_add_up_however_they_are_cut(
+    dtype: torch.dtype, shape: list[int], data: st.DataObject
+) -> None:
+    whole = drawn(tuple(shape), dtype)
+    boxes = [((0,) * len(shape), whole)]
+    for _ in range(data.draw(st.integers(0, 4))):
+        start, box = boxes.pop(data.draw(st.integers(0, len(boxes) - 1)))
+        dim = data.draw(st.integers(0, len(shape) - 1))
+        at = data.draw(st.integers(0, box.shape[dim]))
+        second = tuple(place + at if d == dim else place for d, place in enumerate(start))
+        boxes += [(start, box.narrow(dim, 0, at)), (second, box.narrow(dim, at, box.shape[dim] - at))]
+
+    assert sum(box_checksum(box, start) for start, box in boxes) % 2**64 == box_checksum(whole)
+    assert covers([(start, box.shape) for start, box in boxes], shape)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_bit_a_swap_and_a_permutation_are_found(dtype: torch.dtype) -> None:
+    whole = drawn((16, 24), dtype)
+    bits = whole.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize])
+    expected = box_checksum(whole)
+    for place in ((0, 0), (7, 11), (15, 23)):
+        for bit in range(8 * dtype.itemsize - 1):
+            bits[place] ^= 1 << bit
+            assert box_checksum(whole) != expected
+            bits[place] ^= 1 << bit
+    assert box_checksum(whole) == expected
+    assert box_checksum(whole.flip(0)) != expected
+    assert box_checksum(whole.flip(1)) != expected
+    assert box_checksum(whole[torch.randperm(16)]) != expected
+    assert box_checksum(whole.t().contiguous().view(16, 24)) != expected
+    assert box_checksum(-whole) != expected
+
+
+@given(st.lists(st.tuples(st.integers(0, 15), st.integers(0, 23)), min_size=2, max_size=6, unique=True))
+def test_signs_that_change_in_several_places_are_found(places: list[tuple[int, int]]) -> None:
+    whole = drawn((16, 24), torch.float32).abs() + 1
+    expected = box_checksum(whole)
+    for place in places:
+        whole[place] *= -1
+    assert box_checksum(whole) != expected
+
+
+def test_a_dtype_that_has_every_value_of_another_is_exact() -> None:
+    assert is_exact_in(torch.float32, torch.bfloat16)
+    assert not is_exact_in(torch.bfloat16, torch.float32)
+    assert not is_exact_in(torch.float16, torch.bfloat16)
+    assert not is_exact_in(torch.bfloat16, torch.float16)
+
+
+def test_what_is_large_is_summed_in_parts() -> None:
+    whole = drawn((300, 500), torch.bfloat16)
+    assert sum(box_checksum(row[None], (index, 0)) for index, row in enumerate(whole)) % 2**64 == box_checksum(whole)

@@ -1,0 +1,60 @@
+"""A version is published with checksums of the trainer's tensors, whatever transport takes it."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from titan_rl.arrays.tensor_checksum import TensorChecksum, box_checksum
+from titan_rl.errors import StateDictError
+from titan_rl.weights.checksums import published_checksums, with_checksums
+from titan_rl.weights.layouts import KnownLayouts, pack
+from titan_rl.weights.shards import join
+from titan_rl.weights.transports.shared_memory import SharedMemoryTransport
+from titan_rl.weights.types import Manifest, SlicePosition, TensorSlice
+
+
+def cut(tensor: torch.Tensor, first: int, last: int, dtype: str | None = None) -> TensorSlice:
+    return TensorSlice(tensor[first:last], SlicePosition((first, 0), tuple(tensor.shape)), dtype)
+
+
+def test_ranks_that_publish_slices_in_another_dtype_give_the_checksums_of_the_whole(tmp_path: Path) -> None:
+    matrix, vector = torch.randn(2000, 300), torch.randn(7)  # more than is converted at a time
+    manifests: list[Manifest] = []
+    for rank, (first, last) in enumerate(((0, 1999), (1999, 2000))):
+        named = [("matrix", cut(matrix, first, last, "bfloat16"))]
+        named += [("vector", TensorSlice(vector, SlicePosition((0,), (7,)), "bfloat16"))] if rank else []
+        manifest = SharedMemoryTransport(f"rank-{rank}", root=tmp_path).publish(1, named)
+        manifests.append(with_checksums(manifest, named))
+    expected = {
+        "matrix": TensorChecksum("bfloat16", (2000, 300), box_checksum(matrix.bfloat16())),
+        "vector": TensorChecksum("bfloat16", (7,), box_checksum(vector.bfloat16())),
+    }
+    whole = join(manifests)
+    assert published_checksums(whole) == expected
+
+    known = KnownLayouts()  # as they travel
+    assert published_checksums(known.unpack(pickle.loads(pickle.dumps([pack(whole)])))[0]) == expected
+
+
+def test_a_manifest_without_checksums_promises_nothing(tmp_path: Path) -> None:
+    named = [("a", torch.ones(3))]
+    manifest = SharedMemoryTransport("run", root=tmp_path).publish(1, named)
+    assert published_checksums(manifest) == {}
+    (shard,) = manifest.shards
+    bare = replace(manifest, shards=(replace(shard, entries=()),))  # a transport that does not list its tensors
+    assert published_checksums(with_checksums(bare, named)) == {}
+    assert published_checksums(with_checksums(replace(manifest, shards=()), named)) == {}
+
+
+def test_checksums_that_do_not_fit_the_tensors_are_refused(tmp_path: Path) -> None:
+    named = [("a", torch.ones(3)), ("b", torch.zeros(2))]
+    manifest = with_checksums(SharedMemoryTransport("run", root=tmp_path).publish(1, named), named)
+    (shard,) = manifest.shards
+    short = replace(manifest, shards=(replace(shard, box_checksums=shard.box_checksums[:8]),))
+    with pytest.raises(StateDictError, match="1 checksums for 2 tensors"):
+        published_checksums(short)

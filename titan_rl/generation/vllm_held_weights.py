@@ -1,0 +1,261 @@
+"""Reads vLLM's weights back, with what it has fused and packed taken apart. Importing it imports vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import count
+from typing import Any
+
+import torch
+from vllm._custom_ops import cpu_prepack_moe_weight
+from vllm.model_executor.layers import utils
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    LinearBase,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+    UnquantizedLinearMethod,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+
+from titan_rl.arrays.tensor_checksum import box_sum, checksums_of
+from titan_rl.errors import VerificationError
+from titan_rl.generation.engine import HeldTensor
+
+READ_COLUMNS = 4  # of each packed weight, after each load; others each time
+
+_PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+_KEEPS_LAYOUT = (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Rows or columns of a layer's weight that are a box of one Hugging Face tensor."""
+
+    index: int  # among the tensors that are fused
+    dim: int  # along which the layer's weight is cut
+    offset: int  # in the layer's weight
+    size: int
+    start: int  # in the Hugging Face tensor
+    whole: int
+
+    def of(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight.narrow(self.dim, self.offset, self.size)
+
+    def start_in(self, weight: torch.Tensor) -> tuple[int, ...]:
+        return tuple(self.start if dim == self.dim else 0 for dim in range(weight.ndim))
+
+    def whole_shape(self, weight: torch.Tensor) -> tuple[int, ...]:
+        return tuple(self.whole if dim == self.dim else size for dim, size in enumerate(weight.shape))
+
+
+@dataclass(frozen=True, slots=True)
+class _Packed:
+    """What is known of a weight that only a kernel for CPUs can read."""
+
+    linear: Callable[..., torch.Tensor]  # that computes with it
+    dtype: torch.dtype
+    parts: tuple[tuple[_Part, int, tuple[int, ...], tuple[int, ...], tuple[int, ...]], ...]
+    width: int  # of the weight
+    first: int  # of the columns that are read back
+    values: torch.Tensor  # of these columns, [READ_COLUMNS, num_rows]
+
+    @staticmethod
+    def of(layer: Any, weight: torch.Tensor, turn: int) -> _Packed:
+        width = weight.shape[1]
+        parts: list[tuple[_Part, torch.Tensor, tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = []
+        for part in _parts_of(layer, weight):
+            box, start = part.of(weight), part.start_in(weight)
+            parts.append((part, box_sum(box, start), tuple(box.shape), start, part.whole_shape(weight)))
+        values = checksums_of([value for _, value, *_ in parts])
+        found = tuple(
+            (part, value, shape, start, whole)
+            for (part, _, shape, start, whole), value in zip(parts, values, strict=True)
+        )
+        first = turn * READ_COLUMNS % max(1, width - READ_COLUMNS + 1)
+        columns = weight[:, first : first + READ_COLUMNS].t().contiguous()
+        return _Packed(layer.cpu_linear, weight.dtype, found, width, first, columns)
+
+    def check(self, layer: Any, parameter: str) -> None:
+        """Read some columns back: a kernel gives them exactly when it multiplies with rows of zeros and a one.
+
+        Raises:
+            VerificationError: they are not what was packed.
+        """
+        rows = torch.zeros((len(self.values), self.width), dtype=self.dtype)
+        rows.diagonal(self.first).fill_(1)
+        if not torch.equal(self.linear(rows, layer.weight, None), self.values):
+            raise VerificationError(f"{parameter} computes with other weights than those that were packed for it")
+
+
+_turns = count()
+
+
+def note_packing() -> None:
+    """Have vLLM note of each weight that it packs for a CPU what it was. Called before an engine is made."""
+    original: Any = utils.dispatch_cpu_unquantized_gemm
+    if hasattr(original, "packs"):
+        return
+
+    def dispatch_cpu_unquantized_gemm(layer: Any, remove_weight: bool) -> None:
+        weight: torch.Tensor = layer.weight
+        original(layer, remove_weight)
+        if weight.ndim == 2 and not weight.is_meta:
+            # A plain tensor: vLLM's parameters take Python for each operation on them.
+            layer.packed_weight = _Packed.of(layer, weight.detach().as_subclass(torch.Tensor), next(_turns))
+
+    dispatch_cpu_unquantized_gemm.packs = original  # pyright: ignore[reportFunctionMemberAccess]
+    utils.dispatch_cpu_unquantized_gemm = dispatch_cpu_unquantized_gemm
+
+
+def held_weights(worker: Any, is_tied: bool) -> list[HeldTensor]:
+    """The weights of a worker's model, by their Hugging Face names; a tied head's are the embedding's.
+
+    Linear layers, embeddings, the experts of a mixture and whatever is loaded as it is are read. Of a weight that a CPU
+    kernel has packed out of sight there are its checksums from when it was packed, and some columns are read back.
+
+    Raises:
+        VerificationError: a kernel computes with something else than what was packed for it.
+    """
+    modules = worker.get_model().named_modules()
+    return [held for name, module in modules for held in _held(name, module, is_tied)]
+
+
+def _held(path: str, module: Any, is_tied: bool) -> Iterator[HeldTensor]:
+    if isinstance(module, RoutedExperts):
+        yield from _experts(path, module)
+        return
+    is_head = is_tied and path == "lm_head"
+    is_layer = isinstance(module, (LinearBase, VocabParallelEmbedding))
+    if is_layer and not isinstance(module.quant_method, (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)):
+        return
+    for name, parameter in module.named_parameters(recurse=False):
+        weight = parameter.detach().as_subclass(torch.Tensor)
+        own = f"{path}.{name}"
+        if is_layer:
+            packed: _Packed | None = getattr(module, "packed_weight", None) if name == "weight" else None
+            if packed is not None and packed.linear is module.cpu_linear:
+                packed.check(module, own)
+                for part, value, shape, start, whole in packed.parts:
+                    hf_name = _hf_name(path, name, part.index, is_head)
+                    yield HeldTensor(hf_name, f"{own} (packed)", None, start, whole, value, packed.dtype, shape)
+            if weight.numel():
+                for part in _parts_of(module, weight):
+                    yield HeldTensor(
+                        _hf_name(path, name, part.index, is_head), own, part.of(weight), part.start_in(weight),
+                        part.whole_shape(weight),
+                    )  # fmt: skip
+        elif getattr(parameter, "weight_loader", default_weight_loader) is default_weight_loader:
+            yield HeldTensor(own, own, weight, (0,) * weight.ndim, tuple(weight.shape))
+
+
+def _hf_name(path: str, name: str, index: int, is_tied_head: bool) -> str:
+    if is_tied_head:
+        return f"model.embed_tokens.{name}"
+    parent, _, last = path.rpartition(".")
+    parts = _PARTS.get(last)
+    return f"{path}.{name}" if parts is None else f"{parent}.{parts[index]}.{name}"
+
+
+def _parts_of(layer: Any, weight: torch.Tensor) -> list[_Part]:
+    """Empty for a layer of a kind that is not known."""
+    if isinstance(layer, VocabParallelEmbedding):
+        indices = layer.shard_indices
+        first, size = indices.org_vocab_start_index, indices.org_vocab_end_index - indices.org_vocab_start_index
+        return [_Part(0, 0, 0, size, first, layer.org_vocab_size)]
+    if isinstance(layer, RowParallelLinear):
+        if weight.ndim == 1:
+            return [_Part(0, 0, 0, len(weight), 0, len(weight))]
+        return [_Part(0, 1, 0, weight.shape[1], layer.tp_rank * weight.shape[1], layer.input_size)]
+    if isinstance(layer, ReplicatedLinear):
+        return [_Part(0, 0, 0, len(weight), 0, len(weight))]
+    if type(layer) is QKVParallelLinear:
+        heads, kv_heads, replicas = layer.num_heads, layer.num_kv_heads, layer.num_kv_head_replicas
+        kv_rank = layer.tp_rank // replicas
+        sizes = (heads * layer.head_size, kv_heads * layer.head_size, kv_heads * layer.v_head_size)
+        wholes = (
+            layer.total_num_heads * layer.head_size,
+            layer.total_num_kv_heads * layer.head_size,
+            layer.total_num_kv_heads * layer.v_head_size,
+        )
+        starts = (layer.tp_rank * sizes[0], kv_rank * sizes[1], kv_rank * sizes[2])
+    elif type(layer) is MergedColumnParallelLinear:
+        wholes = tuple(layer.output_sizes)
+        sizes = tuple(whole // layer.tp_size for whole in wholes)
+        starts = tuple(layer.tp_rank * size for size in sizes)
+    elif type(layer) is ColumnParallelLinear:
+        wholes, sizes, starts = (layer.output_size,), (len(weight),), (layer.tp_rank * len(weight),)
+    else:
+        return []
+    offsets = [sum(sizes[:index]) for index in range(len(sizes))]
+    return [
+        _Part(index, 0, offset, size, start, whole)
+        for index, (offset, size, start, whole) in enumerate(zip(offsets, sizes, starts, wholes, strict=True))
+    ]
+
+
+def _experts(path: str, module: Any) -> Iterator[HeldTensor]:
+    """Of the experts that this rank has, gate, up and down projection. Nothing where a kernel has shuffled them in a way
+    that is not known."""
+    method, config = module.quant_method, module.moe_config
+    if type(method) is not UnquantizedFusedMoEMethod or not config.is_act_and_mul:
+        return
+    w13, w2 = module.w13_weight.detach(), module.w2_weight.detach()
+    is_swapped = method.unquantized_backend is UnquantizedMoeBackend.FLASHINFER_CUTLASS
+    if method.unquantized_backend is UnquantizedMoeBackend.CPU:
+        kernel: Any = method.moe_kernel.fused_experts  # pyright: ignore[reportOptionalMemberAccess]
+        if not kernel._use_zentorch:
+            w13, w2 = _unpacked(w13, kernel.isa), _unpacked(w2, kernel.isa)
+            if w13 is None or w2 is None:
+                return
+    elif not is_swapped and method.unquantized_backend not in _KEEPS_LAYOUT:
+        return
+    size, hidden = config.intermediate_size_per_partition_unpadded, config.hidden_dim_unpadded
+    start, whole = config.tp_rank * size, config.tp_size * size
+    half = w13.shape[1] // 2
+    prefix = path[: path.rindex("experts") + len("experts")]
+    first, second = (half, 0) if is_swapped else (0, half)
+    for expert in range(config.num_experts):
+        at = module._map_global_expert_id_to_local_expert_id(expert)
+        if at < 0:
+            continue
+        for name, box, place, shape in (
+            (module.ckpt_gate_proj_name, w13[at, first : first + size, :hidden], (start, 0), (whole, hidden)),
+            (module.ckpt_up_proj_name, w13[at, second : second + size, :hidden], (start, 0), (whole, hidden)),
+            (module.ckpt_down_proj_name, w2[at, :hidden, :size], (0, start), (hidden, whole)),
+        ):
+            parameter = f"{path}.{'w2' if name == module.ckpt_down_proj_name else 'w13'}_weight"
+            yield HeldTensor(f"{prefix}.{expert}.{name}.weight", parameter, box, place, shape)
+
+
+def _unpacked(packed_ENK: torch.Tensor, isa: str) -> torch.Tensor | None:
+    places = _packed_places(tuple(packed_ENK.shape[1:]), packed_ENK.dtype, isa)
+    if places is None:
+        return None
+    return packed_ENK.flatten(1).index_select(1, places).view(packed_ENK.shape)
+
+
+@lru_cache(8)
+def _packed_places(shape: tuple[int, int], dtype: torch.dtype, isa: str) -> torch.Tensor | None:
+    """Where packing puts each element of an expert's weight, found by packing their numbers. None where it does more
+    than to move them.  # [N * K]"""
+    numel = shape[0] * shape[1]
+    numbers = torch.arange(numel, dtype=torch.int64)
+    bits = torch.int16 if dtype.itemsize == 2 else torch.int32
+    found = torch.zeros(numel, dtype=torch.int64)
+    for shift in (0, 15):  # 15 bits at a time: each a small, positive number in its dtype
+        digits = ((numbers >> shift) & 0x7FFF).to(bits).view(dtype).view(1, *shape)
+        found += cpu_prepack_moe_weight(digits, isa).flatten().view(bits).to(torch.int64) << shift
+    places = torch.empty_like(found)
+    if numel > 1 << 30 or not torch.equal(found.sort().values, numbers):
+        return None
+    places[found] = numbers
+    return places
