@@ -20,6 +20,7 @@ checksums as weights are packed and of reading back, over that of a load without
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import pickle
 import random
@@ -40,6 +41,7 @@ import torch
 LRS = (1e-6, 1e-5, 1e-4)
 FAULTS = ("nothing", "layer", "lm_head", "expert", "previous")
 LAYERS, EXPERTS, VOCABULARY = 4, 8, 512
+SPARE_STEPS = 4  # some change nothing in what a fault keeps
 TARGET = 0.25
 
 
@@ -72,11 +74,12 @@ class Chain:
     """Versions that were published one after the other."""
 
     lr: float
+    tries: int
     manifests: list[Any]
 
 
-def publish_chains(folder: Path, dtype: str, steps: int, root: Path, transports: list[Any]) -> list[Chain]:
-    """As many steps at each learning rate. The versions live as long as the transports."""
+def publish_chains(folder: Path, dtype: str, tries: int, root: Path, transports: list[Any]) -> list[Chain]:
+    """Steps for a third of the tries at each learning rate. The versions live as long as the transports."""
     from titan_rl.training.data.sample import TrainingSample
     from titan_rl.training.publishing import WeightPublisher
     from titan_rl.training.settings import ModelConfig, TrainingConfig
@@ -87,7 +90,7 @@ def publish_chains(folder: Path, dtype: str, steps: int, root: Path, transports:
         def release(self, version: int) -> None:
             pass
 
-    chance, chains = random.Random(0), []
+    chance, chains, steps = random.Random(0), list[Chain](), tries // len(LRS) + SPARE_STEPS
     for lr in LRS:
         trainer = TrainerCore(
             ModelConfig.model_validate({"path": str(folder), "dtype": dtype}),
@@ -103,12 +106,11 @@ def publish_chains(folder: Path, dtype: str, steps: int, root: Path, transports:
                 ids = [chance.randrange(VOCABULARY) for _ in range(24)]
                 mask, logprobs = [False] * 4 + [True] * 20, [0.0] * 4 + [-6.0] * 20
                 advantages = [0.0] * 4 + [chance.choice((-1.0, 1.0))] * 20
-                samples.append(
-                    TrainingSample(str(step), f"{step}/{index}", ids, mask, logprobs, advantages, [step] * 24, temperature=1.0)
-                )  # fmt: skip
+                of = str(step), f"{step}/{index}"
+                samples.append(TrainingSample(*of, ids, mask, logprobs, advantages, [step] * 24, temperature=1.0))
             trainer.step(samples)
             manifests.append(publisher.publish())
-        chains.append(Chain(lr, manifests))
+        chains.append(Chain(lr, tries // len(LRS) + (len(chains) < tries % len(LRS)), manifests))
     return chains
 
 
@@ -141,22 +143,17 @@ def run_engines(plan: Plan) -> None:
         fault = ""
         old: dict[str, torch.Tensor]
 
+        part = ""  # that keeps its old weights
+
         def load_state_dict(self, items: Iterable[tuple[str, Any]], version: int) -> None:
-            part = self.part()
             if self.fault == "nothing" or (self.fault == "rank" and rank_number == 1):
                 return
             if self.fault == "lm_head" and self._tied:
                 self._core.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(items)})
                 return
-            if self.fault:
-                items = [(name, self.old[name] if part in name else tensor) for name, tensor in items]
+            if self.fault in ("layer", "lm_head", "expert", "previous"):
+                items = [(name, self.old[name] if self.part in name else tensor) for name, tensor in items]
             super().load_state_dict(items, version)
-
-        def part(self) -> str:
-            """What keeps its old weights."""
-            layer = f"model.layers.{chance.randrange(LAYERS)}."
-            expert = f"{layer}mlp.experts.{chance.randrange(EXPERTS)}."
-            return {"layer": layer, "expert": expert, "lm_head": "lm_head.", "previous": ""}.get(self.fault, "?")
 
     spec = EngineSpec(plan.folder, dtype=plan.dtype, max_context=64, kv_cache_gib=0.02, tensor_parallel_size=world)
     engine = FaultyEngine(spec)
@@ -188,10 +185,13 @@ def run_engines(plan: Plan) -> None:
         return loaded - began
 
     for chain in plan.chains:
-        if unchanged := _unchanged(chain):
-            raise RuntimeError(f"at a learning rate of {chain.lr:g} there are steps that change nothing: {unchanged}")
-        for before, now in zip(chain.manifests, chain.manifests[1:], strict=False):
+        wanted = {fault: tries[fault] + chain.tries for fault in faults}
+        for before, now in itertools.pairwise(chain.manifests):
+            parts = changed_parts(before, now)
             for fault in faults:
+                if not parts[fault] or tries[fault] == wanted[fault]:
+                    continue
+                engine.part = chance.choice(parts[fault])
                 pull(before)
                 tries[fault] += 1
                 try:
@@ -210,21 +210,25 @@ def run_engines(plan: Plan) -> None:
         Path(plan.out).write_bytes(pickle.dumps(figures))
 
 
-def _unchanged(chain: Chain) -> list[int]:
-    """Steps that leave something as it was of which a fault keeps the old weights."""
+def changed_parts(before: Any, now: Any) -> dict[str, list[str]]:
+    """By fault, what may keep its old weights so that they are wrong: an expert that no token took does not change."""
     from titan_rl.weights.checksums import published_checksums
 
-    found = [published_checksums(manifest) for manifest in chain.manifests]
-    has_experts = any("experts." in name for name in found[0])
-    wholes = [f"model.layers.{layer}." for layer in range(LAYERS)] + ["model.embed_tokens.", "lm_head."]
-    if has_experts:
-        wholes += [f"model.layers.{layer}.mlp.experts.{each}." for layer in range(LAYERS) for each in range(EXPERTS)]
-    parts = [[{n: v for n, v in each.items() if whole in n} for whole in wholes] for each in found]
-    return [
-        step
-        for step, (old, new) in enumerate(zip(parts, parts[1:], strict=False))
-        if any(before and before == after for before, after in zip(old, new, strict=True))
-    ]
+    old, new = published_checksums(before), published_checksums(now)
+    layers = [f"model.layers.{layer}." for layer in range(LAYERS)]
+    head = ["lm_head."] if "lm_head.weight" in old else ["model.embed_tokens."]
+    parts = {
+        "nothing": [""],
+        "previous": [""],
+        "rank": [""],
+        "layer": layers,
+        "lm_head": head,
+        "expert": [f"{layer}mlp.experts.{expert}." for layer in layers for expert in range(EXPERTS)],
+    }
+    return {
+        fault: [part for part in each if any(part in name and old[name] != new[name] for name in old)]
+        for fault, each in parts.items()
+    }
 
 
 def cost(engine: Any, plan: Plan, transport: Any, readbacks: list[float]) -> float:
@@ -249,9 +253,7 @@ def measure(kind: str, dtype: str, tries: int, folder: Path) -> Iterator[dict[st
     """The figures of one rank, and of two."""
     model, transports = make_model(folder / "model", kind), []
     try:
-        chains = publish_chains(model, dtype, -(-tries // len(LRS)), folder, transports)
-        excess = len(LRS) * (len(chains[0].manifests) - 1) - tries
-        chains[-1].manifests = chains[-1].manifests[: len(chains[-1].manifests) - excess]
+        chains = publish_chains(model, dtype, tries, folder, transports)
         for world in (1, 2):
             plan = Plan(str(model), kind, dtype, chains, str(folder / f"figures-{world}"))
             (folder / "plan").write_bytes(pickle.dumps(plan))

@@ -73,7 +73,8 @@ async def test_a_pull_whose_engine_keeps_an_old_tensor_fails_and_the_next_one_cu
         return loop.pull(version, lambda: weights(version).items(), published=checksums(weights(version)))
 
     result = await pull(1)
-    assert result.readback is not None and result.readback.unread == ()
+    assert result.readback is not None
+    assert result.readback.unread == ()
     for part in ("", "embed", "layers.0."):
         engine.forgets = part
         with pytest.raises(VerificationError, match="does not hold the weights of version 2"):

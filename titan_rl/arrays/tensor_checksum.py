@@ -61,6 +61,19 @@ def box_sum(box: torch.Tensor, start: Sequence[int] = ()) -> torch.Tensor:
     return sums
 
 
+def stacked_checksums(boxes: torch.Tensor, start: Sequence[int]) -> list[int]:
+    """The `box_checksum`s of boxes of as many tensors, all at the same place of theirs.
+
+    Args:
+        boxes: their first dimension counts them.
+    """
+    words, first = _words(boxes, start[-1])
+    sums = _dot(words, _factors(boxes.ndim - 2, first, words.shape[-1], boxes.device))
+    for dim in reversed(range(boxes.ndim - 2)):
+        sums = _dot(sums, _factors(dim, start[dim], boxes.shape[dim + 1], boxes.device))
+    return [value & MASK for value in sums.tolist()]
+
+
 def checksums_of(sums: Sequence[torch.Tensor]) -> list[int]:
     """The numbers of several `box_sum`s, with one wait for each device."""
     import torch
@@ -150,7 +163,7 @@ def covers(boxes: Sequence[tuple[Sequence[int], Sequence[int]]], shape: Sequence
         boxes: (start, shape) of each.
     """
     inside = all(
-        0 <= at and at + size <= whole
+        at >= 0 and at + size <= whole
         for start, sizes in boxes
         for at, size, whole in zip(start, sizes, shape, strict=True)
     )

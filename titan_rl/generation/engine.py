@@ -164,8 +164,8 @@ class GaugedEngine(Engine, Protocol):
 class HeldTensor:
     """A box of a Hugging Face tensor, as an engine holds it.
 
-    An engine that has packed a tensor so that it cannot be read gives the `box_checksum` that it took of it right before
-    it was packed, with the dtype and shape that the box had then.
+    An engine that has packed a tensor so that it cannot be read gives the `box_checksum` that it took of it right
+    before it was packed, with the dtype and shape that the box had then.
     """
 
     name: str  # of the Hugging Face tensor

@@ -26,7 +26,7 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
-from titan_rl.arrays.tensor_checksum import box_sum, checksums_of
+from titan_rl.arrays.tensor_checksum import box_sum, checksums_of, stacked_checksums
 from titan_rl.errors import VerificationError
 from titan_rl.generation.engine import HeldTensor
 
@@ -203,8 +203,8 @@ def _parts_of(layer: Any, weight: torch.Tensor) -> list[_Part]:
 
 
 def _experts(path: str, module: Any) -> Iterator[HeldTensor]:
-    """Of the experts that this rank has, gate, up and down projection. Nothing where a kernel has shuffled them in a way
-    that is not known."""
+    """Gate, up and down projection of the experts that this rank has. Nothing where a kernel has shuffled them in a way
+    that is not known here."""
     method, config = module.quant_method, module.moe_config
     if type(method) is not UnquantizedFusedMoEMethod or not config.is_act_and_mul:
         return
@@ -221,41 +221,50 @@ def _experts(path: str, module: Any) -> Iterator[HeldTensor]:
     size, hidden = config.intermediate_size_per_partition_unpadded, config.hidden_dim_unpadded
     start, whole = config.tp_rank * size, config.tp_size * size
     half = w13.shape[1] // 2
-    prefix = path[: path.rindex("experts") + len("experts")]
+    prefix = path[: path.index(".experts") + len(".experts")]
     first, second = (half, 0) if is_swapped else (0, half)
-    for expert in range(config.num_experts):
-        at = module._map_global_expert_id_to_local_expert_id(expert)
-        if at < 0:
-            continue
-        for name, box, place, shape in (
-            (module.ckpt_gate_proj_name, w13[at, first : first + size, :hidden], (start, 0), (whole, hidden)),
-            (module.ckpt_up_proj_name, w13[at, second : second + size, :hidden], (start, 0), (whole, hidden)),
-            (module.ckpt_down_proj_name, w2[at, :hidden, :size], (0, start), (hidden, whole)),
-        ):
-            parameter = f"{path}.{'w2' if name == module.ckpt_down_proj_name else 'w13'}_weight"
-            yield HeldTensor(f"{prefix}.{expert}.{name}.weight", parameter, box, place, shape)
+    local = [module._map_global_expert_id_to_local_expert_id(expert) for expert in range(config.num_experts)]
+    for name, boxes, place, whole_shape in (
+        (module.ckpt_gate_proj_name, w13[:, first : first + size, :hidden], (start, 0), (whole, hidden)),
+        (module.ckpt_up_proj_name, w13[:, second : second + size, :hidden], (start, 0), (whole, hidden)),
+        (module.ckpt_down_proj_name, w2[:, :hidden, :size], (0, start), (hidden, whole)),
+    ):
+        values = stacked_checksums(boxes, place)  # one by one they take several times as long
+        for expert, at in enumerate(local):
+            if at >= 0:
+                hf_name = f"{prefix}.{expert}.{name}.weight"
+                yield HeldTensor(
+                    hf_name, path, None, place, whole_shape, values[at], boxes.dtype, tuple(boxes.shape[1:])
+                )
 
 
 def _unpacked(packed_ENK: torch.Tensor, isa: str) -> torch.Tensor | None:
     places = _packed_places(tuple(packed_ENK.shape[1:]), packed_ENK.dtype, isa)
     if places is None:
         return None
-    return packed_ENK.flatten(1).index_select(1, places).view(packed_ENK.shape)
+    words = packed_ENK.flatten(1)
+    if len(places) < words.shape[1]:
+        words = words.view(torch.int32)
+    return words.index_select(1, places).view(packed_ENK.dtype).view(packed_ENK.shape)
 
 
 @lru_cache(8)
 def _packed_places(shape: tuple[int, int], dtype: torch.dtype, isa: str) -> torch.Tensor | None:
-    """Where packing puts each element of an expert's weight, found by packing their numbers. None where it does more
-    than to move them.  # [N * K]"""
+    """Where packing puts each element of an expert's weight, found by packing their numbers; each word of 32 bits where
+    those stay together. None where packing does more than to move them.  # [N * K] or [N * K // 2]"""
     numel = shape[0] * shape[1]
     numbers = torch.arange(numel, dtype=torch.int64)
     bits = torch.int16 if dtype.itemsize == 2 else torch.int32
     found = torch.zeros(numel, dtype=torch.int64)
-    for shift in (0, 15):  # 15 bits at a time: each a small, positive number in its dtype
+    for shift in (0, 15):  # 15 bits at a time: each a small, positive number
         digits = ((numbers >> shift) & 0x7FFF).to(bits).view(dtype).view(1, *shape)
         found += cpu_prepack_moe_weight(digits, isa).flatten().view(bits).to(torch.int64) << shift
-    places = torch.empty_like(found)
     if numel > 1 << 30 or not torch.equal(found.sort().values, numbers):
         return None
+    places = torch.empty_like(found)
     places[found] = numbers
+    if dtype.itemsize == 2 and not numel % 2:
+        even, odd = places.view(-1, 2).unbind(1)
+        if torch.equal(even + 1, odd) and not (even % 2).any():
+            return even // 2
     return places

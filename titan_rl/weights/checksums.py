@@ -13,10 +13,7 @@ from titan_rl.errors import StateDictError
 from titan_rl.weights.shards import slices_by_name
 from titan_rl.weights.types import Manifest, TensorEntry, TensorSlice
 
-PIECE = {
-    "cpu": 1 << 18,
-    "cuda": 1 << 26,
-}  # elements converted at a time: those that a cache holds, or few beside the weights
+PIECE = {"cpu": 1 << 18, "cuda": 1 << 26}  # elements converted at a time
 
 
 def with_checksums(manifest: Manifest, named: Iterable[tuple[str, torch.Tensor | TensorSlice]]) -> Manifest:
