@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titan_rl.arrays.tensor_checksum import box_checksum, covers, is_exact_in, stacked_checksums
+from titan_rl.arrays.tensor_checksum import box_checksum, covers, is_exact_in
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8)
 
@@ -72,12 +72,6 @@ def test_a_dtype_that_has_every_value_of_another_is_exact() -> None:
     assert not is_exact_in(torch.bfloat16, torch.float32)
     assert not is_exact_in(torch.float16, torch.bfloat16)
     assert not is_exact_in(torch.bfloat16, torch.float16)
-
-
-def test_the_checksums_of_a_stack_are_those_of_its_boxes() -> None:
-    stack = drawn((4, 6, 10), torch.bfloat16)
-    boxes = stack[:, :, 3:8]
-    assert stacked_checksums(boxes, (2, 3)) == [box_checksum(box, (2, 3)) for box in boxes]
 
 
 def test_what_is_large_is_summed_in_parts() -> None:

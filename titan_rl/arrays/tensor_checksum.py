@@ -55,23 +55,10 @@ def box_sum(box: torch.Tensor, start: Sequence[int] = ()) -> torch.Tensor:
         box, start = box.view(1), (0,)
     start = start or (0,) * box.ndim
     words, first = _words(box, start[-1])
-    sums = _dot(words, _factors(box.ndim - 1, first, words.shape[-1], box.device))
+    sums = dot(words, factors(box.ndim - 1, first, words.shape[-1], box.device))
     for dim in reversed(range(box.ndim - 1)):
-        sums = _dot(sums, _factors(dim, start[dim], box.shape[dim], box.device))
+        sums = dot(sums, factors(dim, start[dim], box.shape[dim], box.device))
     return sums
-
-
-def stacked_checksums(boxes: torch.Tensor, start: Sequence[int]) -> list[int]:
-    """The `box_checksum`s of boxes of as many tensors, all at the same place of theirs.
-
-    Args:
-        boxes: their first dimension counts them.
-    """
-    words, first = _words(boxes, start[-1])
-    sums = _dot(words, _factors(boxes.ndim - 2, first, words.shape[-1], boxes.device))
-    for dim in reversed(range(boxes.ndim - 2)):
-        sums = _dot(sums, _factors(dim, start[dim], boxes.shape[dim + 1], boxes.device))
-    return [value & MASK for value in sums.tolist()]
 
 
 def checksums_of(sums: Sequence[torch.Tensor]) -> list[int]:
@@ -104,28 +91,28 @@ def _words(box: torch.Tensor, start: int) -> tuple[torch.Tensor, int]:
     return box.contiguous().view(torch.int32), start // per_word
 
 
-def _dot(rows: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-    """The rows' dot products with the factors, modulo 2**64.  # [..., N], [N] -> [...]"""
+def dot(rows: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+    """The rows' dot products with factors, modulo 2**64.  # [..., N], [N] -> [...]"""
     import torch
 
     if rows.device.type == "cpu" and rows.numel() <= CHUNK_WORDS["cpu"]:
         wide = rows if rows.dtype == torch.int64 else rows.to(torch.int64)
-        return torch.matmul(wide, factors)
+        return torch.matmul(wide, by)
     flat = rows.reshape(-1, rows.shape[-1])
     found = torch.empty(len(flat), dtype=torch.int64, device=rows.device)
-    at_a_time = max(1, CHUNK_WORDS.get(rows.device.type, CHUNK_WORDS["cuda"]) // max(1, len(factors)))
+    at_a_time = max(1, CHUNK_WORDS.get(rows.device.type, CHUNK_WORDS["cuda"]) // max(1, len(by)))
     for at in range(0, len(flat), at_a_time):
         part = flat[at : at + at_a_time].to(torch.int64)
         if rows.device.type == "cpu":
-            torch.mv(part, factors, out=found[at : at + at_a_time])
+            torch.mv(part, by, out=found[at : at + at_a_time])
         else:  # it multiplies no matrices of integers
-            torch.sum(part * factors, -1, out=found[at : at + at_a_time])
+            torch.sum(part * by, -1, out=found[at : at + at_a_time])
     return found.view(rows.shape[:-1])
 
 
 @lru_cache(256)
-def _factors(dim: int, start: int, count: int, device: torch.device) -> torch.Tensor:
-    """Odd numbers of 64 bits, one for each place along a dimension.  # [count]"""
+def factors(dim: int, start: int, count: int, device: torch.device) -> torch.Tensor:
+    """Odd numbers of 64 bits, one for each place along a dimension; along the last one for each word.  # [count]"""
     import torch
 
     places = torch.arange(start + 1, start + 1 + count, dtype=torch.int64, device=device)

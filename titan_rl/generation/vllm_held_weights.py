@@ -26,7 +26,7 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
-from titan_rl.arrays.tensor_checksum import box_sum, checksums_of, stacked_checksums
+from titan_rl.arrays.tensor_checksum import box_sum, checksums_of, dot, factors
 from titan_rl.errors import VerificationError
 from titan_rl.generation.engine import HeldTensor
 
@@ -210,42 +210,86 @@ def _experts(path: str, module: Any) -> Iterator[HeldTensor]:
         return
     w13, w2 = module.w13_weight.detach(), module.w2_weight.detach()
     is_swapped = method.unquantized_backend is UnquantizedMoeBackend.FLASHINFER_CUTLASS
+    isa = ""
     if method.unquantized_backend is UnquantizedMoeBackend.CPU:
         kernel: Any = method.moe_kernel.fused_experts  # pyright: ignore[reportOptionalMemberAccess]
-        if not kernel._use_zentorch:
-            w13, w2 = _unpacked(w13, kernel.isa), _unpacked(w2, kernel.isa)
-            if w13 is None or w2 is None:
-                return
+        isa = "" if kernel._use_zentorch else kernel.isa
     elif not is_swapped and method.unquantized_backend not in _KEEPS_LAYOUT:
         return
     size, hidden = config.intermediate_size_per_partition_unpadded, config.hidden_dim_unpadded
     start, whole = config.tp_rank * size, config.tp_size * size
     half = w13.shape[1] // 2
-    prefix = path[: path.index(".experts") + len(".experts")]
     first, second = (half, 0) if is_swapped else (0, half)
     local = [module._map_global_expert_id_to_local_expert_id(expert) for expert in range(config.num_experts)]
-    for name, boxes, place, whole_shape in (
-        (module.ckpt_gate_proj_name, w13[:, first : first + size, :hidden], (start, 0), (whole, hidden)),
-        (module.ckpt_up_proj_name, w13[:, second : second + size, :hidden], (start, 0), (whole, hidden)),
-        (module.ckpt_down_proj_name, w2[:, :hidden, :size], (0, start), (hidden, whole)),
+    prefix = path[: path.index(".experts") + len(".experts")]
+    for weight, boxes in (
+        (
+            w13,
+            {
+                module.ckpt_gate_proj_name: _ExpertBox(first, (size, hidden), (start, 0), (whole, hidden)),
+                module.ckpt_up_proj_name: _ExpertBox(second, (size, hidden), (start, 0), (whole, hidden)),
+            },
+        ),
+        (w2, {module.ckpt_down_proj_name: _ExpertBox(0, (hidden, size), (0, start), (hidden, whole))}),
     ):
-        values = stacked_checksums(boxes, place)  # one by one they take several times as long
-        for expert, at in enumerate(local):
-            if at >= 0:
-                hf_name = f"{prefix}.{expert}.{name}.weight"
-                yield HeldTensor(
-                    hf_name, path, None, place, whole_shape, values[at], boxes.dtype, tuple(boxes.shape[1:])
-                )
+        found = _expert_checksums(weight.as_subclass(torch.Tensor), isa, tuple(boxes.values()))
+        for (name, box), values in zip(boxes.items(), found, strict=False):
+            for expert, at in enumerate(local):
+                if at >= 0:
+                    hf_name = f"{prefix}.{expert}.{name}.weight"
+                    yield HeldTensor(hf_name, path, None, box.start, box.whole, values[at], weight.dtype, box.shape)
 
 
-def _unpacked(packed_ENK: torch.Tensor, isa: str) -> torch.Tensor | None:
-    places = _packed_places(tuple(packed_ENK.shape[1:]), packed_ENK.dtype, isa)
-    if places is None:
-        return None
-    words = packed_ENK.flatten(1)
-    if len(places) < words.shape[1]:
-        words = words.view(torch.int32)
-    return words.index_select(1, places).view(packed_ENK.dtype).view(packed_ENK.shape)
+@dataclass(frozen=True, slots=True)
+class _ExpertBox:
+    """Rows of an expert's weight that are a box of one Hugging Face tensor."""
+
+    row: int  # the first
+    shape: tuple[int, int]
+    start: tuple[int, int]  # in the Hugging Face tensor
+    whole: tuple[int, int]
+
+
+def _expert_checksums(weight_ENK: torch.Tensor, isa: str, boxes: tuple[_ExpertBox, ...]) -> list[list[int]]:
+    """Of each box those of all experts, which one by one take several times as long. Empty where they cannot be had.
+
+    Args:
+        isa: that the weight is packed for; "" where it is not.
+    """
+    shape, dtype = (weight_ENK.shape[1], weight_ENK.shape[2]), weight_ENK.dtype
+    per_word = 4 // dtype.itemsize
+    if any(each % per_word for box in boxes for each in (shape[1], box.shape[1], box.start[1])):
+        return []
+    elements_EP = weight_ENK.flatten(1)
+    places = _packed_places(shape, dtype, isa) if isa else None
+    if isa and places is None:
+        return []
+    if places is not None and len(places) > elements_EP.shape[1] // per_word:
+        elements_EP, places = elements_EP.index_select(1, places), None  # halves of words are apart
+    words_EP = elements_EP.view(torch.int32)
+    device = weight_ENK.device
+    sums = [dot(words_EP, _expert_factors(shape, per_word, isa if places is not None else "", dtype, box, device))
+            for box in boxes]  # fmt: skip
+    return [[value % 2**64 for value in each] for each in torch.stack(sums).tolist()]
+
+
+@lru_cache(32)
+def _expert_factors(
+    shape: tuple[int, int], per_word: int, isa: str, dtype: torch.dtype, box: _ExpertBox, device: torch.device
+) -> torch.Tensor:
+    """By which the words of an expert's weight are multiplied, in their order, and summed: 0 outside the box."""
+    rows, columns = box.shape[0], box.shape[1] // per_word
+    found = torch.zeros((shape[0], shape[1] // per_word), dtype=torch.int64, device=device)
+    by_row = factors(0, box.start[0], rows, device)
+    by_column = factors(1, box.start[1] // per_word, columns, device)
+    found[box.row : box.row + rows, :columns] = by_row[:, None] * by_column
+    if not isa:
+        return found.flatten()
+    places = _packed_places(shape, dtype, isa)
+    assert places is not None
+    packed = torch.empty_like(found).flatten()
+    packed[places] = found.flatten()
+    return packed
 
 
 @lru_cache(8)
