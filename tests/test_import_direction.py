@@ -38,7 +38,7 @@ MAY_IMPORT = {
     "agents": "calls errors generation rollout serving settings tracing types",
     "players": "agents calls errors rollout serving settings",
     "adapters": "calls errors players rollout settings tasks",
-    "testing": "errors generation types weights",
+    "testing": "arrays errors generation types weights",
     "simulate": "arrays errors generation rollout scheduling types",
     "actors": "arrays calls config errors generation rollout tracing training types weights",
     "viewer": "calls config errors metrics scheduling",

@@ -30,6 +30,7 @@ def test_two_ranks_train_publish_save_and_go_on_split_otherwise_until_one_dies(t
         for record in steps:
             # Generators hold what the ranks hold together.
             assert record["sync/probe_diff"] <= 1e-5
+            assert record["sync/unverified_share"] == 0
             assert record["train/on_policy_logprob_diff_mean"] <= 1e-6
             assert record["train/num_samples"] == 16
         assert run.leftovers() == []

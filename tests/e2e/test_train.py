@@ -32,6 +32,7 @@ def test_a_run_trains_verifies_and_leaves_its_files_and_nothing_else(finished: R
     assert [record["step"] for record in steps] == [1, 2, 3]
     for record in steps:
         assert record["sync/probe_diff"] <= 1e-5
+        assert record["sync/unverified_share"] == 0
         assert record["train/on_policy_logprob_diff_mean"] <= 1e-6
         assert record["train/staleness_max"] == 0
         assert record["train/clip_fraction"] == 0

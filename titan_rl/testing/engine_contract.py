@@ -24,9 +24,11 @@ from typing import Any
 
 import pytest
 
-from titan_rl.errors import RequestError
-from titan_rl.generation.engine import Engine, GaugedEngine, TokenDelta
+from titan_rl.arrays.tensor_checksum import TensorChecksum, box_checksum
+from titan_rl.errors import RequestError, VerificationError
+from titan_rl.generation.engine import Engine, GaugedEngine, ReadableEngine, TokenDelta
 from titan_rl.generation.loop.engine_loop import EngineLoop
+from titan_rl.generation.readback import compare, read_back
 from titan_rl.generation.request import EngineRequest
 from titan_rl.types import FinishReason, SamplingParams
 
@@ -254,6 +256,27 @@ class EngineContract:
             assert counts == sorted(counts) or not name.endswith("_total")
         for name, expected in {"running_requests": PLACES, "waiting_requests": 2 * PLACES}.items():
             assert [gauges.get(name, 0) for gauges in readings] == [0, expected if name in readings[0] else 0, 0]
+
+    def test_what_it_holds_are_the_weights_that_were_loaded(self, engine: Engine) -> None:
+        """Of an engine that can be read. Its `weights` are tensors then, and those of another version others."""
+        if not isinstance(engine, ReadableEngine):
+            pytest.skip("the engine has no held_weights")
+        for version in (1, 2):
+            engine.load_state_dict(self.weights(version), version)
+            published = self._checksums(version)
+            readback = compare(published, [read_back(engine, published)], version)
+            assert readback.unread == ()
+        other = self._checksums(3)
+        if other != published:
+            with pytest.raises(VerificationError):
+                compare(other, [read_back(engine, other)], 3)
+
+    def _checksums(self, version: int) -> dict[str, TensorChecksum]:
+        return {
+            name: TensorChecksum(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), box_checksum(tensor))
+            for name, tensor in self.weights(version)
+            if hasattr(tensor, "dtype")
+        }
 
     def test_a_request_that_can_never_run_is_refused_and_others_go_on(self, engine: Engine) -> None:
         batch = Batch(engine)

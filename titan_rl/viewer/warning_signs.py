@@ -52,7 +52,7 @@ SIGNS = (
     ),
     Sign(
         "sync/unverified_share",
-        1e-9,
+        0.001,
         "nothing has shown that the generators hold the trainer's weights: the engine cannot be read back, and the "
         "probes cannot tell a version from the one before. Try: held_weights() in an engine of your own; more "
         "statedict.num_probes",
