@@ -15,6 +15,8 @@ class HostMemory:
         self.room = room
         self.buffers: list[torch.Tensor] = []
         self.num_held = 0
+        self.num_open = 0  # tensors by which readers hold buffers
+        self.num_waits = 0
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         if num_bytes > self.room:
@@ -35,7 +37,13 @@ class HostMemory:
         return number
 
     def open(self, handle: int) -> torch.Tensor:
-        return self.buffers[handle]
+        opened = self.buffers[handle][:]
+        self.num_open += 1
+        weakref.finalize(opened, self._close)
+        return opened
+
+    def _close(self) -> None:
+        self.num_open -= 1
 
     def synchronize(self) -> None:
-        pass
+        self.num_waits += 1

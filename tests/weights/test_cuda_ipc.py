@@ -62,7 +62,43 @@ def test_a_version_that_is_being_read_is_not_written_over(transport, memory, sta
     assert memory.num_held == 0
 
 
-def test_a_reader_that_gives_up_holds_nothing(transport, memory, tmp_path) -> None:
+def test_the_first_tensor_is_copied_before_another_thread_is_given_it(transport, memory) -> None:
+    pairs = begin(transport.publish(1, weights(1).items()), memory)
+    next(pairs)
+    assert memory.num_waits == 1
+    next(pairs)  # of the thread that loads, on the stream that it loads on
+    assert memory.num_waits == 1
+
+
+def test_a_reader_opens_each_buffer_once_and_keeps_those_that_the_writer_has(transport, memory) -> None:
+    reader = CudaIPCTransport("reader", memory=memory)
+    for version in range(6):
+        manifest = transport.publish(version, weights(version).items())
+        assert_equal(dict(reader.pull(pickle.loads(pickle.dumps(manifest)))), weights(version))
+        assert memory.num_open == min(version + 1, 2)
+    reader.close()
+    assert memory.num_open == 0
+
+
+def test_a_reader_gives_up_the_memory_of_a_writer_that_is_gone(tmp_path, memory) -> None:
+    reader = CudaIPCTransport("reader", memory=memory)
+    for trainer in range(3):
+        transport = CudaIPCTransport("test", root=tmp_path, memory=memory)
+        for version in range(2):
+            manifest = transport.publish(version, weights(10 * trainer + version).items())
+            assert_equal(dict(reader.pull(manifest)), weights(10 * trainer + version))
+        transport.close()
+        assert memory.num_open == 2
+
+
+def test_a_reader_gives_up_buffers_that_have_become_too_small(transport, memory) -> None:
+    reader = CudaIPCTransport("reader", memory=memory)
+    for version in range(8):
+        assert len(dict(reader.pull(transport.publish(version, weights(version, 100 * (version + 1)).items())))) == 2
+        assert memory.num_open <= 2
+
+
+def test_a_reader_gives_up_holds_nothing(transport, memory, tmp_path) -> None:
     for version in range(6):
         pairs = begin(transport.publish(version, weights(version).items()), memory)
         if version % 2:

@@ -44,7 +44,7 @@ class TestCudaIPC(InAFolder):
         return [*super().left(), *range(self.gpu.num_held)]
 
     def corrupt(self, manifest: Manifest) -> None:
-        self.gpu.open(manifest.shards[0].remote)[0] ^= 16
+        self.gpu.open(manifest.shards[0].remote.handle)[0] ^= 16
 
 
 class TestFilesOfAUser(InAFolder):

@@ -81,6 +81,12 @@ class ShardStore(Generic[S]):
         with self._lock:
             return set(self._published)
 
+    @property
+    def shards(self) -> list[S]:
+        """Those that are published, and those that later versions will be written to."""
+        with self._lock:
+            return [*self._published.values(), *self._spares]
+
     def shard_of(self, version: int) -> S:
         """That of a published version.
 

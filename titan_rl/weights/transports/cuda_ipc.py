@@ -8,7 +8,8 @@ import os
 import threading
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from functools import lru_cache
+from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -36,11 +37,11 @@ class SharedDeviceMemory(Protocol):
         ...
 
     def export(self, buffer: torch.Tensor) -> Any:
-        """What another process opens it by. Can be pickled and hashed."""
+        """What another process opens it by. Can be pickled."""
         ...
 
     def open(self, handle: Any) -> torch.Tensor:
-        """The memory of another process. Opened once: later calls give the same tensor."""
+        """The memory of another process, which stays allocated as long as the tensor lives."""
         ...
 
     def synchronize(self) -> None:
@@ -72,18 +73,22 @@ class CudaMemory:
     def open(self, handle: Any) -> torch.Tensor:
         arguments = list(handle)
         arguments[DEVICE_INDEX] = torch.cuda.current_device()  # the writer counts its GPUs for itself
-        return _open(tuple(arguments))
+        from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+        return rebuild_cuda_tensor(*arguments)
 
     def synchronize(self) -> None:
         torch.cuda.current_stream().synchronize()
 
 
-@lru_cache(maxsize=8)
-def _open(arguments: tuple[Any, ...]) -> torch.Tensor:
-    # torch counts how often an export is given up, and expects once: it is kept for the versions to come.
-    from torch.multiprocessing.reductions import rebuild_cuda_tensor
+@dataclass(frozen=True, slots=True)
+class ExportedBuffer:
+    """A writer's buffer as a manifest names it. A reader keeps it open for the versions that will be written to it."""
 
-    return rebuild_cuda_tensor(*arguments)
+    writer: str  # unlike any other's, also of the same rank before or after
+    slot: int  # of its buffers
+    handle: Any  # by which the buffer is opened
+    slots: tuple[int, ...]  # that the writer has; readers give up all others of its
 
 
 class Orphans:
@@ -119,9 +124,13 @@ class DeviceShard(ShardFile):
         OSError: as `ShardFile`, or the device has no room.
     """
 
-    def __init__(self, path: Path, num_bytes: int, memory: SharedDeviceMemory, orphans: Orphans) -> None:
+    def __init__(
+        self, path: Path, num_bytes: int, memory: SharedDeviceMemory, orphans: Orphans, slots: Iterator[int]
+    ) -> None:
         self._memory = memory
         self._orphans = orphans
+        self._slots = slots
+        self.slot = -1
         self.buffer = torch.empty(0, dtype=torch.uint8)
         self.handle: Any = None
         super().__init__(path, num_bytes)
@@ -137,6 +146,7 @@ class DeviceShard(ShardFile):
         except torch.OutOfMemoryError as error:
             raise OSError(errno.ENOMEM, str(error)) from error
         self.handle = self._memory.export(self.buffer)
+        self.slot = next(self._slots)
 
     def reclaim(self) -> bool:
         self._orphans.collect()
@@ -186,10 +196,12 @@ class CudaIPCTransport:
         self, run_id: str, *, keep: int = NUM_KEPT, root: Path | None = None, memory: SharedDeviceMemory | None = None
     ) -> None:
         self._memory = memory or CudaMemory()
-        orphans = Orphans()
+        orphans, slots = Orphans(), count()
+        self._opened: dict[tuple[str, int], torch.Tensor] = {}  # other writers' buffers, by writer and slot
+        self._lock = threading.Lock()
 
         def make(path: Path, num_bytes: int) -> DeviceShard:
-            return DeviceShard(path, num_bytes, self._memory, orphans)
+            return DeviceShard(path, num_bytes, self._memory, orphans, slots)
 
         self._store = ShardStore(run_id, make, keep=keep, root=root)
 
@@ -211,24 +223,30 @@ class CudaIPCTransport:
         entries = lay_out(named)
         num_bytes = size_of(entries)
 
-        def write(shard: DeviceShard) -> tuple[int, Any]:
+        def write(shard: DeviceShard) -> tuple[int, int, Any]:
             fill(shard.buffer, named, entries)
             found = checksum(shard.buffer)  # has waited for the copies
-            return found, shard.handle
+            return found, shard.slot, shard.handle
 
-        path, (found, handle) = self._store.write(version, num_bytes, write)
+        path, (found, slot, handle) = self._store.write(version, num_bytes, write)
+        slots = tuple(sorted({shard.slot for shard in self._store.shards} | {slot}))
+        exported = ExportedBuffer(str(path.parent), slot, handle, slots)
         return Manifest(
-            version, (Shard(str(path), num_bytes, found, entries, remote=handle),), tuple(probes), tolerance
+            version, (Shard(str(path), num_bytes, found, entries, remote=exported),), tuple(probes), tolerance
         )
 
     def pull(self, manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
         """Verify every shard, then give (name, tensor) pairs, each a copy on this process's GPU.
+
+        The first pair may be read by another thread than the one that takes it, on any stream; each later one is
+        copied on the current stream of the thread that takes it.
 
         Raises:
             StateDictError: a shard of the version is gone, its size, layout or checksum differ from the manifest's, or
                 the slices of a tensor do not make it up.
         """
         locks: list[ReadLock] = []
+        self._give_up(manifest)
 
         def open_shard(shard: Shard) -> torch.Tensor:
             if not shard.num_bytes:
@@ -250,10 +268,12 @@ class CudaIPCTransport:
     def close(self) -> None:
         """Free everything that no reader has; later calls of `publish` fail."""
         self._store.close()
+        with self._lock:
+            self._opened.clear()
 
     def _open(self, shard: Shard) -> torch.Tensor:
         try:
-            buffer = self._memory.open(shard.remote)
+            buffer = self._buffer(shard.remote)
             found = checksum(buffer) if len(buffer) == shard.num_bytes else None
         except RuntimeError as error:  # of CUDA
             raise StateDictError(f"the GPU memory of {shard.location} cannot be read: {error}") from error
@@ -265,10 +285,29 @@ class CudaIPCTransport:
             )
         return buffer
 
+    def _buffer(self, exported: ExportedBuffer) -> torch.Tensor:
+        """A writer's buffer, opened at most once."""
+        key = exported.writer, exported.slot
+        with self._lock:
+            if key not in self._opened:
+                self._opened[key] = self._memory.open(exported.handle)
+            return self._opened[key]
+
+    def _give_up(self, manifest: Manifest) -> None:
+        """Close the buffers that no version from this one on will be in: an open one keeps its writer's memory."""
+        exported: list[ExportedBuffer] = [shard.remote for shard in manifest.shards]
+        kept = {(each.writer, slot) for each in exported for slot in each.slots}
+        with self._lock:
+            self._opened = {key: buffer for key, buffer in self._opened.items() if key in kept}
+
     def _until_read(
         self, pairs: Iterator[tuple[str, torch.Tensor]], locks: list[ReadLock]
     ) -> Iterator[tuple[str, torch.Tensor]]:
         try:
+            for first in pairs:
+                self._memory.synchronize()  # it is read on the engine's stream, and was copied on another thread's
+                yield first
+                break
             yield from pairs
         finally:
             self._memory.synchronize()
