@@ -84,6 +84,25 @@ def a_long_row(model: dict[str, Any], training: dict[str, Any]) -> tuple[list[fl
     return trainer.score_published([sequence])[0], trainer.step(on_policy_samples(trainer, config.max_context)).metrics
 
 
+def steps_and_resumed_steps(
+    folder: Path, out: Path, saved: Path | None = None, **training: Any
+) -> tuple[list[float], list[float]]:
+    """The losses of four steps in bfloat16, and of the last two again, from a checkpoint of the first two.
+
+    Args:
+        saved: that checkpoint; by default the one that is written here, to `out / "saved"`.
+    """
+    settings = TrainingConfig(**{"steps": 10, "lr": 1e-3, "row_tokens": 64, "rows_per_micro_batch": 2, **training})
+    config = ModelConfig(path=str(folder), dtype="bfloat16")
+    whole, resumed = (TrainerCore(config, settings, CorrectionConfig(), seed=0) for _ in range(2))
+    samples = on_policy_samples(whole, *LENGTHS)
+    losses = [whole.step(samples).metrics["loss"] for _ in range(2)]
+    whole.save(out / "saved")
+    losses += [whole.step(samples).metrics["loss"] for _ in range(2)]
+    resumed.load(saved or out / "saved")
+    return losses, [resumed.step(samples).metrics["loss"] for _ in range(2)]
+
+
 def drawn(folder: Path, **training: Any) -> list[list[int]]:
     """Sequences of the policy's own."""
     settings = TrainingConfig(**{"steps": 1, "lr": 1e-4, **training})

@@ -22,6 +22,7 @@ RESUMABLE = (
     "training.activation_checkpointing",
     "training.offload_activations",
     "training.offload_reference",
+    "training.offload_optimizer",
     "training.attention",
     "training.compile",
     "training.max_respawns",

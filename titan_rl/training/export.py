@@ -39,9 +39,10 @@ def export_checkpoint(source: Path, checkpoint: Path, directory: Path, dtype: DT
         ModelError: the folder of the model lacks a file.
     """
     verify(checkpoint)
-    policy = Policy(source, World(), max_context=1, row_tokens=1, dtype=dtype)  # nothing is passed through it
-    tensors, _ = flatten({"model": get_model_state_dict(policy.model)})
     files = TensorFiles([checkpoint / name for name in read_checksums(checkpoint) if name.endswith(SUFFIX)])
+    masters: DType = "bfloat16" if files.has_dtype("model/", "BF16") else "float32"
+    policy = Policy(source, World(), max_context=1, row_tokens=1, dtype=dtype, master_dtype=masters)  # computes nothing
+    tensors, _ = flatten({"model": get_model_state_dict(policy.model)})
     try:
         files.read({name: local_slice(tensor) for name, tensor in tensors.items()})
     except ValueError as error:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+from titan_rl.errors import ConfigError
 from titan_rl.training.data.sample import TrainingSample
 from titan_rl.training.data.step_plan import StepPlan, plan_step
 from titan_rl.training.gradient_pass import GradientPass
@@ -26,13 +27,23 @@ from titan_rl.training.settings import CorrectionConfig, ModelConfig, TrainingCo
 
 
 def make_policy(model: ModelConfig, training: TrainingConfig, world: World, *, offload_weights: bool = False) -> Policy:
-    """Raises what `Policy` does."""
+    """
+    Raises:
+        ConfigError: the weights cannot be kept in `training.master_dtype`.
+        ModelError: see `Policy`.
+    """
+    if training.master_dtype == "bfloat16" and model.dtype != "bfloat16":
+        raise ConfigError(
+            f'training.master_dtype = "bfloat16" with model.dtype = "{model.dtype}": the model would compute with more '
+            'digits than its weights have; set model.dtype = "bfloat16", or leave master_dtype out'
+        )
     return Policy(
         Path(model.path),
         world,
         max_context=model.max_context,
         row_tokens=training.row_tokens,
         dtype=model.dtype,
+        master_dtype=training.master_dtype,
         attention=training.attention,
         compile=training.compile,
         activation_checkpointing=training.activation_checkpointing,
@@ -88,7 +99,14 @@ def make_objective(training: TrainingConfig, correction: CorrectionConfig, max_c
 
 def make_optimizers(policy: Policy, training: TrainingConfig) -> Optimizers:
     """Raises what `Optimizers` does."""
-    spec = OptimizerSpec(training.lr, betas=training.betas, eps=training.eps, weight_decay=training.weight_decay)
+    spec = OptimizerSpec(
+        training.lr,
+        betas=training.betas,
+        eps=training.eps,
+        weight_decay=training.weight_decay,
+        state_dtype=training.optimizer_dtype,
+        offload=training.offload_optimizer,
+    )
     return Optimizers(policy.model, training.optimizer, spec)
 
 

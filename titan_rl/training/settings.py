@@ -27,6 +27,7 @@ from titan_rl.training.choices import (
     KLEstimate,
     LearningRateDecay,
     Proximal,
+    StateDType,
 )
 from titan_rl.training.losses.registry import BY_NAME as LOSSES
 from titan_rl.training.optimizer.registry import BY_NAME as OPTIMIZERS
@@ -72,6 +73,13 @@ class TrainingConfig(Section):
     """Shape of the learning rate after the warm-up, over the run's own steps."""
     optimizer: Annotated[str, FunctionName(tuple(OPTIMIZERS), ("named_parameters", "spec"))] = "adamw"
     """Of the parameters; muon takes adamw for what is no matrix."""
+    optimizer_dtype: StateDType = "float32"
+    """Of the moments of adamw and adam. A parameter takes 8 bytes for them in float32, 4 in bfloat16 and 2 in int8."""
+    master_dtype: DType = "float32"
+    """Of the weights that the optimizer updates, and of their gradients. With bfloat16, which needs model.dtype to be
+    that, too, updates are rounded stochastically, and a parameter takes 4 bytes for both instead of 8."""
+    offload_optimizer: bool = False
+    """The moments of adamw and adam wait in the host's memory, but for those of the parameter that is updated."""
     betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), strict=False)  # TOML has lists, no tuples
     """Decay rates of the first and second moment; for sgd and muon the first is the momentum."""
     eps: Annotated[PositiveFloat, TakesEffect("training.optimizer", none_of=("sgd",))] = 1e-8
@@ -149,6 +157,19 @@ class TrainingConfig(Section):
                 "offload_reference = true with kl_coef = 0: there is no reference model then; set kl_coef, or "
                 "offload_reference = false"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _keeps_moments_that_it_knows(self) -> Self:
+        if self.optimizer in ("adamw", "adam"):
+            return self
+        defaults = {"optimizer_dtype": "float32", "master_dtype": "float32", "offload_optimizer": False}
+        for name, default in defaults.items():
+            if (given := getattr(self, name)) != default:
+                raise ValueError(
+                    f"{name} = {str(given).lower()} with optimizer = {self.optimizer!r}: that is for adamw and adam; "
+                    f"set one of them, or leave {name} out"
+                )
         return self
 
     @model_validator(mode="after")

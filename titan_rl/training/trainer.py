@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from titan_rl.errors import CheckpointError, TrainingError, UntrainableError
+from titan_rl.errors import CheckpointError, UntrainableError
 from titan_rl.tracing.spans import IDLE, span
 from titan_rl.training.data.sample import TrainingSample
 from titan_rl.training.data.step_plan import StepPlan
@@ -41,8 +41,8 @@ class _Update:
 class TrainerCore:
     """Trains one policy in this process. A plain class: an actor only wraps it. Not thread-safe.
 
-    Weights and optimizer state are float32. With `dtype = "bfloat16"` the forward pass runs in bfloat16, and
-    published and exported weights are bfloat16.
+    Weights and optimizer state are float32 unless `master_dtype` and `optimizer_dtype` say otherwise. With
+    `dtype = "bfloat16"` the forward pass runs in bfloat16, and published and exported weights are bfloat16.
 
     Args:
         seed: of torch's random state; the same seed, weights and samples give the same bits on one machine.
@@ -219,8 +219,9 @@ class TrainerCore:
     def held_slices(self) -> list[tuple[str, TensorSlice]]:
         """What this rank publishes of every parameter, by Hugging Face name; the ranks together publish each once.
 
-        All ranks call this at the same time. The slices are float32 and share the trainer's memory, but for what had to
-        be gathered: copy them before the next step. `titan_rl.training.models.slices` tells which is which.
+        All ranks call this at the same time. The slices have `training.master_dtype` and share the trainer's memory,
+        but for what had to be gathered: copy them before the next step. `titan_rl.training.models.slices` tells which
+        is which.
         """
         return self._policy.held_slices()
 
@@ -315,17 +316,15 @@ class TrainerCore:
         return next((each for each in complaints if each is not None), None), minibatch.rollout_ids
 
     def _update(self, minibatch: Minibatch, proximal: dict[int, torch.Tensor], lr: float) -> _Update:
-        """One optimizer step, or an error and none."""
-        self._optimizers.zero_grad()
+        """One optimizer step, or an error and none. Gradients take no memory before and after it."""
         try:
             with span("forward and backward", "trainer", positions=minibatch.num_positions):
                 gradient = self._gradient_pass.run(minibatch, proximal, version=self._version)
-        except TrainingError:
+            with span("waiting for the copy", f"trainer,{IDLE}"):
+                waited_s = self._readers.wait()
+            self._is_between_versions = True
+            with span("optimizer", "trainer"):
+                self._optimizers.step(lr)
+        finally:
             self._optimizers.zero_grad()
-            raise
-        with span("waiting for the copy", f"trainer,{IDLE}"):
-            waited_s = self._readers.wait()
-        self._is_between_versions = True
-        with span("optimizer", "trainer"):
-            self._optimizers.step(lr)
         return _Update(gradient, waited_s)

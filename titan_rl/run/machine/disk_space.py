@@ -15,12 +15,14 @@ LEFT_FREE = 1 << 24
 
 _RESERVE = f"{LEFT_FREE / 1e6:.1f} MB for journal, metrics and logs"
 
-_TENSORS = {"adamw": 3, "adam": 3, "muon": 3, "sgd": 2}  # float32 ones for each parameter, itself included
+_AVERAGES = {"adamw": 2, "adam": 2, "muon": 2, "sgd": 1}  # of each parameter
 
 
 def checkpoint_bytes(config: RunConfig) -> int:
-    """Of one checkpoint, nearly: float32 weights, and the optimizer's averages."""
-    return count_parameters(Path(config.model.path)) * 4 * _TENSORS.get(config.training.optimizer, 3)
+    """Of one checkpoint, nearly: the weights, and the optimizer's averages."""
+    training = config.training
+    averages = _AVERAGES.get(training.optimizer, 2) * {**BYTES, "int8": 1}[training.optimizer_dtype]
+    return count_parameters(Path(config.model.path)) * (BYTES[training.master_dtype] + averages)
 
 
 def check_room(config: RunConfig, folder: Path, held: int = 0) -> None:

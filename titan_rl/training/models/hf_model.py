@@ -60,13 +60,14 @@ class HFModel:
 
     Args:
         max_context: the most positions that will be used; rotary caches are no longer than needed.
+        dtype: of the parameters. Buffers, such as rotary caches, are float32.
 
     Raises:
         ModelError: the folder lacks a file, is of a model that cannot be trained, or its config and weights do not fit
             together.
     """
 
-    def __init__(self, folder: Path, world: World, *, max_context: int) -> None:
+    def __init__(self, folder: Path, world: World, *, max_context: int, dtype: torch.dtype = torch.float32) -> None:
         hf = read_hf_config(folder)
         self._architecture: Architecture = ARCHITECTURES[hf["model_type"]]
         config = self._architecture.build(Dimensions.of(hf, max_context), hf)
@@ -77,6 +78,8 @@ class HFModel:
             config.lm_head.sharding_config = ShardingConfig(state_shardings=held)
         with torch.device("meta"):
             self.decoder = cast(Decoder, config.build())
+        for parameter in self.decoder.parameters():
+            parameter.data = parameter.data.to(dtype)
         # The head is applied to the hidden states of trained tokens alone.
         self.decoder._skip_lm_head = True
         self._world = world

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 import titan_rl.training.device  # noqa: F401  before torchtitan
 from titan_rl.errors import ConfigError
+from titan_rl.training.optimizer.compact_adam import CompactAdam
 from titan_rl.training.optimizer.registry import find_optimizer
 from titan_rl.training.optimizer.types import NamedParameters, OptimizerSpec
 
@@ -25,12 +26,12 @@ from torchtitan.components.checkpointer.utils import canonical_fqn
 
 def adamw(parameters: NamedParameters, spec: OptimizerSpec) -> Optimizer:
     """Adam with decoupled weight decay (arXiv:1711.05101)."""
-    return _fused(torch.optim.AdamW, parameters, spec)
+    return _adam(torch.optim.AdamW, parameters, spec)
 
 
 def adam(parameters: NamedParameters, spec: OptimizerSpec) -> Optimizer:
     """Adam (arXiv:1412.6980). Weight decay is added to the gradient."""
-    return _fused(torch.optim.Adam, parameters, spec)
+    return _adam(torch.optim.Adam, parameters, spec)
 
 
 def sgd(parameters: NamedParameters, spec: OptimizerSpec) -> Optimizer:
@@ -97,9 +98,22 @@ class Optimizers:
         return [group for part in self.parts for group in part.param_groups]
 
 
-def _fused(
+def _adam(
     optimizer: type[torch.optim.Adam | torch.optim.AdamW], parameters: NamedParameters, spec: OptimizerSpec
 ) -> Optimizer:
+    """torch's fused one for float32 weights and moments on the device, else `CompactAdam`."""
+    is_plain = spec.state_dtype == "float32" and not spec.offload
+    if not is_plain or any(parameter.dtype is not torch.float32 for _, parameter in parameters):
+        return CompactAdam(
+            _tensors(parameters),
+            lr=spec.lr,
+            betas=spec.betas,
+            eps=spec.eps,
+            weight_decay=spec.weight_decay,
+            decoupled=optimizer is torch.optim.AdamW,
+            state_dtype=spec.state_dtype,
+            offload=spec.offload,
+        )
     return optimizer(
         _tensors(parameters),
         lr=spec.lr,

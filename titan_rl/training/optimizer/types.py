@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from titan_rl.training.choices import StateDType
+
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
@@ -16,12 +18,17 @@ NamedParameters = Sequence[tuple[str, "nn.Parameter"]]
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSpec:
-    """What is asked of an optimizer: the settings of `[training]` that have these names."""
+    """The settings of `[training]` that an optimizer is made with.
+
+    The last two are for adam and adamw, and as they are by default for every other optimizer.
+    """
 
     lr: float
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.0
+    state_dtype: StateDType = "float32"  # training.optimizer_dtype
+    offload: bool = False  # training.offload_optimizer
 
 
 OptimizerFn = Callable[[NamedParameters, OptimizerSpec], "Optimizer | list[Optimizer]"]

@@ -38,14 +38,15 @@ def choose_attention(attention: Attention, device_type: str, head_dim: int) -> A
 
 
 class Policy:
-    """torchtitan's model of a Hugging Face folder, on this process's device. Weights are float32; with
-    `dtype = "bfloat16"` the forward pass runs in bfloat16.
+    """torchtitan's model of a Hugging Face folder, on this process's device. With `dtype = "bfloat16"` the forward pass
+    runs in bfloat16.
 
     Batches for it are made with its `lay_out`. In a world of several ranks each holds a part, and all of them call
     every method at the same time.
 
     Args:
         max_context: most tokens that it attends to.
+        master_dtype: of the weights and their gradients, between passes.
         row_tokens: of a batch, at most.
         offload_activations: what is kept for the backward pass waits on the host. Worth its transfers where that is
             little: with full checkpointing, one hidden state a layer.
@@ -63,6 +64,7 @@ class Policy:
         max_context: int,
         row_tokens: int,
         dtype: DType = "float32",
+        master_dtype: DType = "float32",
         attention: Attention = "auto",
         compile: bool = False,
         activation_checkpointing: ActivationCheckpointing = "none",
@@ -74,7 +76,7 @@ class Policy:
         # Positions restart with every sample, so rows may be longer than what the model can attend to.
         positions = read_hf_config(folder).get("max_position_embeddings", row_tokens)
         self._longest = max(max_context, min(row_tokens, positions))
-        self._hf = HFModel(folder, world, max_context=self._longest)
+        self._hf = HFModel(folder, world, max_context=self._longest, dtype=getattr(torch, master_dtype))
         self.model = self._hf.decoder
         attends = choose_attention(attention, self.device.type, self.model.config.layers[0].attention.head_dim)
         self.lay_out: LayOut = partial(_LAY_OUT[attends], ranks=world.context)

@@ -121,6 +121,14 @@ class TensorFiles:
     def names(self) -> set[str]:
         return set(self._slices)
 
+    def has_dtype(self, prefix: str, dtype: str) -> bool:
+        """Whether a tensor whose name begins so has a dtype, by the name that the files give it."""
+        name = next((name for name in self._slices if name.startswith(prefix)), None)
+        if name is None:
+            return False
+        with safe_open(self._slices[name][0].path, framework="pt") as file:
+            return file.get_slice(name).get_dtype() == dtype
+
     def read(self, wanted: Mapping[str, TensorSlice]) -> None:
         """Fill slices in place, however the tensors are cut here and there.
 

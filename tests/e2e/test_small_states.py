@@ -1,0 +1,95 @@
+"""What a trainer keeps between two steps: no gradients, and weights and moments in as few bytes as the settings say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torchtitan", reason="needs the cpu or gpu extra")
+
+import torch
+from e2e.sharded_steps import steps_and_resumed_steps
+from e2e.tiny_policy import make_tiny_moe, make_tiny_qwen3, on_policy_samples, weights
+from e2e.warm import run_world
+from safetensors.torch import load_file
+
+from titan_rl.errors import ConfigError
+from titan_rl.training.export import export_checkpoint
+from titan_rl.training.settings import ModelConfig, TrainingConfig
+from titan_rl.training.trainer import TrainerCore
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "bfloat16 moments": {"optimizer_dtype": "bfloat16"},
+    "int8 moments": {"optimizer_dtype": "int8"},
+    "bfloat16 weights": {"master_dtype": "bfloat16"},
+    "all": {"optimizer_dtype": "int8", "master_dtype": "bfloat16", "offload_optimizer": True},
+    "moments on the host": {"offload_optimizer": True},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_qwen3(tmp_path_factory.mktemp("model"), tied=True)
+
+
+def make(folder: Path, **training: Any) -> TrainerCore:
+    settings = TrainingConfig(**{"steps": 20, "lr": 1e-3, "row_tokens": 128, **training})
+    return TrainerCore(ModelConfig(path=str(folder), dtype="bfloat16"), settings, seed=0)
+
+
+def test_between_steps_no_parameter_has_a_gradient(folder: Path) -> None:
+    trainer = make(folder)
+    trainer.step(on_policy_samples(trainer, 40, 33))
+    assert all(parameter.grad is None for parameter in trainer._model.parameters())  # pyright: ignore[reportPrivateUsage]
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_trainer_that_is_saved_goes_on_to_the_bit_and_exports_its_weights(
+    folder: Path, name: str, tmp_path: Path
+) -> None:
+    whole = make(folder, **SETTINGS[name])
+    samples = on_policy_samples(whole, 40, 33, 64)
+    for _ in range(2):
+        whole.step(samples)
+    whole.save(tmp_path / "step-000002")
+    export_checkpoint(folder, tmp_path / "step-000002", tmp_path / "export", "bfloat16")
+    exported = load_file(tmp_path / "export" / "model.safetensors")
+    assert all(torch.equal(tensor, exported[name]) for name, tensor in whole.named_tensors())
+    expected = [whole.step(samples).metrics for _ in range(2)]
+    resumed = make(folder, **SETTINGS[name])
+    resumed.step(samples[:1])  # its moments are replaced
+    resumed.load(tmp_path / "step-000002")
+    assert [resumed.step(samples).metrics for _ in range(2)] == expected
+    assert all(torch.equal(tensor, weights(whole)[name]) for name, tensor in resumed.named_tensors())
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_it_learns_about_what_it_learns_in_float32(folder: Path, name: str) -> None:
+    trainer, plain = make(folder, **SETTINGS[name]), make(folder)
+    samples = on_policy_samples(plain, 40, 33, 64)
+    found = [trainer.step(samples).metrics["loss"] for _ in range(10)]
+    expected = [plain.step(samples).metrics["loss"] for _ in range(10)]
+    assert found[0] == pytest.approx(expected[0], abs=0.02)
+    assert found[-1] - found[0] == pytest.approx(expected[-1] - expected[0], rel=0.1)
+
+
+@pytest.mark.parametrize("layout", [{"data_parallel": 2}, {"tensor_parallel": 2}])
+@pytest.mark.parametrize("name", ["all", "int8 moments"])
+def test_ranks_step_as_one_does_and_go_on_to_the_bit(name: str, layout: dict[str, int], tmp_path: Path) -> None:
+    is_dense = "tensor_parallel" in layout
+    folder = (make_tiny_qwen3 if is_dense else make_tiny_moe)(tmp_path / "model")
+    alone, _ = steps_and_resumed_steps(folder, tmp_path / "one", **SETTINGS[name])
+    for losses, resumed in run_world(
+        steps_and_resumed_steps, 2, folder=folder, out=tmp_path / "two", **SETTINGS[name], **layout
+    ):
+        assert losses == pytest.approx(alone, abs=0.05)
+        assert resumed == losses[-2:]
+    _, resumed = steps_and_resumed_steps(folder, tmp_path / "three", tmp_path / "two" / "saved", **SETTINGS[name])
+    assert resumed == pytest.approx(alone[-2:], abs=0.05), "one rank goes on from what two have saved"
+
+
+def test_weights_of_fewer_digits_than_the_model_computes_with_are_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model\.dtype = .float32"):
+        TrainerCore(ModelConfig(path=str(folder)), TrainingConfig(master_dtype="bfloat16"), seed=0)
