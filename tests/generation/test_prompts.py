@@ -11,7 +11,7 @@ from titan_rl.errors import RequestError
 from titan_rl.generation.function_replica import FunctionReplica
 from titan_rl.generation.loop.engine_loop import EngineLoop
 from titan_rl.generation.loop.local_replica import LocalReplica
-from titan_rl.generation.router import GeneratorRouter
+from titan_rl.generation.router import ConsistentHash, GeneratorRouter, GroupAffinity, RoundRobin, StickySession
 from titan_rl.generation.scripted_engine import ScriptedEngine
 from titan_rl.testing.engine_contract import NO_PROMPTS
 from titan_rl.types import Completion, FinishReason, SamplingParams, VersionSpan
@@ -48,6 +48,19 @@ async def test_a_router_refuses_it_and_takes_no_replica_out_of_service(name: str
     for request_id in "ab":
         await router.generate([1, 2], request_id=request_id, sampling=SAMPLING)
     await router.close()
+
+
+@pytest.mark.parametrize("ids", [{"session_id": "half \ud83d"}, {"session_id": 7}, {"request_id": "half \ud83d"}])
+async def test_an_id_that_is_no_text_is_refused_by_every_strategy(ids: dict[str, Any]) -> None:
+    loop = EngineLoop(ScriptedEngine)
+    await loop.start()
+    for strategy in (ConsistentHash(), StickySession(GroupAffinity()), RoundRobin()):
+        router = GeneratorRouter([LocalReplica("scripted", loop, _no_weights)], strategy)
+        with pytest.raises(RequestError, match=f"{next(iter(ids))} is .*; it must be text that UTF-8 can encode"):
+            await router.generate([1], **{"request_id": "r", "sampling": SAMPLING, **ids})
+        assert all(replica.serving for replica in router.replicas)
+        await router.generate([1], request_id="good", session_id="gr\u00fcn \U0001f600", sampling=SAMPLING)
+    await loop.close()
 
 
 async def test_numpy_integers_are_token_ids() -> None:

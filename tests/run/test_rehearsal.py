@@ -185,7 +185,8 @@ def test_the_policy_says_what_a_demonstration_says(dry_run, monkeypatch: pytest.
         ("RaisesRubric", "titan-rl: rubric() of task 'raises_rubric' failed: ValueError: no words (say_task.py:"),
         (
             "NoRubric",
-            "titan-rl: rubric() of task 'no_rubric' failed: TypeError: it gave None; it must give a titan_rl.Rubric",
+            "titan-rl: rubric() of task 'no_rubric' failed: TypeError: it gave None; it must give a titan_rl.Rubric "
+            "(say_task.py:",
         ),
         (
             "NoRewards",

@@ -12,7 +12,7 @@ from titan_rl.rollout.group.rollouter import Rollouter
 from titan_rl.rollout.renderer import Renderer
 from titan_rl.rollout.rewards.registry import find_advantage
 from titan_rl.rollout.rewards.rubric import Rubric
-from titan_rl.rollout.task import RunContext, calling, opened
+from titan_rl.rollout.task import RunContext, calling, opened, wrong_result
 
 if TYPE_CHECKING:
     from titan_rl.config.run import RunConfig
@@ -33,7 +33,7 @@ def make_rollouter(config: RunConfig, source: TaskSource, renderer: Renderer | N
     with calling("rubric()", source.name):
         rubric: Any = task.rubric()
         if not isinstance(rubric, Rubric):
-            raise TypeError(f"it gave {rubric!r}; it must give a titan_rl.Rubric")
+            raise wrong_result(task.rubric, f"it gave {rubric!r}; it must give a titan_rl.Rubric")
     return Rollouter(
         lambda sample: task.make_env(sample, renderer),
         rubric,

@@ -21,7 +21,8 @@ class EngineRequest:
     `sampling.max_tokens` counts new tokens only. The prompt becomes an array, which nobody on the way can change.
 
     Raises:
-        RequestError: the prompt has something else in it than token ids, which are integers from 0 to 2**31 - 1.
+        RequestError: the prompt has something else in it than token ids, which are integers from 0 to 2**31 - 1; or an
+            ID is no text that UTF-8 can encode.
     """
 
     request_id: str
@@ -40,6 +41,9 @@ class EngineRequest:
         if prompt and (least := prompt.least()) < 0:
             raise RequestError(f"the prompt of request {self.request_id!r} has token {least}; none is negative")
         object.__setattr__(self, "prompt_token_ids", prompt)
+        for name, text in (("request_id", self.request_id), ("session_id", self.session_id)):
+            if text is not None and not _is_text(text):
+                raise RequestError(f"{name} is {safe_text(text, ascii)[:100]}; it must be text that UTF-8 can encode")
 
     @property
     def cost(self) -> int:
@@ -61,6 +65,16 @@ class EngineRequest:
             session_id=self.session_id,
             sampling=self.sampling,
         )
+
+
+def _is_text(text: Any) -> bool:
+    """Not so of half a surrogate pair: strategies hash IDs, and they go over the wire."""
+    if not isinstance(text, str):
+        return False
+    try:
+        return text.isascii() or bool(text.encode())
+    except UnicodeEncodeError:
+        return False
 
 
 def _stranger(prompt: Any) -> str:

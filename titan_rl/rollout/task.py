@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from titan_rl.calls.ctrl_c import is_ctrl_c
-from titan_rl.calls.user_code import describe, reason
+from titan_rl.calls.user_code import describe, place_of, reason, stood_at
 from titan_rl.errors import DataError
 from titan_rl.rollout.environment.seats import SeatedEnv
 from titan_rl.rollout.environment.types import AgentEnv, TokenEnv
@@ -171,6 +171,13 @@ def calling(call: str, task: str | None = None) -> Generator[None]:
         raise DataError(f"{call} of {owner} failed: {told}") from error
 
 
+def wrong_result(method: Callable[..., object], text: str) -> TypeError:
+    """An error about what a method of a task has given, which `calling` tells with the method's line."""
+    error = TypeError(text)
+    stood_at(error, place_of(method))
+    return error
+
+
 def measured(task: Task, groups: Sequence[RolloutGroup]) -> dict[str, float]:
     """What the task says of the groups of its held-out samples, where it has something to say.
 
@@ -183,7 +190,7 @@ def measured(task: Task, groups: Sequence[RolloutGroup]) -> dict[str, float]:
         given: Any = task.measure(groups)
         figures = {name: float(value) for name, value in given.items()}
         if not all(isinstance(name, str) and math.isfinite(value) for name, value in figures.items()):
-            raise ValueError(f"it gave {given!r}; it must give finite numbers by name")
+            raise wrong_result(task.measure, f"it gave {given!r}; it must give finite numbers by name")
     return figures
 
 
@@ -196,5 +203,6 @@ def drop_reason(task: FilteringTask, group: RolloutGroup) -> str | None:
     with calling(f"drop_reason of group {group.group_id!r}"):
         reason: Any = task.drop_reason(group)
         if reason is not None and not isinstance(reason, str):
-            raise TypeError(f"it gave {reason!r}; it must give a metric's name, or None to train on the group")
+            told = f"it gave {reason!r}; it must give a metric's name, or None to train on the group"
+            raise wrong_result(task.drop_reason, told)
     return reason

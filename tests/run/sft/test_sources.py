@@ -68,7 +68,7 @@ def test_a_task_that_shows_nothing_is_told_of() -> None:
         task_demonstrations([(Showing("a", most=0), 1.0)], 5)
     with pytest.raises(
         DataError,
-        match=r"demonstrations\(5\) of the task failed: .*number 0 is '5'; it must be a",
+        match=r"demonstrations\(5\) of the task failed: .*number 0 is '5'; it must be a .*test_sources.py:\d+ in dem",
     ):
         task_demonstrations([(Loud("a"), 1.0)], 5)
 

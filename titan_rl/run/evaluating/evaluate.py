@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from titan_rl.calls.watchdog import LoopWatchdog
 from titan_rl.config.evaluation import EvalConfig
 from titan_rl.config.run import RunConfig
 from titan_rl.evaluation.evaluation import Evaluation
@@ -86,15 +87,16 @@ class EvaluationRun:
                 tell(f"{self._policy.name}: {len(self._lines)} samples are there already, in {self._place}")
             self._progress.count(sum(len(suite.prompts) * suite.samples_per_prompt for suite in self._suites))
             try:
-                await play_suites(
-                    self._suites,
-                    self._policy.generate,
-                    version=self._policy.version,
-                    in_flight=self._settings.in_flight,
-                    max_lost=self._config.scheduling.max_failed_groups,
-                    done=tuple(self._lines),
-                    on_prompt=self._note,
-                )
+                with LoopWatchdog(self._progress.warning):
+                    await play_suites(
+                        self._suites,
+                        self._policy.generate,
+                        version=self._policy.version,
+                        in_flight=self._settings.in_flight,
+                        max_lost=self._config.scheduling.max_failed_groups,
+                        done=tuple(self._lines),
+                        on_prompt=self._note,
+                    )
                 self._measure()
                 self._is_complete = True
             except BaseExceptionGroup as group:

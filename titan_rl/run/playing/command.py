@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from titan_rl.calls.watchdog import LoopWatchdog
 from titan_rl.config.evaluation import EvalConfig
 from titan_rl.config.make_renderer import make_renderer
 from titan_rl.config.make_rollouter import make_rollouter
@@ -82,6 +83,7 @@ async def play(
         else:
             watched = await resources.enter_async_context(_watched(policy, config, settings, tell))
             game = _played_by_policy(config, source, say, watched)
+        resources.enter_context(LoopWatchdog(tell))
         folder = resources.enter_context(tempfile.TemporaryDirectory(prefix="titan_rl-play-"))
         run = RunContext(config.model.path, game.renderer, config.model.max_context, Path(folder), tell)
         await resources.enter_async_context(opened(source.task, run))

@@ -13,7 +13,7 @@ from titan_rl.calls.parsing import parse_json
 from titan_rl.calls.threads import call_within
 from titan_rl.errors import ConfigError, DataError
 from titan_rl.rollout.settings import RolloutConfig
-from titan_rl.rollout.task import DEMONSTRATED_CALL_S, DemonstratingTask, Demonstration, Task, calling
+from titan_rl.rollout.task import DEMONSTRATED_CALL_S, DemonstratingTask, Demonstration, Task, calling, wrong_result
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -69,7 +69,8 @@ def _demonstrations(task: Task, count: float, limits: RolloutConfig) -> list[Fou
         DEMONSTRATED_CALL_S.set(limits.env_timeout_s)
         for number, demonstration in enumerate(islice(cast("Any", task.demonstrations(int(count))), int(count))):
             if not isinstance(demonstration, Demonstration):
-                raise TypeError(f"number {number} is {demonstration!r}; it must be a titan_rl.Demonstration")
+                told = f"number {number} is {demonstration!r}; it must be a titan_rl.Demonstration"
+                raise wrong_result(task.demonstrations, told)
             found.append((f"demonstration {number} of {name}", demonstration))
 
     with calling(f"demonstrations({int(count)})"):
