@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import pytest
 from depth import examples
@@ -51,6 +52,44 @@ def test_nothing_moves_unless_it_is_asked_for():
         await asked.all()
         assert router.num_moved is None
         assert (len(full.served), len(empty.served)) == (5, 5)
+        await router.close()
+
+    in_virtual_time(scenario)
+
+
+class SlowToAbort(SteppingReplica):
+    """Samples on for some seconds after it was asked to end requests."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.asked = asyncio.Event()
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        self.asked.set()
+        await asyncio.sleep(3.5)
+        await super().abort(request_ids)
+
+
+@pytest.mark.parametrize("first", [None, 0], ids=["as loaded", "pulled"])
+def test_a_request_that_was_to_move_never_goes_back_to_older_weights(first: int | None):
+    async def scenario() -> None:
+        full, joins = SlowToAbort("full"), SteppingReplica("joins")
+        router = routed(full)
+        if first is not None:
+            await router.pull_state_dict(first)
+        sampling = SamplingParams(max_tokens=20)
+        asks = [router.generate(PROMPT, request_id=f"g/{place}/0", sampling=sampling) for place in range(4)]
+        answers = [asyncio.ensure_future(ask) for ask in asks]
+        await asyncio.sleep(1.5)
+        await router.add_replica(joins)
+        joins.pull_s = 30.0
+        await full.asked.wait()
+        pulling = asyncio.ensure_future(router.pull_state_dict(1))
+        for answer in await asyncio.gather(*answers):
+            assert len(answer.token_ids) == 20
+            assert [span.version for span in answer.version_spans] == [0, 1]
+        assert joins.served == []
+        await pulling
         await router.close()
 
     in_virtual_time(scenario)

@@ -127,3 +127,22 @@ async def test_a_cancellation_while_an_interrupted_judge_cleans_up_ends_the_grou
     await asyncio.wait({playing}, timeout=100.0)
     assert playing.cancelled()
     assert len(judge.began) == 2  # none anew
+
+
+@pytest.mark.looptime
+async def test_judges_of_a_group_end_with_its_first_rollout_that_is_aborted() -> None:
+    judge = Judge(1000.0)
+
+    async def generate_or_abort(prompt_token_ids: Sequence[int], *, request_id: str, **_: Any) -> Completion:
+        if "/1/" not in request_id:
+            return await generate(prompt_token_ids, request_id=request_id)
+        await asyncio.sleep(5.0)
+        return Completion(request_id, [5], [-0.5], FinishReason.ABORT, (VersionSpan(0, 1),))
+
+    rollouter = Rollouter(lambda _: Env(), Rubric([Reward(judge, name="judge")]), max_context=100)
+    group = await rollouter.run_group(
+        generate_or_abort, None, group_id="g", group_size=2, sampling=SamplingParams(max_tokens=4)
+    )
+    assert [rollout.status for rollout in group.rollouts] == [RolloutStatus.COMPLETED, RolloutStatus.ABORTED]
+    assert (len(judge.began), judge.cancelled) == (1, 1)
+    assert asyncio.get_running_loop().time() < 10.0

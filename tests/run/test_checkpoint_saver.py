@@ -114,6 +114,13 @@ async def test_steps_count_beside_time_and_either_can_be_off(disk: Disk):
 
 
 @pytest.mark.looptime
+async def test_the_journal_is_kept_of_every_checkpoint_that_is_kept(disk: Disk):
+    await train(disk.saver(interval=2, interval_s=0.0, keep=2), 8, step_s=30.0)
+    assert [version for version, _ in disk.saved] == [2, 4, 6, 8]
+    assert disk.forgotten == [2, 2, 4, 6], "what the older of the two needs stays"
+
+
+@pytest.mark.looptime
 async def test_a_full_disk_costs_a_checkpoint_and_not_the_run(disk: Disk):
     saver = disk.saver(interval=2, interval_s=0.0)
     await train(saver, 3, step_s=1.0)

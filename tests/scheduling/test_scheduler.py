@@ -9,6 +9,7 @@ import pytest
 from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from titan_rl import Completion, FinishReason, Rollout, RolloutGroup, RolloutStatus, Turn, VersionSpan
 from titan_rl.calls.user_code import Failure
@@ -762,6 +763,40 @@ async def test_a_reward_that_always_fails_ends_a_run_of_any_groups_a_step_with_i
             await next_of(scheduler)
 
 
+async def test_a_release_that_drops_too_many_groups_is_told_to_who_waits_for_a_batch():
+    stage = Stage()
+    knobs = {"max_staleness": 1, "oversample": 2.0, "tail": "drop", "tail_age": 1, "max_refills": 1}
+    scheduler = scheduler_of(stage.run_group, groups_per_step=1, **knobs)
+    async with running(scheduler):
+        stage.end(0)
+        first = await next_of(scheduler)
+        waiting = asyncio.ensure_future(next_of(scheduler))
+        await settle()
+        first.release()
+        with pytest.raises(TrainingError, match=r"too_old \(3\); raise scheduling.max_refills = 1"):
+            await waiting
+
+
+async def test_lost_groups_between_which_others_end_are_not_in_a_row():
+    async def run_group(lease: Lease) -> RolloutGroup:
+        group = group_of(lease.index, lease.version)
+        if lease.index % 3 != 2:
+            group.failure = Failure("KeyError: 'answer'", "task.py:31 in score", "Traceback")
+        return group
+
+    config = SchedulingConfig(groups_per_step=1, max_staleness=0, max_failed_groups=3)
+    scheduler = GroupScheduler(run_group, config, group_size=1, budget=5, filters=[failed])
+    trained: list[int] = []
+    async with scheduler:
+        async for batch in scheduler.batches():
+            trained += indices(batch)
+    assert trained == [2, 5, 8, 11, 14]
+
+
+def failed(group: RolloutGroup) -> str | None:
+    return "reward_failed" if group.failure is not None else None
+
+
 async def test_groups_lost_to_errors_in_a_row_end_the_run_with_the_most_frequent():
     places = {0: "env.py:3 in reset", 1: "env.py:7 in step", 2: "env.py:7 in step"}
 
@@ -907,6 +942,40 @@ async def test_a_group_of_old_tokens_alone_is_dropped_and_replaced():
         stage.end(3)
         assert indices(await next_of(scheduler)) == [3]  # 2 has tokens of version 0 alone
         assert journal.lost == [2]
+
+
+async def test_a_group_of_old_tokens_alone_takes_its_turn_where_tokens_are_masked():
+    stage, journal = Stage(), Journal()
+    knobs = {"groups_per_step": 2, "max_staleness": 2, "max_token_age": 1, "stale_groups": "mask"}
+    scheduler = scheduler_of(stage.run_group, observer=journal, **knobs)
+    async with running(scheduler):
+        stage.end(0, 1, 2, 3, 4)
+        for version in (1, 2):
+            batch = await next_of(scheduler)
+            stage.version = version
+            batch.release()
+        stage.end(5)
+        assert indices(await next_of(scheduler)) == [4, 5]  # 4 has tokens of version 0 alone
+        assert journal.lost == []
+
+
+async def test_a_batch_of_old_tokens_alone_is_dropped_even_where_tokens_are_masked():
+    stage, journal = Stage(), Journal()
+    knobs = {"groups_per_step": 1, "max_staleness": 1, "max_token_age": 0, "stale_groups": "mask"}
+    scheduler = scheduler_of(stage.run_group, observer=journal, **knobs)
+    async with running(scheduler):
+        stage.end(0, 1)
+        batch = await next_of(scheduler)
+        stage.version = 1
+        batch.release()
+        stage.end(2, 3)
+        assert indices(await next_of(scheduler)) == [2]
+        assert journal.lost == [1]
+
+
+def test_what_becomes_of_stale_groups_needs_an_age_at_which_they_are():
+    with pytest.raises(ValidationError, match='stale_groups = "mask" has no effect without max_token_age'):
+        SchedulingConfig(stale_groups="mask")
 
 
 @pytest.mark.parametrize("unsettled", [[2, 2], [9], [-1]])

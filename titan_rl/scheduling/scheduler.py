@@ -233,13 +233,29 @@ class GroupScheduler:
     def _drop_stale(self) -> None:
         """Drop groups none of whose tokens is young enough to be trained on."""
         max_age = self._settings.max_token_age
-        if max_age is None or self._waiting.has_batches_again:
+        if max_age is None or self._settings.stale_groups == "mask" or self._waiting.has_batches_again:
             return
         for lease in self._waiting.take_stale(self._admission.next_version - max_age):
             self._admission.drop(lease, "too_stale", lease.group)
 
     def _next_indices(self) -> list[int]:
-        return self._waiting.next_batch(self._batch_size, self._admission.next_version, are_all=self._are_all)
+        """The groups of the next batch, if it can be had. A batch without a token to train is dropped."""
+        while indices := self._waiting.next_batch(
+            self._batch_size, self._admission.next_version, are_all=self._are_all
+        ):
+            if not self._is_masked(leases := self._waiting.leases(indices)):
+                return indices
+            for lease in leases:
+                self._admission.drop(lease, "too_stale", lease.group)
+        return []
+
+    def _is_masked(self, leases: Sequence[Lease]) -> bool:
+        """Whether all tokens of these groups are too old to be trained."""
+        max_age = self._settings.max_token_age
+        if max_age is None or self._waiting.has_batches_again:
+            return False
+        versions = [version for lease in leases if lease.group is not None for version in lease.group.versions]
+        return bool(versions) and max(versions) < self._admission.next_version - max_age
 
     @property
     def _batch_size(self) -> int:

@@ -36,6 +36,9 @@ class SchedulingConfig(Section):
     """With tail = "drop": versions pulled since its admission at which an unfinished group is dropped."""
     max_token_age: NonNegativeInt | None = None
     """Tokens older than so many versions are context and not trained. By default all are trained."""
+    stale_groups: Literal["drop", "mask"] = "drop"
+    """With max_token_age: a finished group all of whose tokens are older is dropped and replaced by another, or takes
+    its turn with nothing of it trained. "mask" drops only batches that would have no token to train."""
     max_running_rollouts: PositiveInt | None = None
     """Most rollouts in flight, a game counting once for all its seats; a group starts when all its siblings fit. By
     default as many as the groups have."""
@@ -49,6 +52,15 @@ class SchedulingConfig(Section):
     """A step whose groups are all filtered is refilled this often before the run stops."""
     max_failed_groups: PositiveInt = 8
     """Groups in a row that may be lost to errors before the run stops with the most frequent."""
+
+    @model_validator(mode="after")
+    def _has_stale_groups(self) -> Self:
+        if self.stale_groups == "mask" and self.max_token_age is None:
+            raise ValueError(
+                f'stale_groups = "{self.stale_groups}" has no effect without max_token_age: no token is too old to be '
+                "trained then; set max_token_age, or leave stale_groups out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _age_can_be_kept(self) -> Self:

@@ -117,11 +117,14 @@ class WaitingGroups:
             batch = sorted(self._leases)[:size]
         return batch
 
+    def leases(self, indices: Sequence[int]) -> list[Lease]:
+        return [self._leases[index] for index in indices]
+
     def take_batch(self, indices: Sequence[int]) -> list[Lease]:
         """Remove what `next_batch` gave."""
         if self._batches_again:
             self._batches_again.popleft()
-        leases = [self._leases[index] for index in indices]
+        leases = self.leases(indices)
         for lease in leases:
             self.remove(lease)
         if self._order is not None:
