@@ -206,7 +206,12 @@ async def test_steps_and_lanes_are_drawn_while_the_trace_is_read(open_timeline: 
         const { sentence, chart, view, reading } = tab;
         seen.push([sentence.textContent, chart.steps, chart.groups.length, view.hidden, reading.hidden]);
       };
-      const until = async true_ => { while (!true_()) await new Promise(requestAnimationFrame); };
+      const until = async holds => {
+        for (let frame = 0; !holds(); frame++) {
+          if (frame > 1000) throw new Error(`never: ${holds}, after ${JSON.stringify(seen)}`);
+          await new Promise(requestAnimationFrame);
+        }
+      };
       await until(() => tab.chart.steps.length && answers.length === 1);
       see();
       answers[0]({ ...timeline, lanes: timeline.lanes.slice(1, 2), read: 0.25 });
