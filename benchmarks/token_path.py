@@ -23,7 +23,7 @@ from benchmarks.token_lists import bytes_a_token_of_lists, journal_bytes_of_cont
 from titan_rl import Completion, FinishReason, Reward, Rollouter, Rubric, SamplingParams, VersionSpan
 from titan_rl.actors.processes.garbage import settle_heap
 from titan_rl.actors.wire import Packed, pack, unpack
-from titan_rl.config.sections import GenerationConfig
+from titan_rl.config.sections import STREAM_INTERVAL
 from titan_rl.generation.engine import TokenDelta
 from titan_rl.generation.loop.pending_call import PendingCall
 from titan_rl.generation.partial import Partial
@@ -40,7 +40,7 @@ from titan_rl.training.policy.tensor_batch import make_tensor_batch
 from titan_rl.types import TokenChunk
 
 GROUPS, SIBLINGS, PROMPT, LENGTH = 4, 8, 64, 4096
-CHUNK = GenerationConfig().stream_interval
+CHUNK = STREAM_INTERVAL
 ROUNDS = 5
 TOKENS_A_SECOND_70B = 60_000  # assumed: 32 of the GPUs generate, four an engine, each engine 7,500 tokens/s
 ROLLOUTS_70B, CONTEXT_70B = 4096, 32_768

@@ -65,6 +65,14 @@ def test_a_named_renderer_reads_the_calls_of_tools(folder: str) -> None:
     assert (call.name, call.arguments) == ("look_up", {"key": "a"})
 
 
+def test_a_named_renderer_of_the_package_extends_a_conversation_with_reasoning(folder: str) -> None:
+    renderer: Any = make_renderer(ModelConfig(path=folder, renderer="renderers:Qwen3Renderer"))
+    prompt = renderer.render_ids([{"role": "user", "content": "a"}], add_generation_prompt=True)
+    answer = byte_tokenizer().encode("<think>\nhm\n</think>\n\nb<|im_end|>", add_special_tokens=False)
+    extended = renderer.bridge_to_next_turn(prompt, answer, [{"role": "user", "content": "c"}])
+    assert list(extended.token_ids)[: len(prompt) + len(answer)] == [*prompt, *answer]
+
+
 def refuse(tokenizer: Any) -> Any:
     raise ValueError("no such token")
 

@@ -296,3 +296,37 @@ async def test_a_conversation_with_too_many_turns_begins_anew() -> None:
             messages += [answered["choices"][0]["message"], user(said)]
             assert answered["choices"][0]["finish_reason"] == "stop"
         assert len(messages) == 7
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
+async def test_tools_that_may_not_be_called_stay_in_the_prompt(path: str) -> None:
+    """So a turn without them goes on from those with them, and what looks like a call is text."""
+    tools: Any = [TOOL]
+    none: Any = "none"
+    if path == "/v1/messages":
+        tools, none = [{"name": "look", "input_schema": TOOL["function"]["parameters"]}], {"type": "none"}
+    elif path == "/v1/responses":
+        tools = [{"type": "function", **TOOL["function"]}]
+    field = "input" if path == "/v1/responses" else "messages"
+    async with talking(qwen3(TOKENIZER)) as stage, client_of(stage.app) as client:
+
+        async def ask(messages: list[Any], **more: Any) -> dict[str, Any]:
+            limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+            asked = {field: messages, "tools": tools, limit: 100, "return_token_ids": True, **more}
+            answer = await client.post(path, json=asked)
+            assert answer.status_code == 200, answer.text
+            told = answer.json()
+            return {**told, **(told["choices"][0] if "choices" in told else {})}
+
+        begin = {"role": "user", "content": "sky"}
+        first = await ask([begin])
+        history = [begin, {"role": "assistant", "content": "blue"}, {"role": "user", "content": "look"}]
+        then = await ask(history, tool_choice=none)
+    so_far = first["prompt_token_ids"] + first["token_ids"]
+    assert then["prompt_token_ids"][: len(so_far)] == so_far
+    assert TOKENIZER.decode(then["token_ids"]).startswith("I look.")
+    said = json.dumps(then.get("message") or then.get("content") or then.get("output"))
+    assert "<tool_call>" in said
+    assert "tool_use" not in said
+    assert "function_call" not in said
+    assert not (then.get("message") or {}).get("tool_calls")

@@ -20,7 +20,7 @@ from titan_rl.actors.weight_transport import transport_of
 from titan_rl.actors.wire import Packed
 from titan_rl.calls.cancellation import stray_cancellation_fails
 from titan_rl.calls.threads import in_thread
-from titan_rl.config.sections import GenerationConfig, StateDictConfig
+from titan_rl.config.sections import STREAM_INTERVAL, GenerationConfig, StateDictConfig
 from titan_rl.generation.engine import Engine
 from titan_rl.generation.engine_spec import EngineSpec
 from titan_rl.generation.loop.engine_loop import EngineLoop
@@ -63,7 +63,7 @@ class GeneratorActor(ProcessActor):
             self._make_engine,
             version=settings.version,
             kv_policy=self._kv_policy,
-            stream_interval=generation.stream_interval,
+            stream_interval=generation.stream_interval or STREAM_INTERVAL,
             routed_experts=generation.return_routed_experts,
             make_ranks=GlooRanks if generation.tensor_parallel_size > 1 else OneRank,
             stepping=self.duty.going_on,

@@ -27,6 +27,9 @@ from titan_rl.providers.settings import ON_SEVERAL_HOSTS
 from titan_rl.settings import FunctionName, Section, TakesEffect
 from titan_rl.weights.transports.registry import BY_NAME as TRANSPORTS
 
+STREAM_INTERVAL = 32
+"""`generation.stream_interval` of a run that does not say."""
+
 
 def _number_or_auto(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
     try:
@@ -69,8 +72,9 @@ class GenerationConfig(Section):
     """Requests reuse the KV cache of others that begin with the same tokens."""
     reset_prefix_cache: Annotated[bool, TakesEffect("generation.prefix_cache", one_of=(True,))] = True
     """With new weights later requests reuse no KV cache of the old ones."""
-    stream_interval: PositiveInt = 32
-    """Engine steps between two messages of new tokens to the router, which goes on from those if a generator dies."""
+    stream_interval: PositiveInt | None = None
+    """Engine steps between two messages of new tokens to the router, which goes on from those if a generator dies. By
+    default 32, and 1 where `titan-rl serve` streams to clients."""
     stall_timeout_s: PositiveFloat = 300.0
     """A generator from which nothing comes for so long while requests wait there hangs, and is replaced. Neither long
     answers nor queues count as long as some token comes, nor does time in which generation is paused."""

@@ -22,6 +22,7 @@ from titan_rl.calls.user_code import reason
 from titan_rl.config.concurrency import places_of
 from titan_rl.config.hosts import check_own_machine
 from titan_rl.config.make_renderer import make_renderer
+from titan_rl.config.sections import GenerationConfig
 from titan_rl.config.serve import ServeConfig
 from titan_rl.errors import MissingExtraError, ModelError
 from titan_rl.generation.registry import find_engine
@@ -125,7 +126,7 @@ async def _serve(
     if verbosity is not Verbosity.QUIET:
         tell(f"titan-rl: starting {num_generators} generator{'' if num_generators == 1 else 's'}; logs: {files.logs}")
     starting = start_generators(
-        config.model_copy(update={"model": model}),
+        config.model_copy(update={"model": model, "generation": streaming(config.generation)}),
         version=source.version,
         max_running=max_running,
         files=files,
@@ -156,6 +157,11 @@ async def _serve(
                         shown = seen_from_elsewhere(url)
                         say(greeting(source.name, shown, server.model, chat=renderer is not None, keyed=keys.required))
                     await asyncio.Event().wait()  # for the end, by a signal or because no generator is left
+
+
+def streaming(generation: GenerationConfig) -> GenerationConfig:
+    """Settings of generators that stream each token as it is sampled, unless they say otherwise."""
+    return generation.model_copy(update={"stream_interval": generation.stream_interval or 1})
 
 
 def _renderer(config: ServeConfig) -> Renderer | None:

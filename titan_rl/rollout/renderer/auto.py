@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from titan_rl.rollout.renderer.chat_template import ChatTemplateRenderer
 from titan_rl.rollout.renderer.types import Renderer
@@ -40,6 +40,20 @@ def suitable_renderer(tokenizer: Any) -> Renderer:
             return renderer
     of_text = {name for model, name in models.items() if model not in base.MULTIMODAL_MODELS}
     return next(_alike(sorted(of_text), tokenizer), None) or ChatTemplateRenderer(tokenizer)
+
+
+def keeping_reasoning(make: Callable[[Any], Renderer]) -> Callable[[Any], Renderer]:
+    """A class of the `renderers` package so that earlier reasoning stays, as `auto` makes it: with its own default it
+    renders a conversation again at a user's message, which leaves out tokens that were sampled. Anything else as it is.
+    """
+    name = str(getattr(make, "__name__", ""))
+    if not isinstance(make, type) or make.__module__.partition(".")[0] != "renderers":
+        return make
+    config_type: Any = getattr(import_module("renderers.configs"), f"{name}Config", None)
+    if config_type is None or "thinking_retention" not in config_type.model_fields:
+        return make
+    config, make_with = config_type(thinking_retention="all"), cast("Callable[[Any, Any], Renderer]", make)
+    return lambda tokenizer: make_with(tokenizer, config)
 
 
 def _alike(names: Iterable[str], tokenizer: Any) -> Iterator[Renderer]:

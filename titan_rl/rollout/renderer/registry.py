@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from titan_rl.calls.imports import find_function
-from titan_rl.rollout.renderer.auto import suitable_renderer
+from titan_rl.rollout.renderer.auto import keeping_reasoning, suitable_renderer
 from titan_rl.rollout.renderer.chat_template import ChatTemplateRenderer
 from titan_rl.rollout.renderer.types import Renderer
 
@@ -23,4 +23,4 @@ def find_renderer(name: str) -> RendererFn:
     Raises:
         ConfigError: there is none of that name.
     """
-    return find_function("model.renderer", name, BY_NAME)
+    return keeping_reasoning(find_function("model.renderer", name, BY_NAME))

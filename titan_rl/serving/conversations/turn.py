@@ -42,6 +42,8 @@ class TurnAsk:
         sampling: fields of `SamplingParams`, without the budget and the model's own stop tokens.
         max_tokens: None is all the room there is.
         one_call: a reply ends with the first call of a tool.
+        may_call: whether a reply may call tools. Where it may not they are in the prompt all the same, which goes on
+            from the turns before, and what looks like a call is text.
         param: the field that the messages are from.
         constraint: what the replies have to be.
         template_kwargs: of the chat template.
@@ -56,6 +58,7 @@ class TurnAsk:
     num_choices: int = 1
     stops: tuple[str, ...] = ()
     one_call: bool = False
+    may_call: bool = True
     session_id: str | None = None
     param: str = "messages"
     constraint: Constraint | None = None
@@ -123,9 +126,8 @@ class Turns:
 
     def form(self, asked: TurnAsk, prompt_token_ids: Sequence[int]) -> ReplyForm:
         """What the replies to a prompt are read with."""
-        return ReplyForm(
-            self._renderer_of(asked), self.text, prompt_token_ids, asked.tools, asked.one_call, asked.stops
-        )
+        tools = asked.tools if asked.may_call else None
+        return ReplyForm(self._renderer_of(asked), self.text, prompt_token_ids, tools, asked.one_call, asked.stops)
 
 
 class ServedTurn:

@@ -90,7 +90,8 @@ def _asked(
     return TurnAsk(
         caller_of(request),
         conversation.messages,
-        None if is_none else conversation.tools,
+        conversation.tools,
+        may_call=not is_none,
         session_id=session_id_of(request),
         constraint=constraint_of(
             conversation.tools,

@@ -56,10 +56,11 @@ class ResponsesEndpoint:
             TurnAsk(
                 caller,
                 [*instructions, *said],
-                None if body.tool_choice == "none" else tools,
+                tools,
                 body.max_output_tokens,
                 body.sampling(self._stop_token_ids),
                 one_call=body.parallel_tool_calls is False,
+                may_call=body.tool_choice != "none",
                 session_id=session_id_of(request),
                 param="input",
                 constraint=_constraint(body, tools),
