@@ -51,7 +51,7 @@ class RequestIds:
     def next(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> str:
         try:
             prompt = token_array(prompt_token_ids).tobytes()
-        except (TypeError, OverflowError):  # not tokens, which whoever generates refuses
+        except (TypeError, ValueError, OverflowError):  # not tokens, which whoever generates refuses
             prompt = repr(prompt_token_ids).encode(errors="backslashreplace")
         digest = hashlib.blake2b(prompt, digest_size=8)
         digest.update(repr(sampling).encode())
