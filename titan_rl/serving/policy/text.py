@@ -24,7 +24,8 @@ class Text:
         Args:
             add_special_tokens: those that the tokenizer begins a text with.
         """
-        encoded = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        plain = {} if add_special_tokens else {"add_special_tokens": False}
+        encoded = self._tokenizer.encode(text, **plain)
         return list(getattr(encoded, "ids", encoded))
 
     def shown(self, token_ids: Sequence[int]) -> str:
