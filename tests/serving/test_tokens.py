@@ -123,7 +123,7 @@ async def test_several_choices_have_seeds_of_their_own() -> None:
         ({"sampling_params": {"max_tokens": 0}}, "sampling_params.max_tokens"),
         ({"sampling_params": {"logprobs": 21}}, "sampling_params.logprobs"),
         ({"sampling_params": {"bad_words": ["x"]}}, "sampling_params.bad_words"),
-        ({"sampling_params": {"frequency_penalty": 0.5}}, "sampling_params.frequency_penalty"),
+        ({"sampling_params": {"frequency_penalty": 2.5}}, "sampling_params.frequency_penalty"),
         ({"sampling_params": {"n": 1000}}, "sampling_params.n"),
         ({"sampling_params": {"min_tokens": 4, "max_tokens": 2}}, "min_tokens"),
     ],
