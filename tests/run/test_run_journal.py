@@ -16,6 +16,7 @@ import pytest
 from run.disk import Disk
 
 from titan_rl import Completion, FinishReason, Rollout, RolloutGroup, SamplingParams, Turn, VersionSpan
+from titan_rl.calls.user_code import Failure
 from titan_rl.errors import CheckpointError, NoSpaceError, RequestError
 from titan_rl.generation.listening import listener, listening
 from titan_rl.generation.resume import resume_on_abort
@@ -66,6 +67,28 @@ def test_groups_batches_and_the_data_position_come_back(tmp_path):
     assert (rollout.sample, rollout.reward, rollout.advantage, rollout.turns[0].rewards) == (4, 0.25, -1.0, {"a": 1.0})
     assert rollout.turns[0].completion.version_spans == [VersionSpan(2, 1)]
     assert [turn.sampling for turn in rollout.turns] == [None, SAMPLING]
+
+
+def test_text_and_numbers_that_messagepack_has_no_word_for_come_back_as_they_were(tmp_path):
+    lone, escape = chr(0xD83D), chr(0x10FFFF)
+    content = {
+        "text": f"a {lone} b",
+        f"key {lone}": [f"{escape}41;", {"deep": [lone, 2**63, -(2**80)]}],
+        "large": 2**64,
+        "edges": [2**63 - 1, -(2**63)],
+        "plain": "Straße",
+    }
+    group = group_of(0, content=content)
+    (rollout,) = group.rollouts
+    rollout.error, rollout.failure = f"{lone}!", Failure(f"ValueError: {lone}", f"{lone}.py:1", f"{escape} {lone}")
+    rollout.reward_breakdown, rollout.metrics = {f"named {lone}": 1.0}, {f"metric {escape}": 2.0}
+    journal = RunJournal(tmp_path)
+    journal.finished(Assigned(0, "task", 0), group)
+    journal.dropped(1, f"reason {lone}")
+    journal.drain()
+    (found,) = backlog(reopened(tmp_path)).finished[0].rollouts
+    for name in ("messages", "error", "failure", "reward_breakdown", "metrics"):
+        assert getattr(found, name) == getattr(rollout, name), name
 
 
 async def test_nothing_is_left_of_a_group_that_is_discarded_until_it_ends_again(tmp_path):
