@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import threading
 from collections import Counter
 from collections.abc import Iterable
@@ -89,6 +91,31 @@ def test_a_task_that_shows_nothing_more_for_too_long_is_told_of_with_its_line() 
     ):
         task_demonstrations([(Slow("a"), 1.0)], 5, limits)
     gate.set()
+
+
+class StopError(BaseException):
+    """What a handler of a signal raises."""
+
+
+def test_a_signal_ends_the_wait_for_demonstrations_as_itself() -> None:
+    gate = threading.Event()
+
+    class Slow(Showing):
+        def demonstrations(self, count: int) -> Iterable[Any]:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            gate.wait()
+            return super().demonstrations(count)
+
+    def stop(*_: object) -> None:
+        raise StopError
+
+    before = signal.signal(signal.SIGUSR1, stop)
+    try:
+        with pytest.raises(StopError):
+            task_demonstrations([(Slow("a"), 1.0)], 5)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        gate.set()
 
 
 def test_an_environment_that_awaits_for_ever_is_told_of_within_the_limit_of_its_calls() -> None:

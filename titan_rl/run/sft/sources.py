@@ -9,8 +9,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
+from titan_rl.calls.bounded import OutOfTimeError
 from titan_rl.calls.parsing import parse_json
 from titan_rl.calls.threads import call_within
+from titan_rl.calls.user_code import describe
 from titan_rl.errors import ConfigError, DataError
 from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.rollout.task import DEMONSTRATED_CALL_S, DemonstratingTask, Demonstration, Task, calling, wrong_result
@@ -65,15 +67,18 @@ def _demonstrations(task: Task, count: float, limits: RolloutConfig) -> list[Fou
         )
     found: list[Found] = []
 
+    call = f"demonstrations({int(count)})"
+
     def find() -> None:
         DEMONSTRATED_CALL_S.set(limits.env_timeout_s)
-        for number, demonstration in enumerate(islice(cast("Any", task.demonstrations(int(count))), int(count))):
-            if not isinstance(demonstration, Demonstration):
-                told = f"number {number} is {demonstration!r}; it must be a titan_rl.Demonstration"
-                raise wrong_result(task.demonstrations, told)
-            found.append((f"demonstration {number} of {name}", demonstration))
+        with calling(call):
+            for number, demonstration in enumerate(islice(cast("Any", task.demonstrations(int(count))), int(count))):
+                if not isinstance(demonstration, Demonstration):
+                    told = f"number {number} is {demonstration!r}; it must be a titan_rl.Demonstration"
+                    raise wrong_result(task.demonstrations, told)
+                found.append((f"demonstration {number} of {name}", demonstration))
 
-    with calling(f"demonstrations({int(count)})"):
+    try:
         call_within(
             find,
             limits.rollout_timeout_s,
@@ -81,6 +86,8 @@ def _demonstrations(task: Task, count: float, limits: RolloutConfig) -> list[Fou
             progress=lambda: len(found),
             advice="raise rollout.rollout_timeout_s if it is at work",
         )
+    except OutOfTimeError as error:
+        raise DataError(f"{call} of the task failed: {describe(error)}") from error
     if not found:
         raise DataError(f"{name} gave no demonstration")
     return found
