@@ -108,6 +108,41 @@ def test_an_environment_of_tokens_is_played_in_token_ids(config: Path, capfd: py
     assert "=== completed: reward 2 (turns 2); 2 turns, 2 tokens written\n" in out
 
 
+GAME = """
+import asyncio
+from titan_rl import MessageGame, Rubric, env_reward
+from titan_rl.settings import Section
+
+class Match:
+    async def play_seats(self, seats):
+        question = [{"role": "user", "content": "Heads or tails?"}]
+        first, second = await asyncio.gather(*(seat.ask(question) for seat in seats.values()))
+        for seat in seats.values():
+            seat.reward("same", float(first["content"] == second["content"]))
+    async def close(self): ...
+
+class Sums(Section):
+    def train_sample(self, seed, index): return index
+    def validation_samples(self, count): return list(range(count))
+    def make_env(self, sample, renderer): return MessageGame(Match(), renderer, {"a": "policy", "b": "policy"})
+    def rubric(self): return Rubric([env_reward("same")])
+"""
+
+
+def test_a_person_plays_every_seat_of_a_game_of_messages_in_text(
+    config: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (config.parent / "own_sums.py").write_text(GAME)
+    assert play("Al\nAl\n", "--model.path", str(BASE)) == 0
+    out, err = capfd.readouterr()
+    for seat in "ab":
+        assert f"--- seat {seat}\n[user] Heads or tails?\n" in out
+        assert f"--- seat {seat}\n[assistant] Al\n    reward same of {seat} = 1\n" in out
+    assert "token ids" not in err
+    assert "[prompt, " not in out
+    assert out.count("=== completed: reward 1 (same 1); 1 turn, 3 tokens written\n") == 2
+
+
 def test_a_policy_is_watched(adder: Adder, config: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert play("", "--policy", adder.url, "--sample", "6", "--max-tokens", "3") == 0
     out = capfd.readouterr().out

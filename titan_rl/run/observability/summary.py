@@ -49,7 +49,7 @@ class RunSummary:
             "tokens": f"{self.tokens:,}",
             "time": format_seconds(self.seconds),
             **self._held_up_by,
-            "policy": f"{self.run_dir / 'export'}",
+            **({"policy": f"{export}"} if (export := self.run_dir / "export").is_dir() else {}),
             "report": f"{self.run_dir / 'report.html'}",
         }
 

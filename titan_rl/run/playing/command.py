@@ -29,7 +29,7 @@ from titan_rl.run.evaluating.suites import play_by_chat
 from titan_rl.run.machine.environment import run_environment
 from titan_rl.run.playing.person import HELP, Person
 from titan_rl.run.playing.screen import Say, Screen
-from titan_rl.run.playing.shown_envs import ShownMessageEnv, ShownTokenEnv
+from titan_rl.run.playing.shown_envs import ShownGame, ShownMessageEnv, ShownTokenEnv
 from titan_rl.run.policies.opened import OpenedPolicy, needs_engine, open_policy, require_engine, speaks_no_tokens
 from titan_rl.types import GenerateFn, SamplingParams
 
@@ -168,14 +168,16 @@ async def _watched(
 
 
 def _show(rollouter: Rollouter, screen: Screen, player: Person | None) -> None:
-    """Have each environment of tokens show what happens in it. Of others, which play by themselves, a person is shown
-    what they ask."""
+    """Have each environment of tokens, and each seat of a game, show what happens in it. Of agents, which play by
+    themselves, a person is shown what they ask."""
     make_env = rollouter.make_env
 
     def make_shown_env(sample: Any) -> Any:
         env = make_env(sample)
-        if isinstance(env, AgentEnv | SeatedEnv):
+        if isinstance(env, AgentEnv):
             return env
+        if isinstance(env, SeatedEnv):
+            return ShownGame(env, screen)
         shown = ShownTokenEnv(env, screen)
         if player is not None:
             player.tools = lambda: shown.tools

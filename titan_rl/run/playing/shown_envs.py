@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 
 from titan_rl.rollout.environment.methods import EnvMethods
+from titan_rl.rollout.environment.seats import Player, SeatedEnv, SeatOutError, TokenSeat
 from titan_rl.rollout.environment.types import (
     MessageEnv,
     MessageObservation,
@@ -13,7 +15,7 @@ from titan_rl.rollout.environment.types import (
     TokenObservation,
     TokenStep,
 )
-from titan_rl.rollout.types import Message
+from titan_rl.rollout.types import Message, RolloutStatus
 from titan_rl.run.playing.screen import Screen
 from titan_rl.types import Completion
 
@@ -45,6 +47,73 @@ class ShownTokenEnv:
 
     async def close(self) -> None:
         await self._methods.close()
+
+
+class ShownGame:
+    """A `SeatedEnv`, seat by seat. One seat is asked at a time, since one person may play several."""
+
+    def __init__(self, env: SeatedEnv, screen: Screen) -> None:
+        self._env = env
+        self._screen = screen
+        self._turn = asyncio.Lock()
+
+    def players(self, sibling: int) -> Mapping[str, Player]:
+        return self._env.players(sibling)
+
+    async def play_seats(self, seats: Mapping[str, TokenSeat]) -> None:
+        shown = {name: _ShownSeat(seat, self._screen, self._turn) for name, seat in seats.items()}
+        await self._env.play_seats(shown)
+        for seat in shown.values():
+            seat.show()
+
+    async def close(self) -> None:
+        await self._env.close()
+
+
+class _ShownSeat:
+    """A `TokenSeat` that shows its conversation before each answer, and the answer."""
+
+    def __init__(self, seat: TokenSeat, screen: Screen, turn: asyncio.Lock) -> None:
+        self._seat = seat
+        self._screen = screen
+        self._turn = turn
+        self._unshown: list[Message] = []
+
+    @property
+    def name(self) -> str:
+        return self._seat.name
+
+    @property
+    def player(self) -> Player:
+        return self._seat.player
+
+    async def generate(self, prompt_token_ids: Sequence[int]) -> Completion:
+        async with self._turn:
+            self._screen.has_shown = False  # what was shown is another seat's
+            self.show()
+            return await self._seat.generate(prompt_token_ids)
+
+    async def reply(self, messages: Sequence[Message]) -> Message:
+        return await self._seat.reply(messages)
+
+    def leave(self, status: RolloutStatus, why: str) -> SeatOutError:
+        return self._seat.leave(status, why)
+
+    def record(self, messages: Sequence[Message]) -> None:
+        self._seat.record(messages)
+        self._unshown += messages
+
+    def reward(self, name: str, value: float) -> None:
+        self._seat.reward(name, value)
+        self.show()
+        self._screen.rewards({f"{name} of {self.name}": value})
+
+    def show(self) -> None:
+        """Show what was said since the last time."""
+        if self._unshown:
+            self._screen.say(f"--- seat {self.name}")
+            self._screen.messages(self._unshown)
+        self._unshown = []
 
 
 class ShownMessageEnv:
