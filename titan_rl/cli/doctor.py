@@ -9,7 +9,7 @@ import msgspec
 
 from titan_rl.cli.options import Parser
 from titan_rl.run.machine.checkup import Finding, check_up
-from titan_rl.run.terminal.standard_streams import say, tell
+from titan_rl.run.terminal.standard_streams import say, tell, tell_next
 
 
 def set_up(parser: Parser) -> None:
@@ -27,6 +27,8 @@ def run(arguments: argparse.Namespace) -> int:
         missing += finding.state == "missing"
         say(_as_json(finding) if arguments.json else _as_text(finding))
     tell(f"titan-rl: {f'{missing} of these keep a run from starting' if missing else 'a run can start here'}")
+    if not missing:
+        tell_next("init", "NAME")
     return 1 if missing else 0
 
 

@@ -19,7 +19,7 @@ from titan_rl.evaluation.evaluation import Evaluation, evaluation_folders, read_
 from titan_rl.evaluation.table import as_json, table
 from titan_rl.run.observability.progress import Progress
 from titan_rl.run.run_name import run_name
-from titan_rl.run.terminal.standard_streams import say, tell
+from titan_rl.run.terminal.standard_streams import say, tell, tell_next
 
 CONFIG = "config.toml"
 
@@ -82,6 +82,8 @@ def run(arguments: argparse.Namespace) -> int:
         if evaluations:
             _show(evaluations, arguments)
     done = "results and transcripts are in" if code == 0 else "stopped; the same command goes on with --out"
+    if code == 0:
+        tell_next("view", str(out))
     tell(f"titan-rl: {done} {out}")
     return code
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from titan_rl.cli.options import Parser, file_path
 from titan_rl.run.observability.progress import status
 from titan_rl.run.policies.exported import export_policy
-from titan_rl.run.terminal.standard_streams import say, tell
+from titan_rl.run.terminal.standard_streams import say, tell, tell_next
 
 
 def set_up(parser: Parser) -> None:
@@ -32,4 +32,5 @@ def run(arguments: argparse.Namespace) -> int:
         name = asyncio.run(exporting)
     tell(f"titan-rl: {name} is written and verified")
     say(f"{out}\n")
+    tell_next("serve", str(out))
     return 0

@@ -12,7 +12,7 @@ from titan_rl.config.load import load_config
 from titan_rl.config.run import RunConfig
 from titan_rl.errors import ConfigError
 from titan_rl.run.playing.command import Scene, play
-from titan_rl.run.terminal.standard_streams import say, tell
+from titan_rl.run.terminal.standard_streams import say, tell, tell_next
 
 
 def set_up(parser: Parser) -> None:
@@ -63,4 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
             is_terminal=is_terminal,
         )
     )
+    tell("titan-rl: played")
+    following = ["--sample", str(arguments.sample + arguments.count)]
+    tell_next("play", *arguments.config, *following)
     return 0

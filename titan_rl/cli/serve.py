@@ -11,7 +11,7 @@ from titan_rl.cli.verbosity import add_verbosity, verbosity_of
 from titan_rl.config.serve import ServeConfig, dump_serve_config, load_serve_config
 from titan_rl.run.policies.source import find_policy
 from titan_rl.run.server_keys import take_keys
-from titan_rl.run.terminal.standard_streams import say
+from titan_rl.run.terminal.standard_streams import say, tell, tell_next
 
 
 def set_up(parser: Parser) -> None:
@@ -38,6 +38,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         take_keys(config.server)
         say(f"# {source.name}\n\n{dump_serve_config(config)}")
+        tell("titan-rl: ready: the policy can be served")
+        tell_next("serve", arguments.policy, *(f"--{name}={value}" for name, value in arguments.overrides))
         return 0
     # Not before the settings are known to be right: what starts processes also imports what they need.
     from titan_rl.run.serve import run_server

@@ -16,7 +16,8 @@ from titan_rl.config.load import dump_config
 from titan_rl.config.load_sft import load_sft_config
 from titan_rl.config.run import RunConfig
 from titan_rl.errors import ConfigError
-from titan_rl.run.terminal.standard_streams import say, tell
+from titan_rl.run.observability.progress import Verbosity
+from titan_rl.run.terminal.standard_streams import say, tell, tell_next
 
 
 def set_up(parser: Parser) -> None:
@@ -30,7 +31,10 @@ def set_up(parser: Parser) -> None:
         "--resume", type=file_path, metavar="RUN", help="continue the run in this folder from its newest checkpoint"
     )
     parser.add_argument(
-        "--dry-run", action="store_true", help="check settings and demonstrations, print the settings, and stop"
+        "--dry-run",
+        action="store_true",
+        help="check settings and demonstrations, print the settings that are not their defaults (with --verbose all), and "
+        "stop",
     )
     add_verbosity(parser)
     parser.add_settings(RunConfig)
@@ -52,7 +56,14 @@ def run(arguments: argparse.Namespace) -> int:
         check_own_machine(config.hosts)
         with tempfile.TemporaryDirectory() as folder:
             ready, told = check(config, Path(folder), resume)
+        say(dump_config(ready, with_defaults=verbosity_of(arguments) is Verbosity.VERBOSE))
         tell(f"titan-rl: {told}")
-        say(dump_config(ready))
+        tell("titan-rl: ready: the model can be taught, and none of the settings is wrong")
+        settings = [f"--{name}={value}" for name, value in arguments.overrides]
+        tell_next("sft", *(["--resume", str(resume)] if resume is not None else arguments.config), *settings)
         return 0
-    return run_sft(config, resume, begun_by=shlex.join(["titan-rl", *sys.argv[1:]]), verbosity=verbosity_of(arguments))
+    begun_by = shlex.join(["titan-rl", *sys.argv[1:]])
+    code = run_sft(config, resume, begun_by=begun_by, verbosity=verbosity_of(arguments))
+    if code == 0 and verbosity_of(arguments) is not Verbosity.QUIET:
+        tell_next("train", *(arguments.config or ["CONFIG.toml"]))
+    return code

@@ -17,10 +17,11 @@ from titan_rl.config.run import RunConfig
 from titan_rl.errors import ConfigError, MissingExtraError
 from titan_rl.run.directory import check_run_dir
 from titan_rl.run.machine.needs import check_needs
+from titan_rl.run.observability.progress import Verbosity
 from titan_rl.run.observability.summary import show_summary
 from titan_rl.run.rehearsal import describe, problem_of_loss, rehearse
 from titan_rl.run.run_name import run_name
-from titan_rl.run.terminal.standard_streams import say, tell
+from titan_rl.run.terminal.standard_streams import say, tell, tell_next
 
 
 def set_up(parser: Parser) -> None:
@@ -40,7 +41,8 @@ def set_up(parser: Parser) -> None:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="check everything but other hosts, print the settings, play a group without a model, and stop",
+        help="check everything but other hosts, print the settings that are not their defaults (with --verbose all), "
+        "play a group without a model, say whether the run can start, and stop",
     )
     add_verbosity(parser)
     parser.add_settings(RunConfig)
@@ -67,8 +69,16 @@ def run(arguments: argparse.Namespace) -> int:
 
             for loss in check_resumption(config, resume).losses:
                 tell(f"titan-rl: {loss}")
-        say(dump_config(config))
-        return _rehearse(config)
+        say(dump_config(config, with_defaults=verbosity_of(arguments) is Verbosity.VERBOSE))
+        code = _rehearse(config)
+        if code:
+            tell("titan-rl: not ready: a run would fail; see the errors above")
+            return code
+        tell("titan-rl: ready: the run can start, and none of its settings is wrong")
+        tell_next(
+            "train", *(["--resume", str(resume)] if resume is not None else arguments.config), *_options(arguments)
+        )
+        return code
     # Not before the settings are known to be right: what starts processes also imports what they need.
     from titan_rl.run.launch import run_training
 
@@ -77,7 +87,14 @@ def run(arguments: argparse.Namespace) -> int:
     end = run_training(config, resume, name=name, begun_by=begun_by, verbosity=verbosity_of(arguments))
     if end.summary is not None:
         show_summary(end.summary)
+        if verbosity_of(arguments) is not Verbosity.QUIET:
+            tell_next("eval", str(end.summary.run_dir))
     return end.code
+
+
+def _options(arguments: argparse.Namespace) -> list[str]:
+    """Options of settings, as they were given."""
+    return [f"--{name}={value}" for name, value in arguments.overrides]
 
 
 def _rehearse(config: RunConfig) -> int:

@@ -90,12 +90,16 @@ def read_config(
     return config, origins
 
 
-def dump_config(config: RunConfig) -> str:
-    """The settings as TOML, defaults included, under what they come to. `load_config` of it gives an equal config."""
+def dump_config(config: RunConfig, *, with_defaults: bool = True) -> str:
+    """The settings as TOML, under what they come to. `load_config` of it gives an equal config.
+
+    Args:
+        with_defaults: also those that are what they are by default.
+    """
     figures = "".join(f"# {line}\n" for line in describe_concurrency(config))
-    tables = config.model_dump(mode="json", exclude_none=True, exclude={"tasks"})
+    tables = config.model_dump(mode="json", exclude_none=True, exclude_defaults=not with_defaults, exclude={"tasks"})
     if suites := [suite_table(suite) for suite in config.validation.suites]:
-        tables["validation"]["suites"] = suites
+        tables.setdefault("validation", {})["suites"] = suites
     else:
-        del tables["validation"]["suites"]
+        tables.get("validation", {}).pop("suites", None)
     return f"{figures}\n{tomli_w.dumps({**tables, **dump_tasks(config.tasks)})}"

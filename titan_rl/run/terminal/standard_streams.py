@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import sys
 from typing import TextIO
 
@@ -42,6 +43,11 @@ def tell(text: str) -> None:
         print(terminal_text(text), file=sys.stderr, flush=True)
     except OSError:
         silence(sys.stderr)
+
+
+def tell_next(*words: str) -> None:
+    """Name the command to run next, as the last line about a command that ended well."""
+    tell(f"titan-rl: next: {shlex.join(['titan-rl', *words])}")
 
 
 def replace_closed_streams() -> None:
