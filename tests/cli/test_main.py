@@ -53,6 +53,24 @@ def test_dry_run_prints_the_resolved_settings_and_starts_nothing(project: Path, 
     assert printed["model"]["path"] == str(project / "policy")
 
 
+def test_a_dry_run_is_short_and_ends_with_a_verdict_and_the_next_command(project: Path, capsys):
+    assert main(["train", "config.toml", "--dry-run", "--training.steps=9"]) == 0
+    streams = capsys.readouterr()
+    assert len((streams.out + streams.err).splitlines()) < 50
+    assert streams.err.endswith(
+        "titan-rl: ready: the run can start, and none of its settings is wrong\n"
+        "titan-rl: next: titan-rl train config.toml --training.steps=9\n"
+    )
+    (project / "brief.toml").write_text(streams.out)
+    assert load_config("brief.toml") == load_config("config.toml", [("training.steps", "9")])
+    assert main(["train", "config.toml", "--dry-run", "--verbose"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) > 150
+    (project / "echo_task.py").write_text((project / "echo_task.py").read_text().replace("1.0", "1 / 0"))
+    sys.modules.pop("echo_task")
+    assert main(["train", "config.toml", "--dry-run"]) == 1
+    assert capsys.readouterr().err.endswith("titan-rl: not ready: a run would fail; see the errors above\n")
+
+
 @pytest.mark.parametrize(
     ("given", "says"),
     [

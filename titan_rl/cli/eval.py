@@ -84,6 +84,8 @@ def run(arguments: argparse.Namespace) -> int:
     done = "results and transcripts are in" if code == 0 else "stopped; the same command goes on with --out"
     if code == 0:
         tell_next("view", str(out))
+    if code == 0:
+        tell_next("view", str(out))
     tell(f"titan-rl: {done} {out}")
     return code
 

@@ -33,8 +33,8 @@ def set_up(parser: Parser) -> None:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="check settings and demonstrations, print the settings that are not their defaults (with --verbose all), and "
-        "stop",
+        help="check settings and demonstrations, print the settings that are not their defaults, or with --verbose "
+        "all, and stop",
     )
     add_verbosity(parser)
     parser.add_settings(RunConfig)

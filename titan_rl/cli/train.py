@@ -75,9 +75,8 @@ def run(arguments: argparse.Namespace) -> int:
             tell("titan-rl: not ready: a run would fail; see the errors above")
             return code
         tell("titan-rl: ready: the run can start, and none of its settings is wrong")
-        tell_next(
-            "train", *(["--resume", str(resume)] if resume is not None else arguments.config), *_options(arguments)
-        )
+        begins = arguments.config if resume is None else ["--resume", str(resume)]
+        tell_next("train", *begins, *(f"--{name}={value}" for name, value in arguments.overrides))
         return code
     # Not before the settings are known to be right: what starts processes also imports what they need.
     from titan_rl.run.launch import run_training
@@ -90,11 +89,6 @@ def run(arguments: argparse.Namespace) -> int:
         if verbosity_of(arguments) is not Verbosity.QUIET:
             tell_next("eval", str(end.summary.run_dir))
     return end.code
-
-
-def _options(arguments: argparse.Namespace) -> list[str]:
-    """Options of settings, as they were given."""
-    return [f"--{name}={value}" for name, value in arguments.overrides]
 
 
 def _rehearse(config: RunConfig) -> int:
