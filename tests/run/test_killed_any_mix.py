@@ -13,12 +13,17 @@ from depth import DEEP, examples
 from test_controller import Counting
 from test_killed_mix import Remembering
 from test_killed_run import GROUPS, CountingReplica, Rig, at_each_record
+from test_run_journal import group_of
 
 from titan_rl import RolloutGroup
 from titan_rl.config.sections import ValidationConfig
 from titan_rl.config.tasks import TaskSource
 from titan_rl.run.journal.log_format import frame, read_log
+from titan_rl.run.journal.run_journal import RunJournal
+from titan_rl.run.observability.group_records import GroupRecords
+from titan_rl.run.observability.rollout_log import RolloutLog
 from titan_rl.scheduling.mix.curricula import ByDifficulty, InOrder, Stages
+from titan_rl.scheduling.mix.task_mix import Share, TaskMix
 from titan_rl.settings import Section
 
 
@@ -141,3 +146,14 @@ async def test_no_run_that_is_killed_and_goes_on_ends_because_of_the_age_of_toke
     await last.run()
     trained = [group for step in last.trainer.weights for group in step]
     assert len(trained) == len(set(trained)) == 6 * GROUPS
+
+
+def test_a_group_that_is_generated_again_is_told_of(tmp_path: Path):
+    told: list[str] = []
+    journal = RunJournal(tmp_path)
+    mix = TaskMix({"task": Share(1.0, InOrder())})
+    records = GroupRecords(mix, journal, RolloutLog(lambda record: None, 0, told.append), told.append)
+    records.discarded(3, group_of(3))
+    assert told[0].startswith("group train-3 is generated again: it has tokens of version 2, which are too old")
+    assert list(journal.state.unsettled) == [0, 1, 2, 3]
+    journal.close()
