@@ -24,9 +24,17 @@ ROOT = Path(__file__).resolve().parent.parent
 NEEDED = ("torch", "pytest", "hypothesis", "pydantic", "numpy")
 TIERS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("torch", (), ("tests/gpu/test_torch_alone.py", "tests/gpu/test_cuda_ipc_processes.py")),
-    ("torchtitan", ("torchtitan", "transformers"), ("tests/gpu/test_flex_kernel.py", "tests/gpu/test_gpu_trainer.py")),
+    (
+        "torchtitan",
+        ("torchtitan", "transformers"),
+        ("tests/gpu/test_flex_kernel.py", "tests/gpu/test_gpu_trainer.py", "tests/gpu/test_large_shapes.py"),
+    ),
     ("Monarch", ("monarch",), ("tests/e2e/test_remote_process.py", "tests/e2e/test_supervisor.py")),
-    ("vLLM", ("vllm", "torchtitan", "transformers"), ("tests/gpu/test_bfloat16.py", "tests/e2e/test_speculation.py")),
+    (
+        "vLLM",
+        ("vllm", "torchtitan", "transformers"),
+        ("tests/gpu/test_bfloat16.py", "tests/gpu/test_engine_on_gpu.py", "tests/e2e/test_speculation.py"),
+    ),
 )
 """(name, what it imports beside `NEEDED`, its files)"""
 

@@ -1,0 +1,140 @@
+"""Memory of a GPU by formula, for each setting of the examples that are meant for one. Needs no GPU.
+
+    python scripts/gpu_memory.py                                          # all of them
+    python scripts/gpu_memory.py examples/gsm8k/qwen3_0_6b.toml
+
+Each line is a setting of [training] in the place of what the file says, with the bytes that the trainer's weights,
+gradients and moments, the passes of one micro-batch, and an engine take. The formulas hold for dense Qwen3 on one rank;
+tests/training/test_gpu_memory.py compares them with what a trainer holds on a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from titan_rl.training.settings import TrainingConfig
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLES = ("examples/gsm8k/qwen3_0_6b.toml", "examples/alphabet_sort/qwen3_0_6b.toml")
+BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
+CHUNK_LOGITS = 2**26
+VARIANTS: tuple[dict[str, Any], ...] = (
+    {},
+    {"activation_checkpointing": "full"},
+    {"attention": "document"},
+    {"optimizer_dtype": "int8"},
+    {"optimizer_dtype": "int8", "master_dtype": "bfloat16"},
+    {"offload_optimizer": True},
+    {"rows_per_micro_batch": 1},
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The numbers of config.json that memory depends on. By default those of Qwen3-0.6B."""
+
+    hidden_size: int = 1024
+    num_hidden_layers: int = 28
+    intermediate_size: int = 3072
+    num_attention_heads: int = 16
+    num_key_value_heads: int = 8
+    head_dim: int = 128
+    vocab_size: int = 151936
+    tie_word_embeddings: bool = True
+
+    @staticmethod
+    def read(folder: Path) -> Sizes:
+        """Those of a model's folder."""
+        values: Mapping[str, Any] = json.loads((folder / "config.json").read_text())
+        return Sizes(**{name: values[name] for name in Sizes.__dataclass_fields__})
+
+    @property
+    def queries(self) -> int:
+        return self.num_attention_heads * self.head_dim
+
+    @property
+    def keys(self) -> int:
+        return self.num_key_value_heads * self.head_dim
+
+    @property
+    def parameters(self) -> int:
+        """Of attention, its norms, the feed-forward part, and the embedding, with a head of its own where untied."""
+        layer = self.hidden_size * (2 * self.queries + 2 * self.keys + 3 * self.intermediate_size + 2)
+        layer += 2 * self.head_dim
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
+        return self.num_hidden_layers * layer + embeddings + self.hidden_size
+
+
+def state_bytes(sizes: Sizes, training: TrainingConfig) -> dict[str, int]:
+    """Weights and moments, which stay on the device, and gradients, which are there within a step."""
+    master = BYTES[training.master_dtype]
+    moments = 0 if training.offload_optimizer else 2 * BYTES[training.optimizer_dtype]
+    count = sizes.parameters
+    return {"weights": count * master, "moments": count * moments, "gradients": count * master}
+
+
+def kept_bytes(sizes: Sizes, training: TrainingConfig, tokens: int, itemsize: int) -> int:
+    """Kept of one micro-batch from the forward to the backward pass, without the head.
+
+    A layer keeps its input, both normed inputs and the sum between; queries, keys and values as projected, normed,
+    rotated and gathered for attention, and what comes of it; and three vectors of the feed-forward part. Flex
+    attention, which gathers nothing, keeps less.
+    """
+    if training.activation_checkpointing == "full":
+        return tokens * sizes.num_hidden_layers * sizes.hidden_size * itemsize + _layer(sizes, tokens, itemsize)
+    return sizes.num_hidden_layers * _layer(sizes, tokens, itemsize)
+
+
+def _layer(sizes: Sizes, tokens: int, itemsize: int) -> int:
+    entries = 4 * sizes.hidden_size + 3 * sizes.intermediate_size + 6 * sizes.queries + 6 * sizes.keys
+    return tokens * (entries + 2 * sizes.head_dim) * itemsize
+
+
+def head_bytes(sizes: Sizes, trained: int) -> int:
+    """Logits of one chunk and what is computed of them."""
+    return 12 * min(CHUNK_LOGITS, trained * sizes.vocab_size)
+
+
+def math_kernel_bytes(sizes: Sizes, training: TrainingConfig) -> int:
+    """What torch's math kernel would keep: 12 bytes of each score of rows that one document fills."""
+    scores = training.rows_per_micro_batch * training.row_tokens**2 * sizes.num_attention_heads
+    return 12 * scores * sizes.num_hidden_layers
+
+
+def estimate(sizes: Sizes, training: TrainingConfig, dtype: str, kv_cache_gib: float) -> dict[str, float]:
+    """GiB of each part, of a trainer and an engine that share a GPU."""
+    tokens = training.rows_per_micro_batch * training.row_tokens
+    found: dict[str, float] = dict(state_bytes(sizes, training))
+    if dtype != training.master_dtype:
+        found["weights in " + dtype] = sizes.parameters * BYTES[dtype]  # autocast keeps them until the backward pass
+    found["passes"] = kept_bytes(sizes, training, tokens, BYTES[dtype]) + head_bytes(sizes, tokens)
+    found["engine"] = sizes.parameters * BYTES[dtype] + kv_cache_gib * 2**30
+    return {name: value / 2**30 for name, value in found.items()} | {"all": sum(found.values()) / 2**30}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="*", default=[str(ROOT / each) for each in EXAMPLES], help="TOML files of runs")
+    for name in parser.parse_args().files:
+        settings = tomllib.loads(Path(name).read_text())
+        folder = Path(settings["model"]["path"])
+        sizes = Sizes.read(folder) if (folder / "config.json").is_file() else Sizes()
+        dtype = settings["model"].get("dtype", "float32")
+        print(f"{name}: {sizes.parameters / 1e9:.2f}B parameters, {dtype}, in GiB")
+        for variant in VARIANTS:
+            training = TrainingConfig(**{**settings["training"], **variant})
+            parts = estimate(sizes, training, dtype, settings.get("generation", {}).get("kv_cache_gib", 1.0))
+            text = ", ".join(f"{part} {value:.1f}" for part, value in parts.items())
+            print(f"  {', '.join(f'{key} = {value}' for key, value in variant.items()) or 'as it is'}: {text}")
+        kept = math_kernel_bytes(sizes, TrainingConfig(**settings["training"])) / 2**30
+        print(f"  (scores that torch's math kernel would keep, and no kernel in use does: {kept:.1f})")
+
+
+if __name__ == "__main__":
+    main()
