@@ -1,6 +1,7 @@
 """What the machine lacks for a run."""
 
 import json
+import os
 from email.message import Message
 from types import SimpleNamespace
 
@@ -101,3 +102,15 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]):
         main(["--version"])
     assert end.value.code == 0
     assert capsys.readouterr().out.startswith("titan-rl 0.")
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_network_namespace_that_others_share_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, own: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    links = {"/proc/self/ns/net": "net:[1]", "/proc/1/ns/net": f"net:[{2 if own else 1}]"}
+    monkeypatch.setattr("os.readlink", lambda path, real=os.readlink: links.get(path) or real(path))
+    monkeypatch.setattr("titan_rl.run.machine.checkup.try_out", lambda *_: iter(()))
+    (finding,) = [finding for finding in check_up() if finding.subject == "other users"]
+    assert finding.state == ("ok" if own else "warning")
+    assert own or "every user of this machine can run code as you" in finding.found

@@ -31,7 +31,7 @@ from titan_rl.run.directory import RunDirectory
 from titan_rl.run.end_messages import EndMessages
 from titan_rl.run.in_order import open_run_dir, run_in_order
 from titan_rl.run.journal.run_journal import RunJournal
-from titan_rl.run.machine.environment import file_modes
+from titan_rl.run.machine.environment import EXPOSED, OWN_NAMESPACE, file_modes, is_exposed
 from titan_rl.run.machine.needs import check_needs
 from titan_rl.run.machine.stop_signals import StopSignals, tell_on_stderr
 from titan_rl.run.observability.outputs import open_outputs
@@ -191,6 +191,8 @@ async def _started_planes(
 ) -> AsyncGenerator[Planes]:
     """`open_planes`, of which a person sees that it goes on."""
     described = describe_processes(config, parts)
+    if described and is_exposed():
+        progress.message(f"{EXPOSED}; {OWN_NAMESPACE}")
     if described:
         progress.message(f"starting {described}")
     async with contextlib.AsyncExitStack() as opened:

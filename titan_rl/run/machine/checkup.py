@@ -19,6 +19,7 @@ from packaging.requirements import Requirement
 
 from titan_rl.actors.hosts.scratch import LONGEST_TMPDIR, scratch_root
 from titan_rl.errors import install_command
+from titan_rl.run.machine.environment import EXPOSED, OWN_NAMESPACE, is_exposed
 from titan_rl.weights.shard_files.shard_folder import shard_root
 
 LEAST_SHARED_MEMORY = 1 << 30  # bytes; two versions of the weights lie there, and what engines share
@@ -92,6 +93,10 @@ def _machine() -> Iterator[Finding]:
     shared = shard_root()
     fix = "mount -o remount,size=4G /dev/shm; in a container: docker run --shm-size=4g"
     yield _at_least("shared memory", shutil.disk_usage(shared).free, LEAST_SHARED_MEMORY, fix, f" free in {shared}")
+    if is_exposed():
+        yield Finding("other users", "warning", EXPOSED, OWN_NAMESPACE)
+    else:
+        yield Finding("other users", "ok", "this network namespace is not the machine's")
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     enough = files == resource.RLIM_INFINITY or files >= LEAST_OPEN_FILES
     fix = None if enough else f"ulimit -n {LEAST_OPEN_FILES}"

@@ -49,6 +49,19 @@ def run_environment(pythonpath: Sequence[str] = ()) -> Generator[None]:
             tempfile.tempdir = None
 
 
+EXPOSED = "every user of this machine can run code as you while a run goes on, through Monarch's abstract socket"
+OWN_NAMESPACE = "run it in a network namespace or container of its own: docs/concepts/security.md"
+
+
+def is_exposed() -> bool:
+    """Whether other users may reach the abstract sockets of this process: it is in the network namespace of the
+    machine's first process, or nobody can tell."""
+    try:
+        return os.readlink("/proc/self/ns/net") == os.readlink("/proc/1/ns/net")
+    except OSError:
+        return True
+
+
 def process_scratch() -> Path:
     """The folder for what lasts as long as this process: Monarch listens where it first did, whichever run that was.
     It is removed when the process ends, however it does."""
