@@ -43,9 +43,9 @@ class Stuck:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._renderer if hasattr(self._renderer, name) else TOKENIZER, name)
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, **more: Any) -> list[int]:
         self._wait(len(text))
-        return TOKENIZER.encode(text)
+        return TOKENIZER.encode(text, **more)
 
     def render_ids(self, messages: Any, **more: Any) -> list[int]:
         self._wait(sum(len(message["content"]) for message in messages))

@@ -108,7 +108,8 @@ class Turns:
             return self._renderer
         key = identity_of_kwargs(asked.template_kwargs)
         if (found := self._variants.get(key)) is None:
-            found = with_template_kwargs(self._renderer, asked.template_kwargs, self.text.tokenizer)
+            original, tokenizer = map(self._tokenizing.original, (self._renderer, self.text.tokenizer))
+            found = with_template_kwargs(original, asked.template_kwargs, tokenizer)
             self._variants[key] = found
         return found
 

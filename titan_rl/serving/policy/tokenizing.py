@@ -45,6 +45,10 @@ class Tokenizing:
         self._owned.append(used)
         return cast("T", _Owned(self, len(self._owned) - 1))
 
+    def original(self, used: Any) -> Any:
+        """What was given to `own`."""
+        return self._owned[used.index] if isinstance(used, _Owned) else used
+
     def present(self, index: int) -> Any:
         """What the current thread uses for what was owned as this."""
         return getattr(self._of_thread, "copies", self._owned)[index]
@@ -76,7 +80,7 @@ class Tokenizing:
 class _Owned:
     def __init__(self, tokenizing: Tokenizing, index: int) -> None:
         self._tokenizing = tokenizing
-        self._index = index
+        self.index = index
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._tokenizing.present(self._index), name)
+        return getattr(self._tokenizing.present(self.index), name)
