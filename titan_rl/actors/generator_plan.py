@@ -48,6 +48,7 @@ class GeneratorPlan:
             gpu_share=generation.gpu_share,
             prefix_cache=generation.prefix_cache,
             speculative=generation.speculative.options(),
+            options=generation.vllm,
             sleeps=self.sleeps,
             tensor_parallel_size=generation.tensor_parallel_size,
             generator=index,

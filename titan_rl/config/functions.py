@@ -14,6 +14,7 @@ from titan_rl.config.tasks import TaskSource
 from titan_rl.errors import ConfigError
 from titan_rl.generation.registry import EngineKind, find_engine
 from titan_rl.generation.router.registry import make_strategy
+from titan_rl.generation.vllm_options import problem_of
 from titan_rl.settings import FunctionName, Section
 from titan_rl.weights.transports.registry import TransportKind
 
@@ -95,6 +96,15 @@ def _check_engine(generation: GenerationConfig, origins: Origins) -> None:
             f"{origins.of('generation.return_routed_experts')}: generation.return_routed_experts = true, and "
             f"generation.engine = {generation.engine!r} does not return them; set it to false"
         )
+    if generation.vllm and generation.engine != "vllm":
+        raise ConfigError(
+            f"{origins.of('generation.vllm')}: [generation.vllm] has {', '.join(generation.vllm)}, and "
+            f"generation.engine = {generation.engine!r} is not vLLM; leave the table out, or set the engine to 'vllm'"
+        )
+    if (problem := problem_of(generation.vllm)) is not None:
+        name, what = problem
+        value = generation.vllm[name]
+        raise ConfigError(f"{origins.of(f'generation.vllm.{name}')}: generation.vllm.{name} = {value!r}: {name} {what}")
     if generation.speculative.is_on and not engine.speculative:
         raise ConfigError(
             f"{origins.of('generation.speculative.method')}: generation.speculative.method = "

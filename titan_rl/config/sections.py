@@ -83,6 +83,9 @@ class GenerationConfig(Section):
     max_respawns: NonNegativeInt = 3
     """Generators that may die and be replaced before the run ends; 0 ends it with the first."""
     speculative: SpeculativeConfig = SpeculativeConfig()
+    vllm: dict[str, Any] = Field(default_factory=dict)
+    """Options for vLLM, by the names of its EngineArgs: {max_num_batched_tokens = 16384}. What other settings say, and
+    what titan_rl sets itself, is refused."""
 
 
 class RoutingConfig(Section):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -25,6 +25,7 @@ class EngineSpec:
         prefix_cache: requests reuse the KV cache of others that begin with the same tokens.
         speculative: how tokens are guessed, of which several are checked in one step, by the names of vLLM's
             speculative_config; None guesses none.
+        options: of the engine's own, as [generation.vllm] has them for vLLM.
         sleeps: it is asked to give its memory back for a time: a `SleepingEngine`.
         tensor_parallel_size: processes that share the model, each with an engine of its own, in lockstep.
         generator: which of the run's generators it belongs to.
@@ -41,6 +42,7 @@ class EngineSpec:
     gpu_share: float | None = None
     prefix_cache: bool = True
     speculative: Mapping[str, Any] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     sleeps: bool = False
     tensor_parallel_size: int = 1
     generator: int = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from titan_rl.errors import ModelError
 from titan_rl.generation.engine_spec import EngineSpec
@@ -23,7 +23,8 @@ ENVIRONMENT = {
 }
 """Variables, which vLLM reads as it is imported."""
 
-CPU_BATCHED_TOKENS = 4096  # most tokens of one step
+CPU_BATCHED_TOKENS = 4096  # most tokens of one step, unless one prompt has more
+GPU_BATCHED_TOKENS = 8192
 
 
 def prepare_cpu(spec: EngineSpec) -> None:
@@ -65,34 +66,38 @@ def engine_arguments(spec: EngineSpec, *, on_cpu: bool) -> EngineArgs:
     from titan_rl.generation.vllm_scheduler import SCORE_PLACES, ScoringScheduler
 
     gpu_share = None if on_cpu else spec.gpu_share or _gpu_share(spec)
-    return EngineArgs(
-        model=spec.model_path,
-        skip_tokenizer_init=True,
-        dtype=spec.dtype,  # pyright: ignore[reportArgumentType]
-        seed=spec.seed,
-        max_model_len=spec.max_context + 1,  # room for the token that vLLM samples after a sequence it scores
-        max_num_seqs=spec.max_running + SCORE_PLACES,
-        max_num_active_seqs=spec.max_running,
-        scheduler_cls=AdaptiveScheduler if spec.adapts else ScoringScheduler,
-        kv_cache_memory_bytes=_kv_bytes(spec),
-        enable_prefix_caching=spec.prefix_cache,
-        speculative_config=None if spec.speculative is None else dict(spec.speculative),
-        logprobs_mode="processed_logprobs",
-        generation_config="vllm",
-        async_scheduling=False,  # a step's tokens must come from the weights loaded when it was taken
-        enforce_eager=on_cpu,
+    arguments: dict[str, Any] = {
+        "model": spec.model_path,
+        "skip_tokenizer_init": True,
+        "dtype": spec.dtype,
+        "seed": spec.seed,
+        "max_model_len": spec.max_context + 1,  # room for the token that vLLM samples after a sequence it scores
+        "max_num_seqs": spec.max_running + SCORE_PLACES,
+        "max_num_active_seqs": spec.max_running,
+        "scheduler_cls": AdaptiveScheduler if spec.adapts else ScoringScheduler,
+        "kv_cache_memory_bytes": _kv_bytes(spec),
+        "enable_prefix_caching": spec.prefix_cache,
+        "speculative_config": None if spec.speculative is None else dict(spec.speculative),
+        "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",
+        # With it a step's tokens are handed out while the next step runs already: those that a swap falls between would
+        # be stamped with weights that did not sample them, and scoring could not have other requests stand still.
+        "async_scheduling": False,
+        "enforce_eager": on_cpu,
         # Of a split prompt vLLM rewinds the generator of a seed, which generators on a CPU cannot do.
-        enable_chunked_prefill=False if on_cpu else None,
-        max_num_batched_tokens=max(CPU_BATCHED_TOKENS, spec.max_context + 1) if on_cpu else None,
+        "enable_chunked_prefill": False if on_cpu else None,
+        # vLLM's own default of 2048 would have a full batch of prompts wait for many steps.
+        "max_num_batched_tokens": max(CPU_BATCHED_TOKENS if on_cpu else GPU_BATCHED_TOKENS, spec.max_context + 1),
         # On a CPU the default of 128 hides most of a short conversation from the prefix cache.
-        block_size=32 if on_cpu else None,
-        enable_return_routed_experts=spec.routed_experts,
-        enable_sleep_mode=spec.sleeps,
-        gpu_memory_utilization=gpu_share or EngineArgs.gpu_memory_utilization,
-        tensor_parallel_size=spec.tensor_parallel_size,
-        distributed_executor_backend="external_launcher" if spec.tensor_parallel_size > 1 else "uni",
-        disable_log_stats=True,
-    )
+        "block_size": 32 if on_cpu else None,
+        "enable_return_routed_experts": spec.routed_experts,
+        "enable_sleep_mode": spec.sleeps,
+        "gpu_memory_utilization": gpu_share or EngineArgs.gpu_memory_utilization,
+        "tensor_parallel_size": spec.tensor_parallel_size,
+        "distributed_executor_backend": "external_launcher" if spec.tensor_parallel_size > 1 else "uni",
+        "disable_log_stats": True,
+    }
+    return EngineArgs(**arguments | dict(spec.options))
 
 
 def _gpu_share(spec: EngineSpec) -> float:
