@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -75,7 +76,7 @@ class Turns:
         self._renderer = renderer
         self._tokenizing = tokenizing
         self._constraining = Constraining(renderer, text)
-        self._variants: LRUCache[bytes, Renderer] = LRUCache(_MOST_VARIANTS)  # by the keywords of the template
+        self._of_thread = threading.local()  # renderers by the keywords of their template, of its own tokenizer each
 
     def begin(self, asked: TurnAsk, id_prefix: str) -> ServedTurn:
         """The turn that is asked for. Nothing is tokenized, generated or kept before its `replies`."""
@@ -107,10 +108,11 @@ class Turns:
         if not asked.template_kwargs:
             return self._renderer
         key = identity_of_kwargs(asked.template_kwargs)
-        if (found := self._variants.get(key)) is None:
-            original, tokenizer = map(self._tokenizing.original, (self._renderer, self.text.tokenizer))
-            found = with_template_kwargs(original, asked.template_kwargs, tokenizer)
-            self._variants[key] = found
+        variants: LRUCache[bytes, Renderer] = vars(self._of_thread).setdefault("variants", LRUCache(_MOST_VARIANTS))
+        if (found := variants.get(key)) is None:
+            held = self._tokenizing.held
+            found = with_template_kwargs(held(self._renderer), asked.template_kwargs, held(self.text.tokenizer))
+            variants[key] = found
         return found
 
     def sampling(self, asked: TurnAsk, prompt_token_ids: Sequence[int]) -> SamplingParams:

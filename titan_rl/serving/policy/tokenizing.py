@@ -45,9 +45,9 @@ class Tokenizing:
         self._owned.append(used)
         return cast("T", _Owned(self, len(self._owned) - 1))
 
-    def original(self, used: Any) -> Any:
-        """What was given to `own`."""
-        return self._owned[used.index] if isinstance(used, _Owned) else used
+    def held(self, used: T) -> T:
+        """The object itself that the current thread uses for what `own` returned."""
+        return cast("T", self.present(used.index)) if isinstance(used, _Owned) else used
 
     def present(self, index: int) -> Any:
         """What the current thread uses for what was owned as this."""
