@@ -3,11 +3,14 @@
 The router, rollouter and scheduler are the real ones; engines and trainer only take time (titan_rl.simulate). No
 source gives a histogram of its lengths: where lengths differ, 97% are log-normal and 3% lie within a tenth of the cap.
 The longest answer then takes what the synchronous step takes; medians, the cost of a request beside others, and the
-share of the trainer are assumptions, stated with each workload. No figure is of a schedule that drops answers: those
-train on all they admit. `length bias` is the mean length trained on over the mean length on offer.
+share of the trainer are assumptions, stated with each workload. `--sensitivity` runs each published comparison with
+other values of what its source leaves out, and prints the figure for each of them: a figure says no more than the range
+of these. No figure is of a schedule that drops answers: those train on all they admit. `length bias` is the mean length
+trained on over the mean length on offer.
 
-    python benchmarks/long_tail.py            # all, some minutes
-    python benchmarks/long_tail.py --steps 6  # quicker and noisier
+    python benchmarks/long_tail.py                # all, some minutes
+    python benchmarks/long_tail.py --steps 6      # quicker and noisier
+    python benchmarks/long_tail.py --sensitivity  # how far each figure depends on what is assumed
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import argparse
 import json
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from titan_rl.generation.scripted_engine import CostModel
 from titan_rl.scheduling.settings import SchedulingConfig
@@ -37,6 +40,10 @@ class Case:
     groups_per_step: int
     schedules: dict[str, Knobs] = field(default_factory=dict[str, Knobs])
     steps_per_row: int = 1  # optimizer steps in what the source calls a step
+
+    def only(self, schedule: str) -> Case:
+        """The same with one schedule, beside the synchronous one."""
+        return replace(self, schedules={name: self.schedules[name] for name in ("synchronous", schedule)})
 
     def run(self, steps: int) -> dict[str, SimulationResult]:
         print(f"\n{self.title}")
@@ -84,11 +91,16 @@ DROPPING: Knobs = {**STREAMING, "tail": "drop", "tail_age": 1}
 COLOCATED = {name: knobs for name, knobs in ALL.items() if "partial" in name or name == "synchronous"}
 
 
-def verl_2200() -> Case:
-    """Rollout alone: 16k cap, 8 engines, 128 prompts x 8, median 300 tokens. An engine holds 128 requests, as many as
-    a synchronous step gives it; a full batch costs twice an empty one."""
-    workload = Workload(log_normal_with_tail(median=300, sigma=0.5, cap=16384), group_size=8)
-    cost = CostModel(step=0.02, request=0.02 / 128, prompt_token=1e-5, load=1.0)
+def verl_2200(median: float = 300, full_batch: float = 2.0) -> Case:
+    """Rollout alone: 16k cap, 8 engines, 128 prompts x 8. An engine holds 128 requests, as many as a synchronous step
+    gives it.
+
+    Args:
+        median: length of an answer, in tokens; the source does not say.
+        full_batch: cost of a step of a full batch over that of one request; assumed.
+    """
+    workload = Workload(log_normal_with_tail(median=median, sigma=0.5, cap=16384), group_size=8)
+    cost = CostModel(step=0.02, request=0.02 * (full_batch - 1) / 128, prompt_token=1e-5, load=1.0)
     schedules = {**ALL, "dropping the tail": DROPPING}  # for what it does to the lengths, not for its speed
     return Case("verl #2200, rollout alone", workload, Cluster(8, cost, max_running=128), 128, schedules)
 
@@ -101,18 +113,26 @@ def equal_lengths() -> Case:
     )
 
 
-def apr_gsm8k() -> Case:
-    """128 x 8, colocated, 2k cap, median 300; training takes as long as the synchronous rollout, 44 s."""
-    workload = Workload(log_normal_with_tail(median=300, sigma=0.5, cap=2048), group_size=8)
-    cost = CostModel(step=0.02, request=0.02 / 128, prompt_token=1e-5, load=1.0)
+def apr_gsm8k(median: float = 300, full_batch: float = 2.0) -> Case:
+    """128 x 8, colocated, 2k cap; training takes as long as the synchronous rollout, 44 s.
+
+    Args:
+        median, full_batch: assumed, as those of `verl_2200`.
+    """
+    workload = Workload(log_normal_with_tail(median=median, sigma=0.5, cap=2048), group_size=8)
+    cost = CostModel(step=0.02, request=0.02 * (full_batch - 1) / 128, prompt_token=1e-5, load=1.0)
     cluster = Cluster(8, cost, max_running=128, train_s=44.0, colocated=True)
     return Case("APR, GSM8K", workload, cluster, 128, COLOCATED)
 
 
-def apr_160k() -> Case:
-    """128 x 8, colocated, 160k cap, median 8k; training takes 300 s of a synchronous step of some 3,700 s."""
-    workload = Workload(log_normal_with_tail(median=8000, sigma=0.6, cap=160_000), group_size=8)
-    cost = CostModel(step=0.02, request=0.02 / 128, prompt_token=1e-5, load=1.0)
+def apr_160k(median: float = 8000, full_batch: float = 2.0) -> Case:
+    """128 x 8, colocated, 160k cap; training takes 300 s of a synchronous step of some 3,700 s.
+
+    Args:
+        median, full_batch: assumed, as those of `verl_2200`.
+    """
+    workload = Workload(log_normal_with_tail(median=median, sigma=0.6, cap=160_000), group_size=8)
+    cost = CostModel(step=0.02, request=0.02 * (full_batch - 1) / 128, prompt_token=1e-5, load=1.0)
     cluster = Cluster(8, cost, max_running=128, train_s=300.0, colocated=True)
     return Case("APR, 160k tails", workload, cluster, 128, COLOCATED)
 
@@ -124,16 +144,16 @@ VERL_WAKE_S = 2.0  # assumed: mapping 80 GB anew, and the pull is the cost model
 VERL_MAX_RUNNING = 512  # all 8,192 answers of a step fit the 16 engines of the asynchronous run, as 256 each fit 32
 
 
-def verl_lengths() -> Workload:
-    return Workload(log_normal_with_tail(median=3000, sigma=0.6, cap=28_672), group_size=16)
+def verl_lengths(median: float = 3000) -> Workload:
+    return Workload(log_normal_with_tail(median=median, sigma=0.6, cap=28_672), group_size=16)
 
 
-def verl_cost() -> CostModel:
+def verl_cost(lengths: Workload) -> CostModel:
     """A full batch of 256 costs twice an empty one; scaled so that the synchronous generation of 512 x 16 answers on 32
     engines takes the published 178 s."""
     unit = CostModel(step=1e-3, request=1e-3 / 256, prompt_token=0.0)
     alone = simulate(
-        verl_lengths(),
+        lengths,
         Cluster(32, unit, max_running=VERL_MAX_RUNNING),
         SchedulingConfig(groups_per_step=VERL_STEP_PROMPTS, max_staleness=0),
         num_steps=2,
@@ -160,7 +180,7 @@ def verl_colocated(cost: CostModel) -> Case:
     return Case("verl, 7B, 28k: colocated", verl_lengths(), cluster, VERL_STEP_PROMPTS, schedules)
 
 
-def verl_async(cost: CostModel) -> Case:
+def verl_async(cost: CostModel, lengths: Workload | None = None) -> Case:
     """Half of the devices generate, half train. The source's own figures have the update take as long on half of them,
     and no recomputed logprobs. It trains four batches between two syncs, where we pull after each: its staleness 0 is
     up to 3 versions of ours, and more than 0 up to 7. Finished groups overtake as far as that allows."""
@@ -175,18 +195,56 @@ def verl_async(cost: CostModel) -> Case:
         for staleness in VERL_ASYNC_PUBLISHED
     }
     title = "verl fully asynchronous, 7B, 28k, 64 + 64 devices (published 231, 171, 146, 151 s)"
-    return Case(title, verl_lengths(), cluster, VERL_BATCH, schedules, steps_per_row=parts)
+    return Case(title, lengths or verl_lengths(), cluster, VERL_BATCH, schedules, steps_per_row=parts)
+
+
+def speedup(results: dict[str, SimulationResult], name: str) -> float:
+    return results["synchronous"].mean_step_s / results[name].mean_step_s
+
+
+def sensitivity(steps: int) -> None:
+    """The figures that are compared with a publication, over what that leaves out."""
+    for median in (300, 1000, 2000, 4000):
+        value = speedup(verl_2200(median).only("streaming").run(steps), "streaming")
+        tell(f"verl_2200_streaming_speedup_median_{median}", value, 2.0, "ratio, at least")
+    for full_batch in (1.5, 4.0):
+        value = speedup(verl_2200(full_batch=full_batch).only("streaming").run(steps), "streaming")
+        tell(f"verl_2200_streaming_speedup_full_batch_{full_batch}", value, 2.0, "ratio, at least")
+    for name, case, medians, target in (
+        ("apr_gsm8k", apr_gsm8k, (150, 300, 600, 1000), 0.117),
+        ("apr_160k", apr_160k, (4000, 8000, 16_000, 32_000), 0.511),
+    ):
+        for median in medians:
+            value = 1 - 1 / speedup(case(median).only("partial (abort)").run(steps), "partial (abort)")
+            tell(f"{name}_time_reduction_median_{median}", value, target, "share, at least")
+        for full_batch in (1.5, 4.0):
+            results = case(full_batch=full_batch).only("partial (abort)").run(steps)
+            value = 1 - 1 / speedup(results, "partial (abort)")
+            tell(f"{name}_time_reduction_full_batch_{full_batch}", value, target, "share, at least")
+    for median in (1500, 6000):
+        lengths = verl_lengths(median)
+        case = verl_async(verl_cost(lengths), lengths)
+        results = case.run(max(2, steps // 2))
+        for staleness, published in VERL_ASYNC_PUBLISHED.items():
+            seconds = results[f"staleness {staleness}"].mean_step_s * case.steps_per_row
+            tell(f"verl_async_staleness_{staleness}_step_median_{median}", seconds, published, "s, at most")
+
+
+def tell(name: str, value: float, target: float, unit: str) -> None:
+    print(json.dumps({"name": name, "value": round(value, 3), "target": target, "unit": unit}), flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=12, help="measured steps of each schedule")
-    steps = parser.parse_args().steps
+    parser.add_argument("--sensitivity", action="store_true", help="vary what the sources leave out, instead")
+    arguments = parser.parse_args()
+    if arguments.sensitivity:
+        sensitivity(arguments.steps)
+        return
+    steps = arguments.steps
     began = time.perf_counter()
     figures: list[tuple[str, float, float, str]] = []
-
-    def speedup(results: dict[str, SimulationResult], name: str) -> float:
-        return results["synchronous"].mean_step_s / results[name].mean_step_s
 
     results = verl_2200().run(steps)
     figures.append(("verl_2200_streaming_speedup", speedup(results, "streaming"), 2.0, "ratio, at least"))
@@ -194,7 +252,7 @@ def main() -> None:
     figures.append(("apr_gsm8k_time_reduction", 1 - 1 / speedup(results, "partial (abort)"), 0.117, "share, at least"))
     results = apr_160k().run(steps)
     figures.append(("apr_160k_time_reduction", 1 - 1 / speedup(results, "partial (abort)"), 0.511, "share, at least"))
-    cost = verl_cost()
+    cost = verl_cost(verl_lengths())
     results = verl_colocated(cost).run(max(2, steps // 4))
     slept = results["synchronous (sleep)"].mean_step_s - results["synchronous"].mean_step_s
     figures.append(("verl_colocated_sleep_cost", slept, 3.0, "s, at most"))
@@ -208,7 +266,7 @@ def main() -> None:
 
     print(f"\n{time.perf_counter() - began:.0f} s", file=sys.stderr)
     for name, value, target, unit in figures:
-        print(json.dumps({"name": name, "value": round(value, 3), "target": target, "unit": unit}))
+        tell(name, value, target, unit)
 
 
 if __name__ == "__main__":

@@ -1,24 +1,36 @@
 """The same task, base model, data, batch, reward and steps on TRL's GRPOTrainer and here, in one run on one machine.
 
-    python -m benchmarks.vs_trl [--seeds 3] [--steps 60] [--tasks short long_tail] [--staleness 2]
+    python -m benchmarks.vs_trl [--seeds 5] [--steps 60] [--tasks short long_tail] [--modes default vllm]
 
-`short` sorts lists of 2 to 5 names. In `long_tail` one prompt in twelve has 24 names, so its answer is some ten times
-as long as the others. Each task's base model is trained first and kept in build/vs_trl; TRL runs in an environment of
-its own, build/trl-env, which has the same torch and transformers. Both systems generate at temperature 1 and clip and
-average alike; TRL is synchronous, and here one generator samples from weights that are up to `--staleness` steps old.
-The speedup is the ratio of seconds a step after the first, median over the seeds, TRL and this library in turn.
-`reward_difference` is that of the last ten steps, mean over the seeds.
+Tasks. `short` sorts lists of 2 to 5 names. In `long_tail` one prompt in twelve has 24 names, so its answer is some ten
+times as long as the others. Each task's base model is trained first and kept in build/vs_trl.
+
+Sides. TRL generates with transformers (`default`, as it does unless told otherwise), and with vLLM in the same process
+(`vllm`, its colocated mode, whose weight sync is repaired for vLLM on a CPU; see `trl_run.py`). It is synchronous and
+has both cores in turn. Here a vLLM engine, the trainer and the controller share the two cores, with a thread each, and
+weights are up to `--staleness` steps old. All generate at temperature 1, and clip and average alike.
+
+Figures. Seconds are counted from the end of the first step, so that starting is left out on each side; saving every
+ten steps is in. Each saved policy is evaluated afterwards, by the same program, on 64 held-out prompts with 4 answers
+each. For each TRL mode: `speedup` is the ratio of seconds a step; `reward_gap` the difference of held-out reward after
+the last step, ours minus TRL's, with its standard error over the seeds; `area_between_curves` the mean difference of
+held-out reward over the time that the faster side takes; `time_to_reward` the ratio of seconds to a quarter, half and
+three quarters of the way from the base's reward to the lower of the two last ones. A speedup without a mode is against
+the mode that is faster for that seed.
 """
 
 from __future__ import annotations
 
 import argparse
+import bisect
 import json
 import os
 import random
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
+from math import sqrt
 from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any
@@ -27,9 +39,34 @@ from examples.alphabet_sort.data import Sample, draw_turns, name_pool
 from examples.alphabet_sort.task import AlphabetSort
 
 ROOT = Path(__file__).resolve().parent.parent
-TRL = "trl==1.16.0"
 GROUPS, SIBLINGS, LR, CONTEXT = 16, 8, 3e-4, 256
-Curve = list[tuple[float, float]]  # of each step: reward, seconds since the start
+SAVED_EVERY = 10  # steps
+MODES = {"default": {}, "vllm": {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": CONTEXT}}
+"""How TRL generates: the arguments of `GRPOConfig`."""
+LEVELS = (0.25, 0.5, 0.75)
+
+
+@dataclass
+class Curve:
+    """Held-out reward of one run over the seconds since the end of its first step."""
+
+    seconds_a_step: float
+    points: list[tuple[float, float]]  # (seconds, reward), from the base at 0 s on
+
+    def reward_at(self, seconds: float) -> float:
+        """Interpolated linearly; the last reward after the end."""
+        at = bisect.bisect_right([point[0] for point in self.points], seconds)
+        if at == len(self.points):
+            return self.points[-1][1]
+        (left_s, left), (right_s, right) = self.points[at - 1], self.points[at]
+        return left + (right - left) * (seconds - left_s) / (right_s - left_s)
+
+    def seconds_to(self, reward: float) -> float:
+        """Until the curve first reaches a reward that it does reach."""
+        for (left_s, left), (right_s, right) in zip(self.points, self.points[1:], strict=False):
+            if right >= reward > left:
+                return left_s + (right_s - left_s) * (reward - left) / (right - left)
+        return self.points[-1][0]
 
 
 class SortLists(AlphabetSort):
@@ -98,34 +135,58 @@ def run_titan_rl(
     )
 
 
-def make_trl_environment() -> Path:
-    """An interpreter that has TRL, and this one's torch and transformers."""
-    folder = ROOT / "build" / "trl-env"
-    python = folder / "bin" / "python"
-    if not (folder / "done").exists():
-        subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
-        (packages,) = folder.glob("lib/python*/site-packages")
-        mine = next(path for path in sys.path if path.endswith("site-packages"))
-        (packages / "shared.pth").write_text(mine)
-        subprocess.run([str(python), "-m", "pip", "install", "--quiet", TRL], check=True, stderr=subprocess.DEVNULL)
-        (folder / "done").touch()
-    return python
-
-
-def run_trl(python: Path, base: Path, name: str, seed: int, steps: int, folder: Path) -> Curve:
-    settings = {"base": str(base), "out": str(folder / "trl"), "seed": seed, "steps": steps, "lr": LR}
+def run_trl(base: Path, name: str, mode: str, seed: int, steps: int, folder: Path) -> Curve:
+    out = folder / f"trl-{mode}"
+    settings = {"base": str(base), "out": str(out), "seed": seed, "steps": steps, "lr": LR, "mode": MODES[mode]}
     path = folder / "settings.json"
     path.write_text(json.dumps(settings | {"task": TASKS[name]["task"], "max_tokens": TASKS[name]["max_tokens"]}))
-    output = subprocess.run(
-        [str(python), "-m", "benchmarks.trl_run", str(path)],
+    output = run_part("train", path, folder / f"trl-{mode}.log", threads=os.cpu_count() or 1)  # nothing else runs
+    seconds = json.loads(output.splitlines()[-1])
+    return curve_of(base, name, seconds, {step: out / f"checkpoint-{step}" for step in saved_steps(steps)}, folder)
+
+
+def run_part(part: str, settings: Path, log: Path, *, threads: int) -> str:
+    """What a part of `trl_run.py` prints."""
+    alone = {  # vLLM's engine in TRL's process, which is a world of one rank
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29591",
+        "OMP_NUM_THREADS": str(threads),
+    }
+    return subprocess.run(
+        [sys.executable, "-m", "benchmarks.trl_run", part, str(settings)],
         cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "2"},  # all cores: nothing else runs
+        env=os.environ | alone,
         check=True,
         stdout=subprocess.PIPE,
-        stderr=(folder / "trl.log").open("w"),
+        stderr=log.open("w"),
         text=True,
     ).stdout
-    return json.loads(output.splitlines()[-1])
+
+
+def saved_steps(steps: int) -> list[int]:
+    return [*range(SAVED_EVERY, steps, SAVED_EVERY), steps]
+
+
+def curve_of(base: Path, name: str, seconds: list[float], policies: dict[int, Path], folder: Path) -> Curve:
+    """
+    Args:
+        seconds: at the end of each step.
+        policies: Hugging Face folders by step.
+    """
+    path = folder / "evaluate.json"
+    folders = [str(base), *(str(policy) for policy in policies.values())]
+    path.write_text(json.dumps({"policies": folders, **{key: TASKS[name][key] for key in ("task", "max_tokens")}}))
+    rewards = json.loads(
+        run_part("evaluate", path, folder / "evaluate.log", threads=os.cpu_count() or 1).splitlines()[-1]
+    )
+    times = [0.0, *(seconds[step - 1] - seconds[0] for step in policies)]
+    return Curve((seconds[-1] - seconds[0]) / (len(seconds) - 1), list(zip(times, rewards, strict=True)))
 
 
 def run_ours(base: Path, name: str, seed: int, steps: int, staleness: int, folder: Path) -> Curve:
@@ -139,48 +200,79 @@ def run_ours(base: Path, name: str, seed: int, steps: int, staleness: int, folde
         "scheduling": {"groups_per_step": GROUPS, "max_staleness": staleness},
         "training": {"steps": steps, "lr": LR, "row_tokens": 4096, "rows_per_micro_batch": 1},
         "generation": {"num_generators": 1, "max_running": 2 * GROUPS * SIBLINGS, "kv_cache_gib": 0.5},
-        "validation": {"num_prompts": 1, "samples_per_prompt": 1},
+        "validation": {"num_prompts": 0},
+        "checkpoint": {"interval": SAVED_EVERY, "interval_s": 0.0, "keep": steps},
     }
     run_titan_rl("train", settings, config, folder / "ours.log", threads=1, seed=seed)
-    records = [json.loads(line) for line in (folder / "runs" / "latest" / "metrics.jsonl").read_text().splitlines()]
-    return [(r["rollout/reward_mean"], r["time_s"]) for r in records if "train/loss" in r]
+    run = folder / "runs" / "latest"
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    seconds = [record["time_s"] for record in records if "train/loss" in record]
+    policies = {step: folder / "exported" / str(step) for step in saved_steps(steps)}
+    (folder / "exported").mkdir()
+    for step, policy in policies.items():
+        checkpoint = run / "checkpoints" / f"step-{step:06}"
+        command = [sys.executable, "-m", "titan_rl.training.export", str(base), str(checkpoint), str(policy), "float32"]
+        subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    return curve_of(base, name, seconds, policies, folder)
 
 
-def seconds_a_step(curve: Curve) -> float:
-    return (curve[-1][1] - curve[0][1]) / (len(curve) - 1)
-
-
-def measure(name: str, seeds: int, steps: int, staleness: int) -> None:
-    base, python = make_base(name), make_trl_environment()
-    speedups: list[float] = []
-    gaps: list[float] = []
+def measure(name: str, modes: list[str], seeds: int, steps: int, staleness: int) -> None:
+    base = make_base(name)
+    ours: list[Curve] = []
+    theirs: dict[str, list[Curve]] = {mode: [] for mode in modes}
     for seed in range(seeds):
         with tempfile.TemporaryDirectory() as folder:
-            trl = run_trl(python, base, name, seed, steps, Path(folder))
-            ours = run_ours(base, name, seed, steps, staleness, Path(folder))
-        speedups.append(seconds_a_step(trl) / seconds_a_step(ours))
-        gaps.append(fmean(r for r, _ in ours[-10:]) - fmean(r for r, _ in trl[-10:]))
-        print(f"{name}, seed {seed}: {seconds_a_step(trl):.2f} s a step on TRL, {seconds_a_step(ours):.2f} here")
-        print("  step       " + "".join(f"{step:7d}" for step in range(10, steps + 1, 10)))
-        for system, curve in (("TRL", trl), ("titan_rl", ours)):
-            means = (fmean(r for r, _ in curve[step - 10 : step]) for step in range(10, steps + 1, 10))
-            print(f"  {system:<11}" + "".join(f"{mean:7.3f}" for mean in means), flush=True)
-    noise = stdev(gaps) if len(gaps) > 1 else 0.0
-    speedup = {"name": f"speedup_{name}", "value": round(median(speedups), 2), "target": TASKS[name]["target"]}
-    gap = {"name": f"reward_difference_{name}", "value": round(fmean(gaps), 3), "target": 0.0}
-    print(json.dumps(speedup | {"unit": "ratio"}))
-    print(json.dumps(gap | {"unit": f"reward, +- {noise:.3f} over seeds"}), flush=True)
+            for mode in modes:
+                theirs[mode].append(run_trl(base, name, mode, seed, steps, Path(folder)))
+            ours.append(run_ours(base, name, seed, steps, staleness, Path(folder)))
+        for system, curve in (*((f"TRL, {mode}", theirs[mode][-1]) for mode in modes), ("titan_rl", ours[-1])):
+            points = "  ".join(f"{seconds:.0f} s {reward:.3f}" for seconds, reward in curve.points)
+            print(f"{name}, seed {seed}, {system}: {curve.seconds_a_step:.2f} s a step; {points}", flush=True)
+    for mode in modes:
+        compare(f"{name}_vs_{mode}", ours, theirs[mode])
+    fastest = [min((theirs[mode][seed] for mode in modes), key=lambda c: c.seconds_a_step) for seed in range(seeds)]
+    ratios = [trl.seconds_a_step / mine.seconds_a_step for trl, mine in zip(fastest, ours, strict=True)]
+    tell(f"speedup_{name}", median(ratios), TASKS[name]["target"], f"ratio, {min(ratios):.2f} to {max(ratios):.2f}")
+
+
+def compare(name: str, ours: list[Curve], theirs: list[Curve]) -> None:
+    pairs = list(zip(ours, theirs, strict=True))
+    ratios = [trl.seconds_a_step / mine.seconds_a_step for mine, trl in pairs]
+    tell(f"speedup_{name}", median(ratios), None, f"ratio, {min(ratios):.2f} to {max(ratios):.2f}")
+    gaps = [mine.points[-1][1] - trl.points[-1][1] for mine, trl in pairs]
+    error = stdev(gaps) / sqrt(len(gaps)) if len(gaps) > 1 else float("nan")
+    tell(f"reward_gap_{name}", fmean(gaps), 0.0, f"held-out reward, standard error {error:.3f}")
+    areas: list[float] = []
+    for mine, trl in pairs:
+        until = min(mine.points[-1][0], trl.points[-1][0])
+        times = [until * (k + 0.5) / 200 for k in range(200)]
+        areas.append(fmean(mine.reward_at(t) - trl.reward_at(t) for t in times))
+    tell(f"area_between_curves_{name}", fmean(areas), None, "mean difference of held-out reward over time")
+    for level in LEVELS:
+        ratios = []
+        for mine, trl in pairs:
+            begin, end = mine.points[0][1], min(mine.points[-1][1], trl.points[-1][1])
+            reward = begin + level * (end - begin)
+            if mine.seconds_to(reward) > 0:
+                ratios.append(trl.seconds_to(reward) / mine.seconds_to(reward))
+        if ratios:
+            tell(f"time_to_reward_{level}_{name}", median(ratios), None, "ratio of seconds")
+
+
+def tell(name: str, value: float, target: float | None, unit: str) -> None:
+    print(json.dumps({"name": name, "value": round(value, 3), "target": target, "unit": unit}), flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
+    parser.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES))
     parser.add_argument("--staleness", type=int, default=2)
     arguments = parser.parse_args()
     for name in arguments.tasks:
-        measure(name, arguments.seeds, arguments.steps, arguments.staleness)
+        measure(name, arguments.modes, arguments.seeds, arguments.steps, arguments.staleness)
 
 
 if __name__ == "__main__":
