@@ -4,7 +4,7 @@
 
 One conversation in twenty-five waits three seconds for a slow tool between its turns. The figure is mostly the length
 of that wait, so each of `--slow_s` is run and has a line of its own; with 0 s no conversation waits. A synchronous step
-waits for the slowest of its 128; a streaming one trains on the groups that are done and lets the others go on. Both runs
+waits for the slowest of its 128; a streaming one trains on the groups that are done, and the others go on. Both runs
 are the shipped CPU config with the same seed, data and number of steps, one after the other. Time is that of training
 steps alone: starting and validating are the same for both. One JSON line a figure: `name`, `value`, `target`, `unit`.
 """
