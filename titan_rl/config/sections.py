@@ -129,7 +129,8 @@ class StateDictConfig(Section):
     """With tcp, hosts that each host sends a version to: 1 makes a chain of them, in which the trainer sends it once,
     and more a tree."""
     anchor_interval: Annotated[PositiveInt, _TCP] = 16
-    """With tcp, every so many versions all bytes are sent, and of the others only what changed; 1 always sends all."""
+    """With tcp, every so many versions all bytes are sent, and of the others only what changed, also to a host that
+    missed some since the last of these; 1 always sends all."""
     num_probes: NonNegativeInt | None = None
     """Sequences whose logprobs the trainer publishes with each version; 0 verifies nothing. By default 4 in float32 and
     32 in bfloat16."""

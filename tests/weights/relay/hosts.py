@@ -65,7 +65,7 @@ class OddHost:
     def sends_deltas(self, encoded: bytes, *, crc: int | None = None) -> None:
         for _ in range(self.copy.num_chunks):
             delta = ChunkDelta.of(self.remote.version - 1, encoded)
-            self.copy.add(delta if crc is None else ChunkDelta(delta.base, encoded, crc))
+            self.copy.add((delta if crc is None else ChunkDelta(delta.base, encoded, crc),))
 
     def sends_slowly(self, data: np.ndarray, every_s: float, stop: threading.Event) -> None:
         """The right bytes, a chunk now and then, until it is told to stop."""

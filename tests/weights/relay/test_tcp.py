@@ -38,14 +38,23 @@ def weights(seed: int = 0) -> torch.Tensor:
     return torch.randn(NUMBERS, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
-def stepped(tensor: torch.Tensor, seed: int, share: float = 0.02) -> torch.Tensor:
-    """The same, but for a unit in the last place of a few."""
-    at = torch.rand(len(tensor), generator=torch.Generator().manual_seed(seed)) < share
-    return (tensor.view(torch.int16) + at.to(torch.int16)).view(torch.bfloat16)
+def stepped(tensor: torch.Tensor, seed: int, share: float = 0.02, units: int = 1) -> torch.Tensor:
+    """The same, but for a unit in the last place of a few, or as many as `units`."""
+    random = torch.Generator().manual_seed(seed)
+    at = torch.rand(len(tensor), generator=random) < share
+    by = torch.randint(1, units + 1, at.shape, generator=random, dtype=torch.int16)
+    return (tensor.view(torch.int16) + at * by).view(torch.bfloat16)
 
 
 def publish(writer: TCPTransport, version: int, tensor: torch.Tensor) -> Manifest:
     return arrived(writer.publish(version, [("w", tensor)]))
+
+
+def encoded() -> None:
+    """Wait until the deltas of the last published version are made, as they are between two steps of a run."""
+    for thread in threading.enumerate():
+        if thread.name == "encode weights":
+            thread.join()
 
 
 def read(reader: TCPTransport, manifest: Manifest) -> torch.Tensor:
@@ -100,6 +109,100 @@ def test_of_the_next_version_only_what_changed_is_sent(hosts: Hosts) -> None:
             assert share < 0.1 if version > 1 else share == 1.0
         assert writer.sent_bytes - sent == readers[0].pull_figures()["received_bytes"]
         tensor = stepped(tensor, version)
+
+
+def test_a_reader_that_missed_versions_gets_the_chain_of_deltas_since_its_own(hosts: Hosts) -> None:
+    writer, reader = hosts.end("t"), hosts.end("h")
+    tensor = weights()
+    assert read(reader, publish(writer, 1, tensor)).equal(tensor)
+    for version in range(2, 6):  # which the only reader misses, but for the last
+        tensor = stepped(tensor, version)
+        manifest = publish(writer, version, tensor)
+        encoded()
+        writer.release(version - 2)
+    assert read(reader, manifest).equal(tensor)
+    assert reader.pull_figures()["received_share"] < 0.4
+
+
+def test_a_host_sends_the_chain_on_to_one_that_missed_more(hosts: Hosts) -> None:
+    writer, first, second = hosts.end("t"), hosts.end("first"), hosts.end("second")
+    tensor = weights()
+    for version in range(1, 6):
+        manifest = publish(writer, version, tensor)
+        for reader, versions in ((first, (1, 3, 4, 5)), (second, (1, 5))):
+            if version in versions:
+                assert read(reader, manifest).equal(tensor)
+        encoded()
+        writer.release(version - 2)
+        sent = writer.sent_bytes
+        tensor = stepped(tensor, version)
+    assert second.pull_figures()["received_share"] < 0.4
+    assert writer.sent_bytes == sent  # the second host read from the first
+
+
+def test_a_chain_as_large_as_the_version_is_not_kept(hosts: Hosts) -> None:
+    writer, reader = hosts.end("t"), hosts.end("h")
+    tensor = weights()
+    read(reader, publish(writer, 1, tensor))
+    for version in range(2, 10):
+        tensor = stepped(tensor, version, share=0.3, units=64)  # a delta is about a sixth of the version
+        manifest = publish(writer, version, tensor)
+        encoded()
+    assert read(reader, manifest).equal(tensor)
+    assert reader.pull_figures()["received_share"] == 1.0
+
+
+def test_nothing_is_encoded_where_nobody_on_another_host_reads(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def encode(*arguments: object) -> None:
+        raise AssertionError("a delta nobody asked for")
+
+    monkeypatch.setattr("titan_rl.weights.relay.delta.encode", encode)
+    writer = hosts.end("t")
+    for version in range(1, 4):
+        publish(writer, version, weights())
+        encoded()
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    st.lists(
+        st.tuples(st.sets(st.integers(0, 2)), st.sampled_from(["step", "step", "step", "jump", "big step"])),
+        min_size=2,
+        max_size=8,
+    ),
+    st.integers(1, 2),
+    st.sampled_from([4, 100]),
+)
+def test_whichever_versions_readers_miss_they_get_the_exact_bytes_and_never_more_than_all(
+    versions: list[tuple[set[int], str]], fanout: int, anchor_interval: int
+) -> None:
+    with TemporaryDirectory() as folder:
+        hosts = Hosts(Path(folder))
+        try:
+            writer = hosts.end("t", fanout=fanout, anchor_interval=anchor_interval)
+            readers = [hosts.end(f"h{index}") for index in range(3)]
+            tensor, has = weights(), dict[int, int]()
+            since = 1  # the first version after which all were small steps
+            for version, (reading, change) in enumerate(versions, 1):
+                shares = {"step": 0.02, "big step": 0.3}
+                tensor = weights(version) if change == "jump" else stepped(tensor, version, shares[change])
+                if change != "step" or version % anchor_interval == 0:
+                    since = version
+                manifest = publish(writer, version, tensor)
+                encoded()
+                writer.release(version - 2)
+                for index in sorted(reading):
+                    assert read(readers[index], manifest).equal(tensor)
+                    share = readers[index].pull_figures()["received_share"]
+                    assert share <= 1.0
+                    if has.get(index, 0) >= since and index == min(reading):  # it reads from the trainer
+                        assert share < 0.5
+                    has[index] = version
+        finally:
+            hosts.close()
+        assert not hosts.left()
 
 
 def test_an_anchor_is_sent_whole(hosts: Hosts) -> None:

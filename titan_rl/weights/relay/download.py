@@ -148,6 +148,7 @@ class Download:
             base = None if self._base is None else self._base.version
             send(connection, {**message, "base": base, "first": copy.ready, "count": count})
             last = min(copy.ready + count, copy.num_chunks)
+            steps: list[ChunkDelta] = []  # to the chunk that comes
             while copy.ready < last:
                 head = receive_head(connection)
                 came(0)
@@ -163,26 +164,32 @@ class Download:
                 if head.kind is Kind.RAW:
                     receive_into(connection, chunk.data, came)
                     copy.add()
+                    steps.clear()
                 else:
                     encoded = bytearray(head.num_bytes)
                     receive_into(connection, memoryview(encoded), came)
-                    self._apply(copy, bytes(encoded), head.crc)
+                    step = ChunkDelta(head.base, bytes(encoded), head.crc)
+                    self._apply(copy, step, is_first=not steps)
+                    steps.append(step)
+                    if head.kind is Kind.DELTA:
+                        copy.add(steps, self._base)
+                        steps.clear()
                 self.received_bytes += head.num_bytes
 
-    def _apply(self, copy: ShardCopy, encoded: bytes, crc: int) -> None:
+    def _apply(self, copy: ShardCopy, step: ChunkDelta, *, is_first: bool) -> None:
         base = self._base
-        if base is None:
+        if base is None or (is_first and step.base != base.version):
             raise ConnectionLostError("a delta that was not asked for")
         chunk = copy.chunk(copy.ready)
-        chunk[:] = base.chunk(copy.ready)
+        if is_first:
+            chunk[:] = base.chunk(copy.ready)
         try:
-            if zlib.crc32(encoded) != crc:
+            if zlib.crc32(step.encoded) != step.crc:
                 raise StateDictError("a delta of weights has another checksum than its sender says")
-            delta.apply(encoded, chunk)
+            delta.apply(step.encoded, chunk)
         except StateDictError as error:
             self._base = None  # the rest, and this chunk, whole
             raise ConnectionLostError(str(error)) from error
-        copy.add(ChunkDelta(base.version, encoded, crc))
 
 
 def is_right(copy: ShardCopy, expected_checksum: int) -> bool:

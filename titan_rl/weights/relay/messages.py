@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from titan_rl.errors import StateDictError
 
 _LENGTH = struct.Struct("<I")
-_HEAD = struct.Struct("<BIII")  # kind, index, bytes, CRC
+_HEAD = struct.Struct("<BIIIq")  # kind, index, bytes, CRC, base
 _MOST = 1 << 20  # bytes of a message
 SILENCE_S = 3.0
 """Who says nothing for so long is gone. A sender that waits itself says so several times within it."""
@@ -30,6 +30,7 @@ class Kind(IntEnum):
     DELTA = 1
     WAIT = 2  # nothing: the sender waits, too
     FAILED = 3  # what is wrong, as text
+    STEP = 4  # a delta to a version between, which another delta of the same chunk follows
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,7 @@ class Head:
     index: int  # of the chunk
     num_bytes: int
     crc: int  # of a delta
+    base: int  # the version that a delta is applied to
 
 
 class ConnectionLostError(Exception):
@@ -99,9 +101,14 @@ def ask(address: str, message: dict[str, Any]) -> dict[str, Any]:
 
 
 def send_chunk(
-    connection: socket.socket, kind: Kind, index: int = 0, data: NDArray[np.uint8] | bytes = b"", crc: int = 0
+    connection: socket.socket,
+    kind: Kind,
+    index: int = 0,
+    data: NDArray[np.uint8] | bytes = b"",
+    crc: int = 0,
+    base: int = 0,
 ) -> None:
-    _send_all(connection, _HEAD.pack(kind, index, len(data), crc))
+    _send_all(connection, _HEAD.pack(kind, index, len(data), crc, base))
     if len(data):
         _send_all(connection, data if isinstance(data, bytes) else data.data)
 
@@ -111,11 +118,11 @@ def receive_head(connection: socket.socket) -> Head:
     Raises:
         StateDictError: the other end says that it could not.
     """
-    kind, index, num_bytes, crc = _HEAD.unpack(_receive(connection, _HEAD.size))
+    kind, index, num_bytes, crc, base = _HEAD.unpack(_receive(connection, _HEAD.size))
     if kind == Kind.FAILED:
         raise StateDictError(_receive(connection, min(num_bytes, _MOST)).decode(errors="replace"))
     try:
-        return Head(Kind(kind), index, num_bytes, crc)
+        return Head(Kind(kind), index, num_bytes, crc, base)
     except ValueError as error:
         raise ConnectionLostError(f"no chunk: {error}") from error
 

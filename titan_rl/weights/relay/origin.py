@@ -1,4 +1,4 @@
-"""A trainer rank's end: its shards for other hosts, with what changed in them."""
+"""The trainer rank's end of the relay: its shards for other hosts, whole and as deltas."""
 
 from __future__ import annotations
 
@@ -22,10 +22,12 @@ SAMPLED = 8  # chunks by which it is known whether a version is worth a delta
 
 
 class ShardOrigin:
-    """Offers one rank's versions to other hosts, whole and as changes of the version before.
+    """Offer one rank's versions to other hosts, whole and as the chain of deltas since an older version.
 
-    A version has a delta if somebody on another host read the one before it, unless it is an anchor, or most of its
-    numbers changed. It is made in threads of its own, chunk by chunk, and sent meanwhile.
+    A version has a delta to the one before it as long as some host reads, or has a version from which the chain of
+    deltas is known, unless it is an anchor, or most of its numbers changed. It is made in threads of its own, chunk by
+    chunk, and sent meanwhile. A host that missed versions is sent the deltas of all of them, which are kept as long as
+    those of a chunk are fewer bytes than the chunk.
 
     Args:
         interface: the address at which other hosts reach this one.
@@ -41,7 +43,8 @@ class ShardOrigin:
         self._key, self._token = secrets.token_hex(8), secrets.token_hex(16)
         self._chain = Chain(fanout)
         self._anchor_interval = anchor_interval
-        self._is_read = False  # the newest version, by another host
+        self._is_read = False  # another host has read since the newest version was offered
+        self._last_read: int | None = None  # newest version that another host reads
         self._encoding: threading.Thread | None = None
         self._stop = threading.Event()
         self._server.admit(self._token)
@@ -63,7 +66,7 @@ class ShardOrigin:
         older = self._server.copies(self._key)
         base = older[max(older)] if older else None
         is_anchor = version % self._anchor_interval == 0
-        if is_anchor or not self._is_read or base is None or len(base.data) != len(data):
+        if is_anchor or base is None or len(base.data) != len(data) or not self._is_wanted(base):
             copy.complete()
         else:
             self._stop.clear()
@@ -92,10 +95,16 @@ class ShardOrigin:
         self.keep(())
         self._server.close()
 
+    def _is_wanted(self, base: ShardCopy) -> bool:
+        """Whether some host would be sent less of the next version if its deltas from `base` were known."""
+        return self._is_read or (self._last_read is not None and base.follows(self._last_read))
+
     def _place(self, message: dict[str, Any]) -> dict[str, Any]:
+        version = int(message["version"])
         self._is_read = True
+        self._last_read = version if self._last_read is None else max(version, self._last_read)
         avoid = [str(name) for name in message["avoid"]]
-        place = self._chain.place(int(message["version"]), str(message["host"]), str(message["address"]), avoid)
+        place = self._chain.place(version, str(message["host"]), str(message["address"]), avoid)
         name, address, hops = place or ("", self._server.address, 0)
         return {"host": name, "address": address, "hops": hops}
 
@@ -107,7 +116,7 @@ class ShardOrigin:
             sample = range(0, copy.num_chunks, -(-copy.num_chunks // SAMPLED))
             if sum(encoded(index) is None for index in sample) <= len(sample) / 2:
                 for one in _in_order(encoded, copy.num_chunks, self._stop):
-                    copy.add(None if one is None else ChunkDelta.of(base.version, one))
+                    copy.add(() if one is None else (ChunkDelta.of(base.version, one),), base)
         finally:
             copy.complete()
 

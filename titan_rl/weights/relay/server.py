@@ -126,7 +126,7 @@ class RelayServer:
                 self._connections.discard(connection)
 
     def _send_copy(self, connection: socket.socket, message: Message) -> None:
-        """The chunks of a copy as they become ready, each as delta where there is one for the asker."""
+        """Send the chunks of a copy as they become ready, each as the deltas since the asker's version if known."""
         key, version, base = str(message["key"]), int(message["version"]), message["base"]
         with self._lock:
             copy = self._copies.get((key, version))
@@ -137,14 +137,14 @@ class RelayServer:
             for index in range(first, min(first + count, copy.num_chunks)):
                 while not copy.wait_for(index, BEAT_S):
                     send_chunk(connection, Kind.WAIT)
-                delta = copy.delta(index, base)
-                if delta is None:
-                    data = copy.chunk(index)
-                    send_chunk(connection, Kind.RAW, index, data)
-                else:
-                    data = delta.encoded
-                    send_chunk(connection, Kind.DELTA, index, data, delta.crc)
-                self.sent_bytes += len(data)  # a figure: one lost to another thread does not matter
+                deltas = copy.deltas(index, base)
+                for delta in deltas:
+                    kind = Kind.DELTA if delta is deltas[-1] else Kind.STEP
+                    send_chunk(connection, kind, index, delta.encoded, delta.crc, delta.base)
+                if not deltas:
+                    send_chunk(connection, Kind.RAW, index, copy.chunk(index))
+                # A figure: one lost to another thread does not matter.
+                self.sent_bytes += sum(len(each.encoded) for each in deltas) or len(copy.chunk(index))
         except StateDictError as error:
             send_chunk(connection, Kind.FAILED, data=str(error).encode())
 

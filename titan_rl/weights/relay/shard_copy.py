@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,7 +48,7 @@ class ShardCopy:
         self.chunk_bytes = chunk_size(len(data))
         self.num_chunks = -(-len(data) // self.chunk_bytes)
         self._ready = 0
-        self._deltas: dict[int, ChunkDelta] = {}
+        self._chains: dict[int, tuple[ChunkDelta, ...]] = {}  # by chunk: deltas, each to the base of the next
         self._problem: str | None = None
         self._changed = threading.Condition()
 
@@ -64,11 +65,23 @@ class ShardCopy:
         """The memory of a chunk."""
         return self.data[index * self.chunk_bytes : (index + 1) * self.chunk_bytes]
 
-    def add(self, delta: ChunkDelta | None = None) -> None:
-        """The next chunk is ready. With the delta, it is told so to who has the base."""
+    def add(self, deltas: Sequence[ChunkDelta] = (), base: ShardCopy | None = None) -> None:
+        """Mark the next chunk as ready, and keep the deltas by which readers of older versions get it.
+
+        Args:
+            deltas: steps from the chunk of an older version to this one, in order; none where only the whole is known.
+            base: the copy of that older version. The steps that it was made by are kept, too, newest first, as long as
+                all together are fewer bytes than the chunk.
+        """
         with self._changed:
-            if delta is not None:
-                self._deltas[self._ready] = delta
+            if deltas:
+                older = () if base is None else base._chains.get(self._ready, ())
+                size, most = sum(len(each.encoded) for each in deltas), len(self.chunk(self._ready))
+                kept = len(older)
+                while kept and size + len(older[kept - 1].encoded) < most:
+                    kept -= 1
+                    size += len(older[kept].encoded)
+                self._chains[self._ready] = (*older[kept:], *deltas)
             self._ready += 1
             self._changed.notify_all()
 
@@ -96,7 +109,11 @@ class ShardCopy:
                 raise StateDictError(self._problem)
             return self._ready > index
 
-    def delta(self, index: int, base: int | None) -> ChunkDelta | None:
-        """The delta of a chunk that is ready, for who has version `base`."""
-        delta = self._deltas.get(index)
-        return delta if delta is not None and delta.base == base else None
+    def deltas(self, index: int, base: int | None) -> tuple[ChunkDelta, ...]:
+        """The steps to a chunk that is ready from that of version `base`; none where they are not known."""
+        chain = self._chains.get(index, ())
+        return next((chain[at:] for at, delta in enumerate(chain) if delta.base == base), ())
+
+    def follows(self, base: int) -> bool:
+        """Whether readers of version `base` need less than the whole of this one."""
+        return base == self.version or any(self.deltas(index, base) for index in self._chains)
