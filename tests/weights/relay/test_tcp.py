@@ -152,9 +152,7 @@ def test_a_chain_as_large_as_the_version_is_not_kept(hosts: Hosts) -> None:
     assert reader.pull_figures()["received_share"] == 1.0
 
 
-def test_nothing_is_encoded_where_nobody_on_another_host_reads(
-    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_encoded_where_nobody_on_another_host_reads(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
     def encode(*arguments: object) -> None:
         raise AssertionError("a delta nobody asked for")
 
