@@ -122,8 +122,8 @@ def cluster_of(
     generates: bool = True,
     **settings: Any,
 ) -> RunProcesses:
+    settings.setdefault("model", ModelConfig(path="unused", max_context=256))
     config = RunConfig(
-        model=ModelConfig(path="unused", max_context=256),
         tasks=[TaskSource(task=Counting())],  # pyright: ignore[reportArgumentType]
         **settings,
     )
@@ -334,6 +334,25 @@ class Answers:
     async def abort(self, request_ids: Sequence[str]) -> None: ...
 
     async def close(self) -> None: ...
+
+
+@pytest.mark.looptime
+@pytest.mark.parametrize(("setting", "limit_s"), [(None, 190), (7.0, 7)])
+async def test_a_process_has_the_time_to_start_that_its_weights_take_and_the_error_names_the_setting(
+    tmp_path: Path, setting: float | None, limit_s: int
+):
+    with (tmp_path / "model.safetensors").open("wb") as weights:
+        weights.truncate(1_000_000_000)  # which takes no room on the disk
+    supervisor = Supervisor()
+    supervisor.may_start.clear()
+    model = ModelConfig(path=str(tmp_path), max_context=256)
+    generation = GenerationConfig(start_timeout_s=setting)
+    processes = cluster_of(tmp_path, supervisor, [], model=model, generation=generation)
+    began = asyncio.get_running_loop().time()
+    late = rf"^generator-0 died: it did not start within generation\.start_timeout_s = {limit_s}; raise that"
+    with pytest.raises(ActorDiedError, match=late):
+        await processes.spawn("generator-0", ProcessActor, places=[ProcessPlace("there")])
+    assert asyncio.get_running_loop().time() - began == limit_s
 
 
 @pytest.mark.looptime

@@ -23,6 +23,7 @@ from titan_rl.actors.supervised import SupervisedProcesses
 from titan_rl.calls.telling import logged
 from titan_rl.calls.user_code import reason
 from titan_rl.config.hosts import Roles
+from titan_rl.config.model_folder import start_limit_s
 from titan_rl.config.sections import GenerationConfig, RoutingConfig, StateDictConfig
 from titan_rl.errors import ActorDiedError, EngineDeadError, EngineStalledError, TitanRLError
 from titan_rl.generation.router.limits import Limits
@@ -75,7 +76,7 @@ class GeneratorProcesses(SupervisedProcesses):
         self._routing = routing
         self._statedict = statedict
         self._plan = GeneratorPlan(model, generation, statedict, files.run_id, seed, version, max_running, sleeps)
-        super().__init__(files, hosts, generation.start_timeout_s)
+        super().__init__(files, hosts, start_limit_s(model, generation))
         self._published = published
         self._tell = logged(tell, logger)
         self._respawns = Respawns(self._respawn_limits())

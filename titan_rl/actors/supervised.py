@@ -17,7 +17,7 @@ from titan_rl.actors.hosts.hosts import Hosts, open_hosts
 from titan_rl.actors.hosts.placement import ProcessPlace
 from titan_rl.actors.hosts.preflight import HostNeeds
 from titan_rl.actors.processes.process import LOOPBACK, ProcessActor, ProcessFiles, ProcessSpec, stderr_into
-from titan_rl.actors.processes.remote_process import RemoteProcess, call
+from titan_rl.actors.processes.remote_process import NoAnswerError, RemoteProcess, call
 from titan_rl.actors.processes.supervisor import Supervisor
 from titan_rl.calls.user_code import reason
 from titan_rl.config.hosts import HostsConfig
@@ -77,6 +77,11 @@ class SupervisedProcesses:
             for pid, place in zip(pids, places, strict=True):
                 remote.watch([pid], self.hosts[place.host].watcher)
             await remote.call_all([rank.start for rank in ranks], timeout_s=limit_s)
+        except NoAnswerError as error:
+            late = f"it did not start within generation.start_timeout_s = {limit_s:g}; raise that if it still loads"
+            remote.end(late)
+            await self.clear(remote)
+            raise ActorDiedError(f"{name} died: {late}", excused=remote.excused) from error
         except Exception as error:
             remote.end(f"it did not start: {reason(error)}")
             await self.clear(remote)

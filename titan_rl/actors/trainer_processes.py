@@ -21,6 +21,7 @@ from titan_rl.calls.telling import logged
 from titan_rl.config.class_kinds import type_of
 from titan_rl.config.functions import named_modules
 from titan_rl.config.hosts import Roles
+from titan_rl.config.model_folder import start_limit_s
 from titan_rl.config.run import RunConfig
 from titan_rl.errors import ActorDiedError, ConfigError, NoHostError
 
@@ -158,7 +159,7 @@ class TrainerAlone(SupervisedProcesses):
     training: TrainerProcesses
 
     def __init__(self, config: RunConfig, files: RunFiles, hosts: Hosts, tell: Callable[[str], object]) -> None:
-        super().__init__(files, hosts, config.generation.start_timeout_s)
+        super().__init__(files, hosts, start_limit_s(config.model, config.generation))
         self._config = config
         self._config_path = files.config
         self._began_with = files.model

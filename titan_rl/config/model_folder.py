@@ -28,6 +28,10 @@ EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 BYTES = {"float32": 4, "bfloat16": 2}
 GIB = 2**30
 
+START_S = 180.0
+READ_BYTES_PER_S = 100e6
+"""By default a process may take `START_S` to start, and load its weights at this rate: that of a slow network disk."""
+
 LARGEST_GPU_GIB = 288
 """Memory of the largest GPU that a share may be of. What a smaller one has, only the machine knows that has it."""
 
@@ -157,6 +161,18 @@ def _check_fit(model: ModelConfig, generation: GenerationConfig, architecture: d
             f"generation.kv_cache_gib = {generation.kv_cache_gib} holds less than one context of "
             f"model.max_context = {context} tokens, which needs {need:.3g}"
         )
+
+
+def start_limit_s(model: ModelConfig, generation: GenerationConfig) -> float:
+    """Seconds that a process of a run may take to start: `generation.start_timeout_s`, by default more for more
+    weights.
+
+    Example: 180 s and 600 for the 60 GB of 30B in bfloat16.
+    """
+    if generation.start_timeout_s is not None:
+        return generation.start_timeout_s
+    weights = sum(path.stat().st_size for path in Path(model.path).glob("*.safetensors"))
+    return START_S + weights / READ_BYTES_PER_S
 
 
 def _check_share(folder: Path, model: ModelConfig, generation: GenerationConfig) -> None:

@@ -78,8 +78,9 @@ class GenerationConfig(Section):
     stall_timeout_s: PositiveFloat = 300.0
     """A generator from which nothing comes for so long while requests wait there hangs, and is replaced. Neither long
     answers nor queues count as long as some token comes, nor does time in which generation is paused."""
-    start_timeout_s: PositiveFloat = 180.0
-    """Longest wait for an engine to come up."""
+    start_timeout_s: PositiveFloat | None = None
+    """Longest wait for an engine, a trainer or a rollout worker to start. By default 180 s and a second for every 100
+    MB of weights in the model's folder: 780 s for 30B in bfloat16."""
     max_respawns: NonNegativeInt = 3
     """Generators that may die and be replaced before the run ends; 0 ends it with the first."""
     speculative: SpeculativeConfig = SpeculativeConfig()

@@ -19,6 +19,10 @@ from titan_rl.errors import ActorDiedError
 _numbers = count()
 
 
+class NoAnswerError(ActorDiedError):
+    """An actor did not answer within the time limit of the call; its process may live."""
+
+
 class RemoteProcess:
     """A process, or several that are of no use without each other.
 
@@ -136,7 +140,7 @@ class RemoteProcess:
             raise self._died(self.reason or last_line(str(error))) from None
         except TimeoutError:
             if self.reason is None:
-                raise ActorDiedError(f"{self.name} did not answer within {timeout_s:g} s") from None
+                raise NoAnswerError(f"{self.name} did not answer within {timeout_s:g} s") from None
         finally:
             self._calls.discard(limit)
         raise self._died(str(self.reason))
