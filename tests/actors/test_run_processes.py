@@ -123,6 +123,8 @@ def cluster_of(
     **settings: Any,
 ) -> RunProcesses:
     settings.setdefault("model", ModelConfig(path="unused", max_context=256))
+    elsewhere = {"addresses": tuple(f"{name}:22222" for name in names)}
+    settings["hosts"] = settings.get("hosts", HostsConfig()).model_copy(update=elsewhere)
     config = RunConfig(
         tasks=[TaskSource(task=Counting())],  # pyright: ignore[reportArgumentType]
         **settings,

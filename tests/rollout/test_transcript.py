@@ -62,6 +62,12 @@ def test_a_transcript_survives_json() -> None:
                     "stop_token_ids": [2],
                     "return_routed_experts": False,
                     "top_logprobs": 0,
+                    "presence_penalty": 0.0,
+                    "frequency_penalty": 0.0,
+                    "repetition_penalty": 1.0,
+                    "logit_bias": [],
+                    "constraint": None,
+                    "num_continued": 0,
                 },
             }
         ],

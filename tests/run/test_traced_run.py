@@ -73,7 +73,7 @@ async def test_the_loop_and_the_engine_have_no_gaps(rig: Rig):
     stages = sorted(lanes["steps"], key=lambda span: span.start)
     for before, after in pairwise(stages):
         assert after.start == pytest.approx(before.end, abs=2e-6)
-    inner = ("load", "verify")
+    inner = ("load", "read back", "verify")
     engine = sorted((span for span in lanes["engine"] if span.name not in inner), key=lambda span: span.start)
     for before, after in pairwise(engine):
         assert after.start == pytest.approx(before.end, abs=2e-6)

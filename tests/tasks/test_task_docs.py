@@ -41,7 +41,7 @@ def module(name: str) -> ModuleType:
 def test_the_page_has_files_of_every_kind() -> None:
     assert [name for name, _ in NAMED] == [
         "sums.py", "sums.toml", "questions.jsonl", "rewards.py", "questions.toml", "shop.py", "riddle.py",
-        "test_sums.py",
+        "test_rated.py", "test_sums.py",
     ]  # fmt: skip
 
 
