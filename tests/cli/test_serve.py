@@ -88,6 +88,22 @@ def test_of_a_run_it_is_what_was_written_last(run_folder: Path):
     assert (source.folder, source.checkpoint, source.name) == (None, later, f"step 80 of {run_folder}")
 
 
+def test_a_run_is_followed_by_an_option_or_a_setting(run_folder: Path, served):
+    config, source = served(str(run_folder))
+    assert (config.server.follow_s, source.run) == (None, run_folder)
+    config, _ = served(str(run_folder), "--follow")
+    assert config.server.follow_s == 5
+    for argv in (["--follow", "--server.follow_s", "30"], ["--server.follow_s=30"]):
+        config, _ = served(str(run_folder), *argv)
+        assert config.server.follow_s == 30
+
+
+def test_the_run_that_a_link_names_is_followed_and_not_a_later_one(run_folder: Path):
+    (latest := run_folder.parent / "latest").symlink_to(run_folder.name)
+    saved(run_folder, 9, time=100)
+    assert find_policy(str(latest)).run == run_folder
+
+
 def test_a_dry_run_prints_the_settings(project: Path, capsys):
     assert main(["serve", "policy", "--dry-run", "--server.model", "tiny", "--server.port", "0"]) == 0
     printed = capsys.readouterr().out
@@ -113,6 +129,12 @@ def test_a_dry_run_prints_the_settings(project: Path, capsys):
         (["policy", "--model.max_context", "513"], "model.max_context = 513 is more than the model's 512 positions"),
         (["policy", "--hosts.generate", "2", "--dry-run"], "hosts.generate is 2, and there is 1 host; lower it"),
         (["policy", "--hosts.addresses", "a", "--hosts.generate", "2"], "hosts.generate is 2, and there is 1 host"),
+        (
+            ["policy", "--follow"],
+            "--follow: policy is not the folder of a run, and gets no newer versions; name a",
+        ),
+        (["config.toml", "--server.follow_s=9"], "server.follow_s = 9: config.toml is not the folder of a run"),
+        (["policy", "--server.follow_s=4000"], "server.follow_s = 4000 must be less than or equal to 3600"),
         (["policy", "--generation.engine", "echo_task:engin"], "generation.engine = 'echo_task:engin'"),
     ],
 )

@@ -38,13 +38,19 @@ SAMPLES = [{"question": f"Sort: {name} a", "worth": worth} for name, worth in ((
 
 
 def test_trained_tokens_are_those_that_programs_were_answered_with(tmp_path: Path) -> None:
-    """On policy: the trainer's logprobs of all branches are the engine's, and nothing of the agents is left."""
+    """On policy: the trainer's logprobs of all branches are the engine's, and nothing of the agents is left. Requests
+    have no seeds of their own, as by default in runs that are not on policy."""
     samples, config = tmp_path / "samples.jsonl", tmp_path / "agents.toml"
     samples.write_text("".join(json.dumps(sample) + "\n" for sample in SAMPLES))
     base = REPOSITORY / "examples" / "alphabet_sort" / "base"
     talker = REPOSITORY / "tests" / "agents" / "talker.py"
     config.write_text(CONFIG.format(base=base, talker=talker, samples=samples))
-    on_policy = {"scheduling__max_staleness": 0, "scheduling__groups_per_step": 2, "training__steps": 2}
+    on_policy = {
+        "sampling__seeded": "false",
+        "scheduling__max_staleness": 0,
+        "scheduling__groups_per_step": 2,
+        "training__steps": 2,
+    }
     with run_training(tmp_path, config=str(config), rollout__num_workers=1, **on_policy) as run:
         assert run.wait() == 0, run.output
         assert "rollout-worker-0: agents ask the policy at http://127.0.0.1:" in run.output

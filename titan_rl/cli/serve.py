@@ -1,4 +1,4 @@
-"""`titan-rl serve RUN_OR_MODEL [--table.setting value ...] [--dry-run]`."""
+"""`titan-rl serve RUN_OR_MODEL [--follow] [--table.setting value ...] [--dry-run]`."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ from titan_rl.cli.options import Parser, file_path
 from titan_rl.cli.run_folder import tell_imports
 from titan_rl.cli.verbosity import add_verbosity, verbosity_of
 from titan_rl.config.serve import ServeConfig, dump_serve_config, load_serve_config
+from titan_rl.errors import ConfigError
 from titan_rl.run.policies.source import find_policy
 from titan_rl.run.server_keys import take_keys
 from titan_rl.run.terminal.standard_streams import say, tell, tell_next
 
+FOLLOW_S = 5.0
+"""Seconds between looks for a newer checkpoint with `--follow`."""
+
 
 def set_up(parser: Parser) -> None:
-    parser.usage = "titan-rl serve (RUN | MODEL | CONFIG.toml) [--table.setting value ...] [--dry-run]"
+    parser.usage = "titan-rl serve (RUN | MODEL | CONFIG.toml) [--follow] [--table.setting value ...] [--dry-run]"
     parser.description = (
         "Serve a policy, without training, to the clients that agents have: the newest of a run's folder, with the "
         "run's settings; the model of a Hugging Face folder; or the model that a TOML file names. An option "
@@ -23,6 +27,11 @@ def set_up(parser: Parser) -> None:
     )
     parser.add_argument(
         "policy", type=file_path, metavar="RUN_OR_MODEL", help="a run's folder, a model's folder, or a TOML file"
+    )
+    parser.add_argument(
+        "--follow",
+        action="store_true",
+        help=f"serve each newer checkpoint of the run, too: --server.follow_s {FOLLOW_S:g}, unless that is set",
     )
     parser.add_argument("--dry-run", action="store_true", help="check everything, print the settings, and stop")
     add_verbosity(parser)
@@ -35,11 +44,21 @@ def run(arguments: argparse.Namespace) -> int:
     if source.toml is not None and source.toml != Path(arguments.policy):
         tell_imports(source.toml)  # of a run's folder
     config = load_serve_config(source.toml, arguments.overrides, policy=source.folder)
+    if arguments.follow and config.server.follow_s is None:
+        server = config.server.model_copy(update={"follow_s": FOLLOW_S})
+        config = config.model_copy(update={"server": server})
+    if config.server.follow_s is not None and source.run is None:
+        asked = "--follow" if arguments.follow else f"server.follow_s = {config.server.follow_s:g}"
+        raise ConfigError(
+            f"{asked}: {arguments.policy} is not the folder of a run, and gets no newer versions; name a run's folder, "
+            "such as runs/latest, or leave that out"
+        )
     if arguments.dry_run:
         take_keys(config.server)
         say(f"# {source.name}\n\n{dump_serve_config(config)}")
         tell("titan-rl: ready: the policy can be served")
-        tell_next("serve", arguments.policy, *(f"--{name}={value}" for name, value in arguments.overrides))
+        follow = ["--follow"] if arguments.follow else []
+        tell_next("serve", arguments.policy, *follow, *(f"--{name}={value}" for name, value in arguments.overrides))
         return 0
     # Not before the settings are known to be right: what starts processes also imports what they need.
     from titan_rl.run.serve import run_server

@@ -38,6 +38,9 @@ class ServerConfig(Section):
     """Completions under way at once; what comes beyond is a 429."""
     request_s: PositiveFloat = 3600.0
     """Until a request is answered in full; later is a 504."""
+    follow_s: PositiveFloat | None = Field(default=None, le=3600.0)
+    """Seconds between looks for a newer checkpoint of the run that is served, whose weights then take the place of the
+    older ones. By default what is served stays; --follow is 5."""
 
 
 class ServeConfig(Section):

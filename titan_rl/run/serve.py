@@ -35,6 +35,7 @@ from titan_rl.run.machine.log_file import log_to
 from titan_rl.run.machine.stop_signals import StopSignals, tell_on_stderr
 from titan_rl.run.observability.progress import Verbosity, status
 from titan_rl.run.parts import use_monarch
+from titan_rl.run.policies.following import CheckpointPublisher, RunFollower
 from titan_rl.run.policies.source import PolicySource, export, with_copies
 from titan_rl.run.server_keys import API_KEY, take_keys
 from titan_rl.run.stopping import run_until_signal
@@ -44,6 +45,7 @@ from titan_rl.serving.app import make_app
 from titan_rl.serving.http.keys import Keys
 from titan_rl.serving.http.limits import ServerLimits
 from titan_rl.serving.server import seen_from_elsewhere, serve
+from titan_rl.weights.published_weights import PublishedWeights
 
 MAX_RUNNING = 64
 """Requests that one engine advances at a time, if its KV cache holds so many and no setting says otherwise."""
@@ -109,7 +111,7 @@ async def _serve(
 ) -> None:
     # Monarch writes to the terminal when it is first used.
     from titan_rl.actors.processes.garbage import settled_heap
-    from titan_rl.actors.server_processes import start_generators
+    from titan_rl.actors.server_processes import open_transport, start_generators
 
     await asyncio.sleep(0)  # a signal that came during those imports stops it here
     use_monarch(config.hosts, tell_on_stderr)
@@ -121,6 +123,7 @@ async def _serve(
         )
         config = config.model_copy(update={"hosts": with_copies(config.hosts)})
     renderer = _renderer(config)
+    published = PublishedWeights()
     max_running = places_of(model, config.generation, MAX_RUNNING)
     num_generators = config.generation.num_generators
     if verbosity is not Verbosity.QUIET:
@@ -130,12 +133,26 @@ async def _serve(
         version=source.version,
         max_running=max_running,
         files=files,
-        tell=lambda text: tell(f"titan-rl: {text}"),
+        tell=_tell,
+        published=published,
     )
     async with contextlib.AsyncExitStack() as opened:
         with status("starting to serve", verbosity):
             processes = await opened.enter_async_context(starting)
         router = processes.make_router()
+        follower = None
+        if source.run is not None and server.follow_s is not None:
+            transport = opened.enter_context(open_transport(config.hosts, files.run_id))
+            publisher = CheckpointPublisher(config.model, transport, published, files.logs / "export.log")
+            follower = RunFollower(
+                source.run,
+                str(source.toml and source.toml.parent),
+                publisher,
+                router,
+                version=source.version,
+                every_s=server.follow_s,
+                tell=_tell,
+            )
         app = make_app(
             router.stream,
             model=server.model,
@@ -147,16 +164,23 @@ async def _serve(
             wait_until_resumed=router.wait_resumed,
             control=router,
             trouble=router.trouble,
+            version=lambda: source.version if follower is None else follower.version,
             any_model=server.any_model,
         )
         with settled_heap():
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(processes.watch(router), name="watch")
+                if follower is not None:
+                    tasks.create_task(follower.follow(), name="follow")
                 async with serve(app, host=server.host, port=server.port) as url:
                     with contextlib.suppress(OSError, OutputError):
                         shown = seen_from_elsewhere(url)
                         say(greeting(source.name, shown, server.model, chat=renderer is not None, keyed=keys.required))
                     await asyncio.Event().wait()  # for the end, by a signal or because no generator is left
+
+
+def _tell(text: str) -> None:
+    tell(f"titan-rl: {text}")
 
 
 def streaming(generation: GenerationConfig) -> GenerationConfig:

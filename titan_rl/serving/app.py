@@ -75,6 +75,7 @@ def make_app(
     wait_until_resumed: Callable[[], Awaitable[object]] | None = None,
     control: Control | None = None,
     trouble: Callable[[], str | None] | None = None,
+    version: Callable[[], int] | None = None,
     episodes: EpisodeStore | None = None,
     open_episode: Open | None = None,
 ) -> PolicyApp:
@@ -96,6 +97,7 @@ def make_app(
         wait_until_resumed: awaited before an aborted completion is gone on with.
         control: what the admin calls act on. Without it, or without an admin key, there are none.
         trouble: why the policy cannot answer at present, for `/health`; None while it can.
+        version: of the policy that answers new requests, for `/v1/models`.
         episodes: whose keys are let in, too, each for its episode alone. Those opened from now on use this renderer.
         open_episode: what `POST /episodes` does. Without it harnesses cannot open any.
     """
@@ -139,7 +141,7 @@ def make_app(
         "/detokenize": DetokenizeEndpoint(policy, exchanges, text),
     }
     routes = [
-        *about_routes(policy, metrics, trouble),
+        *about_routes(policy, metrics, trouble, version),
         Route("/openapi.json", description),
         stored.route(),
         *(_post(path, endpoint) for path, endpoint in endpoints.items()),

@@ -23,6 +23,7 @@ class PolicySource:
         folder: of the model; None where the settings name it.
         checkpoint: of a run, whose weights take the place of the model's own.
         version: of the policy: the steps that a run has trained it.
+        run: the folder of the run whose newest policy it is, which may get newer ones; links followed.
     """
 
     name: str
@@ -30,6 +31,7 @@ class PolicySource:
     folder: Path | None = None
     checkpoint: Path | None = None
     version: int = 0
+    run: Path | None = None
 
 
 def find_policy(given: str) -> PolicySource:
@@ -66,11 +68,14 @@ def find_policy(given: str) -> PolicySource:
 def _newest_of_run(run: Path) -> PolicySource:
     toml, export, checkpoint = run / "config.toml", run / "export", latest(run / "checkpoints")
     if checkpoint is None and not export.is_dir():
-        return PolicySource(f"the model that {run} starts from, of which no step is saved yet", toml=toml)
+        name = f"the model that {run} starts from, of which no step is saved yet"
+        return PolicySource(name, toml=toml, run=run.resolve())
     step = 0 if checkpoint is None else step_of(checkpoint)
     if checkpoint is None or (export.is_dir() and export.stat().st_mtime >= checkpoint.stat().st_mtime):
-        return PolicySource(f"the exported policy of {run}", toml=toml, folder=export.resolve(), version=step)
-    return PolicySource(f"step {step} of {run}", toml=toml, checkpoint=checkpoint.resolve(), version=step)
+        name = f"the exported policy of {run}"
+        return PolicySource(name, toml=toml, folder=export.resolve(), version=step, run=run.resolve())
+    name = f"step {step} of {run}"
+    return PolicySource(name, toml=toml, checkpoint=checkpoint.resolve(), version=step, run=run.resolve())
 
 
 def newest_checkpoint(run: Path) -> PolicySource | None:

@@ -14,14 +14,18 @@ from titan_rl.serving.policy.served_policy import ServedPolicy
 
 
 def about_routes(
-    policy: ServedPolicy, metrics: ServerMetrics, trouble: Callable[[], str | None] | None = None
+    policy: ServedPolicy,
+    metrics: ServerMetrics,
+    trouble: Callable[[], str | None] | None = None,
+    version: Callable[[], int] | None = None,
 ) -> list[Route]:
     """
     Args:
         trouble: why the policy cannot answer at present; None while it can.
+        version: of the policy that answers new requests, for the model's card.
     """
     # Of OpenAI's form and of Anthropic's, whose path is the same.
-    card = {
+    always: dict[str, object] = {
         "id": policy.model,
         "type": "model",
         "display_name": policy.model,
@@ -31,6 +35,9 @@ def about_routes(
         "owned_by": "titan_rl",
         "max_model_len": policy.max_context,
     }
+
+    def card() -> dict[str, object]:
+        return always if version is None else {**always, "weight_version": str(version())}
 
     async def health(request: Request) -> Response:
         if trouble is not None and (why := trouble()) is not None:
@@ -42,11 +49,11 @@ def about_routes(
 
     async def models(request: Request) -> Response:
         page = {"has_more": False, "first_id": policy.model, "last_id": policy.model}
-        return JSONResponse({"object": "list", "data": [card], **page})
+        return JSONResponse({"object": "list", "data": [card()], **page})
 
     async def one_model(request: Request) -> Response:
         policy.check_model(request.path_params["name"])
-        return JSONResponse(card)
+        return JSONResponse(card())
 
     return [
         Route("/health", health),
