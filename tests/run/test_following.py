@@ -106,6 +106,27 @@ async def test_a_checkpoint_that_cannot_be_read_is_reported_and_the_older_versio
     await router.close()
 
 
+async def test_a_checkpoint_that_the_run_deletes_meanwhile_is_passed_over_for_the_next(tmp_path: Path) -> None:
+    told: list[str] = []
+    router = GeneratorRouter([FakeReplica("generator-0", step_s=0.0)])
+
+    class Deleting(FakePublisher):
+        async def publish(self, source: PolicySource) -> None:
+            if source.version == 3:
+                save(tmp_path, 6)
+                assert source.checkpoint is not None
+                source.checkpoint.rmdir()
+                raise CheckpointError("no such file")
+
+    follower = follower_of(tmp_path, router, Deleting(), told)
+    save(tmp_path, 3)
+    await follower.look()
+    assert (follower.version, told) == (0, [])
+    await follower.look()
+    assert (follower.version, told) == (6, ["step 6 of runs/latest is served"])
+    await router.close()
+
+
 async def test_what_failed_is_tried_again_and_published_once(tmp_path: Path) -> None:
     told: list[str] = []
     router = GeneratorRouter([replica := FakeReplica("generator-0", step_s=0.0)])

@@ -92,9 +92,9 @@ class CheckpointPublisher:
 class RunFollower:
     """Brings the generators of a server to each newer checkpoint of a run, while requests go on.
 
-    Checkpoints that appear while one is loaded are passed over for the newest. One that cannot be served is reported,
-    and what was served is served on; it is tried again after `every_s`, then twice as long, and so on, and the next
-    one at once.
+    Checkpoints that appear while one is loaded are passed over for the newest, and so is one that the run deletes. One
+    that cannot be served is reported, and what was served is served on; it is tried again after `every_s`, then twice
+    as long, and so on, and the next one at once.
 
     Attributes:
         version: that the generators are at.
@@ -152,6 +152,10 @@ class RunFollower:
         try:
             await self._serve(source)
         except Exception as error:
+            assert source.checkpoint is not None
+            if not await in_thread(source.checkpoint.exists):
+                logger.info("%s was deleted while it was read; there is a newer one", source.name)
+                return
             if not isinstance(error, TitanRLError):
                 logger.exception("%s cannot be served", source.name)
             self._wait_s = min(self._wait_s * 2, MAX_WAIT_S) if source.version == self._failed else self._every_s
