@@ -113,6 +113,11 @@ class Shows(Say):
         said = {"role": "assistant", "content": self.answer}
         yield Demonstration([{"role": "user", "content": "Say 7."}, said])
 
+class ShowsSlowly(Shows):
+    def demonstrations(self, count):
+        gate.wait(1.0)
+        return super().demonstrations(count)
+
 class NotARenderer:
     def __init__(self, tokenizer): ...
 
@@ -229,6 +234,13 @@ def test_what_blocks_the_event_loop_for_good_is_named(dry_run, monkeypatch: pyte
     assert "a group of each task took longer than 0.3 s without a model" in told
     assert f"{line_of(line)}" in told
     assert "blocks, and does not return" in told
+
+
+def test_a_slow_demonstration_leaves_the_event_loop_alone(dry_run, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(rehearsal, "BLOCKED_AFTER_S", 0.2)
+    code, told = dry_run("ShowsSlowly")
+    assert code == 0
+    assert "stood still" not in told
 
 
 def test_plain_methods_work(dry_run):

@@ -13,6 +13,7 @@ import pytest
 from titan_rl import MessageObservation, MessageStep, RolloutStatus
 from titan_rl.errors import ConfigError, DataError
 from titan_rl.rollout.task import DEMONSTRATED_CALL_S, Demonstration
+from titan_rl.tasks import demonstrating
 from titan_rl.tasks.demonstrating import demonstrated
 
 OPENING = MessageObservation([{"role": "user", "content": "2 + 3?"}])
@@ -71,6 +72,11 @@ class AwaitsForEver(Env):
         await asyncio.Event().wait()  # for ever
 
 
+class BlocksTheLoop(Env):
+    async def step(self, message: Any) -> Any:
+        GATE.wait()
+
+
 class BlocksForEver(PlainEnv):
     def step(self, message: Any) -> Any:
         GATE.wait()  # in its thread
@@ -127,6 +133,12 @@ def test_what_an_environment_does_wrong_is_told_with_its_line(env: Any, says: st
 def test_an_environment_that_never_returns_is_given_up_with_its_line(env: Any) -> None:
     with pytest.raises(DataError, match=r"env_timeout_s \(.*test_demonstrating.py:\d+ in step\)"):
         played(env)
+
+
+def test_a_coroutine_that_blocks_instead_of_awaiting_is_given_up_with_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demonstrating, "GRACE_S", 0.05)
+    with pytest.raises(DataError, match=r"longer than 0.05 s: .*test_demonstrating.py:\d+ in step blocks .*await"):
+        played(BlocksTheLoop())
 
 
 def test_a_player_that_never_returns_is_given_up() -> None:

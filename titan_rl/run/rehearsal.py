@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_rl.calls.bounded import OutOfTimeError
-from titan_rl.calls.threads import UsersThreads, call_within
+from titan_rl.calls.threads import UsersThreads, call_within, in_thread
 from titan_rl.calls.user_code import where
 from titan_rl.calls.watchdog import BLOCKED_AFTER_S, LoopWatchdog
 from titan_rl.config.make_filters import make_filters
@@ -149,7 +149,7 @@ async def _play(
     stop_token_ids = renderer.get_stop_token_ids()
     with calling(f"train_sample({config.seed}, 0)", source.name):
         sample = task.train_sample(config.seed, 0)
-    shown = _shown(source, renderer)
+    shown = await in_thread(_shown, source, renderer)
     rollouter.make_env = agents = _WithoutAgents(rollouter.make_env)
     policy = MockPolicy(shown, stop_token_ids[0])
     group = await rollouter.run_group(
@@ -222,7 +222,8 @@ def _shown(source: TaskSource, renderer: Renderer) -> list[list[int]]:
         return []
     try:
         with calling("demonstrations(1)", source.name):
-            demonstrations = list(islice(task.demonstrations(1), 1))
+            limit_s = ROLLOUT_LIMIT_S + GRACE_S
+            demonstrations = call_within(lambda: list(islice(task.demonstrations(1), 1)), limit_s, "a demonstration")
     except DataError as error:
         if isinstance(error.__cause__, ConfigError):  # it could show something, and does not
             return []

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from typing import Any, cast
 
 from titan_rl.calls.threads import DaemonThreads
-from titan_rl.calls.user_code import place_of
+from titan_rl.calls.user_code import place_of, thread_place
 from titan_rl.errors import DataError, TitanRLError
 from titan_rl.rollout.environment.methods import expected
 from titan_rl.rollout.environment.types import MessageEnv, MessageObservation, MessageStep
@@ -20,6 +22,9 @@ from titan_rl.rollout.types import Message, RolloutStatus
 
 MOST_TURNS = 64
 """A player that has not come to an end by then never will."""
+
+GRACE_S = 5.0
+"""Time for the event loop to end a call that is past its limit. A loop that has not by then is blocked."""
 
 Player = Callable[[Sequence[Message]], str | Message]
 """What the assistant says to a conversation so far."""
@@ -35,10 +40,12 @@ def demonstrated(games: Iterable[tuple[MessageEnv, Player]]) -> Iterator[Demonst
     """
     limit_s = DEMONSTRATED_CALL_S.get()
     loop = asyncio.new_event_loop()
-    threading.Thread(target=_run, args=(loop,), name="demonstrations", daemon=True).start()
+    thread = threading.Thread(target=_run, args=(loop,), name="demonstrations", daemon=True)
+    thread.start()
     try:
         for env, player in games:
-            yield asyncio.run_coroutine_threadsafe(_Game(env, player, limit_s).play(), loop).result()
+            game = _Game(env, player, limit_s)
+            yield game.result(asyncio.run_coroutine_threadsafe(game.play(), loop), thread)
     finally:
         loop.call_soon_threadsafe(loop.stop)
 
@@ -57,6 +64,20 @@ class _Game:
         self._calls = EnvCalls(env)  # pyright: ignore[reportArgumentType]  which calls any environment with a step
         self._player = player
         self._limit_s = limit_s
+        self._ends_by = time.monotonic() + limit_s  # the current call
+
+    def result(self, playing: Future[Demonstration], thread: threading.Thread) -> Demonstration:
+        """Wait for the demonstration, from another thread than that of its event loop.
+
+        A call that blocks the event loop also blocks the timer that limits it, so the limit is checked here as well.
+        """
+        while not wait([playing], max(0.0, self._ends_by + GRACE_S - time.monotonic())).done:
+            if time.monotonic() >= self._ends_by + GRACE_S:
+                raise DataError(
+                    f"a demonstration failed: the environment took longer than {self._limit_s:g} s: "
+                    f"{thread_place(thread.ident)} blocks the event loop; await there, or make it a plain method"
+                )
+        return playing.result()
 
     async def play(self) -> Demonstration:
         try:
@@ -66,6 +87,7 @@ class _Game:
                 raise end.__cause__ from None
             raise DataError(f"a demonstration failed: {end.failure or end.error}") from end.__cause__
         finally:
+            self._ends_by = time.monotonic() + self._limit_s
             await self._calls.close(self._limit_s)
 
     async def _play(self) -> Demonstration:
@@ -93,4 +115,5 @@ class _Game:
         return cast("Message", said)
 
     def _within(self) -> EndsWith:
+        self._ends_by = time.monotonic() + self._limit_s
         return EndsWith(RolloutStatus.ERROR_ENV, asyncio.get_running_loop().time() + self._limit_s)
