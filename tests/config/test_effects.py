@@ -16,7 +16,11 @@ from titan_rl.settings import Section, TakesEffect
 __all__ = ["project"]
 
 ELSEWHERE = {"hosts.addresses": ("10.0.0.1:22222", "10.0.0.2:22222")}
-MADE_TRUE: dict[str, dict[str, Any]] = {"hosts.elsewhere": ELSEWHERE, "hosts.provider": {"hosts.provider": "ssh"}}
+COMPUTED = ("hosts.elsewhere", "transport_may_be_tcp")
+MADE_TRUE: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(COMPUTED, ELSEWHERE),
+    "hosts.provider": {"hosts.provider": "ssh"},
+}
 """Settings that make a condition hold whose own setting cannot simply be set to a value."""
 
 OTHER_VALUES: dict[str, Any] = {
@@ -67,7 +71,7 @@ def other_value(setting: Setting) -> Any:
 
 def made_true(config: Section, condition: TakesEffect) -> Section:
     changes = MADE_TRUE.get(condition.setting)
-    if condition.one_of and condition.setting != "hosts.elsewhere":
+    if condition.one_of and condition.setting not in COMPUTED:
         value: Any = condition.one_of[0]
         changes = {condition.setting: (value,) if condition.setting == "logging.sinks" else value}
     elif changes is None:
@@ -80,7 +84,7 @@ def made_true(config: Section, condition: TakesEffect) -> Section:
 
 
 def made_false(config: Section, condition: TakesEffect) -> Section:
-    if condition.up_to or condition.setting == "hosts.elsewhere":
+    if condition.up_to or condition.setting in COMPUTED:
         return config
     if condition.none_of:
         return with_value(config, condition.setting, condition.none_of[0])
@@ -99,7 +103,8 @@ def test_every_setting_with_a_condition_is_refused_where_it_does_not_hold_and_ta
                 if not other.up_to:
                     holds = made_true(holds, other)
             told = [line for line in of_effects(made_false(holds, condition)) if line.startswith(f"{setting.name} = ")]
-            if condition.setting == "hosts.elsewhere":
+            if condition.setting in COMPUTED:
+                holds = with_value(holds, "statedict.transport", "auto")
                 told = [
                     line
                     for line in of_effects(with_value(holds, "hosts.addresses", ()))
@@ -127,6 +132,13 @@ def test_conditions_name_settings_that_there_are(project: Path):
 @pytest.mark.parametrize(
     ("given", "says"),
     [
+        (
+            "statedict.anchor_interval=4",
+            "on one machine; set hosts.addresses or hosts.provider, or statedict.transport",
+        ),
+        ("sft.tiny_model.level=byte sft.start=base", 'sft.start = "base"; leave sft.start out'),
+        ("sft.batch_size=9 sft.batch_tokens=100", "sft.batch_tokens = 100; leave sft.batch_tokens out"),
+        ("sft.interval=9 sft.held_out=0", "sft.held_out = 0; set that above 0"),
         ("hosts.ssh.hosts=a,b", 'hosts.provider = none; set hosts.provider to "ssh"'),
         ("correction.cap=2", 'correction.weight = "none"; set correction.weight to "token" or "sequence"'),
         ("training.clip_low=0.1 training.loss=reinforce", 'training.loss = "reinforce"; set that to "grpo", "gspo" or'),

@@ -50,7 +50,10 @@ async def test_a_router_refuses_it_and_takes_no_replica_out_of_service(name: str
     await router.close()
 
 
-@pytest.mark.parametrize("ids", [{"session_id": "half \ud83d"}, {"session_id": 7}, {"request_id": "half \ud83d"}])
+NO_TEXTS = [{"session_id": "half \ud83d"}, {"session_id": 7}, {"request_id": "half \ud83d"}, {"request_id": None}]
+
+
+@pytest.mark.parametrize("ids", NO_TEXTS)
 async def test_an_id_that_is_no_text_is_refused_by_every_strategy(ids: dict[str, Any]) -> None:
     loop = EngineLoop(ScriptedEngine)
     await loop.start()
@@ -76,3 +79,34 @@ async def test_numpy_integers_are_token_ids() -> None:
 
 def _no_weights(version: int) -> Any:
     raise NotImplementedError
+
+
+@pytest.mark.parametrize("sampling", [None, {"max_tokens": 4}])
+async def test_sampling_that_is_none_is_refused(sampling: Any) -> None:
+    loop = EngineLoop(ScriptedEngine)
+    await loop.start()
+    router = GeneratorRouter([LocalReplica("scripted", loop, _no_weights)])
+    with pytest.raises(RequestError, match=r"sampling of request 'r' is .*; it must be a SamplingParams"):
+        await router.generate([1], request_id="r", sampling=sampling)
+    await router.close()
+
+
+async def gives_a_list(prompt_token_ids: Sequence[int], **_: Any) -> Any:
+    return [1, 2]
+
+
+def is_plain(prompt_token_ids: Sequence[int], **_: Any) -> Any:
+    return Completion("r", [1], [0.0], FinishReason.LENGTH, (VersionSpan(0, 1),))
+
+
+@pytest.mark.parametrize(
+    ("generate", "says"),
+    [
+        (gives_a_list, "gives_a_list gave a list; a Completion is expected"),
+        (is_plain, "is_plain gave a Completion that cannot be awaited; write async def"),
+    ],
+)
+async def test_a_function_that_gives_something_else_is_named_with_its_line(generate: Any, says: str) -> None:
+    replica = FunctionReplica(generate)
+    with pytest.raises(TypeError, match=rf"generate of .*test_prompts.py:\d+ in {says}"):
+        await replica.generate([1], request_id="r", sampling=SAMPLING)

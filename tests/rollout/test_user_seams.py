@@ -45,7 +45,11 @@ BAD_ANSWERS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: replace(GOOD, logprobs=[-0.5, float("-inf")]),
         "generate gave a logprob of -inf; each must be finite",
     ),
-    "tokens of text": (lambda: replace(GOOD, token_ids=["a", "b"]), "cannot be interpreted as an integer"),
+    "tokens of text": (
+        lambda: replace(GOOD, token_ids=["a", "b"]),
+        "the completion has 'a' at 0; token ids are integers",
+    ),
+    "logprobs of text": (lambda: replace(GOOD, logprobs=[-0.5, "x"]), "a logprob of 'x'; each must be a number"),
     "a huge token": (lambda: replace(GOOD, token_ids=[5, 10**30]), "the completion has token 1000000"),
     "a negative span": (
         lambda: replace(GOOD, version_spans=(VersionSpan(0, 3), VersionSpan(1, -1))),
@@ -92,7 +96,7 @@ BAD_STEPS: dict[str, tuple[Callable[[], Any], str]] = {
     "reward NaN": (lambda: TokenStep([1], rewards={"a": float("nan")}), "TokenStep.rewards has 'a': nan"),
     "reward of text": (lambda: TokenStep([1], rewards={"a": "1"}), "TokenStep.rewards has 'a': '1'"),  # pyright: ignore
     "message of text": (lambda: TokenStep([1], messages=["hi"]), "TokenStep.messages[0] is 'hi'"),  # pyright: ignore
-    "prompt of text": (lambda: TokenStep(["a"]), "cannot be interpreted as an integer"),  # pyright: ignore
+    "prompt of text": (lambda: TokenStep(["a"]), "the next prompt has 'a' at 0; token ids are integers"),  # pyright: ignore
     "negative token": (lambda: TokenStep([-1]), "the next prompt has token -1"),
     "it exits": (lambda: exit(3), "SystemExit: 3"),
 }

@@ -47,6 +47,21 @@ class GivesText(Say):
 
 def text_reward(rollout): return "good"
 
+async def awaits_forever(rollout):
+    never = asyncio.Event()
+    await never.wait()
+
+class RewardHangs(Say):
+    def rubric(self): return Rubric([Reward(awaits_forever, timeout_s=200)])
+
+class HeldOutHasNoEnd(Say):
+    def validation_samples(self, count):
+        number = 0
+        while True:
+            assert number < 9  # else it fills the memory
+            yield number
+            number += 1
+
 class RaisesRubric(Say):
     def rubric(self): raise ValueError("no words")
 
@@ -215,6 +230,18 @@ def test_an_environment_that_hangs_is_left_to_itself(dry_run, monkeypatch: pytes
     assert "error: a rollout ends with error_timeout" in told
     assert line_of("await asyncio.Event().wait()") in told
     assert time.monotonic() - began < 30
+
+
+def test_a_reward_that_never_returns_is_named(dry_run, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(rehearsal, "ROLLOUT_LIMIT_S", 0.05)
+    code, told = dry_run("RewardHangs")
+    assert code == 1
+    assert "reward 'awaits_forever' took longer than 0.05 s" in told
+    assert re.search(r"say_task.py:\d+ in awaits_forever", told)
+
+
+def test_held_out_samples_without_an_end_are_taken_as_far_as_they_are_needed(dry_run):
+    assert dry_run("HeldOutHasNoEnd")[0] == 0
 
 
 def test_a_plain_method_that_blocks_holds_up_its_own_thread_alone(dry_run, monkeypatch: pytest.MonkeyPatch):

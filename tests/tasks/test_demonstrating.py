@@ -141,9 +141,30 @@ def test_a_coroutine_that_blocks_instead_of_awaiting_is_given_up_with_its_line(m
         played(BlocksTheLoop())
 
 
-def test_a_player_that_never_returns_is_given_up() -> None:
-    with pytest.raises(DataError, match=r"took longer than 0.05 s|longer than env_timeout_s"):
-        played(Env(), think_for_ever)
+async def await_for_ever(messages: Any) -> str:
+    await asyncio.Event().wait()
+    return "5"
+
+
+@pytest.mark.parametrize("player", [think_for_ever, await_for_ever])
+def test_a_player_that_never_returns_is_given_up_with_its_line(player: Any) -> None:
+    line = rf"\(.*test_demonstrating.py:\d+ in {player.__name__}\)"
+    with pytest.raises(DataError, match=rf"the player took longer than env_timeout_s {line}"):
+        played(Env(), player)
+
+
+class ClosesForEver(Env):
+    async def close(self) -> None:
+        self.closed += 1
+        await asyncio.Event().wait()
+
+
+def test_an_environment_whose_close_never_returns_ends_the_demonstrations_with_its_line() -> None:
+    env = ClosesForEver()
+    line = r"\(.*test_demonstrating.py:\d+ in close\)"
+    with pytest.raises(DataError, match=rf"closing ClosesForEver: .*longer than 0.05 s {line}"):
+        played(env)
+    assert env.closed == 1
 
 
 def test_a_player_that_says_neither_text_nor_a_message_is_told_of() -> None:

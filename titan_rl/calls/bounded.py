@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from typing import Any, Generic, TypeVar
 
 from titan_rl.calls.ctrl_c import passes
-from titan_rl.calls.user_code import summary
+from titan_rl.calls.user_code import stood_at, summary, task_place
 from titan_rl.errors import StrayCancellationError
 
 T = TypeVar("T")
@@ -55,6 +55,7 @@ class BoundedCall(Generic[T]):
         self._late = late
         self._timer: asyncio.TimerHandle | None = None
         self._expired = False
+        self._stood_at: str | None = None
         self._waiter: asyncio.Future[None] | None = None
 
     def when(self) -> float | None:
@@ -75,7 +76,7 @@ class BoundedCall(Generic[T]):
         """Awaited once.
 
         Raises:
-            OutOfTimeError: it took longer.
+            OutOfTimeError: it took longer. Names the line of the user's code at which it waited.
             StrayCancellationError: it ended as cancelled, and nobody had cancelled it here.
             Exception: what it raised, or an `error_type`.
         """
@@ -94,7 +95,9 @@ class BoundedCall(Generic[T]):
         if self._expired:
             if (cancelled := await self._end()) is not None:
                 raise cancelled
-            raise OutOfTimeError(self._late)
+            late = OutOfTimeError(self._late)
+            stood_at(late, self._stood_at)
+            raise late
         try:
             return task.result()
         except asyncio.CancelledError as error:
@@ -104,6 +107,7 @@ class BoundedCall(Generic[T]):
     def _expire(self) -> None:
         if not self._task.done():
             self._expired = True
+            self._stood_at = task_place(self._task)
             self._wake()
 
     def _wake(self, _: object = None) -> None:

@@ -164,7 +164,7 @@ class DaemonThreads:
             timeout_s: counts from when a thread begins with it.
 
         Raises:
-            OutOfTimeError: it took longer than `timeout_s`.
+            OutOfTimeError: it took longer than `timeout_s`. Names the line of the user's code at which it stands.
             RuntimeError: it raised what asyncio cannot carry: StopIteration, SystemExit; that is the cause.
         """
         job = _Job(fn, timeout_s, self._give_up)
@@ -218,6 +218,7 @@ class _Job:
     def __init__(self, fn: Callable[[], object], timeout_s: float | None, on_timeout: Callable[[_Job], None]) -> None:
         self.timeout_s = timeout_s
         self.finished = self.given_up = False
+        self._thread_id: int | None = None
         self._fn = fn
         self._on_timeout = on_timeout
         self._loop = asyncio.get_running_loop()
@@ -227,6 +228,7 @@ class _Job:
 
     def run(self) -> None:
         """In a thread."""
+        self._thread_id = threading.get_ident()
         self._tell(self._began)
         try:
             outcome = (self._context.run(self._fn), None)
@@ -253,4 +255,6 @@ class _Job:
     def _late(self) -> None:
         self._on_timeout(self)
         if not self.outcome.done():
-            self.outcome.set_exception(OutOfTimeError(f"it took longer than {self.timeout_s:g} s"))
+            late = OutOfTimeError(f"it took longer than {self.timeout_s:g} s")
+            stood_at(late, thread_place(self._thread_id))
+            self.outcome.set_exception(late)

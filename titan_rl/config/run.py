@@ -130,6 +130,11 @@ class RunConfig(Section):
         return self.sampling.model_copy(update=source.sampling.model_dump(exclude_none=True))
 
     @property
+    def transport_may_be_tcp(self) -> bool:
+        """Whether weights may travel by tcp, which statedict.transport = "auto" takes between machines alone."""
+        return self.statedict.transport != "auto" or self.hosts.elsewhere
+
+    @property
     def seeds_requests(self) -> bool:
         """Whether training requests are sampled with seeds of their own; held-out ones always are."""
         if self.sampling.seeded is not None:

@@ -118,6 +118,14 @@ class SamplingConfig(Section):
 _TCP = TakesEffect("statedict.transport", none_of=("shared_memory", "rdma", "cuda_ipc"), fix='set that to "tcp"')
 
 
+_NOT_SHARED_MEMORY = TakesEffect(
+    "transport_may_be_tcp",
+    one_of=(True,),
+    without="on one machine",
+    fix='set hosts.addresses or hosts.provider, or statedict.transport to "tcp",',
+)
+
+
 class StateDictConfig(Section):
     """How every published version travels to the generators, and how they verify it."""
 
@@ -129,7 +137,7 @@ class StateDictConfig(Section):
     fanout: Annotated[PositiveInt, _TCP, ON_SEVERAL_HOSTS] = 1
     """With tcp, hosts that each host sends a version to: 1 makes a chain of them, in which the trainer sends it once,
     and more a tree."""
-    anchor_interval: Annotated[PositiveInt, _TCP] = 16
+    anchor_interval: Annotated[PositiveInt, _TCP, _NOT_SHARED_MEMORY] = 16
     """With tcp, every so many versions all bytes are sent, and of the others only what changed, also to a host that
     missed some since the last of these; 1 always sends all."""
     num_probes: NonNegativeInt | None = None

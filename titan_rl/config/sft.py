@@ -27,7 +27,9 @@ class SFTConfig(Section):
 
     start: PathText = ""
     """Hugging Face folder of the model that is taught. By default a tiny one is made for the demonstrations."""
-    tiny_model: TinyModelConfig = TinyModelConfig()
+    tiny_model: Annotated[TinyModelConfig, TakesEffect("sft.start", one_of=("",), fix="leave sft.start out")] = (
+        TinyModelConfig()
+    )
     """The model that is made where `start` names none."""
     out: PathText = ""
     """Folder that the taught model is written to at the end. By default model.path."""
@@ -46,7 +48,9 @@ class SFTConfig(Section):
     """Optimizer steps. By default as many as the epochs have."""
     epochs: Annotated[PositiveInt, TakesEffect("sft.steps", one_of=(None,))] = 1
     """How often each demonstration is learned, where `steps` does not say it."""
-    batch_size: PositiveInt = 32
+    batch_size: Annotated[
+        PositiveInt, TakesEffect("sft.batch_tokens", one_of=(None,), fix="leave sft.batch_tokens out")
+    ] = 32
     """Demonstrations in one optimizer step."""
     batch_tokens: PositiveInt | None = None
     """Tokens in one optimizer step, at most, in place of `batch_size`."""
@@ -62,7 +66,7 @@ class SFTConfig(Section):
     """Learning rate at the last step relative to `lr`."""
     weight_decay: NonNegativeFloat = 0.01
     """Weight decay of the optimizer."""
-    interval: NonNegativeInt = 50
+    interval: Annotated[NonNegativeInt, TakesEffect("sft.held_out", none_of=(0,), fix="set that above 0")] = 50
     """Steps between measurements of the held-out loss; 0 measures before and after."""
 
     @model_validator(mode="after")

@@ -5,7 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from inspect import isawaitable
+from typing import Any
 
+from titan_rl.calls.plain import safe_text
+from titan_rl.calls.user_code import place_of
 from titan_rl.generation.types import PauseMode
 from titan_rl.types import Completion, GenerateFn, SamplingParams, VersionSpan
 
@@ -37,10 +41,17 @@ class FunctionReplica:
     ) -> Completion:
         await self._going.wait()
         version = self._version
-        completion = await self._generate(
-            prompt_token_ids, request_id=request_id, session_id=session_id, sampling=sampling
-        )
+        answer: Any = self._generate(prompt_token_ids, request_id=request_id, session_id=session_id, sampling=sampling)
+        if not isawaitable(answer):
+            raise TypeError(f"{self._what} gave a {type(answer).__name__} that cannot be awaited; write async def")
+        completion: Any = await answer
+        if not isinstance(completion, Completion):
+            raise TypeError(f"{self._what} gave a {type(completion).__name__}; a Completion is expected")
         return replace(completion, version_spans=(VersionSpan(version, len(completion.token_ids)),))
+
+    @property
+    def _what(self) -> str:
+        return f"generate of {place_of(self._generate) or safe_text(self._generate, repr)}"
 
     async def pull(self, version: int) -> int:
         self._version = max(version, self._version)

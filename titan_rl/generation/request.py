@@ -22,7 +22,7 @@ class EngineRequest:
 
     Raises:
         RequestError: the prompt has something else in it than token ids, which are integers from 0 to 2**31 - 1; or an
-            ID is no text that UTF-8 can encode.
+            ID is no text that UTF-8 can encode; or the sampling is no `SamplingParams`.
     """
 
     request_id: str
@@ -41,8 +41,12 @@ class EngineRequest:
         if prompt and (least := prompt.least()) < 0:
             raise RequestError(f"the prompt of request {self.request_id!r} has token {least}; none is negative")
         object.__setattr__(self, "prompt_token_ids", prompt)
+        sampling: object = self.sampling
+        if not isinstance(sampling, SamplingParams):
+            told = safe_text(sampling, repr)[:100]
+            raise RequestError(f"sampling of request {self.request_id!r} is {told}; it must be a SamplingParams")
         for name, text in (("request_id", self.request_id), ("session_id", self.session_id)):
-            if text is not None and not _is_text(text):
+            if not _is_text(text) and (text is not None or name == "request_id"):
                 raise RequestError(f"{name} is {safe_text(text, ascii)[:100]}; it must be text that UTF-8 can encode")
 
     @property

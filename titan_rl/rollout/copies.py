@@ -9,9 +9,9 @@ from operator import index
 from typing import Any, cast
 
 from titan_rl.arrays import LARGEST_TOKEN_ID, TOKENS, NumberArray, expert_rows, logprob_array, token_array
-from titan_rl.calls.plain import plain, snapshot
+from titan_rl.calls.plain import plain, safe_text, snapshot
 from titan_rl.rollout.types import Message, Rollout
-from titan_rl.types import Completion
+from titan_rl.types import Completion, float_or_none
 
 
 def token_ids_of(given: Any, what: str) -> list[int]:
@@ -21,7 +21,13 @@ def token_ids_of(given: Any, what: str) -> list[int]:
         TypeError: they are not integers.
         ValueError: one of them is no token id.
     """
-    tokens = list(map(index, given))
+    tokens: list[int] = []
+    for place, token in enumerate(given):
+        try:
+            tokens.append(index(token))
+        except TypeError as error:
+            told = safe_text(token, repr)[:100]
+            raise TypeError(f"{what} has {told} at {place}; token ids are integers") from error
     if tokens and not 0 <= min(tokens) <= max(tokens) <= LARGEST_TOKEN_ID:
         wrong = next(token for token in tokens if not 0 <= token <= LARGEST_TOKEN_ID)
         raise ValueError(f"{what} has token {wrong}; token ids are between 0 and {LARGEST_TOKEN_ID}")
@@ -75,7 +81,11 @@ def completion_of(given: Any, max_tokens: int) -> Completion:
 
 
 def _finite(logprobs: Sequence[float]) -> NumberArray[float]:
-    packed = logprob_array(logprobs)
+    try:
+        packed = logprob_array(logprobs)
+    except TypeError as error:
+        wrong = next((one for one in logprobs if float_or_none(one) is None), logprobs)
+        raise TypeError(f"generate gave a logprob of {safe_text(wrong, repr)[:100]}; each must be a number") from error
     if not packed.is_finite():
         wrong = next(logprob for logprob in packed if not math.isfinite(logprob))
         raise ValueError(f"generate gave a logprob of {wrong}; each must be finite")

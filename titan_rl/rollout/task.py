@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mappi
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -206,3 +207,16 @@ def drop_reason(task: FilteringTask, group: RolloutGroup) -> str | None:
             told = f"it gave {reason!r}; it must give a metric's name, or None to train on the group"
             raise wrong_result(task.drop_reason, told)
     return reason
+
+
+def held_out_samples(task: Task, count: int, name: str | None = None) -> list[Any]:
+    """The first `count` held-out samples of a task, which may have no end.
+
+    Args:
+        name: of the task, for the message.
+
+    Raises:
+        DataError: the task raised.
+    """
+    with calling(f"validation_samples({count})", name):
+        return list(islice(task.validation_samples(count), count))

@@ -114,6 +114,8 @@ async def _rehearse(config: RunConfig, folder: Path, tell: Callable[[str], objec
     try:
         opened = open_rollouters(briefly, folder, _say_nothing, renderer, dry=True)
         async with asyncio.timeout(LIMIT_S), opened as rollouters:
+            for rollouter in rollouters.values():
+                rollouter.rubric.limit_calls(ROLLOUT_LIMIT_S)
             with LoopWatchdog(tell, blocked_after_s=BLOCKED_AFTER_S):
                 _check_held_out(config)
                 with contextlib.closing(RunJournal(folder / "journal")) as journal:
@@ -129,7 +131,7 @@ async def _rehearse(config: RunConfig, folder: Path, tell: Callable[[str], objec
 def _check_held_out(config: RunConfig) -> None:
     for suite in config.suites:
         with calling("validation_samples(1)", suite.source.name):
-            if not list(suite.source.task.validation_samples(1)):
+            if not list(islice(suite.source.task.validation_samples(1), 1)):
                 raise ValueError(
                     f"it gave no sample, and {suite.num_prompts} are to be validated on; give some, or set "
                     "validation.num_prompts = 0"

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, cast
 
+from titan_rl.calls.bounded import OutOfTimeError, bounded
 from titan_rl.calls.threads import DaemonThreads
-from titan_rl.calls.user_code import place_of, thread_place
+from titan_rl.calls.user_code import Failure, place_of, thread_place
 from titan_rl.errors import DataError, TitanRLError
 from titan_rl.rollout.environment.methods import expected
 from titan_rl.rollout.environment.types import MessageEnv, MessageObservation, MessageStep
@@ -81,14 +82,22 @@ class _Game:
 
     async def play(self) -> Demonstration:
         try:
-            return await self._play()
+            played = await self._play()
         except RolloutEnded as end:
+            await self._close()
             if isinstance(end.__cause__, TitanRLError):
                 raise end.__cause__ from None
             raise DataError(f"a demonstration failed: {end.failure or end.error}") from end.__cause__
-        finally:
-            self._ends_by = time.monotonic() + self._limit_s
-            await self._calls.close(self._limit_s)
+        except BaseException:
+            await self._close()
+            raise
+        if (wrong := await self._close()) is not None:  # else thousands more would take as long
+            raise DataError(f"a demonstration failed: closing {type(self._calls.env).__name__}: {wrong}")
+        return played
+
+    async def _close(self) -> Failure | None:
+        self._ends_by = time.monotonic() + self._limit_s
+        return await self._calls.close(self._limit_s)
 
     async def _play(self) -> Demonstration:
         async with self._within():
@@ -104,10 +113,15 @@ class _Game:
         raise DataError(f"a demonstration has not ended after {MOST_TURNS} turns: {messages[-4:]}")
 
     async def _answer(self, messages: Sequence[Message]) -> Message:
-        async with self._within():
-            said: Any = await DaemonThreads(1, "player").run(lambda: self._player(messages), self._limit_s)
-            if inspect.isawaitable(said):
-                said = await said
+        async with EndsWith(RolloutStatus.ERROR_ENV):
+            self._ends_by = time.monotonic() + self._limit_s
+            try:
+                said: Any = await DaemonThreads(1, "player").run(lambda: self._player(messages), self._limit_s)
+                if inspect.isawaitable(said):
+                    self._ends_by = time.monotonic() + self._limit_s
+                    said = await bounded(said, self._limit_s, "the player")
+            except OutOfTimeError as error:
+                raise OutOfTimeError("the player took longer than env_timeout_s") from error
             if isinstance(said, str):
                 return {"role": "assistant", "content": said}
             if not isinstance(said, Mapping):

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from titan_rl.calls.ctrl_c import is_ctrl_c, passes
-from titan_rl.calls.user_code import stood_at, summary, task_place
+from titan_rl.calls.user_code import Failure, describe, stood_at, task_place, where
 from titan_rl.errors import StrayCancellationError
 from titan_rl.rollout.environment.methods import EnvMethods
 from titan_rl.rollout.environment.seats import SeatedEnv, TokenSeat
@@ -75,7 +75,7 @@ class EnvCalls:
             raise TypeError(f"{name} of {self._name} is a plain function; it must be async, since it awaits the policy")
         await playing
 
-    async def close(self, timeout_s: float) -> str | None:
+    async def close(self, timeout_s: float) -> Failure | None:
         """Close the environment; return what went wrong. Cancellation waits for that, but not longer than the time
         limit, which is at most `MAX_CLOSE_S`. Returns at once where a call is left behind; closing follows that."""
         timeout_s = min(timeout_s, MAX_CLOSE_S)
@@ -86,16 +86,19 @@ class EnvCalls:
             return None
         cancelled = await _settle(call, timeout_s)
         if not call.is_over:
+            place = task_place(task)
             task.cancel()
             cancelled = await _settle(call, 1.0) or cancelled
             self._leave_behind_unless_over(call, task)
-            call.failure = TimeoutError(f"it took longer than {timeout_s:g} s")
+            late = TimeoutError(f"it took longer than {timeout_s:g} s")
+            stood_at(late, place or (None if call.failure is None else where(call.failure)))
+            call.failure = late
         self._tell(call.failure)
         if call.failure is not None and is_ctrl_c(call.failure):
             raise call.failure
         if cancelled is not None:
             raise cancelled
-        return None if call.failure is None else summary(call.failure)
+        return None if call.failure is None else Failure.of(call.failure)
 
     async def _run(self, name: str, function: Callable[[], Awaitable[Any]]) -> Any:
         clock = asyncio.get_running_loop().time
@@ -164,7 +167,7 @@ class EnvCalls:
 
     def _tell(self, failure: BaseException | None) -> None:
         if failure is not None:
-            logger.warning("closing %s failed: %s", self._name, summary(failure))
+            logger.warning("closing %s failed: %s", self._name, describe(failure))
 
     @property
     def _name(self) -> str:

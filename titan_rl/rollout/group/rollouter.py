@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, cast
 
 from titan_rl.calls.stopwatch import Stopwatch
+from titan_rl.calls.user_code import Failure
 from titan_rl.rollout.copies import completion_to_give, messages_of, token_advantages_of, token_ids_of
 from titan_rl.rollout.environment.growing_prompt import MAX_CONTEXT
 from titan_rl.rollout.environment.methods import expected
@@ -205,7 +206,7 @@ class Rollouter:
             for rollout in rollouts:
                 rollout.status, rollout.error, rollout.failure = end.status, end.error, end.failure
         finally:
-            failure: str | None = None
+            failure: Failure | None = None
             try:
                 failure = None if env is None else await env.close(self.limits.env_timeout_s)
             finally:
@@ -214,10 +215,10 @@ class Rollouter:
                     rollout.metrics |= {"seconds": loop.time() - start, "own_seconds": watch.used_s}
                     rollout.metrics["env_seconds"] = 0.0 if env is None else env.own_seconds(watch.asked_s)
 
-    def _give_back(self, rollout: Rollout, close_failure: str | None) -> None:
+    def _give_back(self, rollout: Rollout, close_failure: Failure | None) -> None:
         if close_failure is not None:
             rollout.metrics["close_failed"] = 1.0
-            rollout.error = rollout.error or f"close: {close_failure}"
+            rollout.error = rollout.error or f"close: {close_failure.error}"
         if self.finish_session is not None:
             self._callbacks.call("finish_session", self.finish_session, rollout.rollout_id)
 

@@ -129,7 +129,7 @@ class UserFunction:
             raise RewardError(
                 f"reward {self._name!r} took longer than {timeout_s:g} s on {about}; "
                 "raise its timeout_s, or the rubric's, or make it faster",
-                place_of(self._fn),
+                where(error) or place_of(self._fn),
             ) from error
         except Exception as error:
             raise failed(self._name, about, error) from error

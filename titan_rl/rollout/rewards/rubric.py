@@ -90,6 +90,13 @@ class Rubric:
         """Names of the rewards that a completed rollout must have from its environment."""
         return tuple(reward.name for reward in self.rewards if isinstance(reward, EnvReward))
 
+    def limit_calls(self, timeout_s: float) -> None:
+        """Have no call of a function take longer than this, whatever its reward allows."""
+        self.timeout_s = min(self.timeout_s, timeout_s)
+        for reward in self.rewards:
+            if isinstance(reward, FunctionReward) and reward.timeout_s is not None:
+                reward.timeout_s = min(reward.timeout_s, timeout_s)
+
     async def begin(self, rollout: Rollout) -> dict[str, float]:
         """Judge one rollout ahead of its siblings, as far as that can be. The rollout stays as it is.
 

@@ -21,7 +21,7 @@ from titan_rl.rollout.environment.threaded import ThreadedEnv
 from titan_rl.rollout.environment.types import MessageEnv
 from titan_rl.rollout.group.rollouter import Rollouter
 from titan_rl.rollout.renderer import Renderer
-from titan_rl.rollout.task import MeasuredTask, RunContext, calling, measured, opened
+from titan_rl.rollout.task import MeasuredTask, RunContext, held_out_samples, measured, opened
 from titan_rl.run.policies.opened import OpenedPolicy
 from titan_rl.types import SamplingParams
 
@@ -86,8 +86,7 @@ def _suite(
     samples = settings.samples or (1 if temperature == 0 else suite.samples_per_prompt)
     if temperature == 0 and samples > 1:
         raise ConfigError(f"--temperature 0 is greedy, so that all --samples {samples} would be the same; give 1")
-    with calling(f"validation_samples({count})"):
-        prompts = list(task.validation_samples(count))
+    prompts = held_out_samples(task, count)
     sampling = SamplingParams(
         max_tokens=settings.max_tokens or config.sampling_of(source).max_tokens,
         temperature=temperature,

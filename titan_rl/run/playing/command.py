@@ -23,7 +23,7 @@ from titan_rl.rollout.environment.types import AgentEnv
 from titan_rl.rollout.group.rollouter import Rollouter
 from titan_rl.rollout.renderer import Renderer
 from titan_rl.rollout.renderer.tokenizer import load_tokenizer
-from titan_rl.rollout.task import RunContext, calling, opened
+from titan_rl.rollout.task import RunContext, calling, held_out_samples, opened
 from titan_rl.run.evaluating.files import EvaluationFiles
 from titan_rl.run.evaluating.suites import play_by_chat
 from titan_rl.run.machine.environment import run_environment
@@ -205,8 +205,7 @@ def _sample(config: RunConfig, source: TaskSource, place: int, *, held_out: bool
     if not held_out:
         with calling(f"train_sample({config.seed}, {place})"):
             return source.task.train_sample(config.seed, place)
-    with calling(f"validation_samples({place + 1})"):
-        samples = list(source.task.validation_samples(place + 1))
+    samples = held_out_samples(source.task, place + 1)
     if place >= len(samples):
         raise ConfigError(f"--sample {place}: {source.name} has {len(samples)} held-out samples")
     return samples[place]

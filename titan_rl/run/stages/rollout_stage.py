@@ -13,7 +13,7 @@ from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.generation.types import PauseMode
 from titan_rl.rollout.group.runner import GroupRunner
 from titan_rl.rollout.group.sessions import Sessions
-from titan_rl.rollout.task import calling
+from titan_rl.rollout.task import calling, held_out_samples
 from titan_rl.rollout.types import Rollout, RolloutGroup
 from titan_rl.run.journal.run_journal import RunJournal
 from titan_rl.run.observability.peak import Peak
@@ -83,8 +83,7 @@ class RolloutStage:
 
     def validation_samples(self, suite: ResolvedSuite) -> list[Any]:
         """The held-out samples of a suite, the same each time."""
-        with calling(f"validation_samples({suite.num_prompts})"):
-            return list(suite.source.task.validation_samples(suite.num_prompts))
+        return held_out_samples(suite.source.task, suite.num_prompts)
 
     async def run_training_group(self, lease: Lease) -> RolloutGroup:
         """The group that a lease of the scheduler is for."""
