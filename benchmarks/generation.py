@@ -32,6 +32,7 @@ from titan_rl.actors.processes.remote_process import RemoteProcess, call
 from titan_rl.actors.processes.supervisor import Supervisor
 from titan_rl.config.sections import GenerationConfig, StateDictConfig
 from titan_rl.generation.engine_spec import EngineSpec
+from titan_rl.generation.gpu_share import CPU_KV_GIB
 from titan_rl.generation.registry import make_engine
 from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.router import GeneratorRouter
@@ -110,7 +111,7 @@ class BareLLM(Actor):
             max_model_len=self._settings.engine.max_context,
             max_num_seqs=self._settings.engine.max_running,
             max_num_batched_tokens=CPU_BATCHED_TOKENS,
-            kv_cache_memory_bytes=int(self._settings.engine.kv_cache_gib * 2**30),
+            kv_cache_memory_bytes=int((self._settings.engine.kv_cache_gib or CPU_KV_GIB) * 2**30),
             block_size=32,
             enable_chunked_prefill=False,
             enforce_eager=True,

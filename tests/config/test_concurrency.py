@@ -55,6 +55,16 @@ def test_places_are_a_number_or_auto(project: Path, value: str):
     assert line.endswith('must be a number above 0 or "auto"')
 
 
+def test_where_the_kv_cache_takes_what_a_gpu_has_free_it_limits_no_places(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("titan_rl.generation.gpu_share.has_gpu_driver", lambda: True)
+    config = config_of()
+    assert (Concurrency.of(config).max_running, Concurrency.of(config).held) == (128, None)
+    assert list(throttles(config)) == []
+    assert "# the KV cache of a generator takes what is free on its GPU" in dump_config(config)
+
+
 def test_the_default_settings_throttle_nothing(project: Path):
     assert list(throttles(config_of())) == []
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -50,7 +51,8 @@ def test_options_come_before_the_defaults() -> None:
     pytest.importorskip("vllm", reason="needs the cpu or gpu extra")
     spec = EngineSpec("policy", max_context=100)
     assert engine_arguments(spec, on_cpu=True).max_num_batched_tokens == CPU_BATCHED_TOKENS
-    assert engine_arguments(replace(spec, gpu_share=0.5), on_cpu=False).max_num_batched_tokens == GPU_BATCHED_TOKENS
+    on_gpu = replace(spec, gpu_share=0.5, kv_cache_gib=1.0)
+    assert engine_arguments(on_gpu, on_cpu=False).max_num_batched_tokens == GPU_BATCHED_TOKENS
     own = replace(spec, options={"max_num_batched_tokens": 1024, "swap_space": 0})
     with pytest.raises(TypeError, match="swap_space"):
         engine_arguments(own, on_cpu=True)
@@ -89,3 +91,32 @@ def test_without_vllm_only_what_titan_rl_sets_is_refused(monkeypatch) -> None:
     monkeypatch.setattr(vllm_options, "_argument_names", frozenset)
     assert problem_of({"whatever": 1}) is None
     assert problem_of({"model": "x"}) == ("model", "is what model.path says; set that instead")
+
+
+def test_the_kv_cache_is_one_gib_on_a_cpu_and_what_is_free_on_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("vllm", reason="needs the cpu or gpu extra")
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (50 * 2**30, 80 * 2**30))
+    spec = EngineSpec(str(tmp_path), max_context=100)  # without weights
+    assert engine_arguments(spec, on_cpu=True).kv_cache_memory_bytes == 2**30
+    found = engine_arguments(spec, on_cpu=False)
+    assert found.kv_cache_memory_bytes == pytest.approx((0.98 * 50 - 3) * 2**30)
+    assert found.gpu_memory_utilization == pytest.approx(0.98 * 50 / 80)
+
+
+@pytest.mark.parametrize(
+    ("kv_cache_gib", "gpu_share", "beside_trainer", "expected"),
+    [(None, None, False, None), (None, None, True, 1.0), (None, 0.3, True, None), (7.0, None, True, 7.0)],
+)
+def test_an_engine_beside_a_trainer_fills_no_gpu_unless_told_to(
+    kv_cache_gib: float | None, gpu_share: float | None, beside_trainer: bool, expected: float | None
+) -> None:
+    generation = GenerationConfig(kv_cache_gib=kv_cache_gib, gpu_share=gpu_share)
+    plan = GeneratorPlan(
+        ModelConfig(path="policy"), generation, StateDictConfig(), "run", seed=0, version=0, max_running=8, sleeps=False
+    )
+    engine = plan.settings_of(0, "policy", neighbours=2, beside_trainer=beside_trainer).engine
+    assert (engine.kv_cache_gib, engine.gpu_neighbours) == (expected, 2)

@@ -38,6 +38,15 @@ class GeneratorPlaces:
         """Hosts and GPUs that are taken."""
         return {(place.host, gpu) for ranks in self._ranks for place in ranks for gpu in place.gpus}
 
+    def neighbours(self, index: int) -> int:
+        """Other generators that have a GPU of this one."""
+        own = _gpus(self._ranks[index])
+        return sum(not own.isdisjoint(_gpus(ranks)) for at, ranks in enumerate(self._ranks) if at != index)
+
+    def shares(self, index: int, trainer: Sequence[ProcessPlace]) -> bool:
+        """Whether a trainer in these places has a GPU of this generator."""
+        return not _gpus(self._ranks[index]).isdisjoint(_gpus(trainer))
+
     def begin(self, hosts: Sequence[str], gpus: GPUs, trainer: Sequence[ProcessPlace] = ()) -> None:
         """As `place_generators`, which may raise a ConfigError."""
         self._ranks = [*place_generators(self._generation, hosts, gpus, trainer)]
@@ -68,3 +77,7 @@ class GeneratorPlaces:
         for index, ranks in zip(chosen, place_generators(alone, [host], {host: gpus}), strict=False):
             self._ranks[index : index + 1] = [ranks]
         return chosen
+
+
+def _gpus(places: Sequence[ProcessPlace]) -> set[tuple[str, str]]:
+    return {(place.host, gpu) for place in places for gpu in place.gpus}

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from titan_rl.actors.generator_actor import GeneratorSettings
 from titan_rl.config.sections import GenerationConfig, StateDictConfig
 from titan_rl.generation.engine_spec import EngineSpec
+from titan_rl.generation.gpu_share import CPU_KV_GIB
 from titan_rl.training.settings import ModelConfig
 
 
@@ -29,20 +30,28 @@ class GeneratorPlan:
     max_running: int
     sleeps: bool
 
-    def settings_of(self, index: int, model_path: str) -> GeneratorSettings:
+    def settings_of(
+        self, index: int, model_path: str, *, neighbours: int = 0, beside_trainer: bool = False
+    ) -> GeneratorSettings:
         """
         Args:
             index: of the generator, from 0.
             model_path: of the model's folder on its host.
+            neighbours: other generators on its GPUs.
+            beside_trainer: a trainer is on its GPUs, too. What that will take is not known when the engine starts.
         """
         generation = self.generation
+        kv_cache_gib = generation.kv_cache_gib
+        if kv_cache_gib is None and beside_trainer and generation.gpu_share is None:
+            kv_cache_gib = CPU_KV_GIB
         engine = EngineSpec(
             model_path,
             dtype=self.model.dtype,
             max_context=self.model.max_context,
             max_running=self.max_running,
             adapts=generation.max_running == "auto",
-            kv_cache_gib=generation.kv_cache_gib,
+            kv_cache_gib=kv_cache_gib,
+            gpu_neighbours=neighbours,
             seed=(self.seed + index) % 2**32,  # equal ones would draw equal tokens for siblings on two generators
             routed_experts=generation.return_routed_experts,
             gpu_share=generation.gpu_share,

@@ -271,7 +271,13 @@ class GeneratorProcesses(SupervisedProcesses):
     async def _start_generator(self, name: str) -> ActorReplica:
         places = self._places[number_of(name)]
         model = self.hosts[places[0].host].path(self._plan.model.path)
-        settings = self._plan.settings_of(number_of(name), str(model))
+        index = number_of(name)
+        settings = self._plan.settings_of(
+            index,
+            str(model),
+            neighbours=self._places.neighbours(index),
+            beside_trainer=self._places.shares(index, self._places_of_trainer()),
+        )
         remote, ranks = await self.spawn(name, GeneratorActor, settings, places=places)
         replica = ActorReplica(remote, ranks[0], self._published)
         self.opened.append(replica)

@@ -151,6 +151,8 @@ class RunProcesses(GeneratorProcesses):
                 return
 
     def _places_of_trainer(self) -> Sequence[ProcessPlace]:
+        if not self._trains:
+            return ()
         with contextlib.suppress(ConfigError):  # those that it had
             self._place_trainer()
         return self._trainer_places

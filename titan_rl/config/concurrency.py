@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from titan_rl.config.model_folder import kv_bytes_per_token
 from titan_rl.config.run import RunConfig
 from titan_rl.config.sections import GenerationConfig
+from titan_rl.generation.gpu_share import planned_kv_gib
 from titan_rl.training.settings import ModelConfig
 
 REMEMBER_SESSIONS = ("sticky", "group_affinity")
@@ -33,7 +34,7 @@ class Concurrency:
     group_size: int
     in_flight: int  # rollouts, at most
     wanted: int  # places of one engine, so that none waits
-    held: int | None  # contexts that one engine's KV cache holds, of half the length; None for an unknown model
+    held: int | None  # contexts of half the length that one engine's KV cache holds; None where nobody knows
     max_running: int  # places of one engine
 
     @classmethod
@@ -56,12 +57,13 @@ class Concurrency:
 
 
 def contexts_held(model: ModelConfig, generation: GenerationConfig) -> int | None:
-    """How many contexts of half the length the KV cache of one engine holds; None for an unknown model."""
-    token_bytes = kv_bytes_per_token(model)
-    if token_bytes is None:
+    """How many contexts of half the length the KV cache of one engine holds; None for an unknown model, and where the
+    cache takes what is free on a GPU."""
+    token_bytes, kv_gib = kv_bytes_per_token(model), planned_kv_gib(generation.kv_cache_gib)
+    if token_bytes is None or kv_gib is None:
         return None
     # A context grows to its length while it runs, so it takes half of that on the mean.
-    return max(1, int(2 * generation.kv_cache_gib * 2**30 / token_bytes / model.max_context))
+    return max(1, int(2 * kv_gib * 2**30 / token_bytes / model.max_context))
 
 
 def places_of(model: ModelConfig, generation: GenerationConfig, wanted: int) -> int:
@@ -101,6 +103,8 @@ def describe_concurrency(config: RunConfig) -> Iterator[str]:
             f"the KV cache of a generator holds {sized.held:,} contexts of half of model.max_context = "
             f"{config.model.max_context} tokens"
         )
+    elif planned_kv_gib(config.generation.kv_cache_gib) is None:
+        yield "the KV cache of a generator takes what is free on its GPU (generation.kv_cache_gib)"
 
 
 def throttles(config: RunConfig) -> Iterator[str]:
@@ -139,9 +143,10 @@ def throttles(config: RunConfig) -> Iterator[str]:
         )
     taken = sized.wanted if generation.max_running is None else min(sized.max_running, sized.wanted)
     if sized.held is not None and sized.held < taken:
-        need = 1.01 * generation.kv_cache_gib * taken / sized.held  # still enough when it is rounded
+        kv_gib = planned_kv_gib(generation.kv_cache_gib) or 0.0
+        need = 1.01 * kv_gib * taken / sized.held  # still enough when it is rounded
         yield (
-            f"generation.kv_cache_gib = {generation.kv_cache_gib:g} holds {sized.held} contexts of half of "
+            f"generation.kv_cache_gib = {kv_gib:g} holds {sized.held} contexts of half of "
             f"model.max_context = {config.model.max_context}, and {taken} rollouts are in flight on each generator, "
             f"some of which wait or are computed anew; raise it to {need:.3g}, or lower "
             "scheduling.max_running_rollouts"

@@ -14,6 +14,7 @@ from titan_rl.config.model_files import check_weights, read_header, read_json
 from titan_rl.config.run import RunConfig
 from titan_rl.config.sections import GenerationConfig
 from titan_rl.errors import ConfigError, ModelError
+from titan_rl.generation.gpu_share import planned_kv_gib
 from titan_rl.training.settings import ModelConfig
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -154,11 +155,11 @@ def _check_fit(model: ModelConfig, generation: GenerationConfig, architecture: d
             f"generation.tensor_parallel_size = {ranks} does not divide the model's {heads} attention heads; "
             "choose one that does"
         )
-    token_bytes = _kv_bytes(architecture, model.dtype)
-    if token_bytes is not None and generation.kv_cache_gib * 2**30 < token_bytes * context:
+    token_bytes, kv_gib = _kv_bytes(architecture, model.dtype), planned_kv_gib(generation.kv_cache_gib)
+    if token_bytes is not None and kv_gib is not None and kv_gib * 2**30 < token_bytes * context:
         need = token_bytes * context / 2**30
         raise ConfigError(
-            f"generation.kv_cache_gib = {generation.kv_cache_gib} holds less than one context of "
+            f"generation.kv_cache_gib = {kv_gib} holds less than one context of "
             f"model.max_context = {context} tokens, which needs {need:.3g}"
         )
 
@@ -184,11 +185,12 @@ def _check_share(folder: Path, model: ModelConfig, generation: GenerationConfig)
     if share is None:
         return
     weights = count_parameters(folder) * BYTES[model.dtype] / size / GIB
-    needed, most = weights + generation.kv_cache_gib, LARGEST_GPU_GIB
+    kv_gib = generation.kv_cache_gib or 0.0
+    needed, most = weights + kv_gib, LARGEST_GPU_GIB
     if share * most < needed:
         raise ConfigError(
             f"generation.gpu_share = {share:g} is {share * most:.3g} GiB of a GPU of {most}, and {weights:.3g} GiB of "
-            f"weights with generation.kv_cache_gib = {generation.kv_cache_gib:g} need more; leave it out to have it "
+            f"weights with generation.kv_cache_gib = {kv_gib:g} need more; leave it out to have it "
             "computed" + (f", or set it to {needed / most:.2g} or more" if needed < most else "")
         )
 

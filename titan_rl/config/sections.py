@@ -55,11 +55,13 @@ class GenerationConfig(Section):
     """Most requests one engine advances at a time. By default its share of the rollouts in flight, which are those of
     all slots of the scheduler, or fewer if kv_cache_gib does not hold so many at half of the longest context. "auto" is
     that share, and from step to step as many as the KV cache is expected to hold, by how long requests get."""
-    kv_cache_gib: PositiveFloat = 1.0
-    """Memory of one engine's KV cache; it holds at least one full context."""
+    kv_cache_gib: PositiveFloat | None = None
+    """Memory of one engine's KV cache; it holds at least one full context. By default 1 on a CPU and beside a trainer
+    on the same GPU; elsewhere what weights and work space leave of gpu_share, or of 0.9 of the GPU, shared evenly by
+    the engines that are on it."""
     gpu_share: float | None = Field(default=None, gt=0, le=1)
-    """Of a GPU's memory, what one process of an engine has. By default what weights, KV cache and work space come to,
-    so that others fit beside it. An engine does not start where so much is not free."""
+    """Of a GPU's memory, what one process of an engine has. By default what weights, KV cache and work space come to.
+    An engine does not start where so much is not free."""
     return_routed_experts: bool = False
     """Training completions tell which experts each token took. For mixtures of experts, on GPUs."""
     pull_mode: Literal["hot_swap", "drain"] = "hot_swap"

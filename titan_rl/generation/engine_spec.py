@@ -17,7 +17,8 @@ class EngineSpec:
         max_context: most tokens of prompt and completion together.
         max_running: most requests advanced at a time; others wait.
         adapts: fewer are advanced while the KV cache is expected to be full, see `AdaptivePlaces`.
-        kv_cache_gib: memory for the KV cache.
+        kv_cache_gib: memory for the KV cache; by default `CPU_KV_GIB` on a CPU, and what is free on a GPU.
+        gpu_neighbours: other engines on the same GPU, which get as much of what is free by default.
         seed: of requests that bring none.
         routed_experts: requests may ask for the experts that each token of a mixture of experts took.
         gpu_share: of the memory of its GPU that each process of it has; by default what weights, KV cache and work
@@ -36,7 +37,8 @@ class EngineSpec:
     max_context: int = 512
     max_running: int = 64
     adapts: bool = False
-    kv_cache_gib: float = 1.0
+    kv_cache_gib: float | None = None
+    gpu_neighbours: int = 0
     seed: int = 0
     routed_experts: bool = False
     gpu_share: float | None = None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from titan_rl.errors import ModelError
 from titan_rl.generation.engine_spec import EngineSpec
-from titan_rl.generation.gpu_share import gpu_share_of, weight_bytes
+from titan_rl.generation.gpu_share import CPU_KV_GIB, gpu_share_of, kv_bytes_of, weight_bytes
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
@@ -65,7 +65,7 @@ def engine_arguments(spec: EngineSpec, *, on_cpu: bool) -> EngineArgs:
     from titan_rl.generation.vllm_adaptive import AdaptiveScheduler
     from titan_rl.generation.vllm_scheduler import SCORE_PLACES, ScoringScheduler
 
-    gpu_share = None if on_cpu else spec.gpu_share or _gpu_share(spec)
+    kv_bytes, gpu_share = (int((spec.kv_cache_gib or CPU_KV_GIB) * 2**30), None) if on_cpu else _gpu_memory(spec)
     arguments: dict[str, Any] = {
         "model": spec.model_path,
         "skip_tokenizer_init": True,
@@ -75,7 +75,7 @@ def engine_arguments(spec: EngineSpec, *, on_cpu: bool) -> EngineArgs:
         "max_num_seqs": spec.max_running + SCORE_PLACES,
         "max_num_active_seqs": spec.max_running,
         "scheduler_cls": AdaptiveScheduler if spec.adapts else ScoringScheduler,
-        "kv_cache_memory_bytes": _kv_bytes(spec),
+        "kv_cache_memory_bytes": kv_bytes,
         "enable_prefix_caching": spec.prefix_cache,
         "speculative_config": None if spec.speculative is None else dict(spec.speculative),
         "logprobs_mode": "processed_logprobs",
@@ -100,15 +100,16 @@ def engine_arguments(spec: EngineSpec, *, on_cpu: bool) -> EngineArgs:
     return EngineArgs(**arguments | dict(spec.options))
 
 
-def _gpu_share(spec: EngineSpec) -> float:
+def _gpu_memory(spec: EngineSpec) -> tuple[int, float]:
+    """Bytes of the KV cache, and the part of the GPU that the engine has."""
     import torch
 
-    return gpu_share_of(
-        torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory,
-        weight_bytes=weight_bytes(Path(spec.model_path), spec.dtype) // spec.tensor_parallel_size,
-        kv_bytes=_kv_bytes(spec),
-    )
-
-
-def _kv_bytes(spec: EngineSpec) -> int:
-    return int(spec.kv_cache_gib * 2**30)
+    if spec.kv_cache_gib is not None and spec.gpu_share is not None:
+        return int(spec.kv_cache_gib * 2**30), spec.gpu_share
+    free, total = torch.cuda.mem_get_info()
+    weights = weight_bytes(Path(spec.model_path), spec.dtype) // spec.tensor_parallel_size
+    if spec.kv_cache_gib is not None:
+        kv_bytes = int(spec.kv_cache_gib * 2**30)
+    else:
+        kv_bytes = kv_bytes_of(total, free, weight_bytes=weights, share=spec.gpu_share, neighbours=spec.gpu_neighbours)
+    return kv_bytes, spec.gpu_share or gpu_share_of(total, weight_bytes=weights, kv_bytes=kv_bytes)

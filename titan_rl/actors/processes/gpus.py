@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 
-_DRIVERS = ("/dev/nvidiactl", "/dev/nvmap", "/dev/kfd", "/dev/dxg")  # of NVIDIA, its Tegra, AMD, and within WSL
+from titan_rl.generation.gpu_share import has_gpu_driver
 
 
 def visible_gpus() -> tuple[str, ...]:
     """Those that this process may use, found without taking hold of one."""
-    if not any(os.path.exists(driver) for driver in _DRIVERS):
-        return ()  # torch would say so, too, and takes seconds to import
+    if not has_gpu_driver():
+        return ()
     import torch
 
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
