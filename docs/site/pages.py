@@ -14,6 +14,9 @@ from typing import Any
 import api
 import command_line
 import settings
+from docutils import nodes
+from sphinx import addnodes
+from sphinx.transforms import SphinxTransform
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -23,6 +26,7 @@ MADE = {"settings": settings.markdown, "command line": command_line.markdown}
 def setup(app: Any) -> None:
     """Sphinx takes this module for an extension."""
     app.connect("source-read", read)
+    app.add_transform(IndexedSettings)
 
 
 def read(app: object, name: str, source: list[str]) -> None:
@@ -32,6 +36,26 @@ def read(app: object, name: str, source: list[str]) -> None:
     text = re.sub(r"<!-- made from: ([\w. ]+) -->", lambda match: made(match[1]), text)
     text = re.sub(r"<!-- described -->\n(.+)", lambda match: api.markdown(re.findall(r"`(\w+)`", match[1])), text)
     source[0] = text
+
+
+class IndexedSettings(SphinxTransform):
+    """Index entries of the settings, by their full and their last names, so that a search finds their rows first."""
+
+    default_priority = 800  # before Sphinx collects the index
+
+    def apply(self, **kwargs: Any) -> None:
+        if self.env.docname != "reference/settings":
+            return
+        for row in self.document.findall(nodes.row):
+            name = next(iter(row.findall(nodes.literal)), None)
+            if name is None or name.parent.parent is not row.children[0]:
+                continue  # the head of a table
+            full = name.astext()
+            target = f"setting-{nodes.make_id(full)}"
+            name["ids"].append(target)
+            shown = {full, full.rpartition(".")[2]}
+            entries = [("single", each, target, "main", None) for each in sorted(shown)]
+            name.parent.insert(0, addnodes.index(entries=entries))
 
 
 def made(source: str) -> str:

@@ -104,13 +104,15 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]):
     assert capsys.readouterr().out.startswith("titan-rl 0.")
 
 
-@pytest.mark.parametrize("own", [False, True])
-def test_a_network_namespace_that_others_share_is_a_warning(
-    monkeypatch: pytest.MonkeyPatch, own: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize(("own", "private"), [(False, False), (False, True), (True, False)])
+def test_sockets_that_others_may_reach_are_a_warning(monkeypatch: pytest.MonkeyPatch, own: bool, private: bool) -> None:
     links = {"/proc/self/ns/net": "net:[1]", "/proc/1/ns/net": f"net:[{2 if own else 1}]"}
     monkeypatch.setattr("os.readlink", lambda path, real=os.readlink: links.get(path) or real(path))
-    monkeypatch.setattr("titan_rl.run.machine.checkup.try_out", lambda *_: iter(()))
+    tried = [Finding("other users", "ok" if private else "missing", "as tried out")]
+    monkeypatch.setattr("titan_rl.run.machine.checkup.version", lambda _: "1.0")
+    monkeypatch.setattr(
+        "titan_rl.run.machine.checkup.try_out", lambda trials, *_: iter(tried) if len(trials) == 1 else ()
+    )
     (finding,) = [finding for finding in check_up() if finding.subject == "other users"]
-    assert finding.state == ("ok" if own else "warning")
-    assert own or "every user of this machine can run code as you" in finding.found
+    assert finding.state == ("ok" if own or private else "warning")
+    assert own or private or "every user of this machine can run code as you" in finding.found

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -70,3 +74,43 @@ def test_the_reference_has_every_setting_command_and_public_name(site: Path) -> 
 def test_the_reference_is_the_same_each_time_it_is_made(site: Path) -> None:
     text = (site / "reference" / "api.html").read_text()
     assert " at 0x" not in text
+
+
+@pytest.fixture(scope="module")
+def page() -> Iterator[Any]:
+    """A page of a browser."""
+    playwright = pytest.importorskip("playwright.sync_api")
+    chromium = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
+    if chromium is None:
+        pytest.skip("there is no Chromium: apt-get install chromium, or name one in the variable CHROMIUM")
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        try:
+            yield browser.new_page()
+        finally:
+            browser.close()
+
+
+WIDER = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+
+
+def test_no_page_scrolls_sideways(site: Path, page: Any) -> None:
+    names = ("index.html", "reference/settings.html", "concepts/security.html", "metrics.html")
+    found: list[tuple[str, int, int]] = []
+    for file in (site / name for name in names):
+        page.goto(file.as_uri())
+        for width in (390, 1024, 1100, 1280, 1312, 1366, 1440, 1504, 1920):
+            page.set_viewport_size({"width": width, "height": 900})
+            if beyond := page.evaluate(WIDER):
+                found.append((file.name, width, beyond))
+    assert not found
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "sampling.max_tokens", "groups_per_step"])
+def test_a_search_for_a_setting_finds_its_row_first(site: Path, page: Any, name: str) -> None:
+    page.goto(f"{(site / 'search.html').as_uri()}?q={name}")
+    first = page.locator("ul.search > li a").first
+    first.wait_for(timeout=20_000)
+    page.wait_for_function("() => document.body.innerText.includes('Search finished')", timeout=20_000)
+    link = first.get_attribute("href")
+    assert re.search(rf"reference/settings\.html.*#setting-[\w-]*{name.rpartition('.')[2].replace('_', '-')}$", link)

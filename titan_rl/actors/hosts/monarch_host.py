@@ -10,7 +10,9 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 READY = "ready"
 SETTLE_S = 0.2
@@ -22,9 +24,14 @@ def main(address: str) -> None:
     before = os.umask(0o077)  # Monarch begins its log, for this user alone
     from monarch.actor import start_worker_loop_forever
 
+    from titan_rl.actors.processes.listening import without_log_notice
+    from titan_rl.actors.processes.private_sockets import bind_below
+
     os.umask(before)
-    serving = start_worker_loop_forever(ca="trust_all_connections", address=address)
-    _wait_until_it_listens(address)
+    bind_below(Path(tempfile.gettempdir()))
+    with without_log_notice():
+        serving = start_worker_loop_forever(ca="trust_all_connections", address=address)
+        _wait_until_it_listens(address)
     print(READY, flush=True)
     os.dup2(2, 1)
     os.read(0, 1)  # nothing is ever written there

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
+import tempfile
+from collections.abc import Generator
 from pathlib import Path
 
 from monarch.actor import context, enable_transport
 
+from titan_rl.actors.processes.private_sockets import bind_below
 from titan_rl.errors import ConfigError
+
+LOG_NOTICE = b"Monarch internal logs are being written to "
 
 
 def listen_below(folder: Path) -> None:
     """Have Monarch in this process listen on sockets in a folder, whose mode says who may connect; by default every
     user of the machine may. Before Monarch is first used; later it changes nothing, since Monarch cannot be started
     again. So the folder is to be there for as long as the process.
-
-    What Monarch listens on for the processes that it starts has no such setting: see docs/concepts/security.md.
     """
     with contextlib.suppress(RuntimeError):  # Monarch is in use already
         enable_transport(f"ipc://{folder}/monarch")
@@ -28,7 +32,7 @@ def listen_on(address: str, folder: Path) -> None:
 
     Args:
         address: of an interface of this machine.
-        folder: as of `listen_below`, for the sockets of processes on this machine.
+        folder: as of `listen_below`, for the sockets between processes of this machine.
 
     Raises:
         ConfigError: this process has no such address, or has used Monarch before and listens elsewhere.
@@ -44,11 +48,33 @@ def listen_on(address: str, folder: Path) -> None:
     _start(folder)
 
 
+@contextlib.contextmanager
+def without_log_notice() -> Generator[None]:
+    """Keep Monarch's line about its log, which it writes to standard error when it starts, from getting there. What
+    else is written there within the block comes out at its end."""
+    sys.stderr.flush()
+    with tempfile.TemporaryFile() as held, contextlib.ExitStack() as resources:
+        terminal = os.dup(2)
+        resources.callback(os.close, terminal)
+        os.dup2(held.fileno(), 2)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(terminal, 2)
+            held.seek(0)
+            for line in held:
+                if not line.startswith(LOG_NOTICE):
+                    os.write(2, line)
+
+
 def _start(folder: Path) -> None:
+    bind_below(folder)
     before = os.environ.get("TMPDIR")
     os.environ["TMPDIR"] = str(folder)  # it makes a folder there for the sockets of the processes that it starts
     try:
-        context()
+        with without_log_notice():
+            context()
     finally:
         if before is None:
             del os.environ["TMPDIR"]

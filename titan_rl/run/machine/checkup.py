@@ -19,7 +19,7 @@ from packaging.requirements import Requirement
 
 from titan_rl.actors.hosts.scratch import LONGEST_TMPDIR, scratch_root
 from titan_rl.errors import install_command
-from titan_rl.run.machine.environment import EXPOSED, OWN_NAMESPACE, is_exposed
+from titan_rl.run.machine.environment import EXPOSED, OWN_NAMESPACE, PRIVATE, shares_network
 from titan_rl.weights.shard_files.shard_folder import shard_root
 
 LEAST_SHARED_MEMORY = 1 << 30  # bytes; two versions of the weights lie there, and what engines share
@@ -93,10 +93,7 @@ def _machine() -> Iterator[Finding]:
     shared = shard_root()
     fix = "mount -o remount,size=4G /dev/shm; in a container: docker run --shm-size=4g"
     yield _at_least("shared memory", shutil.disk_usage(shared).free, LEAST_SHARED_MEMORY, fix, f" free in {shared}")
-    if is_exposed():
-        yield Finding("other users", "warning", EXPOSED, OWN_NAMESPACE)
-    else:
-        yield Finding("other users", "ok", "this network namespace is not the machine's")
+    yield from _other_users()
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     enough = files == resource.RLIM_INFINITY or files >= LEAST_OPEN_FILES
     fix = None if enough else f"ulimit -n {LEAST_OPEN_FILES}"
@@ -107,6 +104,16 @@ def _machine() -> Iterator[Finding]:
     yield Finding(
         "scratch", "ok" if writable else "missing", f"{scratch}{'' if writable else ' cannot be written'}", fix
     )
+
+
+def _other_users() -> Iterator[Finding]:
+    """Whether they may reach a run's processes, for which Monarch is tried out."""
+    subject = "other users"
+    if not shares_network():
+        yield Finding(subject, "ok", "this network namespace is not the machine's")
+    elif _installed("torchmonarch") is not None:
+        for finding in try_out({subject: _PRIVATE_SOCKETS}, OWN_NAMESPACE):
+            yield finding if finding.state == "ok" else Finding(subject, "warning", EXPOSED, OWN_NAMESPACE)
 
 
 def _memory() -> int:
@@ -176,6 +183,10 @@ def _installed(name: str) -> str | None:
         return None
 
 
+_PRIVATE_SOCKETS = (
+    "import os, pathlib, monarch.actor; from titan_rl.actors.processes.private_sockets import bind_below\n"
+    f"assert bind_below(pathlib.Path(os.devnull)); found = {PRIVATE!r}"
+)
 _TRIALS = {
     "import torch": "import torch; found = f'CUDA {torch.version.cuda}' if torch.version.cuda else 'CPU build'",
     "import monarch": "import monarch.actor, monarch.rdma as r; found = f'RDMA over {r.get_rdma_backend()}'",

@@ -17,6 +17,7 @@ from titan_rl.actors.hosts.scratch import (
     remove_monarch_logs,
     scratch_root,
 )
+from titan_rl.actors.processes.private_sockets import has_abstract_sockets
 from titan_rl.run.machine.guard import keep_clean
 
 
@@ -49,13 +50,18 @@ def run_environment(pythonpath: Sequence[str] = ()) -> Generator[None]:
             tempfile.tempdir = None
 
 
+PRIVATE = "Monarch's sockets are for this user alone"
 EXPOSED = "every user of this machine can run code as you while a run goes on, through Monarch's abstract socket"
 OWN_NAMESPACE = "run it in a network namespace or container of its own: docs/concepts/security.md"
 
 
 def is_exposed() -> bool:
-    """Whether other users may reach the abstract sockets of this process: it is in the network namespace of the
-    machine's first process, or nobody can tell."""
+    """Whether this process listens on abstract sockets that other users may reach."""
+    return shares_network() and has_abstract_sockets()
+
+
+def shares_network() -> bool:
+    """Whether this process is in the network namespace of the machine's first process, or nobody can tell."""
     try:
         return os.readlink("/proc/self/ns/net") == os.readlink("/proc/1/ns/net")
     except OSError:

@@ -1,0 +1,115 @@
+"""Monarch's abstract sockets as paths in a folder: every user of the machine may connect to an abstract one."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import errno
+import mmap
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+LIBRARY = "/monarch/_rust_bindings."
+NAME_LENGTH = 16  # of Monarch's 24 random characters: a path ends at 107, and 16 do not repeat either
+_LISTENING = "00010000"  # as /proc/net/unix has it
+
+_Bind = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_uint, use_errno=True)
+
+
+_callbacks = list[Callable[..., int]]()  # kept for as long as the process, since native code calls them
+
+
+def bind_below(folder: Path) -> bool:
+    """Have Monarch in this process bind sockets to paths in a folder wherever it would bind abstract ones.
+
+    Monarch 0.7 has no setting for it, so the entry of `bind` in its library's table of imported functions is replaced.
+    It tells its children the name that the system gives for a socket, which is the path then. Sockets that are bound
+    already stay as they are. The first folder is kept, and must last as long as the process.
+
+    Returns:
+        Whether Monarch's sockets are bound there; never but on Linux, and not where the library has no such entry.
+    """
+    if _callbacks:
+        return True
+    if sys.platform != "linux" or ctypes.sizeof(ctypes.c_void_p) != 8:
+        return False
+    libc = ctypes.CDLL(None, use_errno=True)
+    original = ctypes.cast(libc.bind, ctypes.c_void_p).value or 0
+    real = _Bind(original)
+    family = int(socket.AF_UNIX).to_bytes(2, sys.byteorder)
+    prefix = os.fsencode(folder) + b"/"
+
+    def bind(fd: int, address: int, length: int) -> int:
+        name = ctypes.string_at(address, length)
+        if name[:2] != family or name[2:3] != b"\0" or length < 3 + NAME_LENGTH:
+            return real(fd, address, length)
+        path = family + prefix + name[3 : 3 + NAME_LENGTH] + b"\0"
+        if len(path) > 110:  # the size of a sockaddr_un
+            ctypes.set_errno(errno.ENAMETOOLONG)
+            return -1
+        kept = ctypes.create_string_buffer(path, len(path))
+        return real(fd, ctypes.addressof(kept), len(path))
+
+    callback = _Bind(bind)
+    replacement = ctypes.cast(callback, ctypes.c_void_p).value or 0
+    slots = [(slot, writable) for slot, writable in _words(original)]
+    if not slots or not all(_put(libc, slot, replacement, writable) for slot, writable in slots):
+        return False
+    _callbacks.append(callback)
+
+    def restore() -> None:  # before Python ends, after which no thread of Monarch's may call it
+        for slot, writable in slots:
+            _put(libc, slot, original, writable)
+
+    atexit.register(restore)
+    return True
+
+
+def has_abstract_sockets() -> bool:
+    """Whether this process listens on an abstract socket."""
+    own: set[str] = set()
+    try:
+        for fd in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                own.add(os.readlink(f"/proc/self/fd/{fd}"))
+        rows = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    except OSError:  # not Linux, which alone has them
+        return False
+    return any(
+        len(row) > 7 and row[3] == _LISTENING and row[7].startswith("@") and f"socket:[{row[6]}]" in own for row in rows
+    )
+
+
+def _words(value: int) -> Iterator[tuple[int, bool]]:
+    """Where the library's tables of addresses hold one, and whether each may be written."""
+    word = value.to_bytes(8, sys.byteorder)
+    beyond_code = False
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        extent, modes, *_ = line.split()
+        if LIBRARY not in line:
+            continue
+        beyond_code = beyond_code or "x" in modes  # constants come before it, tables after it
+        if not beyond_code or "x" in modes or "r" not in modes:
+            continue
+        start, end = (int(number, 16) for number in extent.split("-"))
+        content = ctypes.string_at(start, end - start)
+        at = content.find(word)
+        while at >= 0:
+            if at % 8 == 0:
+                yield start + at, "w" in modes
+            at = content.find(word, at + 1)
+
+
+def _put(libc: ctypes.CDLL, slot: int, value: int, writable: bool) -> bool:
+    """Write one of `_words`, whose page becomes writable for that. Whether it could be."""
+    page, size = ctypes.c_void_p(slot - slot % mmap.PAGESIZE), ctypes.c_size_t(mmap.PAGESIZE)
+    if not writable and libc.mprotect(page, size, mmap.PROT_READ | mmap.PROT_WRITE):
+        return False
+    ctypes.c_void_p.from_address(slot).value = value
+    if not writable:
+        libc.mprotect(page, size, mmap.PROT_READ)
+    return True
