@@ -300,3 +300,11 @@ async def test_a_prompt_in_tokens_that_cannot_fit_is_refused_by_its_length() -> 
     )
     assert group.rollouts[0].status is RolloutStatus.TRUNCATED_PROMPT
     assert group.rollouts[0].error == "the prompt of turn 0 has 10000000 tokens, max_context is 256"
+
+
+@pytest.mark.parametrize("lacks", ["reset", "step", "close"])
+def test_an_environment_without_one_of_its_methods_is_refused(lacks: str) -> None:
+    methods: dict[str, Any] = {name: lambda self: None for name in ("reset", "step", "close") if name != lacks}
+    env: Any = type("HalfEnv", (), methods)()
+    with pytest.raises(TypeError, match=rf"HalfEnv has no method {lacks}; .*: reset, step and close"):
+        MessageTokenEnv(env, LetterRenderer())

@@ -96,6 +96,10 @@ BAD_STEPS: dict[str, tuple[Callable[[], Any], str]] = {
     "reward NaN": (lambda: TokenStep([1], rewards={"a": float("nan")}), "TokenStep.rewards has 'a': nan"),
     "reward of text": (lambda: TokenStep([1], rewards={"a": "1"}), "TokenStep.rewards has 'a': '1'"),  # pyright: ignore
     "message of text": (lambda: TokenStep([1], messages=["hi"]), "TokenStep.messages[0] is 'hi'"),  # pyright: ignore
+    "text for messages": (
+        lambda: TokenStep([1], messages="hi"),  # pyright: ignore
+        "TokenStep.messages is 'hi'; it must be a list of messages",
+    ),
     "prompt of text": (lambda: TokenStep(["a"]), "the next prompt has 'a' at 0; token ids are integers"),  # pyright: ignore
     "negative token": (lambda: TokenStep([-1]), "the next prompt has token -1"),
     "it exits": (lambda: exit(3), "SystemExit: 3"),

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from titan_rl.calls.plain import snapshot
 from titan_rl.errors import PromptTooLongError
 from titan_rl.rollout.environment.growing_prompt import GrowingPrompt
-from titan_rl.rollout.environment.methods import EnvMethods
+from titan_rl.rollout.environment.methods import EnvMethods, require_methods
 from titan_rl.rollout.environment.types import MessageEnv, MessageObservation, MessageStep, TokenObservation, TokenStep
 from titan_rl.rollout.renderer.types import Renderer
 from titan_rl.rollout.types import RolloutStatus
@@ -28,12 +28,16 @@ class MessageTokenEnv:
 
     The environment's methods may be plain functions, which run in a thread of its own: see `EnvMethods`.
 
+    Raises:
+        TypeError: the environment lacks one of the methods.
+
     Example:
 
         rollouter = Rollouter(lambda sample: MessageTokenEnv(SortEnv(sample), renderer), rubric, max_context=512)
     """
 
     def __init__(self, env: MessageEnv, renderer: Renderer) -> None:
+        require_methods(env)
         self.env = env
         self._methods = EnvMethods(env)
         self.tools: list[Mapping[str, object]] | None = None  # that the policy may call, once it is reset

@@ -72,6 +72,18 @@ def is_coroutine_method(method: Any) -> bool:
     return inspect.iscoroutinefunction(method) or inspect.iscoroutinefunction(call)
 
 
+def require_methods(env: object) -> None:
+    """Check that an environment has the methods of a `MessageEnv`.
+
+    Raises:
+        TypeError: "SortEnv has no method close; an environment has three: reset, step and close".
+    """
+    for name in ("reset", "step", "close"):
+        if not callable(getattr(env, name, None)):
+            kind = "None" if env is None else type(env).__name__
+            raise TypeError(f"{kind} has no method {name}; an environment has three: reset, step and close")
+
+
 def expected(given: Any, kind: type[T], env: object, name: str) -> T:
     """`given`, which a method of an environment has returned.
 

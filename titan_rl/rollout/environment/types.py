@@ -179,6 +179,11 @@ def _require_step(
 
 
 def _require_messages(owner: object, messages: Sequence[Message]) -> None:
+    if isinstance(messages, str | Mapping):
+        raise ValueError(
+            f"{type(owner).__name__}.messages is {messages!r}; "
+            'it must be a list of messages, such as [{"role": "user", "content": "..."}]'
+        )
     for place, message in enumerate(messages):
         if not isinstance(message, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(

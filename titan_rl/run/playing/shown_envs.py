@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 
-from titan_rl.rollout.environment.methods import EnvMethods
+from titan_rl.rollout.environment.methods import EnvMethods, require_methods
 from titan_rl.rollout.environment.seats import Player, SeatedEnv, SeatOutError, TokenSeat
 from titan_rl.rollout.environment.types import (
     MessageEnv,
@@ -120,6 +120,7 @@ class ShownMessageEnv:
     """A `MessageEnv`, turn by turn."""
 
     def __init__(self, env: MessageEnv, screen: Screen) -> None:
+        require_methods(env)
         self._methods = EnvMethods(env)
         self._screen = screen
 
