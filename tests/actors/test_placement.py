@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +15,7 @@ from hypothesis import strategies as st
 from titan_rl.actors.hosts.placement import (
     ProcessPlace,
     check_transport,
+    choose_transport,
     place_generator_again,
     place_generators,
     place_trainer,
@@ -19,9 +23,10 @@ from titan_rl.actors.hosts.placement import (
     place_workers,
 )
 from titan_rl.config.hosts import HostsConfig, Roles
+from titan_rl.config.run import RunConfig
 from titan_rl.config.sections import GenerationConfig
 from titan_rl.errors import ConfigError
-from titan_rl.training.settings import TrainingConfig
+from titan_rl.training.settings import ModelConfig, TrainingConfig
 from titan_rl.weights.transports.registry import TransportKind, find_transport
 
 
@@ -213,3 +218,49 @@ def test_without_gpus_one_goes_where_there_are_generators_and_as_many_as_on_each
     assert last == (ProcessPlace("plays"),), "the run cannot go on without"
     placed = place_generator_again(0, on, {"trains": (), "b": (), "c": ()}, a_host, [ProcessPlace("trains")])
     assert placed == ((ProcessPlace(expected),) if expected else ())
+
+
+def on(*gpus: str) -> tuple[ProcessPlace, ...]:
+    return tuple(ProcessPlace("here", (gpu,) if gpu else ()) for gpu in gpus)
+
+
+def weights_of(folder: Path, parameters: int) -> None:
+    header = json.dumps({"w": {"dtype": "BF16", "shape": [parameters], "data_offsets": [0, 2 * parameters]}}).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + 2 * parameters)  # which takes no room on the disk
+
+
+@pytest.mark.parametrize(
+    ("settings", "trainer", "generator", "gpu_gib", "expected"),
+    [
+        ({}, "0", "1", 80, ("cuda_ipc", "on a trainer's GPU of 80")),
+        ({}, "0", "1", 30, ("shared_memory", "18.6 GiB of .* leave activations too little")),
+        ({}, "0", "1", None, ("shared_memory", "nvidia-smi does not say")),
+        ({}, "0", "0", 80, ("shared_memory", "share a GPU")),
+        ({}, "", "", 80, ("shared_memory", "not all on GPUs")),
+        ({"generation": {"engine": "own:engine"}}, "0", "1", 80, ("shared_memory", "other than vllm")),
+        ({"hosts": {"addresses": ["a", "b"]}}, "0", "1", 80, ("tcp", "several hosts")),
+    ],
+)
+def test_weights_stay_on_gpus_where_these_are_of_one_host_and_have_room(
+    tmp_path: Path,
+    settings: dict[str, Any],
+    trainer: str,
+    generator: str,
+    gpu_gib: int | None,
+    expected: tuple[str, str],
+) -> None:
+    weights_of(tmp_path, 10**9)
+    model = ModelConfig(path=str(tmp_path), dtype="bfloat16")
+    config = RunConfig.model_construct(
+        model=model,
+        training=training(),
+        generation=GenerationConfig.model_construct(engine="vllm").model_copy(update=settings.get("generation", {})),
+        hosts=HostsConfig.model_validate(settings.get("hosts", {})),
+    )
+    name, why = choose_transport(
+        config, on(trainer), [on(generator)], lambda: None if gpu_gib is None else gpu_gib * 2**30
+    )
+    assert name == expected[0]
+    assert re.search(expected[1], why)

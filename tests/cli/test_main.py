@@ -105,6 +105,25 @@ def test_what_needs_a_gpu_is_told_before_a_run_has_a_folder(
 
 
 @pytest.mark.parametrize(
+    ("gpus", "given", "says"),
+    [
+        (("0", "1", "2"), [], "statedict.transport is cuda_ipc: trainer and generators have GPUs of one host"),
+        (("0",), [], "statedict.transport is shared_memory: trainer and generators share a GPU"),
+        ((), [], "statedict.transport is shared_memory: trainer and generators are on one host, not all on GPUs"),
+        ((), ["--hosts.addresses=127.0.0.1"], "statedict.transport is tcp: processes may be on several hosts"),
+        (("0", "1", "2"), ["--statedict.transport=shared_memory"], "statedict.transport is shared_memory, as set"),
+    ],
+)
+def test_a_dry_run_says_how_weights_will_travel_and_why(
+    project: Path, monkeypatch: pytest.MonkeyPatch, gpus: tuple[str, ...], given: list[str], says: str, capsys
+):
+    monkeypatch.setattr("titan_rl.run.machine.needs.visible_gpus", lambda: gpus)
+    monkeypatch.setattr("titan_rl.run.machine.needs.least_gpu_bytes", lambda: 80 * 2**30)
+    main(["train", "config.toml", *given, "--dry-run"])
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("given", "says"),
     [
         (

@@ -7,6 +7,7 @@ import contextlib
 import logging
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from dataclasses import replace
 from typing import Any
 
 from monarch.actor import this_proc
@@ -18,10 +19,12 @@ from titan_rl.actors.hosts.hosts import Hosts
 from titan_rl.actors.hosts.placement import (
     ProcessPlace,
     check_transport,
+    choose_transport,
     place_trainer,
     place_trainer_again,
     place_workers,
 )
+from titan_rl.actors.processes.gpus import least_gpu_bytes
 from titan_rl.actors.processes.process import RunFiles
 from titan_rl.actors.processes.remote_process import RemoteProcess
 from titan_rl.actors.processes.respawns import RespawnLimit
@@ -99,6 +102,11 @@ class RunProcesses(GeneratorProcesses):
         self._trainer_places = place_trainer(config.training, roles.train, gpus)
         self._places.begin(roles.generate, gpus, self._trainer_places)
         self._worker_places = [*place_workers(config.rollout.num_workers, roles.play)]
+        if transport == "auto" and self._trains:
+            chosen, why = choose_transport(config, self._trainer_places, [*self._places], least_gpu_bytes)
+            logger.info("statedict.transport is %s: %s", chosen, why)
+            self._statedict = config.statedict.model_copy(update={"transport": chosen})
+            self._plan = replace(self._plan, statedict=self._statedict)
 
     def _start_others(self) -> Sequence[Coroutine[Any, Any, None]]:
         names = [f"{WORKER}{index}" for index in range(self._config.rollout.num_workers)]
@@ -130,7 +138,7 @@ class RunProcesses(GeneratorProcesses):
             config.model,
             config.training,
             config.correction,
-            config.statedict,
+            self._statedict,
             self._files.run_id,
             config.seed,
             lends_memory=self._plan.sleeps,

@@ -16,7 +16,7 @@ from titan_rl.config.load import dump_config, load_config
 from titan_rl.config.run import RunConfig
 from titan_rl.errors import ConfigError, MissingExtraError
 from titan_rl.run.directory import check_run_dir
-from titan_rl.run.machine.needs import check_needs
+from titan_rl.run.machine.needs import check_needs, describe_transport
 from titan_rl.run.observability.progress import Verbosity
 from titan_rl.run.observability.summary import show_summary
 from titan_rl.run.rehearsal import describe, problem_of_loss, rehearse
@@ -70,6 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
             for loss in check_resumption(config, resume).losses:
                 tell(f"titan-rl: {loss}")
         say(dump_config(config, with_defaults=verbosity_of(arguments) is Verbosity.VERBOSE))
+        tell(f"titan-rl: {describe_transport(config)}")
         code = _rehearse(config)
         if code:
             tell("titan-rl: not ready: a run would fail; see the errors above")

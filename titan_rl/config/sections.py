@@ -132,7 +132,8 @@ class StateDictConfig(Section):
     """How every published version travels to the generators, and how they verify it."""
 
     transport: Annotated[str, FunctionName(tuple(TRANSPORTS), ("spec",))] = "auto"
-    """By default shared_memory on one host and tcp on several. With tcp each host is sent a version once, by the host
+    """By default tcp on several hosts, cuda_ipc where vLLM and the trainer have GPUs of their own on one and there is
+    room, and else shared_memory; --dry-run says which, and why. With tcp each host is sent a version once, by the host
     before it, and of most versions what changed; with rdma each generator reads the trainer's memory over the network.
     With cuda_ipc all are on GPUs of one host, and read from the trainer's GPU memory, which has two more copies
     then."""

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from titan_rl.config.hosts import Roles
+from titan_rl.config.model_folder import BYTES, count_parameters
+from titan_rl.config.run import RunConfig
 from titan_rl.config.sections import GenerationConfig
 from titan_rl.errors import ConfigError
 from titan_rl.training.settings import TrainingConfig
 from titan_rl.weights.transports.registry import TransportKind
+from titan_rl.weights.types import NUM_KEPT
 
 _COUNTS = "training.data_parallel x training.context_parallel x training.tensor_parallel"
 
@@ -153,6 +157,48 @@ def check_transport(name: str, kind: TransportKind, roles: Roles, gpus: GPUs) ->
             f"statedict.transport is {name!r}, which reaches one host, and {', '.join(hosts)} train and generate; "
             "choose 'auto'"
         )
+
+
+TRAINED_BYTES = 16
+"""Memory of one parameter while it is trained: itself, its gradient and two moments in float32."""
+
+ROOM = 0.5
+"""Of a GPU's memory, what parameters and published versions may take for `choose_transport` to leave activations room
+enough."""
+
+
+def choose_transport(
+    config: RunConfig,
+    trainer: Sequence[ProcessPlace],
+    generators: Sequence[Sequence[ProcessPlace]],
+    gpu_bytes: Callable[[], int | None],
+) -> tuple[str, str]:
+    """The transport that `statedict.transport = "auto"` stands for, and the reason.
+
+    Args:
+        trainer, generators: the places of their ranks.
+        gpu_bytes: gives the memory of the smallest GPU, None if unknown. Called if nothing else decides.
+
+    Example: `("cuda_ipc", "trainer and generators have GPUs of one host, with room for ...")`.
+    """
+    others = [place for ranks in generators for place in ranks]
+    if config.hosts.elsewhere:
+        return "tcp", "processes may be on several hosts"
+    if not all(place.gpus for place in (*trainer, *others)):
+        return "shared_memory", "trainer and generators are on one host, not all on GPUs"
+    if config.generation.engine != "vllm":
+        return "shared_memory", "an engine other than vllm may not read weights that are in GPU memory"
+    if not {gpu for place in trainer for gpu in place.gpus}.isdisjoint(gpu for place in others for gpu in place.gpus):
+        return "shared_memory", "trainer and generators share a GPU, which has no room to spare for two more versions"
+    total = gpu_bytes()
+    if total is None:
+        return "shared_memory", "nvidia-smi does not say whether the trainer's GPU has room for two more versions"
+    each = TRAINED_BYTES + NUM_KEPT * BYTES[config.model.dtype]
+    need = each * count_parameters(Path(config.model.path)) / config.training.num_ranks
+    told = f"{need / 2**30:.1f} GiB of parameters and published versions on a trainer's GPU of {total / 2**30:.0f}"
+    if need > ROOM * total:
+        return "shared_memory", f"{told} leave activations too little"
+    return "cuda_ipc", f"trainer and generators have GPUs of one host, with room: {told}"
 
 
 def _check(field: str, num_ranks: int, host: str, gpus: Sequence[str]) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from titan_rl.actors.hosts.placement import place_generators, place_trainer
-from titan_rl.actors.processes.gpus import visible_gpus
+from titan_rl.actors.hosts.placement import choose_transport, place_generators, place_trainer
+from titan_rl.actors.processes.gpus import least_gpu_bytes, visible_gpus
 from titan_rl.config.run import RunConfig
 from titan_rl.errors import ConfigError
 from titan_rl.weights.transports.registry import find_transport
@@ -33,6 +33,20 @@ def check_needs(config: RunConfig) -> None:
             f'generation.speculative.method = "suffix" needs {SUFFIX_PACKAGE}, which is not installed; run: '
             f'pip install {SUFFIX_PACKAGE}, or set it to "ngram"'
         )
+
+
+def describe_transport(config: RunConfig) -> str:
+    """The transport of a run, and the reason if that is chosen from what this machine has.
+
+    Example: `statedict.transport is shared_memory: trainer and generators are on one host, not all on GPUs`
+    """
+    if config.statedict.transport != "auto":
+        return f"statedict.transport is {config.statedict.transport}, as set"
+    here = {"here": () if config.hosts.elsewhere else visible_gpus()}
+    trainer = () if config.hosts.elsewhere else place_trainer(config.training, ["here"], here)
+    generators = place_generators(config.generation, ["here"], here, trainer)
+    name, why = choose_transport(config, trainer, generators, least_gpu_bytes)
+    return f"statedict.transport is {name}: {why}"
 
 
 def _check_without_gpus(config: RunConfig) -> None:
