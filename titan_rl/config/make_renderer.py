@@ -10,6 +10,7 @@ from titan_rl.calls.user_code import describe
 from titan_rl.errors import ConfigError, MissingExtraError, ModelError
 from titan_rl.rollout.renderer import Renderer
 from titan_rl.rollout.renderer.registry import find_renderer
+from titan_rl.rollout.renderer.template_fit import fit_template
 from titan_rl.rollout.renderer.token_texts import TokenTexts
 from titan_rl.rollout.renderer.tokenizer import load_tokenizer
 from titan_rl.training.settings import ModelConfig
@@ -41,6 +42,12 @@ def make_renderer(model: ModelConfig) -> Renderer:
             f"model.renderer = {model.renderer!r} gives no renderer for the tokenizer of {model.path}: "
             f"{describe(error)}; it is called with a tokenizer of transformers"
         ) from error
+
+
+def told_of_template(model: ModelConfig) -> str | None:
+    """What a person is told of the chat template that an export of the model has; None where it is the model's own and
+    renders what training does."""
+    return fit_template(model.path, model.renderer).told(model.renderer)
 
 
 def find_token_texts(model: ModelConfig) -> TokenTexts | None:

@@ -19,7 +19,7 @@ from titan_rl.actors.processes.garbage import settled_heap
 from titan_rl.calls.first_error import FirstError
 from titan_rl.calls.watchdog import LoopWatchdog
 from titan_rl.config.hosts import check_own_machine
-from titan_rl.config.make_renderer import find_token_texts, make_renderer
+from titan_rl.config.make_renderer import find_token_texts, make_renderer, told_of_template
 from titan_rl.config.make_rollouter import open_rollouters
 from titan_rl.config.run import RunConfig
 from titan_rl.rollout.group.runner import GroupRunner
@@ -139,6 +139,8 @@ async def _run(
         resources.callback(clean_dead_shards)  # of a trainer that was killed
         resources.enter_context(traced(config.logging, run_dir.trace, progress.message))
         progress.message(f"run directory: {run_dir.path}")
+        if parts.trainer is None and parts.renderer is None and (note := told_of_template(config.model)):
+            progress.message(note)
         journal = resources.enter_context(_journal(run_dir, start, progress.warning))
         resources.enter_context(LoopWatchdog(progress.warning))
         async with contextlib.AsyncExitStack() as opened:

@@ -1,8 +1,9 @@
 """The policy of a checkpoint as a Hugging Face folder: what `titan-rl export` runs in a process of its own.
 
-    python -m titan_rl.training.export checkpoints/Qwen3-0.6B runs/latest/checkpoints/step-000040 policy bfloat16
+    python -m titan_rl.training.export checkpoints/Qwen3-0.6B runs/latest/checkpoints/step-000040 policy bfloat16 auto
 
-The first argument is the folder of the model that was trained, the last one the dtype that is written.
+The first argument is the folder of the model that was trained, the last ones are the dtype that is written and
+`model.renderer` of the run.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from safetensors import safe_open
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from titan_rl.errors import CheckpointError
+from titan_rl.rollout.renderer.template_fit import fit_template
 from titan_rl.training.choices import DType
 from titan_rl.training.parallel.parallel import local_slice
 from titan_rl.training.parallel.world import World
@@ -27,11 +29,14 @@ from titan_rl.training.state.state_tree import flatten
 from titan_rl.training.state.tensor_file import SUFFIX, TensorFiles
 
 
-def export_checkpoint(source: Path, checkpoint: Path, directory: Path, dtype: DType = "float32") -> None:
+def export_checkpoint(
+    source: Path, checkpoint: Path, directory: Path, dtype: DType = "float32", renderer: str = "auto"
+) -> None:
     """Write a Hugging Face folder with a checkpoint's weights, whichever optimizer and number of ranks it is of.
 
     Args:
         source: the folder of the model that was trained.
+        renderer: by which it was trained, which the chat template is made to fit.
 
     Raises:
         DamagedCheckpointError: its bytes are not those that were written.
@@ -47,7 +52,9 @@ def export_checkpoint(source: Path, checkpoint: Path, directory: Path, dtype: DT
         files.read({name: local_slice(tensor) for name, tensor in tensors.items()})
     except ValueError as error:
         raise CheckpointError(f"{checkpoint} is not of the model in {source}: {error}") from error
-    export_hf(directory, policy.layout(), policy.named_tensors(), source=source, dtype=dtype)
+    template = fit_template(source, renderer).template
+    named = policy.named_tensors()
+    export_hf(directory, policy.layout(), named, source=source, dtype=dtype, chat_template=template)
     check_export(directory, policy.named_tensors())
 
 
@@ -68,5 +75,5 @@ def check_export(directory: Path, named_tensors: Iterable[tuple[str, torch.Tenso
 
 
 if __name__ == "__main__":
-    _, trained, saved, written, dtype = sys.argv
-    export_checkpoint(Path(trained), Path(saved), Path(written), cast(DType, dtype))
+    _, trained, saved, written, dtype, renderer = sys.argv
+    export_checkpoint(Path(trained), Path(saved), Path(written), cast(DType, dtype), renderer)

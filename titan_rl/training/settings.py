@@ -53,8 +53,8 @@ class ModelConfig(Section):
     renderer: Annotated[str, FunctionName(tuple(RENDERERS), ("tokenizer",))] = "auto"
     """Between messages and tokens. auto takes one of the `renderers` package, which read calls of tools, where one
     suits the model, and else chat_template, which reads none. What you name, such as `renderers:Qwen3Renderer`, is
-    called with the tokenizer. Those of the `renderers` package keep earlier reasoning in the prompt, also where the
-    model's own chat template, which an exported folder has, drops it at the next message of a user."""
+    called with the tokenizer. Earlier reasoning stays in the prompt, also where the model's own chat template drops
+    it at the next message of a user; exported folders then have a template that keeps it, where one is found."""
 
 
 class TrainingConfig(Section):

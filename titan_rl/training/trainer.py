@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from titan_rl.errors import CheckpointError, UntrainableError
+from titan_rl.rollout.renderer.template_fit import fit_template
 from titan_rl.tracing.spans import IDLE, span
 from titan_rl.training.data.sample import TrainingSample
 from titan_rl.training.data.step_plan import StepPlan
@@ -279,7 +280,8 @@ class TrainerCore:
         self._is_between_versions = False
 
     def export_hf(self, directory: str | Path) -> None:
-        """Write a Hugging Face folder: weights, config, and the tokenizer files of the folder the model came from.
+        """Write a Hugging Face folder: weights, config, and the tokenizer files of the folder the model came from,
+        with a chat template that keeps the reasoning which prompts of training keep.
 
         Raises:
             CheckpointError: it could not be written.
@@ -288,7 +290,9 @@ class TrainerCore:
         try:
             if self._world.is_first:
                 source, dtype = Path(self._config.path), self._config.dtype
-                export_hf(Path(directory), self._policy.layout(), tensors, source=source, dtype=dtype)
+                template = fit_template(source, self._config.renderer).template
+                layout = self._policy.layout()
+                export_hf(Path(directory), layout, tensors, source=source, dtype=dtype, chat_template=template)
         finally:
             deque(tensors, maxlen=0)  # every rank hands the first one its parts, also where the disk is full
         self._world.barrier()

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from titan_rl.config.make_renderer import told_of_template
 from titan_rl.config.serve import load_serve_config
 from titan_rl.errors import ConfigError, MissingExtraError
 from titan_rl.run.policies.source import PolicySource, export, find_policy, newest_checkpoint
@@ -41,6 +42,8 @@ async def export_policy(given: str, out: Path, dtype: DType | None, tell: Callab
     tell(f"reading {source.name}")
     logs = Path(tempfile.mkdtemp(prefix="titan_rl-export-"))  # it stays where this fails
     await export(model, source.checkpoint, out, logs / "export.log")
+    if note := told_of_template(model):
+        tell(note)
     shutil.rmtree(logs, ignore_errors=True)
     return source.name
 

@@ -108,7 +108,7 @@ async def export(model: ModelConfig, checkpoint: Path, directory: Path, log: Pat
     with log.open("wb") as output:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "titan_rl.training.export"),
-            *(model.path, str(checkpoint), str(directory), model.dtype),
+            *(model.path, str(checkpoint), str(directory), model.dtype, model.renderer),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=output,
             stderr=asyncio.subprocess.STDOUT,

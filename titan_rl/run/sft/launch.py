@@ -14,7 +14,7 @@ from typing import Any, cast
 from titan_rl.calls.first_error import FirstError
 from titan_rl.calls.parsing import parse_json
 from titan_rl.config.hosts import check_own_machine
-from titan_rl.config.make_renderer import make_renderer
+from titan_rl.config.make_renderer import make_renderer, told_of_template
 from titan_rl.config.run import RunConfig
 from titan_rl.errors import CheckpointError, MissingExtraError
 from titan_rl.run.beside import beside
@@ -195,6 +195,8 @@ async def _run(
         signals.tell = progress.end_with
         resources.enter_context(traced(config.logging, run_dir.trace, progress.message))
         progress.message(f"run directory: {run_dir.path}")
+        if note := told_of_template(config.model):
+            progress.message(note)
         for loss in start.losses:
             progress.warning(loss)
         with progress.working("turning the demonstrations into tokens"):

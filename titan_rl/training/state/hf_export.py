@@ -25,6 +25,7 @@ def export_hf(
     *,
     source: Path,
     dtype: str,
+    chat_template: str | None = None,
 ) -> None:
     """Write `named_tensors` beside the config, tokenizer and chat template of `source`, one at a time. All or nothing.
 
@@ -34,6 +35,7 @@ def export_hf(
         source: the folder the model came from; every file of it that holds no weights is copied, but for the note
             `MADE_BY_SFT`: what is exported is not `titan-rl sft`'s to replace.
         dtype: recorded in config.json, so that readers load the weights as they are: "float32".
+        chat_template: in the place of that of `source`.
 
     Raises:
         NoSpaceError: the disk is full.
@@ -47,4 +49,15 @@ def export_hf(
         config.pop("torch_dtype", None)
         config["dtype"] = dtype
         (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        if chat_template is not None:
+            _replace_template(temporary, chat_template)
         write_tensors(temporary / "model.safetensors", layout, named_tensors, {"format": "pt"})
+
+
+def _replace_template(folder: Path, template: str) -> None:
+    """Older folders have their template in the tokenizer's config, and some readers look there first."""
+    (folder / "chat_template.jinja").write_text(template)
+    if (path := folder / "tokenizer_config.json").is_file():
+        config: dict[str, Any] = parse_json(path.read_text())
+        if config.pop("chat_template", None) is not None:
+            path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
