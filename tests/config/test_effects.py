@@ -20,6 +20,7 @@ COMPUTED = ("hosts.elsewhere", "transport_may_be_tcp")
 MADE_TRUE: dict[str, dict[str, Any]] = {
     **dict.fromkeys(COMPUTED, ELSEWHERE),
     "hosts.provider": {"hosts.provider": "ssh"},
+    "training.num_ranks": {"training.data_parallel": 2},
 }
 """Settings that make a condition hold whose own setting cannot simply be set to a value."""
 
@@ -86,6 +87,8 @@ def made_true(config: Section, condition: TakesEffect) -> Section:
 def made_false(config: Section, condition: TakesEffect) -> Section:
     if condition.up_to or condition.setting in COMPUTED:
         return config
+    if condition.setting == "training.num_ranks":
+        return with_value(config, "training.data_parallel", 1)
     if condition.none_of:
         return with_value(config, condition.setting, condition.none_of[0])
     value: Any = not condition.one_of[0] if isinstance(condition.one_of[0], bool) else "something else"
@@ -149,6 +152,11 @@ def test_conditions_name_settings_that_there_are(project: Path):
         ("training.kl=k2", "training.kl_coef = 0; set training.kl_coef to something else than 0"),
         ("training.min_lr_ratio=0.5", 'training.lr_decay = "constant"; set training.lr_decay to something else than'),
         ("statedict.fanout=2 statedict.transport=tcp", "on one machine; set hosts.addresses or hosts.provider"),
+        ("training.offload_parameters=true", "one trainer process; set training.data_parallel to the number of GPUs"),
+        (
+            "training.offload_optimizer=true training.offload_parameters=true training.data_parallel=2",
+            "training.offload_parameters = true; leave offload_parameters out",
+        ),
         ("hosts.sync=true", "on one machine; set hosts.addresses or hosts.provider"),
     ],
 )
@@ -173,6 +181,7 @@ def test_a_setting_without_effect_names_what_would_give_it_one(project: Path, gi
         "validation.interval=5",
         "logging.wandb.project=mine logging.sinks=wandb",
         "training.kl=k2 training.kl_coef=0.1",
+        "training.offload_parameters=true training.tensor_parallel=2",
     ],
 )
 def test_a_setting_with_an_effect_and_one_at_its_default_are_taken(project: Path, given: str):

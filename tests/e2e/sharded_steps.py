@@ -6,13 +6,16 @@ import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from e2e.tiny_policy import on_policy_samples, sequences
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
 from titan_rl.training.data.family import Family
 from titan_rl.training.data.sample import TrainingSample
 from titan_rl.training.parallel.world import World
+from titan_rl.training.policy import policy as policy_module
 from titan_rl.training.policy.policy import Policy
 from titan_rl.training.policy.tensor_batch import make_tensor_batch
 from titan_rl.training.protocol import StepResult
@@ -101,6 +104,19 @@ def steps_and_resumed_steps(
     losses += [whole.step(samples).metrics["loss"] for _ in range(2)]
     resumed.load(saved or out / "saved")
     return losses, [resumed.step(samples).metrics["loss"] for _ in range(2)]
+
+
+def devices_of_a_policy(folder: Path, *, offload_parameters: bool, **layout: int) -> tuple[set[str], set[str], bool]:
+    """The types of the devices that hold parameters and buffers where the model computes on torch's device without
+    memory, and whether FSDP moves the parameters there for each pass."""
+    with patch.object(policy_module, "local_device", return_value=torch.device("meta")):
+        model = Policy(
+            folder, World.join(**layout), max_context=8, row_tokens=8, offload_parameters=offload_parameters
+        ).model
+    states: list[Any] = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
+    groups = [group for state in states for group in state._fsdp_param_groups]
+    (is_moved,) = {isinstance(group.offload_policy, CPUOffloadPolicy) for group in groups}
+    return {each.device.type for each in model.parameters()}, {each.device.type for each in model.buffers()}, is_moved
 
 
 def drawn(folder: Path, **training: Any) -> list[list[int]]:

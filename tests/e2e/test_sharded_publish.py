@@ -13,7 +13,12 @@ from e2e.tiny_policy import make_tiny_llama3, make_tiny_moe, make_tiny_qwen3
 from e2e.warm import run_world
 from safetensors.torch import load_file
 
-LAYOUTS = {"FSDP 2": (2, 1), "TP 2": (1, 2), "FSDP 2 x TP 2": (2, 2)}
+LAYOUTS = {
+    "FSDP 2": (2, 1, False),
+    "TP 2": (1, 2, False),
+    "FSDP 2 x TP 2": (2, 2, False),
+    "FSDP 2, parameters on the host": (2, 1, True),
+}
 
 
 @pytest.fixture(scope="module")
@@ -32,10 +37,15 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, str]]:
 def test_the_parts_are_the_gathered_export_and_one_that_fails_fails_all(
     models: list[tuple[str, str]], layout: str
 ) -> None:
-    data_parallel, tensor_parallel = LAYOUTS[layout]
+    data_parallel, tensor_parallel, offload = LAYOUTS[layout]
     size = data_parallel * tensor_parallel
     for by_model in run_world(
-        publish_models, size, models=models, data_parallel=data_parallel, tensor_parallel=tensor_parallel
+        publish_models,
+        size,
+        models=models,
+        data_parallel=data_parallel,
+        tensor_parallel=tensor_parallel,
+        offload_parameters=offload,
     ):
         # Only Llama's queries and keys are computed, in two layers.
         assert [found["num_gathered"] for found in by_model] == [0, 0, 4, 0]

@@ -10,7 +10,8 @@ import pytest
 pytest.importorskip("torchtitan", reason="needs the cpu or gpu extra")
 
 import torch
-from e2e.sharded_steps import steps_and_resumed_steps
+from depth import in_depth
+from e2e.sharded_steps import devices_of_a_policy, steps_and_resumed_steps
 from e2e.tiny_policy import make_tiny_moe, make_tiny_qwen3, on_policy_samples, weights
 from e2e.warm import run_world
 from safetensors.torch import load_file
@@ -73,6 +74,40 @@ def test_it_learns_about_what_it_learns_in_float32(folder: Path, name: str) -> N
     expected = [plain.step(samples).metrics["loss"] for _ in range(10)]
     assert found[0] == pytest.approx(expected[0], abs=0.02)
     assert found[-1] - found[0] == pytest.approx(expected[-1] - expected[0], rel=0.1)
+
+
+SMALL = {"optimizer_dtype": "int8", "master_dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize(
+    ("layout", "states"),
+    [
+        ("data_parallel", SMALL),
+        ("tensor_parallel", {}),
+        pytest.param("context_parallel", {}, marks=in_depth),
+        pytest.param("tensor_parallel", SMALL, marks=in_depth),
+    ],
+)
+def test_ranks_whose_parameters_wait_on_the_host_make_the_same_steps(
+    folder: Path, layout: str, states: dict[str, Any], tmp_path: Path
+) -> None:
+    kept, offloaded = (
+        run_world(steps_and_resumed_steps, 2, folder=folder, out=tmp_path / name, **{layout: 2, name: True}, **states)
+        for name in ("offload_optimizer", "offload_parameters")
+    )
+    assert offloaded == kept
+    for losses, resumed in offloaded:
+        assert resumed == losses[-2:]
+
+
+def test_offloaded_parameters_are_on_the_host_and_buffers_where_the_model_computes(folder: Path) -> None:
+    found = run_world(devices_of_a_policy, 2, folder=folder, data_parallel=2, offload_parameters=True)
+    assert found == [({"cpu"}, {"meta"}, True)] * 2
+
+
+def test_a_single_rank_does_not_offload_its_parameters(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"set training\.data_parallel to the number of GPUs"):
+        make(folder, offload_parameters=True)
 
 
 @pytest.mark.parametrize("layout", [{"data_parallel": 2}, {"tensor_parallel": 2}])

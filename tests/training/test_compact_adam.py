@@ -157,7 +157,9 @@ def test_rounding_keeps_what_bfloat16_has_and_is_right_on_average() -> None:
     torch.testing.assert_close(rounded(between, generator).float().mean(0), between[0], rtol=2e-4, atol=0)
 
 
-@pytest.mark.parametrize("given", [{"optimizer_dtype": "int8"}, {"offload_optimizer": True}])
+@pytest.mark.parametrize(
+    "given", [{"optimizer_dtype": "int8"}, {"offload_optimizer": True}, {"offload_parameters": True}]
+)
 @pytest.mark.parametrize("optimizer", ["sgd", "muon"])
 def test_settings_of_moments_are_refused_for_optimizers_that_ignore_them(given: dict[str, object], optimizer: str):
     with pytest.raises(ValidationError, match="that is for adamw and adam"):

@@ -23,6 +23,7 @@ RESUMABLE = (
     "training.offload_activations",
     "training.offload_reference",
     "training.offload_optimizer",
+    "training.offload_parameters",
     "training.attention",
     "training.compile",
     "training.max_respawns",

@@ -26,16 +26,22 @@ from titan_rl.training.policy.policy import Policy
 from titan_rl.training.settings import CorrectionConfig, ModelConfig, TrainingConfig
 
 
-def make_policy(model: ModelConfig, training: TrainingConfig, world: World, *, offload_weights: bool = False) -> Policy:
-    """
+def make_policy(model: ModelConfig, training: TrainingConfig, world: World, *, is_trained: bool = True) -> Policy:
+    """Build the policy, or the reference, which is not trained.
+
     Raises:
-        ConfigError: the weights cannot be kept in `training.master_dtype`.
+        ConfigError: the weights cannot be kept in `training.master_dtype`, or a single rank cannot offload parameters.
         ModelError: see `Policy`.
     """
     if training.master_dtype == "bfloat16" and model.dtype != "bfloat16":
         raise ConfigError(
             f'training.master_dtype = "bfloat16" with model.dtype = "{model.dtype}": the model would compute with more '
             'digits than its weights have; set model.dtype = "bfloat16", or leave master_dtype out'
+        )
+    if training.offload_parameters and world.size == 1:
+        raise ConfigError(
+            "training.offload_parameters = true with one trainer process: FSDP, which moves them, takes several; "
+            "set training.data_parallel to the number of GPUs, or leave offload_parameters out"
         )
     return Policy(
         Path(model.path),
@@ -48,7 +54,8 @@ def make_policy(model: ModelConfig, training: TrainingConfig, world: World, *, o
         compile=training.compile,
         activation_checkpointing=training.activation_checkpointing,
         offload_activations=training.offload_activations,
-        offload_weights=offload_weights,
+        offload_weights=training.offload_reference and not is_trained,
+        offload_parameters=training.offload_parameters and is_trained,
     )
 
 
@@ -56,7 +63,7 @@ def make_reference(model: ModelConfig, training: TrainingConfig, world: World) -
     """What the policy is held to, where it is. Raises what `Policy` does."""
     if not training.kl_coef:
         return None
-    return make_policy(model, training, world, offload_weights=training.offload_reference)
+    return make_policy(model, training, world, is_trained=False)
 
 
 def make_gradient_pass(
@@ -105,7 +112,7 @@ def make_optimizers(policy: Policy, training: TrainingConfig) -> Optimizers:
         eps=training.eps,
         weight_decay=training.weight_decay,
         state_dtype=training.optimizer_dtype,
-        offload=training.offload_optimizer,
+        offload=training.offload_optimizer or training.offload_parameters,
     )
     return Optimizers(policy.model, training.optimizer, spec)
 

@@ -79,8 +79,21 @@ class TrainingConfig(Section):
     master_dtype: DType = "float32"
     """Of the weights that the optimizer updates, and of their gradients. With bfloat16, which needs model.dtype to be
     that, too, updates are rounded stochastically, and a parameter takes 4 bytes for both instead of 8."""
-    offload_optimizer: bool = False
+    offload_optimizer: Annotated[
+        bool, TakesEffect("training.offload_parameters", one_of=(False,), fix="leave offload_parameters out")
+    ] = False
     """The moments of adamw and adam wait in the host's memory, but for those of the parameter that is updated."""
+    offload_parameters: Annotated[
+        bool,
+        TakesEffect(
+            "training.num_ranks",
+            none_of=(1,),
+            without="with one trainer process",
+            fix="set training.data_parallel to the number of GPUs",
+        ),
+    ] = False
+    """Weights, gradients and moments wait in the host's memory, and are on the GPU a layer at a time in a pass and a
+    parameter at a time in the update. For adamw and adam, on several trainer processes."""
     betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), strict=False)  # TOML has lists, no tuples
     """Decay rates of the first and second moment; for sgd and muon the first is the momentum."""
     eps: Annotated[PositiveFloat, TakesEffect("training.optimizer", none_of=("sgd",))] = 1e-8
@@ -164,8 +177,8 @@ class TrainingConfig(Section):
     def _keeps_moments_that_it_knows(self) -> Self:
         if self.optimizer in ("adamw", "adam"):
             return self
-        defaults = {"optimizer_dtype": "float32", "master_dtype": "float32", "offload_optimizer": False}
-        for name, default in defaults.items():
+        defaults = {"optimizer_dtype": "float32", "master_dtype": "float32"}
+        for name, default in (defaults | {"offload_optimizer": False, "offload_parameters": False}).items():
             if (given := getattr(self, name)) != default:
                 raise ValueError(
                     f"{name} = {str(given).lower()} with optimizer = {self.optimizer!r}: that is for adamw and adam; "

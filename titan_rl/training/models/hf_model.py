@@ -93,13 +93,17 @@ class HFModel:
             lambda name: name.endswith("rotary_emb.inv_freq") or (tied and name == "lm_head.weight"),
         )
 
-    def load(self, device: torch.device) -> None:
-        """Give the decoder memory on a device, and read into it what this rank holds.
+    def load(self, device: torch.device, *, on_host: bool = False) -> None:
+        """Give the decoder memory, and read into it what this rank holds.
+
+        Args:
+            device: The device that computes; buffers are there.
+            on_host: Keep the parameters in the host's memory.
 
         Raises:
             ModelError: a file cannot be read.
         """
-        self.decoder.to_empty(device=device)
+        self.decoder.to_empty(device="cpu" if on_host else device)
         self.decoder.init_states(buffer_device=device)  # the buffers: `KEPT` draws no weights
         for parameter, tensor in self.decoder.state_dict().items():
             piece = local_slice(tensor)

@@ -38,6 +38,8 @@ class CompactAdam(Optimizer):
     Args:
         state_dtype: of the moments. With "int8" those of vectors, such as the weights of norms, are float32.
         offload: the moments wait in the host's memory.
+        device: Computes the updates. Parameters that are elsewhere are moved there and back, one at a time. By default
+            that of each parameter.
     """
 
     def __init__(
@@ -51,11 +53,13 @@ class CompactAdam(Optimizer):
         decoupled: bool,
         state_dtype: StateDType = "float32",
         offload: bool = False,
+        device: torch.device | None = None,
     ) -> None:
         super().__init__(parameters, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self._decoupled = decoupled
         self._state_dtype: StateDType = state_dtype
         self._offload = offload
+        self._device = device
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -82,8 +86,10 @@ class CompactAdam(Optimizer):
         state["step"] += 1
         step, (beta1, beta2), lr = int(state["step"]), group["betas"], float(group["lr"])
         assert parameter.grad is not None, "only parameters with a gradient are updated"
-        stored, gradient = local(parameter), local(parameter.grad).float()
-        value = stored.float()  # of float32 weights the weights themselves
+        stored = local(parameter)
+        device = self._device or stored.device
+        gradient = local(parameter.grad).to(device, non_blocking=True).float()
+        value = stored.to(device, non_blocking=True).float()  # of float32 weights on the device the weights themselves
         if self._decoupled:
             value.mul_(1 - lr * group["weight_decay"])
         elif group["weight_decay"]:
@@ -96,13 +102,13 @@ class CompactAdam(Optimizer):
         generator = torch.Generator(value.device).manual_seed(zlib.crc32(repr((step, index, start)).encode()))
         self._write(state, "exp_avg", mean, generator)
         self._write(state, "exp_avg_sq", square, generator)
-        if stored.dtype is torch.bfloat16:
-            stored.copy_(rounded(value, generator))
+        if value.data_ptr() != stored.data_ptr():
+            stored.copy_(rounded(value, generator) if stored.dtype is torch.bfloat16 else value)
 
     def _fresh(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         own = local(parameter)
         device = torch.device("cpu") if self._offload else own.device
-        pin = self._offload and own.is_cuda
+        pin = self._offload and (self._device or own.device).type == "cuda"
         state = {"step": torch.zeros(())}
         for name in ("exp_avg", "exp_avg_sq"):
             dtype = getattr(torch, self._state_dtype)

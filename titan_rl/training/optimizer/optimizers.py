@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-import titan_rl.training.device  # noqa: F401  before torchtitan
 from titan_rl.errors import ConfigError
+from titan_rl.training.device import local_device  # before torchtitan
 from titan_rl.training.optimizer.compact_adam import CompactAdam
 from titan_rl.training.optimizer.registry import find_optimizer
 from titan_rl.training.optimizer.types import NamedParameters, OptimizerSpec
@@ -113,6 +113,7 @@ def _adam(
             decoupled=optimizer is torch.optim.AdamW,
             state_dtype=spec.state_dtype,
             offload=spec.offload,
+            device=local_device(),
         )
     return optimizer(
         _tensors(parameters),

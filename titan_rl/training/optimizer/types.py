@@ -28,7 +28,7 @@ class OptimizerSpec:
     eps: float = 1e-8
     weight_decay: float = 0.0
     state_dtype: StateDType = "float32"  # training.optimizer_dtype
-    offload: bool = False  # training.offload_optimizer
+    offload: bool = False  # training.offload_optimizer or training.offload_parameters
 
 
 OptimizerFn = Callable[[NamedParameters, OptimizerSpec], "Optimizer | list[Optimizer]"]

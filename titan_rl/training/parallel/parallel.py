@@ -29,6 +29,7 @@ def parallelize(
     dtype: torch.dtype = torch.float32,
     compile: bool = False,
     activation_checkpointing: ActivationCheckpointing = "none",
+    offload_parameters: bool = False,
 ) -> None:
     """Compile and checkpoint activations on request and, in a world of several ranks, spread the parameters, all in
     place.
@@ -37,7 +38,11 @@ def parallelize(
 
     Args:
         dtype: in which the ranks gather parameters, and compute. They hold them and sum gradients in float32.
+        offload_parameters: Parameters and gradients are kept in the host's memory, and each layer's are gathered on the
+            device for its computation alone. Give the parameters memory on the CPU afterwards. One rank gathers
+            nothing, so a world of one cannot do this.
     """
+    assert world.size > 1 or not offload_parameters, "FSDP moves parameters, and takes several ranks"
     if world.tensor_parallel > 1:
         model.parallelize(world.dims)
         if model.enable_weight_tying:
@@ -49,11 +54,26 @@ def parallelize(
     if world.size == 1:
         return
     apply_fsdp_to_decoder(
-        model, world.dims.get_mesh(["fsdp"]), param_dtype=dtype, reduce_dtype=torch.float32, pp_enabled=False
+        model,
+        world.dims.get_mesh(["fsdp"]),
+        param_dtype=dtype,
+        reduce_dtype=torch.float32,
+        pp_enabled=False,
+        cpu_offload=offload_parameters,
     )
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)  # gloo can do no other
+            if local_device().type == "cpu":
+                _leave_unpinned(module)
+
+
+def _leave_unpinned(module: FSDPModule) -> None:
+    """Offloaded parameters are pinned for transfers to an accelerator; without one torch cannot pin memory."""
+    state: Any = module._get_fsdp_state()
+    for group in state._fsdp_param_groups:
+        for parameter in group.fsdp_params:
+            parameter.pin_memory = False
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:

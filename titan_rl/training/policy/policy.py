@@ -51,6 +51,7 @@ class Policy:
         offload_activations: what is kept for the backward pass waits on the host. Worth its transfers where that is
             little: with full checkpointing, one hidden state a layer.
         offload_weights: of a model that is not trained: they wait on the host between passes.
+        offload_parameters: see `parallelize`.
 
     Raises:
         ModelError: the folder lacks a file, or its config and weights do not fit together.
@@ -70,6 +71,7 @@ class Policy:
         activation_checkpointing: ActivationCheckpointing = "none",
         offload_activations: bool = False,
         offload_weights: bool = False,
+        offload_parameters: bool = False,
     ) -> None:
         self.device = local_device()
         self.dtype: torch.dtype = getattr(torch, dtype)
@@ -82,12 +84,17 @@ class Policy:
         self.lay_out: LayOut = partial(_LAY_OUT[attends], ranks=world.context)
         self._routers = routers(self.model)
         parallelize(
-            self.model, world, dtype=self.dtype, compile=compile, activation_checkpointing=activation_checkpointing
+            self.model,
+            world,
+            dtype=self.dtype,
+            compile=compile,
+            activation_checkpointing=activation_checkpointing,
+            offload_parameters=offload_parameters,
         )
         # Ranks gather parameters in that dtype. Autocast would convert each layer's for itself, and keep them until
         # its backward pass.
         self._autocasts = world.size == 1 and self.dtype is not torch.float32
-        self._hf.load(self.device)
+        self._hf.load(self.device, on_host=offload_parameters)
         self._offloads = offload_activations
         self._host_weights = (
             HostWeights(self.model, by_layer=world.size == 1 and not compile) if offload_weights else None
