@@ -4,8 +4,8 @@
     python scripts/gpu_memory.py examples/gsm8k/qwen3_0_6b.toml
 
 Each line is a setting of [training] in the place of what the file says, with the bytes that the trainer's weights,
-gradients and moments, the passes of one micro-batch, and an engine take. The formulas hold for dense Qwen3 on one rank;
-tests/training/test_gpu_memory.py compares them with what a trainer holds on a CPU.
+gradients and moments, the passes of one micro-batch, and an engine take. The formulas hold for dense Qwen3, and for one
+of the ranks; tests/training/test_gpu_memory.py compares them with what a trainer holds on a CPU.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ VARIANTS: tuple[dict[str, Any], ...] = (
     {"optimizer_dtype": "int8"},
     {"optimizer_dtype": "int8", "master_dtype": "bfloat16"},
     {"offload_optimizer": True},
+    {"data_parallel": 8},
+    {"data_parallel": 8, "offload_parameters": True},
     {"rows_per_micro_batch": 1},
 )
 
@@ -63,20 +65,35 @@ class Sizes:
         return self.num_key_value_heads * self.head_dim
 
     @property
+    def layer(self) -> int:
+        """Parameters of attention, its norms, and the feed-forward part."""
+        matrices = self.hidden_size * (2 * self.queries + 2 * self.keys + 3 * self.intermediate_size + 2)
+        return matrices + 2 * self.head_dim
+
+    @property
+    def embeddings(self) -> int:
+        """Parameters of the embedding, and of the head where that has its own."""
+        return self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
+
+    @property
     def parameters(self) -> int:
-        """Of attention, its norms, the feed-forward part, and the embedding, with a head of its own where untied."""
-        layer = self.hidden_size * (2 * self.queries + 2 * self.keys + 3 * self.intermediate_size + 2)
-        layer += 2 * self.head_dim
-        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-        return self.num_hidden_layers * layer + embeddings + self.hidden_size
+        return self.num_hidden_layers * self.layer + self.embeddings + self.hidden_size
 
 
 def state_bytes(sizes: Sizes, training: TrainingConfig) -> dict[str, int]:
-    """Weights and moments, which stay on the device, and gradients, which are there within a step."""
+    """Weights and moments, which stay on the device of a rank, and gradients, which are there within a step."""
+    if training.offload_parameters:
+        return {"weights": 0, "moments": 0, "gradients": 0}
     master = BYTES[training.master_dtype]
     moments = 0 if training.offload_optimizer else 2 * BYTES[training.optimizer_dtype]
-    count = sizes.parameters
+    count = sizes.parameters // training.num_ranks
     return {"weights": count * master, "moments": count * moments, "gradients": count * master}
+
+
+def gathered_bytes(sizes: Sizes, itemsize: int) -> int:
+    """Weights that FSDP has gathered on each rank at a time: embedding and head, a layer, and the next one; and the
+    gradients of a layer in the same dtype. Offloaded parameters pass through nothing else."""
+    return (sizes.embeddings + 3 * sizes.layer) * itemsize
 
 
 def kept_bytes(sizes: Sizes, training: TrainingConfig, tokens: int, itemsize: int) -> int:
@@ -111,7 +128,9 @@ def estimate(sizes: Sizes, training: TrainingConfig, dtype: str, kv_cache_gib: f
     """GiB of each part, of a trainer and an engine that share a GPU."""
     tokens = training.rows_per_micro_batch * training.row_tokens
     found: dict[str, float] = dict(state_bytes(sizes, training))
-    if dtype != training.master_dtype:
+    if training.num_ranks > 1:
+        found["gathered"] = gathered_bytes(sizes, BYTES[dtype])
+    elif dtype != training.master_dtype:
         found["weights in " + dtype] = sizes.parameters * BYTES[dtype]  # autocast keeps them until the backward pass
     found["passes"] = kept_bytes(sizes, training, tokens, BYTES[dtype]) + head_bytes(sizes, tokens)
     found["engine"] = sizes.parameters * BYTES[dtype] + kv_cache_gib * 2**30

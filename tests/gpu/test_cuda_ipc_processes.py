@@ -7,12 +7,16 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
 
 import pytest
 import torch
 
+from titan_rl.errors import StateDictError
 from titan_rl.weights.transports.cuda_ipc import CudaIPCTransport
-from titan_rl.weights.types import NUM_KEPT, SlicePosition, TensorSlice
+from titan_rl.weights.types import NUM_KEPT, Manifest, SlicePosition, TensorSlice
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="needs a GPU; tests/statedict has all but the GPU's own part"
@@ -32,6 +36,71 @@ while True:
     pickle.dump(found, sys.stdout.buffer)
     sys.stdout.buffer.flush()
 """
+
+SLOW_READER = """
+import pickle, sys, torch
+from titan_rl.weights.transports.cuda_ipc import CudaIPCTransport
+
+def tell(value):
+    pickle.dump(value, sys.stdout.buffer)
+    sys.stdout.buffer.flush()
+
+transport = CudaIPCTransport("slow")
+pairs = transport.pull(pickle.load(sys.stdin.buffer))
+name, tensor = next(pairs)
+tell(name)
+later = pickle.load(sys.stdin.buffer)  # sent once the writer has moved on
+tell({name: tensor.unique().tolist()} | {name: tensor.unique().tolist() for name, tensor in pairs})
+tell({name: tensor.unique().tolist() for name, tensor in transport.pull(later)})
+sys.stdin.buffer.read()
+"""
+
+WRITER = """
+import pickle, sys, torch
+from titan_rl.weights.transports.cuda_ipc import CudaIPCTransport
+transport = CudaIPCTransport("writer")
+torch.ones(1, device="cuda")
+pickle.dump("ready", sys.stdout.buffer)
+sys.stdout.buffer.flush()
+while True:
+    try:
+        version, num_tensors, size = pickle.load(sys.stdin.buffer)
+    except EOFError:
+        break
+    named = ((f"w{index}", torch.full((size,), float(version), device="cuda")) for index in range(num_tensors))
+    pickle.dump(transport.publish(version, named), sys.stdout.buffer)
+    torch.cuda.empty_cache()
+    sys.stdout.buffer.flush()
+"""
+
+Child = subprocess.Popen[bytes]
+
+
+@contextmanager
+def child(code: str) -> Iterator[Child]:
+    """A process that ends with the block."""
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def send(process: Child, value: Any) -> None:
+    assert process.stdin is not None
+    pickle.dump(value, process.stdin)
+    process.stdin.flush()
+
+
+def hear(process: Child) -> Any:
+    """The next answer.
+
+    Raises:
+        EOFError: the process has ended.
+    """
+    assert process.stdout is not None
+    return pickle.load(process.stdout)
 
 
 def tensors(version: int) -> Iterator[tuple[str, torch.Tensor]]:
@@ -80,3 +149,67 @@ def test_a_writer_holds_the_versions_that_are_kept_and_nothing_beside_them() -> 
     print(f"cuda_ipc holds {held / version_bytes:.2f} versions, and at most {peak / version_bytes:.2f}")
     assert held <= NUM_KEPT * version_bytes * 1.01
     assert peak <= NUM_KEPT * version_bytes * 1.05
+
+
+def test_a_slow_reader_gets_the_version_it_began_with_and_keeps_no_memory_of_it() -> None:
+    size = 16 << 20  # floats: 64 MiB a tensor
+    weights = [torch.empty(size, device="cuda") for _ in range(3)]
+    version_bytes = sum(weight.nbytes for weight in weights)
+    transport = CudaIPCTransport("hurried")
+
+    def publish(version: int) -> Manifest:
+        for weight in weights:  # as an optimizer does, in place
+            weight.fill_(version)
+        return transport.publish(version, ((f"w{index}", weight) for index, weight in enumerate(weights)))
+
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    last = NUM_KEPT + 3
+    with child(SLOW_READER) as reader:
+        send(reader, publish(0))
+        assert hear(reader) == "w0", "it has the first tensor, and waits"
+        for version in range(1, last):
+            publish(version)
+        send(reader, publish(last))
+        assert hear(reader) == {f"w{index}": [0.0] for index in range(3)}
+        assert hear(reader) == {f"w{index}": [float(last)] for index in range(3)}
+        publish(last + 1)  # collects what no reader has any more
+        torch.cuda.ipc_collect()
+        held = torch.cuda.memory_allocated() - before
+        assert held <= NUM_KEPT * version_bytes * 1.01, "also while the reader lives"
+    transport.close()
+
+
+def test_a_reader_outlives_its_writer_and_gives_up_its_memory_for_the_next_one() -> None:
+    num_tensors, size = 4, 64 << 20  # floats: 256 MiB a tensor, 1 GiB a version; a context of CUDA has less
+    version_bytes = 4 * num_tensors * size
+    if torch.cuda.mem_get_info()[0] < 8 * version_bytes:
+        pytest.skip("needs 8 GiB of GPU memory")
+    transport = CudaIPCTransport("survivor")
+
+    def values(pairs: Iterator[tuple[str, torch.Tensor]]) -> list[list[float]]:
+        return [tensor.unique().tolist() for _, tensor in pairs]
+
+    with child(WRITER) as doomed, child(WRITER) as successor:
+        assert [hear(doomed), hear(successor)] == ["ready", "ready"]
+        torch.cuda.empty_cache()
+        free = torch.cuda.mem_get_info()[0]
+        manifests: list[Manifest] = []
+        for version in (1, 2):
+            send(doomed, (version, num_tensors, size))
+            manifests.append(hear(doomed))
+        assert values(transport.pull(manifests[0])) == [[1.0]] * num_tensors
+        begun = transport.pull(manifests[1])
+        found = values(islice(begun, 1))
+        doomed.kill()
+        doomed.wait(60)
+        try:
+            found += values(begun)
+        except StateDictError:
+            found = [[2.0]] * num_tensors  # refused as a whole: nothing was read wrong
+        assert found == [[2.0]] * num_tensors
+        send(successor, (3, num_tensors, size))
+        assert values(transport.pull(hear(successor))) == [[3.0]] * num_tensors
+        torch.cuda.empty_cache()
+        assert free - torch.cuda.mem_get_info()[0] < 1.5 * version_bytes, "of the successor's version alone"
+    transport.close()

@@ -14,6 +14,8 @@ pytest.importorskip("torchtitan", reason="needs the cpu or gpu extra")
 
 import torch
 from e2e.tiny_policy import make_tiny_qwen3, on_policy_samples
+from e2e.warm import run_world
+from torch.distributed.tensor import DTensor
 
 from titan_rl.training.attention.attention import Document, layout_documents
 from titan_rl.training.parallel.world import World
@@ -53,6 +55,39 @@ def test_weights_and_moments_take_what_the_formula_says(folder: Path, given: dic
     states = [tensor for part in parts for state in part.state.values() for tensor in state.values()]
     # Rows of a tiny model are short, so that the scales of 8-bit moments, 8 bytes a row, count for more.
     assert sum(tensor.nbytes for tensor in states) == pytest.approx(expected["moments"], rel=0.15)
+
+
+def bytes_of_a_rank(folder: Path, **given: Any) -> tuple[int, int, int]:
+    """Weights and moments of this rank after a step, and the most weights that its layers had gathered at a time."""
+    training = TrainingConfig(steps=2, row_tokens=64, rows_per_micro_batch=2, **given)
+    trainer = TrainerCore(ModelConfig(path=str(folder), dtype="bfloat16"), training, seed=0)
+    model: Any = trainer._model  # pyright: ignore[reportPrivateUsage]
+    most = 0
+
+    def measure(*_: Any) -> None:
+        nonlocal most
+        whole = {each.data_ptr(): each.nbytes for each in model.layers.parameters() if not isinstance(each, DTensor)}
+        most = max(most, sum(whole.values()))
+
+    for layer in model.layers.values():
+        layer.attention.register_forward_hook(measure)
+    trainer.step(on_policy_samples(trainer, 40, 30))
+    states = [each for part in trainer._optimizers.parts for each in part.state.values()]  # pyright: ignore[reportPrivateUsage]
+    moments = sum(state[name].to_local().nbytes for state in states for name in ("exp_avg", "exp_avg_sq"))
+    return sum(parameter.to_local().nbytes for parameter in model.parameters()), moments, most
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_rank_holds_its_share_and_gathers_what_the_formula_says(folder: Path, offload: bool) -> None:
+    given: dict[str, Any] = {"data_parallel": 2, "offload_parameters": offload}
+    sizes, training = memory.Sizes.read(folder), TrainingConfig(**given)
+    expected = memory.state_bytes(sizes, TrainingConfig(data_parallel=2))
+    for weights, moments, gathered in run_world(bytes_of_a_rank, 2, folder=folder, **given):
+        assert weights == pytest.approx(expected["weights"], rel=0.01)
+        assert moments == pytest.approx(expected["moments"], rel=0.01)
+        assert sizes.layer * 2 <= gathered <= memory.gathered_bytes(sizes, 2) - 2 * sizes.embeddings
+    if offload:
+        assert sum(memory.state_bytes(sizes, training).values()) == 0, "all of it is in the host's memory"
 
 
 def kept(policy: Policy, tokens: int) -> int:
