@@ -66,6 +66,21 @@ def test_a_trainer_that_is_saved_goes_on_to_the_bit_and_exports_its_weights(
     assert all(torch.equal(tensor, weights(whole)[name]) for name, tensor in resumed.named_tensors())
 
 
+@pytest.mark.parametrize("offloaded_first", [False, True])
+def test_a_run_goes_on_when_its_moments_move_to_the_host_or_back(
+    folder: Path, offloaded_first: bool, tmp_path: Path
+) -> None:
+    whole = make(folder, offload_optimizer=offloaded_first)
+    samples = on_policy_samples(whole, 40, 33, 64)
+    whole.step(samples)
+    whole.save(tmp_path / "step-000001")
+    resumed = make(folder, offload_optimizer=not offloaded_first)
+    resumed.load(tmp_path / "step-000001")
+    for _ in range(2):
+        found, expected = (trainer.step(samples).metrics["loss"] for trainer in (resumed, whole))
+        assert found == pytest.approx(expected, abs=1e-4)
+
+
 @pytest.mark.parametrize("name", SETTINGS)
 def test_it_learns_about_what_it_learns_in_float32(folder: Path, name: str) -> None:
     trainer, plain = make(folder, **SETTINGS[name]), make(folder)

@@ -38,6 +38,10 @@ from titan_rl.weights.types import TensorSlice
 STALL_S = 1800.0
 """Longest time in which the disk takes nothing."""
 
+COMPUTATION = {"amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay"}
+"""Options of torch's Adam that say how an update is computed, and follow from the settings. Optimizers that keep the
+same state, such as one whose moments are offloaded, need not have them."""
+
 STATE = "state.json"
 FORMAT = 1
 
@@ -195,18 +199,23 @@ def _read(directory: Path, model: nn.Module, optimizers: Sequence[Optimizer]) ->
     files = TensorFiles([directory / name for name in read_checksums(directory) if name.endswith(SUFFIX)])
     state = _state(model, optimizers)
     tensors, values = flatten(state)
+    found = _without_computation(stored["values"])
     try:
-        _compare(files.names | stored["values"].keys(), tensors.keys() | values.keys())
+        _compare(files.names | found.keys(), tensors.keys() | _without_computation(values).keys())
         files.read({name: local_slice(tensor) for name, tensor in tensors.items()})
     except ValueError as error:
         raise ValueError(
             f"{error}: it is of another model or optimizer; set model.path to a model like the one that its run began "
             "with, or begin a new run"
         ) from error
-    state = fill(state, stored["values"])
+    state = fill(state, values | found)
     set_state_dict(model, optimizers, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     torch.set_rng_state(state["rng"])
     return stored["version"]
+
+
+def _without_computation(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {path: value for path, value in values.items() if path.rpartition("/")[2] not in COMPUTATION}
 
 
 def _compare(found: set[str], expected: set[str]) -> None:
