@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from titan_rl.calls.imports import require
-from titan_rl.errors import MissingExtraError
+from titan_rl.calls.imports import import_module, require
+from titan_rl.errors import ConfigError, MissingExtraError
 
 
 def test_what_is_installed_is_imported():
@@ -25,3 +25,10 @@ def test_a_module_that_lacks_something_else_says_so_itself(tmp_path: Path, monke
     with pytest.raises(ModuleNotFoundError, match="absent_dependency") as caught:
         require("needs_more", "cpu")
     assert not isinstance(caught.value, MissingExtraError)
+
+
+def test_the_line_at_which_an_import_fails_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("unlucky_module.py").write_text("x = 1\n\n\ny = x.absent\n")
+    with pytest.raises(ConfigError, match=r"unlucky_module failed: AttributeError: .* \(unlucky_module.py:4 in"):
+        import_module("unlucky_module")

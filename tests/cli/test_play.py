@@ -150,3 +150,13 @@ def test_a_policy_is_watched(adder: Adder, config: Path, capfd: pytest.CaptureFi
         "[user] 6 + 1\n[assistant] 7\n    reward right = 1\n=== completed: reward 1 (right 1); 1 turn, 1 tokens" in out
     )
     assert adder.asked[0]["max_tokens"] == 3
+
+
+def test_a_reward_that_fails_is_told_once(config: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    task = TOOLS.replace('env_reward("looked")', "Reward(seen)").replace("import Message", "import Reward, Message", 1)
+    Path("fails.py").write_text(task + "\ndef seen(rollout): return rollout.messages[7]\n")
+    assert play('/call look {"at": 3}\n', "--task.type", "fails:Sums") == 0
+    out = capfd.readouterr().out
+    assert out.count("IndexError") == 1
+    assert "no reward; 1 turn" in out
+    assert "the rubric failed: RewardError: reward 'seen' failed" in out

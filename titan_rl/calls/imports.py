@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from types import ModuleType
 from typing import Any, TypeVar
 
+from titan_rl.calls.user_code import describe
 from titan_rl.errors import ConfigError, MissingExtraError
 
 T = TypeVar("T")
@@ -38,7 +39,7 @@ def import_module(name: str) -> ModuleType:
             raise ConfigError(f"importing {name} failed: {error}") from error
         raise ConfigError(f"there is no module {error.name}; looked in {', '.join(_searched())}") from None
     except (Exception, SystemExit) as error:  # also of a script that ends by sys.exit
-        raise ConfigError(f"importing {name} failed: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"importing {name} failed: {describe(error)}") from error
 
 
 def find_attribute(module: ModuleType, name: str) -> Any:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from titan_rl.calls.plain import printable
+from titan_rl.calls.user_code import Failure
 from titan_rl.rollout.group.failures import error_text
 from titan_rl.rollout.types import Message, Rollout, RolloutGroup, RolloutStatus
 from titan_rl.types import Completion
@@ -64,7 +65,7 @@ class Screen:
 
     def group(self, group: RolloutGroup) -> None:
         for rollout in group.rollouts:
-            self.say(shown_end(rollout))
+            self.say(shown_end(rollout, group.failure))
             if rollout.status is RolloutStatus.ERROR_PARSE and rollout.turns:
                 self.say(f"    what could not be parsed: {self.text(rollout.turns[-1].completion.token_ids)}")
         if group.failure is not None:
@@ -86,13 +87,17 @@ def shown_message(message: Message) -> str:
     return printable("\n".join(lines))
 
 
-def shown_end(rollout: Rollout) -> str:
-    """How a rollout ended, and what it is worth."""
+def shown_end(rollout: Rollout, told: Failure | None = None) -> str:
+    """Summary of how a rollout ended and of its reward.
+
+    Args:
+        told: the group's failure, which is shown once for all of its rollouts and not again with each.
+    """
     reward = "no reward" if rollout.reward is None else f"reward {rollout.reward:.4g}"
     parts = ", ".join(f"{name} {value:.4g}" for name, value in rollout.reward_breakdown.items())
     turns = f"{len(rollout.turns)} turn{'' if len(rollout.turns) == 1 else 's'}"
     tokens = rollout.metrics.get("completion_tokens", float(rollout.num_completion_tokens))
     lines = [f"=== {rollout.status}: {reward}{f' ({parts})' if parts else ''}; {turns}, {tokens:.0f} tokens written"]
-    if rollout.error is not None:
+    if rollout.error is not None and (told is None or rollout.failure is not told):
         lines.append(f"    {error_text(rollout)}")
     return printable("\n".join(lines))
