@@ -12,6 +12,7 @@ from pathlib import Path
 from monarch.actor import context, enable_transport
 
 from titan_rl.actors.processes.private_sockets import bind_below
+from titan_rl.calls.plain import terminal_text
 from titan_rl.errors import ConfigError
 
 LOG_NOTICE = b"Monarch internal logs are being written to "
@@ -65,7 +66,7 @@ def without_log_notice() -> Generator[None]:
             held.seek(0)
             for line in held:
                 if not line.startswith(LOG_NOTICE):
-                    os.write(2, line)
+                    os.write(2, terminal_text(line.decode(errors="replace")).encode())
 
 
 def _start(folder: Path) -> None:
