@@ -252,7 +252,7 @@ async def test_a_plain_method_that_never_returns_is_named_and_closed_once_it_doe
         release.wait()
 
     env = Blocking(**{method: hang})
-    limits = RolloutConfig(env_timeout_s=0.05, env_in_thread=in_thread)
+    limits = RolloutConfig(env_timeout_s=1.0, env_in_thread=in_thread)
     rollouter = Rollouter(lambda _: env, RUBRIC, max_context=64, limits=limits)  # pyright: ignore[reportArgumentType]
     group = await rollouter.run_group(generate, None, group_id="g", group_size=1, sampling=SamplingParams(max_tokens=4))
     (rollout,) = group.rollouts
@@ -278,7 +278,7 @@ async def test_a_coroutine_that_never_returns_is_named() -> None:
         lambda _: Waits(),  # pyright: ignore[reportArgumentType]
         RUBRIC,
         max_context=64,
-        limits=RolloutConfig(env_timeout_s=0.05),
+        limits=RolloutConfig(env_timeout_s=1.0),
     )
     group = await rollouter.run_group(generate, None, group_id="g", group_size=1, sampling=SamplingParams(max_tokens=4))
     (rollout,) = group.rollouts
