@@ -45,4 +45,4 @@ def test_an_error_that_nobody_hears_has_its_exit_code_still(project: Path, argum
 def test_a_command_that_is_started_without_standard_output_prints_nothing(project: Path):
     ended = command(DRY_RUN, preexec_fn=lambda: os.close(1))
     assert ended.returncode == 0
-    assert ended.stderr.startswith("echo: the first prompt has ")
+    assert "\necho: the first prompt has " in ended.stderr

@@ -139,7 +139,6 @@ def test_conditions_name_settings_that_there_are(project: Path):
             "statedict.anchor_interval=4",
             "on one machine; set hosts.addresses or hosts.provider, or statedict.transport",
         ),
-        ("sft.tiny_model.level=byte sft.start=base", 'sft.start = "base"; leave sft.start out'),
         ("sft.batch_size=9 sft.batch_tokens=100", "sft.batch_tokens = 100; leave sft.batch_tokens out"),
         ("sft.interval=9 sft.held_out=0", "sft.held_out = 0; set that above 0"),
         ("hosts.ssh.hosts=a,b", 'hosts.provider = none; set hosts.provider to "ssh"'),

@@ -18,9 +18,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from viewer.viewed import FIRST, SECOND, OpenPage, serving, until
-
-from benchmarks.synthetic_run import write_run
+from viewer.viewed import OpenPage, serving, until, write_first_and_second
 
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
 FLAGS = [
@@ -39,10 +37,7 @@ FLAGS = [
 def runs_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folders of `FIRST` and `SECOND`; what is added is served, too."""
     folder = tmp_path_factory.mktemp("viewed") / "runs"
-    write_run(folder / FIRST, steps=60, rollouts=240)
-    write_run(folder / SECOND, steps=60, rollouts=240, seed=1)
-    config = folder / SECOND / "config.toml"
-    config.write_text(config.read_text().replace("lr = 0.0003", "lr = 0.001"))
+    write_first_and_second(folder)
     return folder
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from viewer.viewed import FIRST, SECOND, OpenPage, until
+import pytest_asyncio
+from viewer.viewed import FIRST, SECOND, OpenPage, serving, until, write_first_and_second
 
 from benchmarks.synthetic_run import line, write_run
 
@@ -18,6 +19,20 @@ BOTH = f"runs={FIRST},{SECOND}"
 SUPERVISED, DULL = "20260104-000000-supervised", "20260105-000000-dull"
 ANSWERS = {0: (0.0, 0.25, 0.75), 10: (0.25, 0.5, 1.0), 20: (0.0, 0.75, 1.0)}
 """Rewards of the siblings of a held-out prompt by step; what earns 0 could not be parsed."""
+
+
+@pytest.fixture(scope="module")
+def runs_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs of these tests alone: what the list shows is part of them."""
+    folder = tmp_path_factory.mktemp("overview") / "runs"
+    write_first_and_second(folder)
+    return folder
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def viewer_url(runs_folder: Path) -> AsyncGenerator[str]:
+    async with serving(runs_folder) as url:
+        yield url
 
 
 @pytest.fixture
@@ -156,7 +171,7 @@ async def test_a_question_mark_lists_the_keys_of_the_tab(open_page: OpenPage) ->
     await page.keyboard.press("Escape")
     assert not await dialog.is_visible()
     await page.keyboard.press("1")
-    assert await page.get_by_role("tab", selected=True).inner_text() == "Overview"
+    await until(page, "document.querySelector('[role=tab][aria-selected=true]').innerText === 'Overview'")
     await page.get_by_role("button", name="Keys").click()
     assert "its messages" not in await dialog.inner_text()
 

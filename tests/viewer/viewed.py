@@ -10,6 +10,7 @@ from typing import Any
 
 import uvicorn
 
+from benchmarks.synthetic_run import write_run
 from titan_rl.viewer.app import make_viewer
 from titan_rl.viewer.runs import Runs
 
@@ -18,6 +19,14 @@ FIRST, SECOND = "20260101-000000-first", "20260102-000000-second"
 
 OpenPage = Callable[..., Awaitable[Any]]
 """The fixture `open_page`; it gives a `playwright.async_api.Page`."""
+
+
+def write_first_and_second(folder: Path) -> None:
+    """Two runs of 60 steps, of which the second has another learning rate."""
+    write_run(folder / FIRST, steps=60, rollouts=240)
+    write_run(folder / SECOND, steps=60, rollouts=240, seed=1)
+    config = folder / SECOND / "config.toml"
+    config.write_text(config.read_text().replace("lr = 0.0003", "lr = 0.001"))
 
 
 async def until(page: Any, expression: str, arg: Any = None, *, within_s: float = 10) -> Any:

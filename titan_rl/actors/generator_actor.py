@@ -18,6 +18,7 @@ from titan_rl.actors.processes.process import ProcessActor, ProcessSpec
 from titan_rl.actors.request_stream import RequestServer
 from titan_rl.actors.weight_transport import transport_of
 from titan_rl.actors.wire import Packed
+from titan_rl.arrays.tensor_checksum import TensorChecksum
 from titan_rl.calls.cancellation import stray_cancellation_fails
 from titan_rl.calls.threads import in_thread
 from titan_rl.config.sections import STREAM_INTERVAL, GenerationConfig, StateDictConfig
@@ -31,7 +32,6 @@ from titan_rl.generation.registry import make_engine
 from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.types import GaugeSummary, KVPolicy, PauseMode, PullResult
 from titan_rl.tracing.spans import flush
-from titan_rl.weights.checksums import published_checksums
 from titan_rl.weights.layouts import KnownLayouts, PackedManifest
 from titan_rl.weights.probes import NOTICED, ProbeFigures, SwapCheck
 from titan_rl.weights.types import Manifest, MeasuredTransport, StateDictTransport
@@ -136,7 +136,7 @@ class GeneratorActor(ProcessActor):
             lambda: self._items(manifest),
             check,
             manifest=manifest,
-            published=await in_thread(published_checksums, manifest),
+            published=await in_thread(_checksums_of, manifest),
         )
         figures = {
             "load_s": result.load_s,
@@ -168,9 +168,7 @@ class GeneratorActor(ProcessActor):
         return 0.0
 
     def _open(self, manifest: Manifest) -> Weights:
-        return Weights(
-            self._items(manifest), lambda engine: self._verify(manifest, engine), published_checksums(manifest)
-        )
+        return Weights(self._items(manifest), lambda engine: self._verify(manifest, engine), _checksums_of(manifest))
 
     def _verify(self, manifest: Manifest, engine: Engine) -> ProbeFigures:
         """Compare the engine with what the trainer measured."""
@@ -200,3 +198,10 @@ class GeneratorActor(ProcessActor):
     async def close(self) -> None:
         await self._loop.close()
         await in_thread(flush)
+
+
+def _checksums_of(manifest: Manifest) -> dict[str, TensorChecksum]:
+    """See `published_checksums`, whose module imports torch: the controller, which imports this one, does without."""
+    from titan_rl.weights.checksums import published_checksums
+
+    return published_checksums(manifest)

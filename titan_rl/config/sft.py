@@ -27,9 +27,7 @@ class SFTConfig(Section):
 
     start: PathText = ""
     """Hugging Face folder of the model that is taught. By default a tiny one is made for the demonstrations."""
-    tiny_model: Annotated[TinyModelConfig, TakesEffect("sft.start", one_of=("",), fix="leave sft.start out")] = (
-        TinyModelConfig()
-    )
+    tiny_model: TinyModelConfig = TinyModelConfig()
     """The model that is made where `start` names none."""
     out: PathText = ""
     """Folder that the taught model is written to at the end. By default model.path."""

@@ -335,7 +335,7 @@ def test_a_dry_run_tells_what_would_be_learned(toml: Path) -> None:
 
 
 def test_steps_of_so_many_tokens_are_as_long_as_fits(toml: Path) -> None:
-    config = load_sft_config(toml, [("sft.batch_tokens", "100"), ("sft.shuffle", "false")])
+    config = load_sft_config(toml, [("sft.batch_tokens", "100"), ("sft.batch_size", "32"), ("sft.shuffle", "false")])
     found = find_demonstrations(config)
     ready = prepared(config, found, toml.parent / "scratch")
     tokens = TokenSource(make_renderer(ready.model), found, 64)

@@ -135,7 +135,7 @@ class Hosts:
         question = self._question()
 
         async def all_there(step: Callable[[Arrival], Coroutine[Any, Any, None]]) -> list[Arrival]:
-            failed: list[str] = []  # all that do are named, so that one start tells of each
+            failed: dict[str, str] = {}  # by worker; all are named, so that one start tells of each
 
             async def one(arrival: Arrival) -> None:
                 try:
@@ -144,13 +144,13 @@ class Hosts:
                     if begins and await arrival.is_lost():
                         lost[arrival.worker] = str(error)
                     else:
-                        failed.append(str(error))
+                        failed[arrival.worker] = str(error)
                 except OSError as error:
                     raise ActorDiedError(f"host at {arrival.worker}: {summary(error)}") from error
 
             await all_of([one(arrival) for arrival in arrivals if arrival.worker not in lost])
             if failed:
-                raise ActorDiedError("; ".join(failed))
+                raise ActorDiedError("; ".join(failed[each.worker] for each in arrivals if each.worker in failed))
             for arrival in arrivals:
                 if arrival.lost:
                     lost.setdefault(arrival.worker, f"host at {arrival.worker} is gone: {arrival.lost}")
@@ -198,6 +198,7 @@ class Hosts:
         """
         if not lost:
             return
+        lost = {worker: lost[worker] for worker in workers if worker in lost}  # in the order of the settings
         problems = [*self.config.too_few_of(len(workers) - len(lost))]
         if self._needs.trains and lost.keys() >= {*workers[: self.config.train]}:
             problems.append("no host is left of those that were to train")
